@@ -1,0 +1,43 @@
+# Every target works as the first command in a fresh clone: it makes .venv and installs what it needs.
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: dev demo test check format proto bench clean
+.DEFAULT_GOAL := dev
+
+# Runtime only: what a user has after `pip install prefixd`.
+$(VENV)/.runtime: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "prefixd needs Python 3.11 or later (with its venv module)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.runtime
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+dev: $(VENV)/.dev ## everything a developer needs, in .venv
+
+demo: $(VENV)/.runtime ## a private daemon, three tiers, real bytes, verified
+	$(BIN)/prefixctl demo
+
+test: $(VENV)/.dev ## the whole test suite
+	$(BIN)/python -m pytest -n auto --dist worksteal
+
+check: $(VENV)/.dev ## lint, types, generated code up to date
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python proto/generate.py --check
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: $(VENV)/.dev ## write proto/*_pb2* from proto/prefixd.proto
+	$(BIN)/python proto/generate.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
