@@ -1,0 +1,60 @@
+"""Every bound and every default that the daemon and its clients have to agree on.
+
+Sizes end in `_BYTES`, times in `_MS` or `_NS`; a `MAX_` is refused beyond, a `DEFAULT_` can
+be changed by configuration or per call.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+KEY_BYTES: Final = 32
+FINGERPRINT_BYTES: Final = 32
+QUANT_BYTES: Final = 8
+
+# ---- wire
+
+#: Keys, items, tokens or ranges in one request.
+MAX_BATCH_KEYS: Final = 4096
+#: One gRPC message. Above it the transport itself answers RESOURCE_EXHAUSTED.
+MAX_MESSAGE_BYTES: Final = 16 * 2**20
+#: What payloads are cut into on a stream.
+CHUNK_BYTES: Final = 1 * 2**20
+#: Token ids that an entry may carry, 4 bytes each.
+MAX_TOKEN_IDS_BYTES: Final = 4 * 2**20
+MAX_PAYLOAD_BYTES: Final = 2**40
+MAX_LAYERS: Final = 2**16 - 1
+MAX_CLIENT_NAME_CHARS: Final = 120
+
+# ---- time
+
+DEFAULT_HEARTBEAT_INTERVAL_MS: Final = 2_000
+#: A session that was silent for this many intervals is lost.
+SESSION_LOST_AFTER_INTERVALS: Final = 2
+DEFAULT_CLAIM_LEASE_MS: Final = 300_000
+DEFAULT_RESERVATION_TTL_MS: Final = 60_000
+MAX_LEASE_MS: Final = 3_600_000
+#: What a reader waits for a save in flight, unless it says otherwise.
+DEFAULT_WAIT_MS: Final = 500
+MAX_WAIT_MS: Final = 60_000
+#: How long a client waits for an `evict` or `shutdown` save.
+DEFAULT_EVICT_SAVE_TIMEOUT_MS: Final = 30_000
+DEFAULT_DEADLINE_MS: Final = 5_000
+
+# ---- tables of the daemon
+
+MAX_SESSIONS: Final = 4_096
+MAX_CLAIMS_PER_SESSION: Final = 65_536
+MAX_RESERVATIONS_PER_SESSION: Final = 65_536
+MAX_WAITERS: Final = 65_536
+MAX_PAGE_ENTRIES: Final = 10_000
+
+# ---- save policy (the gates of `client.policy`)
+
+DEFAULT_MIN_TOKENS: Final = 512
+DEFAULT_COLD_MIN_TOKENS: Final = 512
+DEFAULT_COLD_MAX_TOKENS: Final = 30_000
+DEFAULT_CONTINUED_INTERVAL_TOKENS: Final = 2_048
+DEFAULT_BOUNDARY_TRIM_TOKENS: Final = 32
+DEFAULT_BOUNDARY_ALIGN_TOKENS: Final = 2_048
+DEFAULT_BLOCK_TOKENS: Final = 512
