@@ -1,0 +1,203 @@
+"""Lines of a text file, numbered: plain, gzip or zstd (told apart by content), or standard input.
+
+Memory is bounded whatever the file is: the file is streamed, a line may have at most
+`MAX_LINE_BYTES`, and compressed input is expanded a few KiB at a time.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+STDIN = "-"
+#: A request of a million 512-token blocks is a line of about 10 MB.
+MAX_LINE_BYTES = 64 << 20
+#: Compressed bytes handed to zstd at a time: a frame expands at most 32,768-fold, so that one
+#: step yields at most 128 MiB, even from a file made to hurt.
+ZSTD_STEP_BYTES = 4096
+
+_BUFFER_BYTES = 1 << 20
+_Buffered: TypeAlias = "io.BufferedReader[Any]"
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_UTF8_BOM = b"\xef\xbb\xbf"
+
+
+class TraceError(ValueError):
+    """A trace that cannot be read: which file, which line, what is wrong with it.
+
+    `line_number` counts from 1; 0 means the file as a whole.
+    """
+
+    def __init__(self, path: Path | str, line_number: int, problem: str) -> None:
+        super().__init__(str(path), line_number, problem)  # all three, so that it pickles
+        self.path = str(path)
+        self.line_number = line_number
+        self.problem = problem
+
+    def __str__(self) -> str:
+        name = "standard input" if self.path == STDIN else self.path
+        where = f"{name}:{self.line_number}" if self.line_number else name
+        return f"{where}: {self.problem}"
+
+
+def _buffered(raw: Any) -> _Buffered:
+    return io.BufferedReader(raw, _BUFFER_BYTES)
+
+
+class _Decompressor(Protocol):
+    """What is used of `zstandard`'s decompression object."""
+
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
+
+    def decompress(self, data: bytes) -> bytes: ...
+
+
+class _ZstdStream(io.RawIOBase):
+    """The content of one or more zstd frames; EOFError where the last one is cut short.
+
+    `zstandard.stream_reader` ends quietly in the middle of a frame, which would pass a
+    truncated trace off as a shorter one.
+    """
+
+    def __init__(self, raw: _Buffered) -> None:
+        import zstandard  # an extra: only needed for zstd files
+
+        self._raw = raw
+        self._new_frame = zstandard.ZstdDecompressor().decompressobj
+        self._error: type[Exception] = zstandard.ZstdError
+        self._frame: _Decompressor | None = None
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        while not self._ready:
+            if not self._expand():
+                return 0
+        target = memoryview(buffer).cast("B")
+        count = min(len(target), len(self._ready))
+        target[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def _expand(self) -> bool:
+        """Decompress one step of input into `_ready` (maybe nothing yet); False at the end."""
+        data = self._raw.read(ZSTD_STEP_BYTES)
+        if not data:
+            if self._frame is not None:
+                raise EOFError("the zstd frame is cut short")
+            return False
+        parts: list[bytes] = []
+        while data:
+            if self._frame is None:
+                self._frame = self._new_frame()
+            try:
+                parts.append(self._frame.decompress(data))
+            except self._error as error:
+                raise OSError(f"damaged zstd data ({error})") from None
+            data = b""
+            if self._frame.eof:
+                data, self._frame = self._frame.unused_data, None
+        self._ready = memoryview(b"".join(parts))
+        return True
+
+
+class LineSource:
+    """The lines of one file as `(line_number, bytes)`, without blank ones.
+
+    Iterating again starts again (standard input can be read once). `consumed_bytes` and
+    `total_bytes` (None where unknown) are in bytes of the file as stored, for progress bars.
+
+    Raises `TraceError` for everything that can be wrong with the file itself; a line that is
+    too long comes as None, so that the caller decides whether to go on.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = str(path)
+        self.total_bytes: int | None = None
+        self._raw: _Buffered | None = None
+        self._consumed = 0
+        if self.path != STDIN:
+            with suppress(OSError):  # reported by the open that follows
+                self.total_bytes = Path(self.path).stat().st_size
+
+    @property
+    def consumed_bytes(self) -> int:
+        """Bytes of the stored file read so far."""
+        if self._raw is not None and not self._raw.closed:
+            with suppress(OSError, ValueError):  # a pipe has no position
+                self._consumed = self._raw.tell()
+        return self._consumed
+
+    def __iter__(self) -> Iterator[tuple[int, bytes | None]]:
+        """Numbered lines with their line ends; None in place of a line that is too long."""
+        number = 0
+        raw = self._open_raw()
+        try:
+            stream = self._decompressed(raw)
+            while True:
+                number += 1
+                line: bytes | None = stream.readline(MAX_LINE_BYTES)
+                if not line:
+                    return
+                if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                    line = None
+                    while (rest := stream.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+                        pass
+                elif number == 1:
+                    line = line.removeprefix(_UTF8_BOM)
+                if line is None or not line.isspace():
+                    yield number, line
+        except EOFError:
+            raise TraceError(self.path, number, "the compressed data is cut short") from None
+        except (zlib.error, gzip.BadGzipFile) as error:
+            raise TraceError(self.path, number, f"damaged gzip data ({error})") from None
+        except OSError as error:
+            raise TraceError(self.path, number, error.strerror or str(error)) from None
+        finally:
+            self._consumed = self.consumed_bytes
+            if self.path != STDIN:
+                raw.close()
+
+    def _open_raw(self) -> _Buffered:
+        if self.path == STDIN:
+            stdin = sys.stdin.buffer
+            # Whoever replaces standard input may give a stream without peek().
+            raw: _Buffered = stdin if isinstance(stdin, io.BufferedReader) else _buffered(stdin)
+        else:
+            try:
+                raw = _buffered(Path(self.path).open("rb", buffering=0))  # noqa: SIM115 (ours to close)
+            except OSError as error:
+                problem = (error.strerror or str(error)).lower()
+                raise TraceError(self.path, 0, f"cannot be opened: {problem}") from None
+        self._raw = raw
+        return raw
+
+    def _decompressed(self, raw: _Buffered) -> _Buffered:
+        head = raw.peek(4)[:4]
+        # A pipe may have delivered less than a whole magic number: no JSON starts like either.
+        if head and _GZIP_MAGIC.startswith(head[:2]):
+            return _buffered(gzip.GzipFile(fileobj=raw))
+        if head and _ZSTD_MAGIC.startswith(head):
+            try:
+                return _buffered(_ZstdStream(raw))
+            except ImportError:
+                problem = "is zstd-compressed; reading it needs `pip install 'prefixd[zstd]'`"
+                raise TraceError(self.path, 0, problem) from None
+        return raw
