@@ -1,0 +1,153 @@
+"""The budget of one tier and its eviction order: all arithmetic on bytes is here.
+
+Pure. The metadata server asks `admission`, evicts with `next_victim` / `forget` until it
+fits, then `reserve`s; every reservation ends in `publish` or `cancel`. At every moment
+
+    published_bytes + reserved_bytes <= limit_bytes <= budget_bytes
+    entries + reservations          <= max_entries            (when there is such a cap)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+
+from ..proto.keys import Key
+from .eviction.base import EvictionPolicy
+from .extents import ExtentAllocator
+from .store import Location, Tier
+
+
+class Admission(Enum):
+    """Can so many bytes be taken in?"""
+
+    FITS = "fits"
+    AFTER_EVICTION = "after eviction"
+    NO_ROOM = "no room"
+    TOO_LARGE = "too large"
+
+
+class Ledger:
+    """Who has how many bytes of one tier, and who leaves next.
+
+    `extents` places entries in an arena (None: the tier is addressed by key). `limit_bytes` is
+    what may be used now: it grows up to `budget_bytes` while an arena's pages are secured.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        budget_bytes: int,
+        policy: EvictionPolicy[Key],
+        *,
+        max_entries: int = 0,
+        extents: ExtentAllocator | None = None,
+    ) -> None:
+        self.tier = tier
+        self.budget_bytes = budget_bytes
+        self.limit_bytes = budget_bytes if extents is None else extents.capacity_bytes
+        self.max_entries = max_entries
+        self.policy = policy
+        self.extents = extents
+        self.published_bytes = 0
+        self.reserved_bytes = 0
+        #: stored bytes of published entries that somebody holds a claim on
+        self.pinned_bytes = 0
+        self.entries = 0
+        self.reservations = 0
+        self.pinned_entries = 0
+
+    # ---- questions
+
+    @property
+    def free_bytes(self) -> int:
+        return self.limit_bytes - self.published_bytes - self.reserved_bytes
+
+    @property
+    def unpinned_bytes(self) -> int:
+        """What evictions could free at most."""
+        return self.published_bytes - self.pinned_bytes
+
+    def admission(self, stored_bytes: int, entries: int = 1) -> Admission:
+        """Can `entries` new entries of `stored_bytes` in all be reserved?"""
+        cap = self.max_entries or entries
+        if stored_bytes > self.budget_bytes or entries > cap:
+            return Admission.TOO_LARGE
+        used = self.entries + self.reservations
+        if stored_bytes <= self.free_bytes and (not self.max_entries or used + entries <= cap):
+            return Admission.FITS
+        stays_bytes = self.pinned_bytes + self.reserved_bytes
+        stays = self.pinned_entries + self.reservations
+        if stored_bytes > self.limit_bytes - stays_bytes or (
+            self.max_entries and stays + entries > cap
+        ):
+            return Admission.NO_ROOM
+        return Admission.AFTER_EVICTION
+
+    def victims(self) -> Iterator[Key]:
+        """Who would leave, next first; changes nothing."""
+        return self.policy.victims()
+
+    # ---- reservations
+
+    def reserve(self, stored_bytes: int) -> Location:
+        """Take room that `admission` said FITS, and place it."""
+        assert self.admission(stored_bytes) is Admission.FITS
+        self.reserved_bytes += stored_bytes
+        self.reservations += 1
+        return () if self.extents is None else self.extents.allocate(stored_bytes)
+
+    def cancel(self, stored_bytes: int, location: Location) -> None:
+        """A reservation ends without an entry."""
+        self.reserved_bytes -= stored_bytes
+        self.reservations -= 1
+        if self.extents is not None:
+            self.extents.free(location)
+
+    def publish(self, key: Key, stored_bytes: int) -> None:
+        """A reservation becomes an entry: unpinned, and most recent."""
+        self.reserved_bytes -= stored_bytes
+        self.reservations -= 1
+        self.published_bytes += stored_bytes
+        self.entries += 1
+        self.policy.admit(key, stored_bytes)
+
+    def adopt(self, key: Key, stored_bytes: int, location: Location) -> None:
+        """An entry that survived a restart, least recent first. The caller asked `admission`."""
+        if self.extents is not None:
+            self.extents.claim(location)
+        self.published_bytes += stored_bytes
+        self.entries += 1
+        self.policy.prepare(key, stored_bytes)
+        self.policy.admit(key, stored_bytes)
+
+    # ---- published entries
+
+    def pin(self, key: Key, stored_bytes: int) -> None:
+        """The first claim on an entry."""
+        self.pinned_bytes += stored_bytes
+        self.pinned_entries += 1
+        self.policy.pin(key)
+
+    def unpin(self, key: Key, stored_bytes: int) -> None:
+        """The last claim on an entry is gone."""
+        self.pinned_bytes -= stored_bytes
+        self.pinned_entries -= 1
+        self.policy.unpin(key)
+
+    def next_victim(self, incoming: Key | None = None) -> Key | None:
+        """Take the next victim out of the eviction order; `forget` has to follow."""
+        return self.policy.evict(incoming)
+
+    def forget(self, stored_bytes: int, location: Location) -> None:
+        """An unpinned entry that already left the eviction order gives its bytes back."""
+        self.published_bytes -= stored_bytes
+        self.entries -= 1
+        if self.extents is not None:
+            self.extents.free(location)
+
+    def grow(self, secured_bytes: int) -> None:
+        """The arena has this many bytes of real memory now."""
+        assert self.extents is not None
+        self.extents.grow(secured_bytes)
+        self.limit_bytes = self.extents.capacity_bytes
