@@ -1,0 +1,74 @@
+"""Where a daemon listens unless it is told otherwise, and how addresses are written.
+
+An address is `unix:/path/of/socket` or `host:port`; a bare absolute path is a Unix socket.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from .errors import ConfigError
+
+ADDRESS_VARIABLE: Final = "PREFIXD_ADDRESS"
+SOCKET_NAME: Final = "prefixd.sock"
+UNIX_SCHEME: Final = "unix:"
+#: sun_path of Linux, without its closing zero.
+MAX_SOCKET_PATH_BYTES: Final = 107
+
+
+def default_address(environ: Mapping[str, str] | None = None, uid: int | None = None) -> str:
+    """The address that daemon, clients and prefixctl agree on without any configuration.
+
+    `$PREFIXD_ADDRESS` if it is set; else a socket in `$XDG_RUNTIME_DIR/prefixd`; else in
+    `/run/prefixd` for root and in `/tmp/prefixd-<uid>` for everybody else. Nothing is created.
+    Raises ConfigError if the variable holds no address.
+    """
+    environ = os.environ if environ is None else environ
+    uid = os.getuid() if uid is None else uid
+    if given := environ.get(ADDRESS_VARIABLE):
+        return normalize_address(given)
+    if runtime := environ.get("XDG_RUNTIME_DIR"):
+        directory = Path(runtime) / "prefixd"
+    elif uid == 0:
+        directory = Path("/run/prefixd")
+    else:
+        directory = Path(f"/tmp/prefixd-{uid}")
+    return f"{UNIX_SCHEME}{directory / SOCKET_NAME}"
+
+
+def normalize_address(address: str, *, listening: bool = False) -> str:
+    """`unix:/absolute/path` or `host:port`, from either, a bare path or `unix:///path`.
+
+    `listening`: port 0 is allowed, for a port that the kernel chooses. Raises ConfigError when
+    it is no address, a port is out of range, or a socket path is longer than the kernel takes.
+    """
+    text = address.strip()
+    if text.startswith(("/", "./", "../", "~/")):
+        text = f"{UNIX_SCHEME}{Path(text).expanduser().absolute()}"
+    if text.startswith(UNIX_SCHEME):
+        path = text.removeprefix(UNIX_SCHEME)
+        path = path.removeprefix("//") if path.startswith("///") else path
+        if not path.startswith("/") or len(path) < 2:
+            raise ConfigError(f"{address!r} names no absolute socket path: write unix:/path")
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+            raise ConfigError(
+                f"{address!r} is longer than the {MAX_SOCKET_PATH_BYTES} bytes of a socket path"
+            )
+        return f"{UNIX_SCHEME}{path}"
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdigit():
+        raise ConfigError(f"{address!r} is no address: write unix:/path or host:port")
+    if not (0 if listening else 1) <= int(port) < 65_536:
+        raise ConfigError(f"{address!r} has the port {port}: ports are 1 to 65535")
+    return text
+
+
+def socket_path(address: str) -> Path | None:
+    """The file of a Unix-socket address; None for a TCP one."""
+    address = normalize_address(address)
+    if address.startswith(UNIX_SCHEME):
+        return Path(address.removeprefix(UNIX_SCHEME))
+    return None
