@@ -227,11 +227,11 @@ def _parse(line: bytes | None) -> Request:
     if line is None:
         raise ValueError("the line is too long to be a request")
     try:
-        record = json.loads(line.decode())
+        record = json.loads(line.rstrip().decode())
     except UnicodeDecodeError:
         raise ValueError("the line is not UTF-8 text") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"the line is not JSON ({error.msg} at column {error.colno})") from None
+        raise ValueError(f"the line is not JSON ({error.msg} at column {error.pos + 1})") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the line is not usable JSON ({error})") from None
     if not isinstance(record, dict):
