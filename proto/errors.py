@@ -12,7 +12,7 @@ response, not an error.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar, Final
+from typing import ClassVar, Final, cast
 
 import grpc
 
@@ -25,7 +25,8 @@ class PrefixdError(Exception):
 
     name: ClassVar[str] = "internal"
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
-    retryable: ClassVar[bool] = False
+    #: Of the class; only an error of a later version has its own.
+    retryable: bool = False
 
 
 # ---- the caller's own mistake: repeating the call can't help
@@ -42,6 +43,18 @@ class InvalidKey(CallerError):
     """A key that is not 32 bytes."""
 
     name = "invalid_key"
+
+
+class InvalidNamespace(CallerError):
+    """A namespace with a field that no key can be made of."""
+
+    name = "invalid_namespace"
+
+
+class InvalidTokens(CallerError):
+    """Token ids that are no ints in 0 ... 2^31 - 1."""
+
+    name = "invalid_tokens"
 
 
 class InvalidBatch(CallerError):
@@ -132,6 +145,12 @@ class EntryCorrupt(PrefixdError):
 
     name = "entry_corrupt"
     code = grpc.StatusCode.DATA_LOSS
+
+
+class RecordError(EntryCorrupt):
+    """Bytes that are no record of a format that this version reads."""
+
+    name = "record_error"
 
 
 class LimitReached(PrefixdError):
@@ -225,10 +244,17 @@ def from_grpc(error: grpc.RpcError) -> PrefixdError:
     """The error that the daemon raised, or the transport's failure in our words.
 
     `error` is what a failed call raises: it is a `grpc.Call` too (sync) or an `AioRpcError`.
+    An error of a later version, whose name is unknown here, gets the class of its code and
+    keeps what it says about repeating the call.
     """
     code = error.code()
     details = error.details() or code.name
-    for key, value in error.trailing_metadata() or ():
-        if key == ERROR_METADATA and value in BY_NAME:
-            return BY_NAME[value](details)
-    return TRANSPORT_CODES[code](details)
+    # Named tuples from the synchronous stack, pairs from the asyncio one.
+    metadata = dict(cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ()))
+    name, retry = metadata.get(ERROR_METADATA), metadata.get(RETRY_METADATA)
+    if isinstance(name, str) and name in BY_NAME:
+        return BY_NAME[name](details)
+    translated = TRANSPORT_CODES[code](details)
+    if retry is not None:
+        translated.retryable = retry == "1"
+    return translated

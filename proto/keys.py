@@ -1,0 +1,400 @@
+"""Keys: what a piece of KV state is called, the same in every process and every language.
+
+    prefix entry   SHA-256( fingerprint'32 || quantisation8 || context32 || tokens )
+    block chain    h[-1] = the prefix key of no tokens, the namespace's root
+                   h[i]  = SHA-256( h[i-1] || u32le(i) || tokens of block i )
+    adapters       fp1 = SHA-256( fingerprint || sorted( sha256 || i64le(round(scale * 2^32)) ) )
+    salt           fp2 = SHA-256( "prefixd/salt/v1\\0"  || u32le(bytes of salt)  || salt  || fp1 )
+    shard          fp3 = SHA-256( "prefixd/shard/v1\\0" || u32le(bytes of shard) || shard || fp2 )
+
+Each of the last three steps is skipped when there is nothing to add, and the last result is
+fingerprint'. `round` is to the nearest integer, ties to even. Tokens are 32-bit little-endian.
+A token id is in 0 ... 2^31 - 1, so that signed and unsigned agree, and so that -1, the padding
+of a trailing incomplete block, is never a token.
+
+Keys depend on their inputs only, never on the process that computes them. Tokens come last,
+so one pass over a prompt gives the keys of all its prefixes. Whatever asks for tokens takes any
+sequence of ints; one with the buffer protocol (`array`, `memoryview`, numpy) of 32-bit integers
+is hashed where it lies. Token ids outside the range, floats and raw `bytes` (ids, or bytes of
+ids?) are refused with `InvalidTokens`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+import sys
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NewType, TypeAlias
+
+from .errors import InvalidKey, InvalidNamespace, InvalidSize, InvalidTokens
+from .limits import FINGERPRINT_BYTES, KEY_BYTES, QUANT_BYTES
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    Tokens: TypeAlias = Sequence[int] | Buffer
+
+#: 32 bytes, the only way to address an entry.
+Key = NewType("Key", bytes)
+
+TOKEN_BYTES: Final = 4
+MAX_TOKEN_ID: Final = 2**31 - 1
+_SALT_LABEL: Final = b"prefixd/salt/v1\0"
+_SHARD_LABEL: Final = b"prefixd/shard/v1\0"
+_CONTEXT_LABEL: Final = b"prefixd/context/v1\0"
+_PADDING: Final = b"\xff" * TOKEN_BYTES
+_U32: Final = struct.Struct("<I")
+_LITTLE: Final = sys.byteorder == "little"
+_NATIVE_INTS: Final = frozenset("bBhHiIlLqQnN")
+_LITTLE_WORDS: Final = frozenset(("<i", "<I", "<l", "<L"))
+
+
+# ---- keys as such
+
+
+def check_key(key: Buffer) -> Key:
+    """`key` itself, if it is 32 bytes; else raises `InvalidKey`."""
+    if not isinstance(key, bytes):
+        try:
+            key = memoryview(key).tobytes()
+        except TypeError:
+            raise InvalidKey(
+                f"a key is {KEY_BYTES} bytes, this is a {type(key).__name__}"
+            ) from None
+    if len(key) != KEY_BYTES:
+        raise InvalidKey(f"a key is {KEY_BYTES} bytes, this has {len(key)}")
+    return Key(key)
+
+
+def key_hex(key: Key) -> str:
+    """64 lower-case hexadecimal digits."""
+    return key.hex()
+
+
+def key_from_hex(text: str) -> Key:
+    """The key of 64 hexadecimal digits, upper or lower case; raises `InvalidKey`."""
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    # fromhex skips white space, so that the length of the text is checked as well.
+    if len(text) != 2 * KEY_BYTES or len(key) != KEY_BYTES:
+        raise InvalidKey(f"a key is {2 * KEY_BYTES} hexadecimal digits, not {text[:80]!r}")
+    return Key(key)
+
+
+# ---- namespaces
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter as it is applied: SHA-256 of its weights, and its scale.
+
+    Scales are told apart in steps of 2^-32. Raises `InvalidNamespace`.
+    """
+
+    sha256: bytes
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_bytes("an adapter's sha256", self.sha256, 32)
+        if not (math.isfinite(self.scale) and abs(self.scale) < 2**31):
+            raise InvalidNamespace(f"an adapter's scale is below 2^31, not {self.scale}")
+
+    def encode(self) -> bytes:
+        """The 40 bytes that stand for it in a fingerprint."""
+        return self.sha256 + struct.pack("<q", round(self.scale * 2**32))
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What keys are scoped by; two namespaces that differ in anything share no key.
+
+    `fingerprint`: 32 bytes that identify the weights and the tokeniser. `quantisation`: at most
+    8 bytes (text is taken as UTF-8), padded with NUL. `context_params`: 32 bytes, see
+    `context_hash`. `adapters` in any order. `salt` keeps tenants apart, `shard` the ranks of one
+    model. Raises `InvalidNamespace`. Cheap to compare, hash and keep; the derived fields are
+    computed once.
+    """
+
+    fingerprint: bytes
+    quantisation: bytes | str
+    context_params: bytes
+    adapters: tuple[Adapter, ...] = ()
+    salt: bytes | str = b""
+    shard: bytes | str = b""
+    #: The fingerprint with adapters, salt and shard in it, 32 bytes.
+    effective_fingerprint: bytes = field(init=False, repr=False, compare=False)
+    #: What every prefix key of this namespace begins with, 72 bytes.
+    preamble: bytes = field(init=False, repr=False, compare=False)
+    #: The prefix key of no tokens: the parent of block 0 of every chain.
+    root: Key = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_bytes("fingerprint", self.fingerprint, FINGERPRINT_BYTES)
+        _check_bytes("context_params", self.context_params, 32)
+        quantisation = _encoded("quantisation", self.quantisation)
+        if len(quantisation) > QUANT_BYTES:
+            raise InvalidNamespace(
+                f"quantisation is at most {QUANT_BYTES} bytes, not {len(quantisation)}"
+            )
+        adapters = tuple(sorted(self.adapters, key=Adapter.encode))
+        salt, shard = _encoded("salt", self.salt), _encoded("shard", self.shard)
+
+        effective = self.fingerprint
+        if adapters:
+            effective = _sha256(effective, *(adapter.encode() for adapter in adapters))
+        if salt:
+            effective = _sha256(_SALT_LABEL, _U32.pack(len(salt)), salt, effective)
+        if shard:
+            effective = _sha256(_SHARD_LABEL, _U32.pack(len(shard)), shard, effective)
+        preamble = effective + quantisation.ljust(QUANT_BYTES, b"\0") + self.context_params
+
+        # Normalised, so that namespaces with equal keys are equal.
+        for name, value in (
+            ("quantisation", quantisation.rstrip(b"\0")),
+            ("adapters", adapters),
+            ("salt", salt),
+            ("shard", shard),
+            ("effective_fingerprint", effective),
+            ("preamble", preamble),
+            ("root", Key(_sha256(preamble))),
+        ):
+            object.__setattr__(self, name, value)
+
+
+def context_hash(params: Mapping[str, bool | int | float | str | bytes | None]) -> bytes:
+    """32 bytes for the parameters of a context that change its KV state (RoPE, sizes, types).
+
+    SHA-256 over "prefixd/context/v1\\0" and then, by name in the order of its UTF-8 bytes,
+    u32le(bytes of name) || name || type || u32le(bytes of value) || value. Types and values:
+    "n" nothing, "b" one byte 0 or 1, "i" a whole number in decimal ASCII (2.0 is one: equal
+    numbers are equal parameters), "f" any other number as f64le, "s" UTF-8 text, "y" bytes.
+    Raises `InvalidNamespace` for anything else, NaN and infinities included.
+    """
+    parts = [_CONTEXT_LABEL]
+    for name in sorted(params, key=str.encode):
+        kind, value = _context_value(name, params[name])
+        encoded = name.encode()
+        parts += [_U32.pack(len(encoded)), encoded, kind, _U32.pack(len(value)), value]
+    return _sha256(*parts)
+
+
+def _context_value(name: str, value: object) -> tuple[bytes, bytes]:
+    match value:
+        case None:
+            return b"n", b""
+        case bool():
+            return b"b", bytes([value])
+        case int():
+            return b"i", str(value).encode()
+        case float() if value.is_integer():
+            return b"i", str(int(value)).encode()
+        case float() if math.isfinite(value):
+            return b"f", struct.pack("<d", value)
+        case str():
+            return b"s", value.encode()
+        case bytes():
+            return b"y", value
+    raise InvalidNamespace(f"context parameter {name!r} can't be {value!r}")
+
+
+def _check_bytes(what: str, value: object, length_bytes: int) -> None:
+    if not isinstance(value, bytes):
+        raise InvalidNamespace(f"{what} is {length_bytes} bytes, not a {type(value).__name__}")
+    if len(value) != length_bytes:
+        raise InvalidNamespace(f"{what} is {length_bytes} bytes, this has {len(value)}")
+
+
+def _encoded(what: str, value: object) -> bytes:
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, bytes):
+        return value
+    raise InvalidNamespace(f"{what} is bytes or text, not a {type(value).__name__}")
+
+
+def _sha256(*parts: bytes) -> bytes:
+    return hashlib.sha256(b"".join(parts)).digest()
+
+
+# ---- tokens
+
+
+def token_bytes(tokens: Tokens) -> bytes | memoryview:
+    """The token ids as u32 little-endian bytes: a view when they already are, else a copy.
+
+    Raises `InvalidTokens` for anything but a one-dimensional sequence of ints in
+    0 ... 2^31 - 1. A view of 32-bit integers costs one scan (30,000 tokens: 20 us), a list
+    its conversion (170 us).
+    """
+    sequence = _sliceable(tokens)
+    raw: bytes | memoryview
+    if isinstance(sequence, memoryview) and _LITTLE and sequence.itemsize == TOKEN_BYTES:
+        # A cast takes native formats only, and no empty view.
+        castable = sequence.contiguous and len(sequence.format) == 1 and len(sequence) > 0
+        raw = sequence.cast("B") if castable else sequence.tobytes()
+    else:
+        items = sequence.tolist() if isinstance(sequence, memoryview) else sequence
+        try:
+            words = array("I", items)
+        except (OverflowError, TypeError) as problem:
+            raise InvalidTokens(f"token ids are ints in 0 ... {MAX_TOKEN_ID}: {problem}") from None
+        if not _LITTLE:
+            words.byteswap()
+        raw = words.tobytes()
+    # Copied whole and then strided: slicing a memoryview byte by byte takes ten times as long.
+    # A top bit that is set in the top byte of any token is what makes that byte no ASCII.
+    if not bytes(raw)[3::TOKEN_BYTES].isascii():
+        raise InvalidTokens(f"token ids are in 0 ... {MAX_TOKEN_ID}, one of these is not")
+    return raw
+
+
+def _sliceable(tokens: Tokens) -> Sequence[int] | memoryview:
+    """A view of the integers in a buffer (slices are free), or the sequence as it is."""
+    try:
+        view = memoryview(tokens)  # type: ignore[arg-type]  # what has no buffer is caught
+    except TypeError:
+        view = None
+    if view is not None:
+        if isinstance(tokens, bytes | bytearray | memoryview) and view.itemsize == 1:
+            raise InvalidTokens("tokens are ints: give bytes of ids as memoryview(...).cast('I')")
+        if view.ndim != 1:
+            raise InvalidTokens(f"tokens are one sequence, not {view.ndim} dimensions of them")
+        if view.format.lstrip("@") in _NATIVE_INTS or (_LITTLE and view.format in _LITTLE_WORDS):
+            return view
+    try:
+        len(tokens)  # type: ignore[arg-type]
+        tokens[:0]  # type: ignore[index]
+    except (TypeError, LookupError):
+        raise InvalidTokens(f"tokens are a sequence, not a {type(tokens).__name__}") from None
+    return tokens  # type: ignore[return-value]
+
+
+# ---- prefix entries
+
+
+def prefix_key(namespace: Namespace, tokens: Tokens) -> Key:
+    """The key of the complete state of all of `tokens`."""
+    return prefix_key_of_bytes(namespace, token_bytes(tokens))
+
+
+def prefix_key_of_bytes(namespace: Namespace, raw: Buffer) -> Key:
+    """`prefix_key` of token ids that are u32 little-endian already. They are not checked."""
+    digest = hashlib.sha256(namespace.preamble)
+    digest.update(raw)
+    return Key(digest.digest())
+
+
+def prefix_keys(namespace: Namespace, tokens: Tokens, lengths_tokens: Sequence[int]) -> list[Key]:
+    """The keys of the prefixes of these lengths, in one pass over the tokens.
+
+    `lengths_tokens` ascend strictly, within 0 ... len(tokens); else raises `InvalidSize`.
+    What is behind the last length is neither hashed nor looked at.
+    """
+    if not lengths_tokens:
+        return []
+    sequence = _sliceable(tokens)
+    _check_lengths(lengths_tokens, len(sequence))
+    raw = token_bytes(sequence[: lengths_tokens[-1]])
+    digest = hashlib.sha256(namespace.preamble)
+    keys: list[Key] = []
+    done_bytes = 0
+    for length_tokens in lengths_tokens:
+        end_bytes = length_tokens * TOKEN_BYTES
+        digest.update(raw[done_bytes:end_bytes])
+        keys.append(Key(digest.copy().digest()))
+        done_bytes = end_bytes
+    return keys
+
+
+def _check_lengths(lengths_tokens: Sequence[int], available_tokens: int) -> None:
+    previous = -1
+    for length_tokens in lengths_tokens:
+        if length_tokens <= previous:
+            raise InvalidSize(f"prefix lengths ascend: {length_tokens} follows {previous}")
+        previous = length_tokens
+    if previous > available_tokens:
+        raise InvalidSize(f"a prefix of {previous} tokens of {available_tokens}")
+
+
+# ---- block chains
+
+
+def block_key(parent: Key, index: int, tokens: Tokens) -> Key:
+    """The key of block `index` with exactly these tokens, after `parent` (block 0: the root)."""
+    return block_key_of_bytes(parent, index, token_bytes(tokens))
+
+
+def block_key_of_bytes(parent: Key, index: int, raw: Buffer) -> Key:
+    """`block_key` of a whole (or padded) block that is 32-bit little-endian already."""
+    digest = hashlib.sha256(parent)
+    digest.update(_block_index(index))
+    digest.update(raw)
+    return Key(digest.digest())
+
+
+def block_keys(
+    namespace: Namespace, tokens: Tokens, block_tokens: int, *, include_partial: bool = False
+) -> list[Key]:
+    """The chain of `tokens` in blocks of `block_tokens`, root first.
+
+    A trailing incomplete block has no key, or with `include_partial` the key of the block padded
+    with -1 (to save it; it is found by exactly the same tokens only).
+    """
+    return list(iter_block_keys(namespace, tokens, block_tokens, include_partial=include_partial))
+
+
+def iter_block_keys(
+    namespace: Namespace, tokens: Tokens, block_tokens: int, *, include_partial: bool = False
+) -> Iterator[Key]:
+    """`block_keys`, hashing (and checking) each block when it is asked for: a walk that misses
+    on block 0 costs one block."""
+    return iter_chain(namespace.root, 0, tokens, block_tokens, include_partial=include_partial)
+
+
+def extend_chain(
+    parent: Key, index: int, tokens: Tokens, block_tokens: int, *, include_partial: bool = False
+) -> list[Key]:
+    """The keys of blocks `index`, `index + 1`, ... where `tokens` are those behind `parent`.
+
+    `parent` is the key of block `index - 1`, or the namespace's root for `index` 0.
+    """
+    return list(iter_chain(parent, index, tokens, block_tokens, include_partial=include_partial))
+
+
+def iter_chain(
+    parent: Key, index: int, tokens: Tokens, block_tokens: int, *, include_partial: bool = False
+) -> Iterator[Key]:
+    """`extend_chain`, one block at a time."""
+    if block_tokens < 1:
+        raise InvalidSize(f"a block has at least one token, not {block_tokens}")
+    return _chain(check_key(parent), index, _sliceable(tokens), block_tokens, include_partial)
+
+
+def _chain(
+    key: Key,
+    index: int,
+    tokens: Sequence[int] | memoryview,
+    block_tokens: int,
+    include_partial: bool,
+) -> Iterator[Key]:
+    whole_tokens = len(tokens) - len(tokens) % block_tokens
+    for start in range(0, whole_tokens, block_tokens):
+        key = block_key_of_bytes(key, index, token_bytes(tokens[start : start + block_tokens]))
+        yield key
+        index += 1
+    if include_partial and whole_tokens < len(tokens):
+        raw = bytes(token_bytes(tokens[whole_tokens:]))
+        yield block_key_of_bytes(key, index, raw.ljust(block_tokens * TOKEN_BYTES, _PADDING[:1]))
+
+
+def _block_index(index: int) -> bytes:
+    try:
+        return _U32.pack(index)
+    except struct.error:
+        raise InvalidSize(f"a block index is in 0 ... 2^32 - 1, not {index}") from None
