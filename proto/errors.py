@@ -133,6 +133,13 @@ class ClaimLost(PrefixdError):
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
+class UnknownReservation(PrefixdError):
+    """The reservation expired, was cancelled, or never was this session's. Reserve again."""
+
+    name = "unknown_reservation"
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
 class UnknownEntry(PrefixdError):
     """No such key is published."""
 

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from enum import Enum
 
 from ..proto.keys import Key
+from ..proto.vocabulary import Tier
 from .eviction.base import EvictionPolicy
 from .extents import ExtentAllocator
-from .store import Location, Tier
+from .store import Location
 
 
 class Admission(Enum):
@@ -151,3 +152,10 @@ class Ledger:
         assert self.extents is not None
         self.extents.grow(secured_bytes)
         self.limit_bytes = self.extents.capacity_bytes
+
+    def forget_condemned(self, stored_bytes: int, location: Location) -> None:
+        """An entry that left the eviction order while pinned gives its bytes back: the last
+        claim on it is gone."""
+        self.pinned_bytes -= stored_bytes
+        self.pinned_entries -= 1
+        self.forget(stored_bytes, location)

@@ -14,11 +14,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import ClassVar, TypeAlias
 
 from ..proto.keys import Key
 from ..proto.record import RecordHead
+from ..proto.vocabulary import Tier
 
 #: Where an entry lies in an arena: offset, length, offset, length ... in bytes. Lengths are
 #: multiples of the slab. Empty in stores that are addressed by key.
@@ -26,18 +26,6 @@ Location: TypeAlias = tuple[int, ...]
 
 #: Anything that exports a contiguous byte buffer.
 Buffer: TypeAlias = bytes | bytearray | memoryview
-
-
-class Tier(IntEnum):
-    """The three places; the numbers are those of the wire and of the stored records."""
-
-    RAM = 1
-    SHM = 2
-    DISK = 3
-
-    @property
-    def label(self) -> str:
-        return self.name.lower()
 
 
 @dataclass(frozen=True, slots=True)

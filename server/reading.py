@@ -1,0 +1,147 @@
+"""The read side of `MetaState`: lookups, claims and their release. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..proto.errors import LimitReached
+from ..proto.keys import Key
+from .answers import ClaimAnswer, FlightInfo, Found, LookupAnswer, ReleaseAnswer, ReleaseOutcome
+from .events import ClaimAsked, ClaimMode, KeysSuspected, KeysTouched, LookupAsked, ReleaseAsked
+from .effects import Verify
+from .tables import Claim, Entry
+from .turn import Refusal, Timer, Turn
+
+
+def find(turn: Turn, key: Key) -> Found:
+    """A published entry, who is saving it, or None."""
+    t = turn.tables
+    entry = t.entries.get(key)
+    if entry is not None:
+        return entry
+    flight = t.in_flight.get(key)
+    if flight is None:
+        return None
+    owner = t.sessions[flight.session].owner if flight.session in t.sessions else "a session that ended"
+    return FlightInfo(owner, turn.now_ns - flight.reserved_ns)
+
+
+def lookup(turn: Turn, asked: LookupAsked) -> LookupAnswer | None:
+    """What is there. Moves nothing. None: waits for keys in flight."""
+    results: list[Found] = []
+    pending: list[Key] = []
+    for key in asked.keys:
+        found = find(turn, key)
+        results.append(found)
+        if isinstance(found, FlightInfo):
+            pending.append(key)
+        if asked.stop_at_first_absent and not isinstance(found, Entry):
+            break
+    if pending and turn.park(asked, pending):
+        return None
+    counters = turn.tables.counters
+    counters.lookups += 1
+    counters.lookup_keys += len(results)
+    counters.lookup_hits += sum(isinstance(found, Entry) for found in results)
+    return LookupAnswer(tuple(results))
+
+
+def claim(turn: Turn, asked: ClaimAsked) -> ClaimAnswer | None:
+    """Pin what is there. None: waits for keys in flight."""
+    t = turn.tables
+    session = turn.session(asked.session)
+    if len(session.claims) >= t.config.max_claims_per_session:
+        raise Refusal(
+            LimitReached(f"this session holds {len(session.claims)} claims; release some first")
+        )
+    results, wanted, pending = _select(turn, asked.keys, asked.mode)
+    if pending and turn.park(asked, pending):
+        return None
+    t.counters.claims += 1
+    claimed = tuple(index in wanted for index in range(len(results)))
+    if not wanted:
+        t.counters.claims_empty += 1
+        return ClaimAnswer(0, asked.lease_ns, tuple(results), claimed)
+    entries = tuple(e for e, mine in zip(results, claimed, strict=True) if mine)
+    taken = Claim(t.next_claim, session.session, _entries(entries), turn.now_ns, asked.lease_ns)
+    t.next_claim += 1
+    for entry in reversed(taken.entries):
+        turn.use(entry)
+        turn.pin(entry)
+    t.claims[taken.claim] = taken
+    session.claims.add(taken.claim)
+    turn.set_timer(turn.now_ns + taken.lease_ns, Timer.CLAIM, taken.claim)
+    _count_hits(turn, taken.entries, asked.mode)
+    return ClaimAnswer(taken.claim, asked.lease_ns, tuple(results), claimed)
+
+
+def _entries(found: Sequence[Found]) -> tuple[Entry, ...]:
+    return tuple(entry for entry in found if isinstance(entry, Entry))
+
+
+def _select(
+    turn: Turn, keys: Sequence[Key], mode: ClaimMode
+) -> tuple[list[Found], set[int], list[Key]]:
+    """What each key is, which positions to claim, and which keys in flight would change that."""
+    results: list[Found] = []
+    wanted: set[int] = set()
+    pending: list[Key] = []
+    for index, key in enumerate(keys):
+        found = find(turn, key)
+        results.append(found)
+        present = isinstance(found, Entry)
+        if present:
+            wanted.add(index)
+        elif found is not None:
+            pending.append(key)
+        if present if mode is ClaimMode.FIRST else (not present and mode is ClaimMode.RUN):
+            break
+    return results, wanted, pending
+
+
+def _count_hits(turn: Turn, entries: tuple[Entry, ...], mode: ClaimMode) -> None:
+    turn.tables.counters.claimed_entries += len(entries)
+    for entry in entries:
+        counters = turn.tables.tier_counters[entry.tier]
+        counters.hits += 1
+        counters.hit_tokens += entry.token_count
+
+
+def release(turn: Turn, asked: ReleaseAsked) -> ReleaseAnswer:
+    """Give claims back; each exactly once, however often it is asked."""
+    session = turn.session(asked.session)
+    results: list[ReleaseOutcome] = []
+    for claim_id in asked.claims:
+        if claim_id in session.claims:
+            turn.drop_claim(claim_id)
+            turn.tables.counters.releases += 1
+            results.append(ReleaseOutcome.RELEASED)
+        elif session.lost_claims.pop(claim_id, None) is not None:
+            results.append(ReleaseOutcome.LOST)
+        elif 0 < claim_id < turn.tables.next_claim and claim_id not in turn.tables.claims:
+            results.append(ReleaseOutcome.ALREADY)
+        else:
+            results.append(ReleaseOutcome.UNKNOWN)
+    return ReleaseAnswer(tuple(results))
+
+
+def touched(turn: Turn, event: KeysTouched) -> None:
+    """Reads that needed no claim are accesses like others."""
+    for key in event.keys:
+        entry = turn.tables.entries.get(key)
+        if entry is None:
+            continue
+        turn.use(entry)
+        turn.tables.counters.touches += 1
+        counters = turn.tables.tier_counters[entry.tier]
+        counters.hits += 1
+        counters.hit_tokens += entry.token_count
+
+
+def suspected(turn: Turn, event: KeysSuspected) -> None:
+    """A reader saw a wrong checksum; the bytes are read again before anything is dropped."""
+    for key in event.keys:
+        entry = turn.tables.entries.get(key)
+        if entry is not None:
+            turn.tables.counters.suspects += 1
+            turn.effects.append(Verify(entry))

@@ -1,0 +1,306 @@
+"""The save, stage by stage: reserve, write, commit, publish, or lose. Pure.
+
+Every change of a reservation's stage goes through `NEXT_STAGE`, and every one that ends it
+wakes whoever waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ..proto.errors import LimitReached, UnknownReservation, UnknownTier
+from ..proto.keys import Key
+from ..proto.vocabulary import Tier
+from ..tiers.ledger import Admission
+from .answers import CancelAnswer, FlightInfo, Refused, Reserved, ReserveAnswer, WriteOrder
+from .effects import Commit, IndexPut, SaveEnded, StopWriting, TellReservationLost
+from .events import (
+    CancelAsked,
+    CommitFailed,
+    Committed,
+    ReserveAsked,
+    SaveItem,
+    SaveOutcome,
+    WriteBegan,
+    WriteSealed,
+    WriteStopped,
+)
+from .reading import find
+from .tables import NEXT_STAGE, Entry, Reservation, SaveBatch, Session, Signal, Stage
+from .turn import Refusal, Timer, Turn
+
+#: payload bytes, token id bytes -> what the tier's budget is charged
+Footprint = Callable[[int, int], int]
+
+
+def advance(reservation: Reservation, signal: Signal) -> Stage:
+    """Move a reservation along the protocol. Raises KeyError where it has no such step."""
+    reservation.stage = NEXT_STAGE[reservation.stage, signal]
+    return reservation.stage
+
+
+# ---- reserve
+
+
+def reserve(
+    turn: Turn, asked: ReserveAsked, footprints: Mapping[Tier, Footprint]
+) -> ReserveAnswer | None:
+    """Grant the right and the room to save. None: waits for the same keys in flight."""
+    t = turn.tables
+    session = turn.session(asked.session)
+    if asked.tier not in t.ledgers:
+        raise Refusal(UnknownTier(f"this daemon has no {asked.tier.label} tier"))
+    if len(session.tokens) + len(asked.items) > t.config.max_reservations_per_session:
+        raise Refusal(
+            LimitReached(f"this session holds {len(session.tokens)} reservations; finish some")
+        )
+    pending = [item.key for item in asked.items if item.key in t.in_flight]
+    if pending and turn.park(asked, pending):
+        return None
+    chain = (*asked.ancestors, *(item.key for item in asked.items))
+    # Before anything is evicted for this chain, what is there of it becomes the most recent.
+    mine = {item.key for item in asked.items}
+    for key in reversed(chain):
+        entry = t.entries.get(key)
+        if entry is not None:
+            turn.use(entry) if key in mine else turn.refresh(entry)
+    batch = SaveBatch(chain, 0)
+    footprint = footprints[asked.tier]
+    results = tuple(_reserve_item(turn, asked, session, item, batch, footprint) for item in asked.items)
+    return ReserveAnswer(asked.ttl_ns, results)
+
+
+def _reserve_item(
+    turn: Turn,
+    asked: ReserveAsked,
+    session: Session,
+    item: SaveItem,
+    batch: SaveBatch,
+    footprint: Footprint,
+) -> Reserved:
+    t = turn.tables
+    found = find(turn, item.key)
+    if isinstance(found, Entry):
+        t.counters.duplicate_saves += 1
+        return SaveOutcome.PRESENT
+    if isinstance(found, FlightInfo):
+        t.counters.in_flight_refusals += 1
+        return found
+    stored_bytes = footprint(item.payload_bytes, len(item.token_ids))
+    refusal = make_room(turn, asked.tier, item.key, stored_bytes)
+    if refusal is not None:
+        return refusal
+    reservation = Reservation(
+        token=t.next_token,
+        key=item.key,
+        session=session.session,
+        tier=asked.tier,
+        reason=asked.reason,
+        generation=t.stamp(turn.now_ns),
+        payload_bytes=item.payload_bytes,
+        stored_bytes=stored_bytes,
+        token_count=item.token_count,
+        layer_count=item.layer_count,
+        token_ids=item.token_ids,
+        location=t.ledgers[asked.tier].reserve(stored_bytes),
+        batch=batch,
+        reserved_ns=turn.now_ns,
+        expires_ns=turn.now_ns + asked.ttl_ns,
+    )
+    t.next_token += 1
+    batch.unsettled += 1
+    t.reservations[reservation.token] = reservation
+    t.in_flight[reservation.key] = reservation
+    session.tokens.add(reservation.token)
+    t.counters.reservations += 1
+    turn.set_timer(reservation.expires_ns, Timer.RESERVATION, reservation.token)
+    if asked.begin:
+        advance(reservation, Signal.BEGIN)
+    return _order(reservation)
+
+
+def make_room(turn: Turn, tier: Tier, key: Key, stored_bytes: int) -> SaveOutcome | None:
+    """Evict exactly what `stored_bytes` more need; None when they fit, else why they don't."""
+    t = turn.tables
+    ledger = t.ledgers[tier]
+    admission = ledger.admission(stored_bytes)
+    if admission is Admission.TOO_LARGE:
+        t.counters.too_large_refusals += 1
+        return SaveOutcome.TOO_LARGE
+    if admission is Admission.NO_ROOM:
+        t.counters.no_room_refusals += 1
+        return SaveOutcome.NO_ROOM
+    ledger.policy.prepare(key, stored_bytes)
+    while ledger.admission(stored_bytes) is not Admission.FITS:
+        victim = ledger.next_victim(key)
+        assert victim is not None, "the ledger promised room that no eviction can make"
+        turn.evict(t.entries[victim])
+    return None
+
+
+def _order(r: Reservation) -> WriteOrder:
+    return WriteOrder(
+        token=r.token,
+        key=r.key,
+        tier=r.tier,
+        reason=r.reason,
+        generation=r.generation,
+        location=r.location,
+        payload_bytes=r.payload_bytes,
+        token_count=r.token_count,
+        layer_count=r.layer_count,
+        token_ids=r.token_ids,
+    )
+
+
+# ---- write
+
+
+def began(turn: Turn, event: WriteBegan) -> WriteOrder | Refused:
+    """The first byte for a reservation is here: where does it go?"""
+    session = turn.session(event.session)
+    reservation = turn.tables.reservations.get(event.token)
+    if reservation is None or event.token not in session.tokens:
+        raise Refusal(
+            UnknownReservation(
+                f"reservation {event.token} expired, was cancelled or never was; reserve again"
+            )
+        )
+    if (reservation.stage, Signal.BEGIN) not in NEXT_STAGE:
+        raise Refusal(UnknownReservation(f"reservation {event.token} is being written already"))
+    advance(reservation, Signal.BEGIN)
+    return _order(reservation)
+
+
+def sealed(turn: Turn, event: WriteSealed, blocking: frozenset[Tier]) -> None:
+    """Bytes are complete: publish those that are what was meant."""
+    commits: dict[Tier, list[int]] = {}
+    for token, crc32c, meant in zip(
+        event.tokens, event.crc32c, event.meant_crc32c, strict=True
+    ):
+        reservation = turn.tables.reservations[token]
+        if crc32c != meant and reservation.stage is Stage.WRITING:
+            turn.tables.counters.crc_mismatches += 1
+            advance(reservation, Signal.REFUSED)
+            why = f"the bytes that arrived have CRC32C {crc32c:08x}, {meant:08x} was meant"
+            _end(turn, reservation, SaveOutcome.CRC_MISMATCH, why)
+        elif advance(reservation, Signal.SEALED) is Stage.GONE:
+            _end(turn, reservation, SaveOutcome.LOST, "the reservation was lost meanwhile")
+        else:
+            reservation.payload_crc32c = crc32c
+            if reservation.tier in blocking:
+                commits.setdefault(reservation.tier, []).append(token)
+            else:
+                _publish(turn, reservation)
+    for tier, tokens in commits.items():
+        turn.effects.append(Commit(tier, tuple(tokens)))
+
+
+def stopped(turn: Turn, event: WriteStopped) -> None:
+    """A writer gave up; its room is free again."""
+    reservation = turn.tables.reservations[event.token]
+    if event.outcome is SaveOutcome.LENGTH_MISMATCH:
+        turn.tables.counters.length_mismatches += 1
+    advance(reservation, Signal.STOPPED)
+    _end(turn, reservation, event.outcome, event.why)
+
+
+def committed(turn: Turn, event: Committed) -> None:
+    for token in event.tokens:
+        _publish(turn, turn.tables.reservations[token])
+
+
+def commit_failed(turn: Turn, event: CommitFailed) -> None:
+    outcome = SaveOutcome.DEVICE_FULL if event.device_full else SaveOutcome.FAILED
+    for token in event.tokens:
+        reservation = turn.tables.reservations[token]
+        advance(reservation, Signal.COMMIT_FAILED)
+        turn.tables.counters.failed_saves += 1
+        _end(turn, reservation, outcome, event.why)
+
+
+# ---- ends
+
+
+def _publish(turn: Turn, reservation: Reservation) -> None:
+    t = turn.tables
+    advance(reservation, Signal.COMMITTED)
+    entry = Entry(
+        key=reservation.key,
+        tier=reservation.tier,
+        reason=reservation.reason,
+        generation=reservation.generation,
+        last_used_ns=reservation.generation,
+        payload_bytes=reservation.payload_bytes,
+        stored_bytes=reservation.stored_bytes,
+        token_count=reservation.token_count,
+        payload_crc32c=reservation.payload_crc32c,
+        layer_count=reservation.layer_count,
+        token_ids_bytes=len(reservation.token_ids),
+        location=reservation.location,
+    )
+    t.ledgers[entry.tier].publish(entry.key, entry.stored_bytes)
+    t.entries[entry.key] = entry
+    counters = t.tier_counters[entry.tier]
+    counters.saves += 1
+    counters.saved_bytes += entry.payload_bytes
+    turn.effects.append(IndexPut(entry))
+    _settle(turn, reservation, SaveOutcome.SAVED, "")
+
+
+def _end(turn: Turn, reservation: Reservation, outcome: SaveOutcome, why: str) -> None:
+    """A reservation is gone without an entry."""
+    turn.tables.ledgers[reservation.tier].cancel(reservation.stored_bytes, reservation.location)
+    _settle(turn, reservation, outcome, why)
+
+
+def _settle(turn: Turn, reservation: Reservation, outcome: SaveOutcome, why: str) -> None:
+    t = turn.tables
+    del t.reservations[reservation.token]
+    if t.in_flight.get(reservation.key) is reservation:
+        del t.in_flight[reservation.key]
+    session = t.sessions.get(reservation.session)
+    if session is not None:
+        session.tokens.discard(reservation.token)
+    turn.effects.append(SaveEnded(reservation.token, outcome, why))
+    turn.wake(reservation)
+    batch = reservation.batch
+    batch.unsettled -= 1
+    if batch.unsettled == 0:
+        for key in reversed(batch.chain):
+            entry = t.entries.get(key)
+            if entry is not None:
+                turn.refresh(entry)
+
+
+def lose(turn: Turn, reservation: Reservation, why: str, *, tell: bool) -> bool:
+    """Take a reservation from its holder. False: its bytes are whole, it is published instead."""
+    was = reservation.stage
+    now = advance(reservation, Signal.LOSE)
+    if now is Stage.COMMITTING or was is Stage.DOOMED:
+        return False
+    t = turn.tables
+    t.counters.reservations_lost += 1
+    if tell:
+        turn.effects.append(
+            TellReservationLost(reservation.session, reservation.token, reservation.key, why)
+        )
+    if now is Stage.GONE:
+        _end(turn, reservation, SaveOutcome.LOST, why)
+        return True
+    # Somebody still writes into its room: the key is free for others, the room is not.
+    del t.in_flight[reservation.key]
+    turn.effects.append(StopWriting(reservation.token))
+    turn.wake(reservation)
+    return True
+
+
+def cancel(turn: Turn, asked: CancelAsked) -> CancelAnswer:
+    session = turn.session(asked.session)
+    results = []
+    for token in asked.tokens:
+        reservation = turn.tables.reservations.get(token) if token in session.tokens else None
+        results.append(
+            reservation is not None and lose(turn, reservation, "it was cancelled", tell=False)
+        )
+    return CancelAnswer(tuple(results))

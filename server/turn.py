@@ -1,0 +1,187 @@
+"""One turn of the metadata server: an event is being applied.
+
+`Turn` is what the helpers of `MetaState` share while they work: the tables, the time of the
+event, the effects so far, and the few moves that several of them need.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from ..proto.errors import PrefixdError, UnknownSession
+from ..proto.keys import Key
+from ..tiers.ledger import Ledger
+from .effects import Effect, Erase, IndexDelete, TellClaimLost
+from .events import ClaimAsked, LookupAsked, ReserveAsked
+from .tables import Entry, Reservation, Session, Tables, Waiting
+
+
+class Timer(IntEnum):
+    """What a deadline belongs to."""
+
+    SESSION = 0
+    CLAIM = 1
+    RESERVATION = 2
+    WAITING = 3
+
+
+class Refusal(Exception):
+    """The whole question is refused; `MetaState` turns it into the answer."""
+
+    def __init__(self, error: PrefixdError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@dataclass(slots=True)
+class Turn:
+    """See the module."""
+
+    tables: Tables
+    timers: list[tuple[int, Timer, int]]
+    now_ns: int
+    effects: list[Effect] = field(default_factory=list)
+    #: requests whose reservations ended in this turn, to be asked again at its end
+    woken: list[int] = field(default_factory=list)
+
+    def ledger(self, entry: Entry) -> Ledger:
+        return self.tables.ledgers[entry.tier]
+
+    def session(self, session: int) -> Session:
+        """The live session of that number. Raises Refusal."""
+        found = self.tables.sessions.get(session)
+        if found is None:
+            raise Refusal(
+                UnknownSession(
+                    f"session {session} ended or never was; open a new one and repeat the call"
+                )
+            )
+        return found
+
+    def set_timer(self, at_ns: int, timer: Timer, number: int) -> None:
+        heapq.heappush(self.timers, (at_ns, timer, number))
+
+    # ---- waiting
+
+    def park(
+        self,
+        question: LookupAsked | ClaimAsked | ReserveAsked,
+        keys: Iterable[Key],
+    ) -> bool:
+        """Let a question wait for saves in flight. False: it has waited long enough, or
+        there are too many waiting; it is to be answered as things are."""
+        t = self.tables
+        if self.now_ns >= question.wait_until_ns:
+            return False
+        if len(t.waiting) >= t.config.max_waiters:
+            return False
+        reservations = tuple(t.in_flight[key] for key in keys)
+        t.waiting[question.request] = Waiting(question, reservations)
+        for reservation in reservations:
+            reservation.waiters.add(question.request)
+        self.set_timer(question.wait_until_ns, Timer.WAITING, question.request)
+        t.counters.waits += 1
+        return True
+
+    def unpark(self, request: int) -> Waiting | None:
+        """Take a question out of the waiting room."""
+        waiting = self.tables.waiting.pop(request, None)
+        if waiting is not None:
+            for reservation in waiting.reservations:
+                reservation.waiters.discard(request)
+        return waiting
+
+    def wake(self, reservation: Reservation) -> None:
+        """A reservation ended, one way or the other: whoever waits for it is asked again."""
+        self.woken.extend(sorted(reservation.waiters))
+
+    # ---- entries
+
+    def use(self, entry: Entry) -> None:
+        """One access of a published entry."""
+        self._mark_used(entry)
+        entry.hits += 1
+        self.ledger(entry).policy.hit(entry.key)
+
+    def refresh(self, entry: Entry) -> None:
+        """Most recent from now on, without being an access."""
+        self._mark_used(entry)
+        self.ledger(entry).policy.refresh(entry.key)
+
+    def _mark_used(self, entry: Entry) -> None:
+        entry.last_used_ns = self.tables.stamp(self.now_ns)
+        unrecorded = self.tables.unrecorded
+        unrecorded.pop(entry.key, None)
+        unrecorded[entry.key] = entry
+
+    def pin(self, entry: Entry) -> None:
+        if entry.pins == 0:
+            self.ledger(entry).pin(entry.key, entry.stored_bytes)
+        entry.pins += 1
+
+    def unpin(self, entry: Entry) -> None:
+        entry.pins -= 1
+        if entry.pins:
+            return
+        ledger = self.ledger(entry)
+        if entry.published:
+            ledger.unpin(entry.key, entry.stored_bytes)
+        else:
+            self.tables.condemned.discard(entry)
+            ledger.forget_condemned(entry.stored_bytes, entry.location)
+
+    def hide(self, entry: Entry) -> None:
+        """Nobody finds the entry any more; its room is not free yet."""
+        entry.published = False
+        del self.tables.entries[entry.key]
+        self.tables.unrecorded.pop(entry.key, None)
+        self.effects.append(IndexDelete(entry.key))
+
+    def evict(self, entry: Entry) -> None:
+        """An entry that `Ledger.next_victim` chose leaves."""
+        self.hide(entry)
+        self.effects.append(Erase(entry.tier, (entry.key,)))
+        self.ledger(entry).forget(entry.stored_bytes, entry.location)
+        counters = self.tables.tier_counters[entry.tier]
+        counters.evictions += 1
+        counters.evicted_bytes += entry.stored_bytes
+
+    def drop_damaged(self, entry: Entry, why: str) -> None:
+        """An entry whose bytes are wrong leaves at once; claims on it are lost."""
+        self.hide(entry)
+        self.effects.append(Erase(entry.tier, (entry.key,)))
+        ledger = self.ledger(entry)
+        ledger.policy.remove(entry.key)
+        self.tables.tier_counters[entry.tier].corrupt += 1
+        if entry.pins == 0:
+            ledger.forget(entry.stored_bytes, entry.location)
+            return
+        self.tables.condemned.add(entry)
+        holders = [c.claim for c in self.tables.claims.values() if entry in c.entries]
+        for claim in holders:
+            self.lose_claim(claim, why)
+
+    # ---- claims
+
+    def lose_claim(self, claim_id: int, why: str) -> None:
+        """Take a claim from its holder, who is told, and told again at release."""
+        session = self.drop_claim(claim_id)
+        if session is not None:
+            session.lost_claims[claim_id] = why
+            if len(session.lost_claims) > self.tables.config.max_claims_per_session:
+                del session.lost_claims[next(iter(session.lost_claims))]
+            self.tables.counters.claims_lost += 1
+            self.effects.append(TellClaimLost(session.session, claim_id, why))
+
+    def drop_claim(self, claim_id: int) -> Session | None:
+        """End a claim: leaf first, so that the root is the most recent afterwards."""
+        claim = self.tables.claims.pop(claim_id)
+        for entry in reversed(claim.entries):
+            self.unpin(entry)
+        session = self.tables.sessions.get(claim.session)
+        if session is not None:
+            session.claims.discard(claim_id)
+        return session
