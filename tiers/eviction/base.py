@@ -9,17 +9,20 @@ Who decides what: the *caller* decides when room is needed (its budget arithmeti
 `tiers.ledger`), the policy decides who leaves. An admission is always
 
     policy.prepare(key, weight)        # the miss is announced once
-    while there is no room:
+    while there is no room or policy.crowded(key, weight):
         victim = policy.evict(key)     # one victim at a time
     policy.admit(key, weight)
 
-`access()` is that sequence for a caller whose only budget is the policy's own capacity.
+`access()` is that sequence for a caller whose only budget is the policy's own capacity. A
+caller that never asks `crowded` stays within its own budget, but not within the shares that
+a policy gives its queues (S3FIFO has such shares): it gets a slightly different policy.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import takewhile
 from typing import ClassVar, Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -29,15 +32,27 @@ class EvictionPolicy(ABC, Generic[K]):
     """An eviction order over resident keys.
 
     `capacity` is in the unit of the weights (bytes in a tier, blocks in a replay); policies
-    that size queues or ghosts by it use nothing else. All operations are O(1) amortised
-    unless said otherwise, and no eviction ever walks over pinned keys: each pinned key is
-    met at most once per pin.
+    that size queues or ghosts by it use nothing else. `max_ghosts` bounds how many keys are
+    remembered after they left, whatever they weighed; None leaves it to the policy, whose
+    bound is a weight. Raises ValueError when either is negative.
+
+    All operations are O(1) amortised unless said otherwise, and no eviction ever walks over
+    pinned keys: each pinned key is met at most once per pin.
     """
 
     name: ClassVar[str]
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, max_ghosts: int | None = None) -> None:
+        if capacity < 0:
+            raise ValueError(f"the capacity must not be negative, got {capacity}")
+        if max_ghosts is not None and max_ghosts < 0:
+            raise ValueError(f"the number of ghosts must not be negative, got {max_ghosts}")
         self.capacity = capacity
+        self.max_ghosts = max_ghosts
+        #: weight of all resident keys, pinned ones included
+        self.used = 0
+        #: effort so far: how often a key was put into a queue or moved within one, ghosts too
+        self.moves = 0
 
     @abstractmethod
     def __contains__(self, key: object) -> bool:
@@ -73,11 +88,19 @@ class EvictionPolicy(ABC, Generic[K]):
     def prepare(self, key: K, weight: int) -> None:
         """A key that is not resident is about to be admitted: adapt, trim ghosts."""
 
+    def crowded(self, key: K, weight: int) -> bool:  # noqa: ARG002 (policies with shares use it)
+        """Does the policy itself want an `evict(key)` before it admits this prepared key?
+
+        When its capacity, or the share of it that this key would go to, is used up. Changes
+        nothing. True with nothing left to evict means that the key does not fit.
+        """
+        return self.used + weight > self.capacity
+
     @abstractmethod
     def evict(self, incoming: K | None = None) -> K | None:
         """Remove the next victim and return it; None when every resident key is pinned.
 
-        `incoming` is the key that the room is for (None: room for nobody in particular).
+        `incoming` is the prepared key that the room is for (None: nobody in particular).
         """
 
     @abstractmethod
@@ -101,3 +124,32 @@ class EvictionPolicy(ABC, Generic[K]):
     @abstractmethod
     def victims(self) -> Iterator[K]:
         """The keys that `evict()` would return, in that order, changing nothing. May be O(n)."""
+
+    def access(self, key: K, weight: int = 1) -> bool:
+        """Access a key and admit it if it is new: the whole protocol, within `capacity`.
+
+        Returns whether it was a hit. A key heavier than the capacity, or one for which
+        everything in its way is pinned, is not admitted.
+        """
+        if key in self:
+            self.hit(key)
+            return True
+        if weight > self.capacity:
+            return False
+        self.prepare(key, weight)
+        while self.crowded(key, weight):
+            if self.evict(key) is None:
+                return False
+        self.admit(key, weight)
+        return False
+
+    def access_run(self, keys: Sequence[K]) -> int:
+        """`access` every key in order with weight 1 and return the number of hits.
+
+        The replay's inner loop: policies override it to do the same without the calls.
+        """
+        return sum(map(self.access, keys))
+
+    def resident_run(self, keys: Sequence[K]) -> int:
+        """How many of `keys` are resident before the first that is not. Changes nothing."""
+        return sum(1 for _ in takewhile(self.__contains__, keys))

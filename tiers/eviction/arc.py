@@ -1,0 +1,168 @@
+"""ARC: recency and frequency share the capacity, and ghosts say who gets more."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import chain
+from typing import ClassVar
+
+from .base import EvictionPolicy, K
+from .queue import Queue
+
+
+class ARC(EvictionPolicy[K]):
+    """Megiddo and Modha, FAST'03, figure 4, with weights.
+
+    T1 holds keys accessed once, T2 keys accessed again, both least recent first; B1 and B2
+    remember what left them. `p`, a float, is the share of the capacity that T1 should have:
+    a miss found in B1 raises it by max(1, |B2| / |B1|) for each unit of weight, one found in
+    B2 lowers it by max(1, |B1| / |B2|); the sizes are those before the key leaves its ghost
+    list. |X| is a weight; with weight 1 throughout this is the published algorithm.
+
+    The published case IV deletes from the ghost lists before it replaces; here the lists are
+    cut back to |T1| + |B1| <= c and |T1| + |T2| + |B1| + |B2| <= 2c after the new key came in,
+    which drops the same keys. It makes the case "T1 fills the whole cache" the ordinary one:
+    T1's victim becomes a ghost and is dropped at once.
+
+    A pinned key is out of T1 or T2 (an access takes it from T1 to T2 all the same), still
+    counts in the list's weight, and comes back as the list's most recent. When all of the
+    list that should give is pinned, the other one gives.
+    """
+
+    name: ClassVar[str] = "arc"
+
+    def __init__(self, capacity: int, *, max_ghosts: int | None = None) -> None:
+        super().__init__(capacity, max_ghosts=max_ghosts)
+        self.p = 0.0
+        #: T1 and T2: the unpinned keys in order, least recent first
+        self._recent: OrderedDict[K, int] = OrderedDict()
+        self._frequent: OrderedDict[K, int] = OrderedDict()
+        #: key -> weight, the pinned keys of both
+        self._pinned_recent: dict[K, int] = {}
+        self._pinned_frequent: dict[K, int] = {}
+        #: |T1|, pinned keys included; |T2| is the rest of `used`
+        self._recent_weight = 0
+        #: B1 and B2
+        self._recent_ghosts: Queue[K] = Queue()
+        self._frequent_ghosts: Queue[K] = Queue()
+
+    def __contains__(self, key: object) -> bool:
+        return (
+            key in self._recent
+            or key in self._frequent
+            or key in self._pinned_recent
+            or key in self._pinned_frequent
+        )
+
+    def __len__(self) -> int:
+        unpinned = len(self._recent) + len(self._frequent)
+        return unpinned + len(self._pinned_recent) + len(self._pinned_frequent)
+
+    def keys(self) -> Iterator[K]:
+        # Admitted again they are all in T1, where the first leave first.
+        return chain(self._recent, self._pinned_recent, self._frequent, self._pinned_frequent)
+
+    @property
+    def ghosts(self) -> int:
+        return len(self._recent_ghosts) + len(self._frequent_ghosts)
+
+    def hit(self, key: K) -> None:
+        self.moves += 1
+        if key in self._frequent:
+            self._frequent.move_to_end(key)
+        elif key in self._recent:
+            weight = self._frequent[key] = self._recent.pop(key)
+            self._recent_weight -= weight
+        elif key in self._pinned_recent:
+            weight = self._pinned_frequent[key] = self._pinned_recent.pop(key)
+            self._recent_weight -= weight
+
+    def refresh(self, key: K) -> None:
+        self.moves += 1
+        if key in self._frequent:
+            self._frequent.move_to_end(key)
+        elif key in self._recent:
+            self._recent.move_to_end(key)
+
+    def prepare(self, key: K, weight: int) -> None:
+        recent, frequent = self._recent_ghosts, self._frequent_ghosts
+        if key in recent:
+            step = max(1.0, frequent.weight / recent.weight)
+            self.p = min(self.p + step * weight, float(self.capacity))
+        elif key in frequent:
+            step = max(1.0, recent.weight / frequent.weight)
+            self.p = max(self.p - step * weight, 0.0)
+
+    def evict(self, incoming: K | None = None) -> K | None:
+        """REPLACE in the paper."""
+        recent, frequent = self._recent, self._frequent
+        excess = self._recent_weight - self.p
+        recent_gives = excess > 0 or (excess == 0 and incoming in self._frequent_ghosts)
+        if recent and (recent_gives or not frequent):
+            key, weight = recent.popitem(last=False)
+            self._recent_weight -= weight
+            self._recent_ghosts.append(key, weight)
+        elif frequent:
+            key, weight = frequent.popitem(last=False)
+            self._frequent_ghosts.append(key, weight)
+        else:
+            return None
+        self.used -= weight
+        self.moves += 1
+        if self.max_ghosts is not None and self.ghosts > self.max_ghosts:
+            max(self._recent_ghosts, self._frequent_ghosts, key=len).pop()
+        return key
+
+    def admit(self, key: K, weight: int) -> None:
+        self.used += weight
+        self.moves += 1
+        for ghosts in (self._recent_ghosts, self._frequent_ghosts):
+            if key in ghosts:
+                ghosts.remove(key)
+                self._frequent[key] = weight
+                break
+        else:
+            self._recent[key] = weight
+            self._recent_weight += weight
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop the oldest ghosts until the lists are within their bounds again."""
+        recent, frequent, capacity = self._recent_ghosts, self._frequent_ghosts, self.capacity
+        while recent and self._recent_weight + recent.weight > capacity:
+            recent.pop()
+        while frequent and self.used + recent.weight + frequent.weight > 2 * capacity:
+            frequent.pop()
+
+    def remove(self, key: K) -> None:
+        for home in (self._recent, self._pinned_recent, self._frequent, self._pinned_frequent):
+            if key in home:
+                weight = home.pop(key)
+                self.used -= weight
+                if home is self._recent or home is self._pinned_recent:
+                    self._recent_weight -= weight
+                return
+
+    def pin(self, key: K) -> None:
+        if key in self._recent:
+            self._pinned_recent[key] = self._recent.pop(key)
+        else:
+            self._pinned_frequent[key] = self._frequent.pop(key)
+
+    def unpin(self, key: K) -> None:
+        if key in self._pinned_recent:
+            self._recent[key] = self._pinned_recent.pop(key)
+        else:
+            self._frequent[key] = self._pinned_frequent.pop(key)
+        self.moves += 1
+
+    def victims(self) -> Iterator[K]:
+        recent, frequent = iter(self._recent.items()), iter(self._frequent)
+        excess = self._recent_weight - self.p
+        for key, weight in recent:
+            if excess <= 0:
+                yield from frequent
+            yield key
+            excess -= weight
+        yield from frequent

@@ -1,0 +1,155 @@
+"""Least frequently used, in the strict reading: equal frequencies leave by age of admission."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import chain
+from typing import ClassVar
+
+from .base import EvictionPolicy, K
+
+
+class LFU(EvictionPolicy[K]):
+    """Evicts the key with the fewest accesses since its admission, of these the oldest.
+
+    The order is by (frequency, admission number). A key forgets its frequency when it leaves.
+    The victim is chosen before the new key enters, so a new key is never its own victim.
+
+    Most keys are accessed once: they wait in a queue, which is their order. A key that is hit
+    moves to a heap. A hit there only changes the key's rank; its heap item is stale until it
+    surfaces and is pushed down again. A pinned key keeps its place (for one that surfaced in
+    the meantime: its rank, pushed again at its unpin).
+
+    Hits are O(1), evictions O(log n) amortised. libCacheSim's LFU breaks ties otherwise: see
+    `tests/test_eviction_peers.py`.
+    """
+
+    name: ClassVar[str] = "lfu"
+
+    def __init__(self, capacity: int, *, max_ghosts: int | None = None) -> None:
+        super().__init__(capacity, max_ghosts=max_ghosts)
+        #: all resident keys
+        self._weights: dict[K, int] = {}
+        #: key -> admission number: never hit, not parked; oldest first, so by number too
+        self._once: OrderedDict[K, int] = OrderedDict()
+        #: key -> (frequency, admission number) of the others
+        self._ranks: dict[K, tuple[int, int]] = {}
+        #: (frequency, number, key), perhaps stale: one for each key in `_ranks` but the parked
+        self._heap: list[tuple[int, int, K]] = []
+        #: items in `_heap` whose key was removed
+        self._dead = 0
+        self._pinned: set[K] = set()
+        #: pinned keys that surfaced: neither in `_once` nor in `_heap`
+        self._parked: set[K] = set()
+        self._admissions = 0
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._weights
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def keys(self) -> Iterator[K]:
+        return (key for _frequency, _number, key in self._sorted())
+
+    @property
+    def ghosts(self) -> int:
+        return 0
+
+    def hit(self, key: K) -> None:
+        number = self._once.pop(key, None)
+        if number is not None:
+            self._ranks[key] = (2, number)
+            heappush(self._heap, (2, number, key))
+        else:
+            frequency, number = self._ranks[key]
+            self._ranks[key] = (frequency + 1, number)
+        self.moves += 1
+
+    def refresh(self, key: K) -> None:
+        """No recency here."""
+
+    def prepare(self, key: K, weight: int) -> None:
+        """Nothing to adapt."""
+
+    def evict(self, incoming: K | None = None) -> K | None:  # noqa: ARG002
+        once, heap = self._once, self._heap
+        while True:
+            # A frequency of 1 in the heap is an old parked key: older than all of `_once`.
+            if once and not (heap and heap[0][0] == 1):
+                key, number = once.popitem(last=False)
+                if key not in self._pinned:
+                    break
+                self._ranks[key] = (1, number)
+                self._parked.add(key)
+            elif heap:
+                key = heap[0][2]
+                if self._surfaced(key):
+                    heappop(heap)
+                    del self._ranks[key]
+                    break
+            else:
+                return None
+        self.used -= self._weights.pop(key)
+        return key
+
+    def _surfaced(self, key: K) -> bool:
+        """The key of the first heap item: is it the victim? If not, the item is put right."""
+        heap = self._heap
+        frequency, number, _key = heap[0]
+        rank = self._ranks.get(key)
+        if rank is None or rank[1] != number:
+            heappop(heap)
+            self._dead -= 1
+        elif key in self._pinned:
+            heappop(heap)
+            self._parked.add(key)
+        elif rank[0] != frequency:
+            heapreplace(heap, (*rank, key))
+        else:
+            return True
+        return False
+
+    def admit(self, key: K, weight: int) -> None:
+        self._weights[key] = weight
+        self._once[key] = self._admissions
+        self._admissions += 1
+        self.used += weight
+        self.moves += 1
+
+    def remove(self, key: K) -> None:
+        self.used -= self._weights.pop(key)
+        self._pinned.discard(key)
+        if self._once.pop(key, None) is None:
+            del self._ranks[key]
+            if key in self._parked:
+                self._parked.remove(key)
+            else:
+                self._dead += 1
+                self._compact()
+
+    def _compact(self) -> None:
+        """Keep the heap no larger than twice what lives in it."""
+        if self._dead > len(self._ranks) + 64:
+            ranks, parked = self._ranks, self._parked
+            self._heap = [(*rank, key) for key, rank in ranks.items() if key not in parked]
+            heapify(self._heap)
+            self._dead = 0
+
+    def pin(self, key: K) -> None:
+        self._pinned.add(key)
+
+    def unpin(self, key: K) -> None:
+        self._pinned.remove(key)
+        if key in self._parked:
+            self._parked.remove(key)
+            heappush(self._heap, (*self._ranks[key], key))
+
+    def victims(self) -> Iterator[K]:
+        return (key for key in self.keys() if key not in self._pinned)
+
+    def _sorted(self) -> list[tuple[int, int, K]]:
+        once = ((1, number, key) for key, number in self._once.items())
+        return sorted(chain(once, ((*rank, key) for key, rank in self._ranks.items())))

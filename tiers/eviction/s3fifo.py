@@ -1,0 +1,194 @@
+"""S3-FIFO: a small queue in front of a main one, and a memory of what left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import ClassVar
+
+from .base import EvictionPolicy, K
+from .queue import PinnableQueue, Queue
+
+SMALL_SHARE = 0.1
+MAX_FREQUENCY = 3
+
+
+class S3FIFO(EvictionPolicy[K]):
+    """Three static queues (Yang et al., SOSP'23): most keys are seen once, and leave early.
+
+    New keys enter the small queue S, which has a tenth of the capacity (rounded, at least 1);
+    the main queue M has the rest, and as much weight as in M is remembered in the ghost queue
+    G, by key only. A hit counts up to 3 and moves nothing.
+
+    - S is full: its head goes to M, with its frequency, when it was hit since it came, else
+      it is evicted into G.
+    - M is full: its head goes back to the tail with one less, until one with 0 is met, which
+      is evicted into G.
+    - A key in G leaves G and enters M with 0.
+    - What is heavier than all of M is evicted when it leaves S, hit or not. (With no main
+      queue at all that is everything.)
+
+    S and M keep to their shares even when the other has room: `crowded` says so. A key that
+    is heavier than S's share may have S for itself. When all of a full queue is pinned,
+    the other has to give. A pinned key keeps its place and counts in its queue's share.
+    """
+
+    name: ClassVar[str] = "s3fifo"
+
+    def __init__(self, capacity: int, *, max_ghosts: int | None = None) -> None:
+        super().__init__(capacity, max_ghosts=max_ghosts)
+        self._small_share = max(1, round(capacity * SMALL_SHARE))
+        self._main_share = max(0, capacity - self._small_share)
+        self._pinned: set[K] = set()
+        self._small = PinnableQueue(self._pinned)
+        self._main = PinnableQueue(self._pinned)
+        self._ghosts: Queue[K] = Queue()
+        #: hits of resident keys, 1 to 3; 0 is left out
+        self._frequency: dict[K, int] = {}
+        #: weight of the key that was prepared last
+        self._incoming = 0
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._small or key in self._main
+
+    def __len__(self) -> int:
+        return len(self._small) + len(self._main)
+
+    def keys(self) -> Iterator[K]:
+        # Admitted again they all enter S, where the first leave first.
+        return chain(self._small, self._main)
+
+    @property
+    def ghosts(self) -> int:
+        return len(self._ghosts)
+
+    def hit(self, key: K) -> None:
+        count = self._frequency.get(key, 0)
+        if count < MAX_FREQUENCY:
+            self._frequency[key] = count + 1
+
+    def refresh(self, key: K) -> None:
+        """No recency here."""
+
+    def prepare(self, key: K, weight: int) -> None:
+        self._incoming = weight
+        if key not in self._ghosts:
+            self._promote(weight)
+
+    def crowded(self, key: K, weight: int) -> bool:
+        if super().crowded(key, weight):
+            return True
+        if key in self._ghosts:
+            queue, share = self._main, self._main_share
+        else:
+            queue, share = self._small, self._small_share
+        return queue.weight + weight > share and queue.head() is not None
+
+    def evict(self, incoming: K | None = None) -> K | None:
+        weight = 1 if incoming is None else self._incoming
+        from_ghosts = incoming in self._ghosts
+        if from_ghosts:
+            main_is_full = self._main.weight + weight > self._main_share
+            small_gives = self._small.weight > self._small_share and not main_is_full
+            weight = 0
+        else:
+            small_gives = self._small.weight + weight > self._small_share
+        first, second = self._evict_small, self._evict_main
+        if not small_gives:
+            first, second = second, first
+        victim = first() or second()
+        if victim is None:
+            return None
+        self._promote(weight)
+        key, victim_weight = victim
+        self.used -= victim_weight
+        self._frequency.pop(key, None)
+        self._remember(key, victim_weight, incoming if from_ghosts else None)
+        return key
+
+    def _evict_small(self) -> tuple[K, int] | None:
+        """Advance S until a key leaves the cache: its head, or one of M that makes room."""
+        small, main = self._small, self._main
+        while (head := small.head()) is not None:
+            key, weight = head
+            if key in self._frequency and weight <= self._main_share:
+                if main.weight + weight <= self._main_share:
+                    self._to_main(key, weight)
+                    continue
+                if (victim := self._evict_main()) is not None:
+                    return victim
+            return small.pop()
+        return None
+
+    def _evict_main(self) -> tuple[K, int] | None:
+        """Take the first key without hits from M; those before it lose one and requeue."""
+        main, frequency = self._main, self._frequency
+        while (head := main.pop()) is not None:
+            key, weight = head
+            count = frequency.get(key, 0)
+            if not count:
+                return head
+            if count == 1:
+                del frequency[key]
+            else:
+                frequency[key] = count - 1
+            main.append(key, weight)
+            self.moves += 1
+        return None
+
+    def _promote(self, weight: int) -> None:
+        """Let S make room for `weight` by what needs no eviction: hit heads, while M has room."""
+        small, main = self._small, self._main
+        while small.weight + weight > self._small_share and (head := small.head()) is not None:
+            key, head_weight = head
+            if key not in self._frequency or main.weight + head_weight > self._main_share:
+                return
+            self._to_main(key, head_weight)
+
+    def _to_main(self, key: K, weight: int) -> None:
+        self._small.remove(key)
+        self._main.append(key, weight)
+        self.moves += 1
+
+    def _remember(self, key: K, weight: int, incoming: K | None) -> None:
+        ghosts = self._ghosts
+        limit = self._main_share
+        if incoming is not None:
+            # Still listed, as its admission may yet fail, but it does not count any more.
+            limit += ghosts.line[incoming]
+        ghosts.append(key, weight)
+        self.moves += 1
+        most = len(ghosts) if self.max_ghosts is None else self.max_ghosts
+        while ghosts.weight > limit or len(ghosts) > most:
+            ghosts.pop()
+
+    def admit(self, key: K, weight: int) -> None:
+        if key in self._ghosts:
+            self._ghosts.remove(key)
+            self._main.append(key, weight)
+        else:
+            self._small.append(key, weight)
+        self.used += weight
+        self.moves += 1
+
+    def remove(self, key: K) -> None:
+        self._pinned.discard(key)
+        self._frequency.pop(key, None)
+        self.used -= (self._small if key in self._small else self._main).remove(key)
+
+    def pin(self, key: K) -> None:
+        self._pinned.add(key)
+
+    def unpin(self, key: K) -> None:
+        self._pinned.remove(key)
+        (self._small if key in self._small else self._main).unpin(key)
+
+    def victims(self) -> Iterator[K]:
+        twin: S3FIFO[K] = S3FIFO(self.capacity, max_ghosts=0)
+        twin.used = self.used
+        twin._pinned |= self._pinned
+        twin._small = self._small.copy(twin._pinned)
+        twin._main = self._main.copy(twin._pinned)
+        twin._frequency = self._frequency.copy()
+        while (key := twin.evict()) is not None:
+            yield key
