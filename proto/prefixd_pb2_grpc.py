@@ -557,19 +557,22 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListClaims(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Claims that are held, by whom and for how long still.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListReservations(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Saves that are not published yet, and the stage that each is in.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSessions(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Connected clients, and how much each holds.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

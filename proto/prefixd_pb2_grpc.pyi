@@ -712,10 +712,13 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
     """
 
     ListClaims: _AdminListClaimsType
+    """Claims that are held, by whom and for how long still."""
 
     ListReservations: _AdminListReservationsType
+    """Saves that are not published yet, and the stage that each is in."""
 
     ListSessions: _AdminListSessionsType
+    """Connected clients, and how much each holds."""
 
     Preview: _AdminPreviewType
     """What admitting so many bytes would evict, and whether it can be admitted. Changes nothing.
@@ -812,21 +815,24 @@ class AdminServicer(metaclass=abc.ABCMeta):
         self,
         request: prefixd_pb2.ListClaimsRequest,
         context: _ServicerContext,
-    ) -> typing.Union[prefixd_pb2.ListClaimsResponse, collections.abc.Awaitable[prefixd_pb2.ListClaimsResponse]]: ...
+    ) -> typing.Union[prefixd_pb2.ListClaimsResponse, collections.abc.Awaitable[prefixd_pb2.ListClaimsResponse]]:
+        """Claims that are held, by whom and for how long still."""
 
     @abc.abstractmethod
     def ListReservations(
         self,
         request: prefixd_pb2.ListReservationsRequest,
         context: _ServicerContext,
-    ) -> typing.Union[prefixd_pb2.ListReservationsResponse, collections.abc.Awaitable[prefixd_pb2.ListReservationsResponse]]: ...
+    ) -> typing.Union[prefixd_pb2.ListReservationsResponse, collections.abc.Awaitable[prefixd_pb2.ListReservationsResponse]]:
+        """Saves that are not published yet, and the stage that each is in."""
 
     @abc.abstractmethod
     def ListSessions(
         self,
         request: prefixd_pb2.ListSessionsRequest,
         context: _ServicerContext,
-    ) -> typing.Union[prefixd_pb2.ListSessionsResponse, collections.abc.Awaitable[prefixd_pb2.ListSessionsResponse]]: ...
+    ) -> typing.Union[prefixd_pb2.ListSessionsResponse, collections.abc.Awaitable[prefixd_pb2.ListSessionsResponse]]:
+        """Connected clients, and how much each holds."""
 
     @abc.abstractmethod
     def Preview(
