@@ -11,9 +11,9 @@ import io
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -26,7 +26,7 @@ MAX_LINE_BYTES = 64 << 20
 ZSTD_STEP_BYTES = 4096
 
 _BUFFER_BYTES = 1 << 20
-_Buffered: TypeAlias = "io.BufferedReader[Any]"
+Stream: TypeAlias = "io.BufferedReader[Any]"
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -51,7 +51,7 @@ class TraceError(ValueError):
         return f"{where}: {self.problem}"
 
 
-def _buffered(raw: Any) -> _Buffered:
+def _buffered(raw: Any) -> Stream:
     return io.BufferedReader(raw, _BUFFER_BYTES)
 
 
@@ -74,7 +74,7 @@ class _ZstdStream(io.RawIOBase):
     truncated trace off as a shorter one.
     """
 
-    def __init__(self, raw: _Buffered) -> None:
+    def __init__(self, raw: Stream) -> None:
         import zstandard  # an extra: only needed for zstd files
 
         self._raw = raw
@@ -131,7 +131,8 @@ class LineSource:
     def __init__(self, path: Path | str) -> None:
         self.path = str(path)
         self.total_bytes: int | None = None
-        self._raw: _Buffered | None = None
+        self.line_number = 0
+        self._raw: Stream | None = None
         self._consumed = 0
         if self.path != STDIN:
             with suppress(OSError):  # reported by the open that follows
@@ -147,39 +148,52 @@ class LineSource:
 
     def __iter__(self) -> Iterator[tuple[int, bytes | None]]:
         """Numbered lines with their line ends; None in place of a line that is too long."""
-        number = 0
+        with self.opened() as stream:
+            yield from self.lines(stream)
+
+    def lines(self, stream: Stream) -> Iterator[tuple[int, bytes | None]]:
+        """What iterating yields, of a stream that `opened` gave."""
+        while True:
+            self.line_number += 1
+            line: bytes | None = stream.readline(MAX_LINE_BYTES)
+            if not line:
+                return
+            if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                line = None
+                while (rest := stream.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+                    pass
+            elif self.line_number == 1:
+                line = line.removeprefix(_UTF8_BOM)
+            if line is None or not line.isspace():
+                yield self.line_number, line
+
+    @contextmanager
+    def opened(self) -> Iterator[Stream]:
+        """The decompressed bytes of the file; what goes wrong with it is a `TraceError` that
+        names `line_number`, which is the reader's to move."""
+        self.line_number = 0
         raw = self._open_raw()
         try:
-            stream = self._decompressed(raw)
-            while True:
-                number += 1
-                line: bytes | None = stream.readline(MAX_LINE_BYTES)
-                if not line:
-                    return
-                if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-                    line = None
-                    while (rest := stream.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
-                        pass
-                elif number == 1:
-                    line = line.removeprefix(_UTF8_BOM)
-                if line is None or not line.isspace():
-                    yield number, line
+            yield self._decompressed(raw)
         except EOFError:
-            raise TraceError(self.path, number, "the compressed data is cut short") from None
+            problem = "the compressed data is cut short"
+            raise TraceError(self.path, self.line_number, problem) from None
         except (zlib.error, gzip.BadGzipFile) as error:
-            raise TraceError(self.path, number, f"damaged gzip data ({error})") from None
+            problem = f"damaged gzip data ({error})"
+            raise TraceError(self.path, self.line_number, problem) from None
         except OSError as error:
-            raise TraceError(self.path, number, error.strerror or str(error)) from None
+            problem = error.strerror or str(error)
+            raise TraceError(self.path, self.line_number, problem) from None
         finally:
             self._consumed = self.consumed_bytes
             if self.path != STDIN:
                 raw.close()
 
-    def _open_raw(self) -> _Buffered:
+    def _open_raw(self) -> Stream:
         if self.path == STDIN:
             stdin = sys.stdin.buffer
             # Whoever replaces standard input may give a stream without peek().
-            raw: _Buffered = stdin if isinstance(stdin, io.BufferedReader) else _buffered(stdin)
+            raw: Stream = stdin if isinstance(stdin, io.BufferedReader) else _buffered(stdin)
         else:
             try:
                 raw = _buffered(Path(self.path).open("rb", buffering=0))  # noqa: SIM115 (ours to close)
@@ -189,11 +203,13 @@ class LineSource:
         self._raw = raw
         return raw
 
-    def _decompressed(self, raw: _Buffered) -> _Buffered:
+    def _decompressed(self, raw: Stream) -> Stream:
         head = raw.peek(4)[:4]
         # A pipe may have delivered less than a whole magic number: no JSON starts like either.
         if head and _GZIP_MAGIC.startswith(head[:2]):
-            return _buffered(gzip.GzipFile(fileobj=raw))
+            # Not buffered once more: a large read that meets the end of a truncated file
+            # would take what it had read with it.
+            return cast(Stream, gzip.GzipFile(fileobj=raw))
         if head and _ZSTD_MAGIC.startswith(head):
             try:
                 return _buffered(_ZstdStream(raw))
