@@ -228,7 +228,8 @@ TRANSPORT_CODES: Final[dict[grpc.StatusCode, type[PrefixdError]]] = {
     grpc.StatusCode.ALREADY_EXISTS: PrefixdError,
     grpc.StatusCode.PERMISSION_DENIED: CallerError,
     grpc.StatusCode.UNAUTHENTICATED: CallerError,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: LimitReached,
+    # A message above the limit: the same one will never pass.
+    grpc.StatusCode.RESOURCE_EXHAUSTED: InvalidSize,
     grpc.StatusCode.FAILED_PRECONDITION: PrefixdError,
     grpc.StatusCode.ABORTED: DaemonUnavailable,
     grpc.StatusCode.OUT_OF_RANGE: CallerError,
