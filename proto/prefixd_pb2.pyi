@@ -795,7 +795,7 @@ class ReadRange(google.protobuf.message.Message):
     LENGTH_BYTES_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     index: builtins.int
-    """of the key in the claim"""
+    """among the results of the claim with `claimed`, counted from 0"""
     offset_bytes: builtins.int
     length_bytes: builtins.int
     """0: to the end"""
