@@ -144,9 +144,11 @@ def decode_head(buffer: Buffer) -> tuple[RecordHead, int]:
         raise RecordError(f"a record begins with {MAGIC!r}, not with {magic!r}")
     if version != VERSION:
         raise RecordError(f"the record has format {version}, this version reads {VERSION}")
+    if metadata_bytes > MAX_METADATA_BYTES:
+        raise RecordError(f"no record has {metadata_bytes} bytes of metadata")
     payload_offset = _payload_offset(metadata_bytes)
-    if metadata_bytes > MAX_METADATA_BYTES or payload_offset > len(view):
-        raise RecordError(f"the record's head is cut off: {metadata_bytes} bytes of metadata")
+    if payload_offset > len(view):
+        raise RecordError(f"the head is cut off: {len(view)} bytes of {payload_offset}")
     packed = view[HEADER_BYTES : HEADER_BYTES + metadata_bytes]
     (stored_crc,) = _CRC.unpack_from(view, _FIELDS.size)
     if crc32c(packed, crc32c(view[: _FIELDS.size])) != stored_crc:

@@ -529,7 +529,9 @@ def test_what_is_no_key(bad: Any) -> None:
         check_key(bad)
 
 
-@pytest.mark.parametrize("text", ["", "00" * 31, "00" * 33, "zz" * 32, "00 " * 21 + "0", "é" * 64])
+@pytest.mark.parametrize(
+    "text", ["", "00" * 31, "00" * 33, "zz" * 32, "00 " * 21 + "0", "00 " * 32, "é" * 64]
+)
 def test_what_is_no_hexadecimal_key(text: str) -> None:
     with pytest.raises(InvalidKey, match="hexadecimal"):
         key_from_hex(text)

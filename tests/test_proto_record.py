@@ -149,11 +149,16 @@ def test_a_head_comes_back(head: RecordHead, behind: bytes) -> None:
         assert decode_head(buffer) == (head, len(raw))
 
 
-@pytest.mark.parametrize("around", [0, 4, 2**8 - 4, 2**8, 2**16 - 4, 2**16, MAX_TOKEN_IDS_BYTES])
-def test_the_size_of_a_head_is_known_before_it_is_made(around: int) -> None:
-    raw = encode_head(replace(PLAIN, token_ids=bytes(around)))
-    assert len(raw) == head_bytes_for(around)
-    assert decode_head(raw)[0].token_ids == bytes(around)
+@pytest.mark.parametrize(
+    "sizes",
+    [range(0, 2**10, 4), range(2**16 - 2**8, 2**16 + 2**8, 4), [MAX_TOKEN_IDS_BYTES]],
+    ids=["up to 1 KiB", "around 64 KiB", "largest"],
+)
+def test_the_size_of_a_head_is_known_before_it_is_made(sizes: Iterable[int]) -> None:
+    for token_ids_bytes in sizes:
+        raw = encode_head(replace(PLAIN, token_ids=bytes(token_ids_bytes)))
+        assert len(raw) == head_bytes_for(token_ids_bytes)
+        assert decode_head(raw)[0].token_ids == bytes(token_ids_bytes)
 
 
 @given(st.integers(0, MAX_TOKEN_IDS_BYTES // 4 - 1), st.integers(1, 2**40))
@@ -278,11 +283,18 @@ def test_metadata_that_says_nothing_usable(packed: bytes) -> None:
 
 
 @pytest.mark.parametrize("metadata_bytes", [MAX_METADATA_BYTES + 1, 2**31, 2**32 - 1])
-def test_a_length_that_nobody_vouches_for_reads_and_allocates_nothing(metadata_bytes: int) -> None:
+def test_a_length_that_nobody_vouches_for_is_not_followed(metadata_bytes: int) -> None:
     raw = bytearray(encode_head(PLAIN))
     struct.pack_into("<I", raw, 8, metadata_bytes)
-    with pytest.raises(RecordError, match="cut off"):
-        decode_head(with_crc(raw, len(raw) - 48))
+    with pytest.raises(RecordError, match="no record has"):
+        decode_head(raw)
+
+
+def test_metadata_above_the_limit_is_refused_however_well_it_adds_up() -> None:
+    largest = MAX_METADATA_BYTES - len(pack(key=KEY, later=b"")) - 3  # the length takes 5 bytes
+    assert decode_head(with_metadata(pack(key=KEY, later=bytes(largest))))[0] == PLAIN
+    with pytest.raises(RecordError, match="no record has"):
+        decode_head(with_metadata(pack(key=KEY, later=bytes(largest + 1))))
 
 
 @pytest.mark.parametrize(
