@@ -1,0 +1,307 @@
+"""What a trace offers a prefix cache, in one pass: sharing, reuse, popularity, sessions.
+
+Everything is as a cache without limits would see it; what a real size keeps of it is the
+curve's answer (`client.replay.curve`). Memory grows with the number of different blocks and
+of different prompt ends, not with the trace.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .trace import DEFAULT_BLOCK_TOKENS, Request
+
+#: A prompt end that more requests than this go on from is a template (a system prompt, say),
+#: not a turn of somebody's session.
+TEMPLATE_FANOUT = 4
+
+_SUB_BITS = 5
+_QUANTILES = (0.1, 0.5, 0.9, 0.99)
+
+
+class LogHistogram:
+    """Counts of integers from 0 up, in buckets at most 1/32 of their value wide.
+
+    Memory is bounded by the number of octaves; below 64 it is exact.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total = 0
+        self.max = 0
+        self._buckets: dict[int, int] = {}
+
+    def add(self, value: int) -> None:
+        """Count one value, which must not be negative."""
+        self.count += 1
+        self.total += value
+        if value > self.max:
+            self.max = value
+        shift = max(value.bit_length() - _SUB_BITS - 1, 0)
+        bucket = (shift << (_SUB_BITS + 1)) + (value >> shift)
+        self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
+
+    def quantile(self, fraction: float) -> int:
+        """The value at rank `fraction * count`, up to 1/32 too small; 0 of nothing."""
+        rank = fraction * self.count
+        seen = 0
+        for bucket in sorted(self._buckets):
+            seen += self._buckets[bucket]
+            if seen >= rank:
+                shift = bucket >> (_SUB_BITS + 1)
+                value = bucket & ((1 << (_SUB_BITS + 1)) - 1)
+                return value << shift
+        return 0
+
+    def at_most(self, value: int) -> float:
+        """The share of the counted values that are `value` or less, to the bucket's width."""
+        shift = max(value.bit_length() - _SUB_BITS - 1, 0)
+        last = (shift << (_SUB_BITS + 1)) + (value >> shift)
+        below = sum(count for bucket, count in self._buckets.items() if bucket <= last)
+        return below / self.count if self.count else 0.0
+
+    def summary(self) -> dict[str, float]:
+        """`mean`, `p10`, `p50`, `p90`, `p99`, `max`."""
+        quantiles = {f"p{round(q * 100)}": self.quantile(q) for q in _QUANTILES}
+        mean = self.total / self.count if self.count else 0.0
+        return {"mean": mean, **quantiles, "max": self.max}
+
+
+@dataclass(slots=True)
+class Analysis:
+    """What was counted; every rate is a share between 0 and 1.
+
+    - `blocks` are references; `unique_blocks` different ones, of which `shared_blocks` are
+      referenced by at least two requests and `single_use_blocks` by one;
+    - `reused_references` are references to a block seen before; `prefix_hit_blocks` those of
+      them that the prefix rule lets hit; `infinite_hit_tokens` the prompt tokens they save;
+    - `shared_prefix_tokens` is the distribution of hit tokens per request;
+    - `reuse_distance_blocks` counts block references between two uses of a block, and
+      `reuse_time_ms` the time between them;
+    - a block's popularity is its number of references;
+    - `session_depth` is the turn that a request is: 1 + the earlier requests that it goes on
+      from, each beginning with all whole blocks of the one before.
+    """
+
+    block_tokens: int
+    requests: int = 0
+    duration_ms: int = 0
+    blocks: int = 0
+    unique_blocks: int = 0
+    shared_blocks: int = 0
+    single_use_blocks: int = 0
+    reused_references: int = 0
+    prefix_hit_blocks: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    infinite_hit_tokens: int = 0
+    requests_without_shared_prefix: int = 0
+    common_prefix_blocks: int = 0
+    hottest_block_references: int = 0
+    top_1_percent_reference_share: float = 0.0
+    top_10_percent_reference_share: float = 0.0
+    first_turn_requests: int = 0
+    input_length: LogHistogram = field(default_factory=LogHistogram)
+    output_length: LogHistogram = field(default_factory=LogHistogram)
+    shared_prefix_tokens: LogHistogram = field(default_factory=LogHistogram)
+    reuse_distance_blocks: LogHistogram = field(default_factory=LogHistogram)
+    reuse_time_ms: LogHistogram = field(default_factory=LogHistogram)
+    session_depth: LogHistogram = field(default_factory=LogHistogram)
+
+    @property
+    def infinite_hit_rate(self) -> float:
+        """Hit tokens over prompt tokens of a cache without limits: the potential saving."""
+        return self.infinite_hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def infinite_block_hit_rate(self) -> float:
+        """Hit blocks over all blocks of a cache without limits."""
+        return self.prefix_hit_blocks / self.blocks if self.blocks else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain values, units in the names."""
+        return {
+            "block_tokens": self.block_tokens,
+            "trace": {
+                "requests": self.requests,
+                "duration_s": self.duration_ms / 1000,
+                "blocks": self.blocks,
+                "unique_blocks": self.unique_blocks,
+                "prompt_tokens": self.prompt_tokens,
+                "output_tokens": self.output_tokens,
+                "input_length_tokens": self.input_length.summary(),
+                "output_length_tokens": self.output_length.summary(),
+            },
+            "sharing": {
+                "shared_blocks": self.shared_blocks,
+                "single_use_blocks": self.single_use_blocks,
+                "reused_references": self.reused_references,
+                "prefix_hit_blocks": self.prefix_hit_blocks,
+                "common_prefix_blocks": self.common_prefix_blocks,
+                "requests_without_shared_prefix": self.requests_without_shared_prefix,
+                "shared_prefix_tokens": self.shared_prefix_tokens.summary(),
+            },
+            "saving": {
+                "infinite_hit_tokens": self.infinite_hit_tokens,
+                "infinite_hit_rate": self.infinite_hit_rate,
+                "infinite_block_hit_rate": self.infinite_block_hit_rate,
+            },
+            "reuse": {
+                "distance_blocks": self.reuse_distance_blocks.summary(),
+                "time_ms": self.reuse_time_ms.summary(),
+                "within_1_minute_share": self.reuse_time_ms.at_most(60_000),
+                "within_10_minutes_share": self.reuse_time_ms.at_most(600_000),
+            },
+            "popularity": {
+                "hottest_block_references": self.hottest_block_references,
+                "top_1_percent_reference_share": self.top_1_percent_reference_share,
+                "top_10_percent_reference_share": self.top_10_percent_reference_share,
+            },
+            "sessions": {
+                "first_turn_requests": self.first_turn_requests,
+                "depth_turns": self.session_depth.summary(),
+            },
+        }
+
+
+def analyze(requests: Iterable[Request], *, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> Analysis:
+    """Analyse requests in order of arrival; they are read once."""
+    analysis = Analysis(block_tokens)
+    blocks = _Blocks()
+    ends = _PromptEnds(block_tokens)
+    first_ms = last_ms = None
+    common: tuple[int, ...] | None = None
+    for request in requests:
+        ids = request.hash_ids
+        hit_blocks = blocks.use(request, analysis)
+        hit_tokens = min(hit_blocks * block_tokens, request.input_length)
+        analysis.requests += 1
+        analysis.blocks += len(ids)
+        analysis.prefix_hit_blocks += hit_blocks
+        analysis.prompt_tokens += request.input_length
+        analysis.output_tokens += request.output_length
+        analysis.infinite_hit_tokens += hit_tokens
+        analysis.requests_without_shared_prefix += not hit_blocks
+        analysis.input_length.add(request.input_length)
+        analysis.output_length.add(request.output_length)
+        analysis.shared_prefix_tokens.add(hit_tokens)
+        ends.add(request)
+        common = ids if common is None else _common_prefix(common, ids)
+        first_ms = request.timestamp_ms if first_ms is None else first_ms
+        last_ms = max(request.timestamp_ms, last_ms or 0)
+    analysis.duration_ms = (last_ms or 0) - (first_ms or 0)
+    # Of one request everything would be common; common to all means to at least two.
+    analysis.common_prefix_blocks = len(common or ()) if analysis.requests > 1 else 0
+    blocks.finish(analysis)
+    ends.finish(analysis)
+    return analysis
+
+
+class _Blocks:
+    """Every different block: its references, the requests among them, its last use."""
+
+    def __init__(self) -> None:
+        self._index: dict[int, int] = {}
+        self._references = array("q")
+        self._requests = array("q")
+        self._last_reference = array("q")
+        self._last_ms = array("q")
+        self._last_request = array("q")
+
+    def use(self, request: Request, analysis: Analysis) -> int:
+        """Count the blocks of a request; returns how many of its first ones were known."""
+        position, now_ms = analysis.blocks, request.timestamp_ms
+        number = analysis.requests
+        hits, in_prefix = 0, True
+        for block in request.hash_ids:
+            index = self._index.setdefault(block, len(self._references))
+            if index == len(self._references):
+                in_prefix = False
+                self._references.append(1)
+                self._requests.append(1)
+                self._last_reference.append(position)
+                self._last_ms.append(now_ms)
+                self._last_request.append(number)
+            else:
+                same_request = self._last_request[index] == number
+                # What this request brought itself comes after its first miss.
+                hits += in_prefix
+                self._references[index] += 1
+                self._requests[index] += not same_request
+                analysis.reused_references += 1
+                analysis.reuse_distance_blocks.add(position - self._last_reference[index] - 1)
+                analysis.reuse_time_ms.add(max(now_ms - self._last_ms[index], 0))
+                self._last_reference[index] = position
+                self._last_ms[index] = now_ms
+                self._last_request[index] = number
+            position += 1
+        return hits
+
+    def finish(self, analysis: Analysis) -> None:
+        analysis.unique_blocks = len(self._references)
+        analysis.shared_blocks = sum(count > 1 for count in self._requests)
+        analysis.single_use_blocks = analysis.unique_blocks - analysis.shared_blocks
+        if not self._references:
+            return
+        ranked = sorted(self._references, reverse=True)
+        analysis.hottest_block_references = ranked[0]
+        percent = -(-len(ranked) // 100)
+        analysis.top_1_percent_reference_share = sum(ranked[:percent]) / analysis.blocks
+        tenth = -(-len(ranked) // 10)
+        analysis.top_10_percent_reference_share = sum(ranked[:tenth]) / analysis.blocks
+
+
+@dataclass(slots=True)
+class _End:
+    """Where a prompt's last whole block is: the end it goes on from, and who goes on from it."""
+
+    parent: int | None
+    requests: int = 0
+    continuations: int = 0
+
+
+class _PromptEnds:
+    """The tree of prompt ends, from which turns are counted.
+
+    A request goes on from an earlier one if it begins with all of that one's whole blocks and
+    has more. Ends come after those that they go on from, so one pass finds all depths.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._ends: dict[int | None, _End] = {}
+
+    def add(self, request: Request) -> None:
+        whole = min(request.input_length // self._block_tokens, len(request.hash_ids))
+        last = request.hash_ids[whole - 1] if whole else None
+        end = self._ends.get(last)
+        if end is None:
+            before = (b for b in reversed(request.hash_ids[: max(whole - 1, 0)]) if b in self._ends)
+            end = self._ends[last] = _End(next(before, None))
+        end.requests += 1
+        if end.parent is not None:
+            self._ends[end.parent].continuations += 1
+
+    def finish(self, analysis: Analysis) -> None:
+        depths: dict[int | None, int] = {}
+        for last, end in self._ends.items():
+            parent = end.parent
+            turn = 1
+            if parent is not None:
+                is_template = self._ends[parent].continuations > TEMPLATE_FANOUT
+                turn = 1 if is_template else depths[parent] + 1
+            depths[last] = turn
+            for _ in range(end.requests):
+                analysis.session_depth.add(turn)
+            if turn == 1:
+                analysis.first_turn_requests += end.requests
+
+
+def _common_prefix(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    for index, (left, right) in enumerate(zip(a, b, strict=False)):
+        if left != right:
+            return a[:index]
+    return a[: len(b)]
