@@ -47,8 +47,8 @@ _F_SEAL_FUTURE_WRITE: Final = 0x10
 SEALS: Final = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
 #: Linux 5.14: faults pages in for writing as an answer, never as a signal.
 _MADV_POPULATE_WRITE: Final = 23
-#: What a device without room answers: a full tmpfs, a quota, memory that is used up.
-FULL_ERRORS: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.ENOMEM))
+#: What a device without room answers: a full file system, a quota or limit, no memory.
+FULL_ERRORS: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM))
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
