@@ -1,0 +1,349 @@
+"""The operators' commands: what the daemon holds, who uses it, and making room."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...proto.vocabulary import Tier
+from .command import Ctl, ExitCode, command, fail, make_console, print_json
+from .options import DEFAULT_TIMEOUT_S, LONG_TIMEOUT_S, TierName, parse_seconds, parse_size
+
+if TYPE_CHECKING:
+    from ...proto import prefixd_pb2 as pb
+    from .connection import AdminConnection
+
+LOOK = "Look"
+CHANGE = "Change"
+
+TierOption = Annotated[TierName, typer.Option("--tier", help="Which tier.")]
+TiersOption = Annotated[
+    list[TierName] | None,
+    typer.Option("--tier", help="Which tier; may be repeated (default: all)."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the operators' commands."""
+    for name, function, panel in (
+        ("stats", stats, LOOK),
+        ("ls", ls, LOOK),
+        ("inspect", inspect, LOOK),
+        ("claims", claims, LOOK),
+        ("reservations", reservations, LOOK),
+        ("sessions", sessions, LOOK),
+        ("preview", preview, LOOK),
+        ("check", check, LOOK),
+        ("health", health, LOOK),
+        ("evict", evict, CHANGE),
+        ("gc", gc, CHANGE),
+    ):
+        command(app, name, panel=panel)(function)
+
+
+def stats(
+    ctl: Ctl,
+    watch: Annotated[
+        float | None,
+        typer.Option(
+            "--watch", metavar="TIME", parser=parse_seconds, help="Repeat every TIME: 1, 500ms."
+        ),
+    ] = None,
+    counters: Annotated[
+        bool, typer.Option("--counters", help="Show everything that is counted, too.")
+    ] = False,
+) -> None:
+    """Show budgets, hits, saves and evictions of the tiers."""
+    from . import render
+
+    with ctl.connect() as daemon:
+        if watch is not None:
+            _watch(ctl, daemon, watch)
+            return
+        response = daemon.stats()
+        if ctl.as_json:
+            print_json(render.as_dict(response))
+            return
+        console = make_console()
+        console.print(render.stats_view(response, daemon.address))
+        if counters:
+            console.print(render.counters_table(response.counters))
+
+
+def _watch(ctl: Ctl, daemon: AdminConnection, interval_s: float) -> None:
+    from . import render
+    from .live import watch
+
+    try:
+        if ctl.as_json:
+            while True:
+                print_json(render.as_dict(daemon.stats()), indent=None)
+                time.sleep(interval_s)
+        watch(daemon, make_console(), interval_s)
+    except KeyboardInterrupt:
+        pass
+
+
+def ls(
+    ctl: Ctl,
+    tier: TiersOption = None,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="Entries per tier, 0 for all.")] = 20,
+    cursor: Annotated[
+        int, typer.Option("--cursor", min=0, help="Go on where a page ended (with one --tier).")
+    ] = 0,
+) -> None:
+    """List entries, next victim first; pinned entries come last."""
+    from . import render
+
+    with ctl.connect() as daemon:
+        present = daemon.stats().tiers
+        tiers = _chosen(tier) or [Tier(t.tier) for t in present]
+        if cursor and len(tiers) != 1:
+            raise typer.BadParameter("--cursor needs exactly one --tier")
+        entry_counts = {Tier(t.tier): t.entries for t in present}
+        pages = [(t, *daemon.entries(t, limit, cursor)) for t in tiers]
+    if ctl.as_json:
+        listed = [
+            {
+                "tier": t.label,
+                "entries": [render.as_dict(entry) for entry in entries],
+                "next_cursor": next_cursor,
+            }
+            for t, entries, next_cursor in pages
+        ]
+        print_json({"tiers": listed})
+        return
+    console = make_console()
+    for t, entries, next_cursor in pages:
+        title = f"{t.label}: {len(entries):,} of {entry_counts.get(t, 0):,} entries"
+        if not entries:
+            console.print(f"{t.label}: no entries")
+            continue
+        console.print(render.entries_table(entries, time.time_ns(), title))
+        if next_cursor:
+            console.print(f"more: prefixctl ls --tier {t.label} --cursor {next_cursor}")
+
+
+def inspect(
+    ctl: Ctl,
+    key: Annotated[str, typer.Argument(help="Hexadecimal; a beginning that is unique will do.")],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read the bytes and check them.")
+    ] = False,
+) -> None:
+    """Show everything known of one entry.
+
+    Exits 1 when --verify finds damage.
+    """
+    from . import render
+
+    with ctl.connect(LONG_TIMEOUT_S if verify else DEFAULT_TIMEOUT_S) as daemon:
+        response = daemon.inspect(find_key(daemon, key), verify=verify)
+    ctl.show(
+        render.as_dict(response),
+        lambda: render.entry_view(response, time.time_ns(), verify=verify),
+    )
+    if verify and (response.problem or not response.verified):
+        raise typer.Exit(ExitCode.PROBLEM)
+
+
+#: Fewer digits would name several entries of any cache worth looking at.
+MIN_KEY_DIGITS = 4
+
+
+def find_key(daemon: AdminConnection, text: str) -> bytes:
+    """The key of 64 hexadecimal digits, or of the one entry whose key begins with `text`.
+
+    Raises InvalidKey when it is neither, or when several entries begin so.
+    """
+    from ...proto.errors import InvalidKey, UnknownEntry
+    from ...proto.keys import key_from_hex
+    from ...proto.limits import KEY_BYTES
+
+    text = text.strip().lower()
+    if len(text) >= 2 * KEY_BYTES:
+        return key_from_hex(text)
+    if len(text) < MIN_KEY_DIGITS or not all(digit in "0123456789abcdef" for digit in text):
+        raise InvalidKey(
+            f"{text[:80]!r} begins no key: write {MIN_KEY_DIGITS} to {2 * KEY_BYTES} "
+            "hexadecimal digits"
+        )
+    found = {
+        entry.key
+        for tier in daemon.stats().tiers
+        for entry in daemon.all_entries(Tier(tier.tier))
+        if entry.key.hex().startswith(text)
+    }
+    if not found:
+        raise UnknownEntry(f"no entry has a key that begins with {text}")
+    if len(found) > 1:
+        some = ", ".join(sorted(key.hex()[: len(text) + 8] for key in found)[:5])
+        raise InvalidKey(
+            f"{len(found):,} keys begin with {text}, such as {some}: write more digits"
+        )
+    return found.pop()
+
+
+def claims(ctl: Ctl) -> None:
+    """List who holds entries, since when, and for how long still."""
+    from . import render
+
+    with ctl.connect() as daemon:
+        response = daemon.claims()
+    ctl.show(render.as_dict(response), lambda: render.claims_table(response.claims))
+
+
+def reservations(ctl: Ctl) -> None:
+    """List saves that are not published yet, and their stage."""
+    from . import render
+
+    with ctl.connect() as daemon:
+        response = daemon.reservations()
+    ctl.show(render.as_dict(response), lambda: render.reservations_table(response.reservations))
+
+
+def sessions(ctl: Ctl) -> None:
+    """List connected clients and how much each holds."""
+    from . import render
+
+    with ctl.connect() as daemon:
+        response = daemon.sessions()
+    ctl.show(render.as_dict(response), lambda: render.sessions_table(response.sessions))
+
+
+def preview(
+    ctl: Ctl,
+    payload: Annotated[
+        int,
+        typer.Option("--bytes", metavar="SIZE", parser=parse_size, help="Of one entry: 5MiB."),
+    ],
+    tier: TierOption,
+    entries: Annotated[
+        int, typer.Option("--entries", min=1, max=4096, help="How many of that size.")
+    ] = 1,
+) -> None:
+    """Say whether SIZE could be admitted, and what it would evict.
+
+    Changes nothing. Exits 1 when it could not be admitted now.
+    """
+    from . import render
+
+    with ctl.connect() as daemon:
+        response = daemon.preview(Tier[tier.name], payload, entries)
+    ctl.show(
+        render.as_dict(response),
+        lambda: render.preview_view(response, tier.value, time.time_ns()),
+    )
+    if not response.admissible:
+        raise typer.Exit(ExitCode.PROBLEM)
+
+
+def evict(
+    ctl: Ctl,
+    free: Annotated[
+        int,
+        typer.Option(
+            "--bytes", metavar="SIZE", parser=parse_size, help="How much to free, in each tier."
+        ),
+    ],
+    tier: TiersOption = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be evicted.")
+    ] = False,
+) -> None:
+    """Evict the next victims until at least SIZE is freed.
+
+    Never evicts what is in use. Exits 1 when less than SIZE could be freed.
+    """
+    from . import render
+
+    with ctl.connect(LONG_TIMEOUT_S) as daemon:
+        if dry_run:
+            tiers = _chosen(tier) or [Tier(t.tier) for t in daemon.stats().tiers]
+            rows = [(t.label, *_victims(daemon, t, free)) for t in tiers]
+        else:
+            results = daemon.evict(free, _chosen(tier)).results
+            rows = [(render.tier_label(r.tier), r.entries, r.freed_bytes) for r in results]
+    data: dict[str, Any] = {
+        "dry_run": dry_run,
+        "results": [
+            {"tier": name, "entries": count, "freed_bytes": freed} for name, count, freed in rows
+        ],
+    }
+    ctl.show(data, lambda: render.evicted_table(rows, dry_run=dry_run))
+    if any(freed < free for _, _, freed in rows):
+        raise typer.Exit(ExitCode.PROBLEM)
+
+
+def _victims(daemon: AdminConnection, tier: Tier, free_bytes: int) -> tuple[int, int]:
+    """How many entries an eviction would take, and their stored bytes."""
+    entries = freed = 0
+    for entry in daemon.all_entries(tier):
+        if freed >= free_bytes or entry.pins:
+            break
+        entries += 1
+        freed += entry.stored_bytes
+    return entries, freed
+
+
+def gc(ctl: Ctl) -> None:
+    """Reap what expired, and drop what no entry owns."""
+    from . import render
+
+    with ctl.connect(LONG_TIMEOUT_S) as daemon:
+        response = daemon.gc()
+    ctl.show(render.as_dict(response), lambda: render.gc_table(response))
+
+
+def check(
+    ctl: Ctl,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Also read every payload and check it.")
+    ] = False,
+) -> None:
+    """Recount the daemon's whole state from scratch.
+
+    Exits 1 when something is wrong.
+    """
+    from . import render
+
+    with ctl.connect(LONG_TIMEOUT_S) as daemon:
+        response = daemon.check(deep=deep)
+    ctl.show(render.as_dict(response), lambda: render.check_view(response, deep=deep))
+    if response.problems:
+        raise typer.Exit(ExitCode.PROBLEM)
+
+
+def health(ctl: Ctl) -> None:
+    """Ask the health service, as a probe does.
+
+    Exits 0 when it serves, 1 when it is ill or stopping, 3 when it is not there.
+    """
+    from .connection import Health
+
+    with ctl.connect() as daemon:
+        status = daemon.health()
+        # "serving", or which background task is ill.
+        why = "" if status is Health.SERVING else _why(daemon)
+    if ctl.as_json:
+        print_json({"address": ctl.address, "status": status.value, "why": why})
+    elif status is Health.SERVING:
+        typer.echo("serving")
+    if status is not Health.SERVING:
+        fail(f"not serving: {why}" if why else "not serving", ExitCode.PROBLEM)
+
+
+def _why(daemon: AdminConnection) -> str:
+    from ...proto.errors import PrefixdError
+
+    try:
+        said: pb.StatsResponse = daemon.stats()
+    except PrefixdError as error:
+        return str(error)
+    return said.health
+
+
+def _chosen(names: list[TierName] | None) -> list[Tier]:
+    return [Tier[name.name] for name in dict.fromkeys(names or ())]

@@ -1,0 +1,214 @@
+"""What every command of prefixctl shares: its options, its output, its exit codes.
+
+A command is a function whose first parameter is a `Ctl`; `command()` gives it `--address`,
+`--json` and `--timeout` too, which may be written before the command's name as well.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, NoReturn, ParamSpec, cast
+
+import typer
+from typer.core import TyperGroup
+
+from . import options
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from .connection import AdminConnection
+
+P = ParamSpec("P")
+
+
+class ExitCode(IntEnum):
+    """What a script can tell from the exit status."""
+
+    OK = 0
+    PROBLEM = 1
+    """The command ran and what it found is not good, or it failed."""
+    BAD_INPUT = 2
+    UNREACHABLE = 3
+    """No daemon answers at the address."""
+
+
+@dataclass(slots=True)
+class Common:
+    """The options that every command has; None: not given."""
+
+    address: str | None = None
+    as_json: bool = False
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ctl:
+    """What a command works with."""
+
+    common: Common
+
+    @property
+    def as_json(self) -> bool:
+        return self.common.as_json
+
+    @property
+    def address(self) -> str:
+        """The daemon's address: as given, else the one that everybody agrees on."""
+        from ...proto.endpoints import default_address, normalize_address
+
+        given = self.common.address
+        return default_address() if given is None else normalize_address(given)
+
+    def connect(self, timeout_s: float = options.DEFAULT_TIMEOUT_S) -> AdminConnection:
+        """The daemon, for operators. `timeout_s`: of one call, unless --timeout says otherwise."""
+        from .connection import AdminConnection
+
+        return AdminConnection(self.address, self.common.timeout_s or timeout_s)
+
+    def show(self, data: object, table: Callable[[], RenderableType]) -> None:
+        """Print the data as JSON, or else what `table` makes of it."""
+        if self.as_json:
+            print_json(data)
+        else:
+            make_console().print(table())
+
+
+def print_json(data: object, *, indent: int | None = 2) -> None:
+    """One JSON document on standard output."""
+    sys.stdout.write(json.dumps(data, indent=indent) + "\n")
+    sys.stdout.flush()
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """A console for people. Into a pipe it is wide, so that lines stay whole for grep."""
+    from rich.console import Console
+
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal and not os.environ.get("COLUMNS"):
+        console.width = options.PIPE_WIDTH
+    return console
+
+
+AddressOption = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        metavar="ADDRESS",
+        help="unix:/path or host:port (default: $PREFIXD_ADDRESS, or the local daemon).",
+        rich_help_panel="Common options",
+    ),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print JSON.", rich_help_panel="Common options")
+]
+TimeoutOption = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout",
+        metavar="TIME",
+        parser=options.parse_seconds,
+        help="How long one call may take: 5, 500ms, 2m.",
+        rich_help_panel="Common options",
+    ),
+]
+
+
+def command(
+    app: typer.Typer,
+    name: str,
+    *,
+    panel: str | None = None,
+    cls: type[Any] | None = None,
+    own_json: bool = False,
+) -> Callable[[Callable[Concatenate[Ctl, P], None]], Callable[Concatenate[Ctl, P], None]]:
+    """Register a function as the command `name` of `app`.
+
+    `own_json`: the command has a `--json` option of another kind; only the one before the
+    command's name reaches `Ctl` then.
+    """
+
+    def register(
+        function: Callable[Concatenate[Ctl, P], None],
+    ) -> Callable[Concatenate[Ctl, P], None]:
+        own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+        common = [_option("address", AddressOption), _option("timeout", TimeoutOption)]
+        if not own_json:
+            common.insert(1, _option("as_json", JsonOption, default=False))
+
+        def invoke(ctx: typer.Context, **given: Any) -> None:
+            function(Ctl(_merged(ctx, given)), **given)  # type: ignore[call-arg]  # keywords only
+
+        context = inspect.Parameter(
+            "ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
+        )
+        parameters = [context, *own, *common]
+        invoke.__name__ = function.__name__
+        invoke.__doc__ = function.__doc__
+        # Typer reads both.
+        vars(invoke)["__signature__"] = inspect.Signature(parameters)
+        invoke.__annotations__ = {p.name: p.annotation for p in parameters}
+        app.command(name, rich_help_panel=panel, cls=cls)(invoke)
+        return function
+
+    return register
+
+
+def _option(name: str, annotation: Any, default: object = None) -> inspect.Parameter:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+
+
+def _merged(ctx: typer.Context, given: dict[str, Any]) -> Common:
+    """What was written after the command's name, else what was written before it."""
+    before = cast(Common, ctx.find_root().obj or Common())
+    address, timeout_s = given.pop("address"), given.pop("timeout")
+    return Common(
+        before.address if address is None else address,
+        given.pop("as_json", False) or before.as_json,
+        before.timeout_s if timeout_s is None else timeout_s,
+    )
+
+
+class Group(TyperGroup):
+    """Turns what is expected to go wrong into one sentence and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            # The reader (head, less) has seen enough. Nothing more can be written, not even
+            # by the flush at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(ExitCode.OK) from None
+        except Exception as error:
+            # Imported here: commands that never fail (--help) don't pay for gRPC.
+            from ...proto.errors import PrefixdError
+            from ..replay.source import TraceError
+
+            if not isinstance(error, PrefixdError | TraceError):
+                raise
+            fail(str(error), exit_code_of(error))
+
+
+def exit_code_of(error: Exception) -> ExitCode:
+    """The exit status for a failure that was expected."""
+    from ...proto.errors import CallerError, DaemonUnavailable, DeadlineExceeded, PrefixdError
+
+    if isinstance(error, DaemonUnavailable | DeadlineExceeded):
+        return ExitCode.UNREACHABLE
+    if isinstance(error, CallerError) or not isinstance(error, PrefixdError):
+        return ExitCode.BAD_INPUT
+    return ExitCode.PROBLEM
+
+
+def fail(sentence: str, code: ExitCode) -> NoReturn:
+    """Say on standard error what went wrong, and leave. Raises typer.Exit."""
+    typer.echo(f"prefixctl: {sentence}", err=True)
+    raise typer.Exit(code)

@@ -1,0 +1,131 @@
+"""The tiers as they fill: what `stats --watch` and `demo` show."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from ...proto import prefixd_pb2 as pb
+from ...proto.units import format_bytes
+from . import render
+
+if TYPE_CHECKING:
+    from .connection import AdminConnection
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a tier did per second between two samples."""
+
+    saved_bytes: float = 0.0
+    read_bytes: float = 0.0
+    evictions: float = 0.0
+
+
+class TierBoard:
+    """The tiers of one daemon: how full, how busy. Give it samples in order."""
+
+    def __init__(self) -> None:
+        self.stats: pb.StatsResponse | None = None
+        self._at_s = 0.0
+        self._rates: dict[int, Rates] = {}
+
+    def take(self, stats: pb.StatsResponse, at_s: float) -> None:
+        """A new sample, taken at `at_s` (monotonic)."""
+        before = self.stats
+        seconds = at_s - self._at_s
+        if before is None or before.incarnation != stats.incarnation or seconds <= 0:
+            self._rates = {}
+        else:
+            old = {t.tier: t for t in before.tiers}
+            self._rates = {
+                t.tier: _rates(old[t.tier], t, seconds) for t in stats.tiers if t.tier in old
+            }
+        self.stats, self._at_s = stats, at_s
+
+    def rates(self, tier: int) -> Rates:
+        """Between the last two samples; zero when there is only one."""
+        return self._rates.get(tier, Rates())
+
+    def __rich__(self) -> RenderableType:
+        numbers = ("used", "entries", "hits", "evictions", "saved/s", "read/s")
+        table = render.make_table("tier", "", *numbers, right=numbers)
+        for t in self.stats.tiers if self.stats is not None else ():
+            rates = self.rates(t.tier)
+            table.add_row(
+                render.tier_name(t.tier),
+                render.Bar.of_tier(t),
+                f"{format_bytes(render.used_bytes(t))} of {format_bytes(t.budget_bytes)}",
+                f"{t.entries:,}",
+                f"{t.hits:,}",
+                f"{t.evictions:,}",
+                format_bytes(round(rates.saved_bytes)),
+                format_bytes(round(rates.read_bytes)),
+            )
+        return table
+
+    def line(self) -> str:
+        """The same in one line, for logs and pipes."""
+        if self.stats is None:
+            return ""
+        return "   ".join(
+            f"{render.tier_label(t.tier)} {render.percent(render.used_bytes(t), t.budget_bytes)}"
+            f" full, {t.hits:,} hits, {t.evictions:,} evicted"
+            for t in self.stats.tiers
+        )
+
+
+def _rates(old: pb.TierStats, new: pb.TierStats, seconds: float) -> Rates:
+    return Rates(
+        (new.saved_bytes - old.saved_bytes) / seconds,
+        (new.read_bytes - old.read_bytes) / seconds,
+        (new.evictions - old.evictions) / seconds,
+    )
+
+
+def watch(daemon: AdminConnection, console: Console, interval_s: float) -> None:
+    """Show the tiers every `interval_s` until interrupted. A daemon that is restarted is found
+    again."""
+    from ...proto.errors import DaemonUnavailable, DeadlineExceeded
+
+    board = TierBoard()
+    board.take(daemon.stats(), time.monotonic())  # nobody there at all: say so and leave
+    note = Text()
+
+    def view() -> RenderableType:
+        if board.stats is None:
+            return note
+        stats = board.stats
+        counts = Text(
+            f"sessions {stats.sessions:,}   claims {stats.claims:,}   "
+            f"reservations {stats.reservations:,}   waiters {stats.waiters:,}"
+        )
+        return Group(render.headline(stats, daemon.address), board, counts, note)
+
+    with live_view(console, view) as refresh:
+        while True:
+            time.sleep(interval_s)
+            try:
+                board.take(daemon.stats(), time.monotonic())
+                note = Text()
+            except (DaemonUnavailable, DeadlineExceeded):
+                note = Text("the daemon does not answer; trying again", style="bold red")
+            refresh()
+
+
+@contextmanager
+def live_view(console: Console, view: Callable[[], RenderableType]) -> Iterator[Callable[[], None]]:
+    """Redraw `view()` in place with every call of what this gives; into a pipe, print it again."""
+    if not console.is_terminal:
+        console.print(view())
+        yield lambda: console.print(view())
+        return
+    with Live(view(), console=console, auto_refresh=False) as live:
+        yield lambda: live.update(view(), refresh=True)

@@ -1,0 +1,68 @@
+"""prefixctl: look into a daemon, make room in it, replay traffic through it.
+
+Exit codes: 0 good; 1 the command found something wrong; 2 the input is wrong; 3 no daemon
+answers at the address. Modules that cost time to import are imported by the command that
+needs them: `--help` and completion stay fast.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from . import admin
+from .command import AddressOption, Common, Ctl, Group, JsonOption, TimeoutOption, command
+
+app = typer.Typer(
+    name="prefixctl",
+    cls=Group,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="rich",
+)
+
+
+@app.callback()
+def root(
+    ctx: typer.Context,
+    address: AddressOption = None,
+    as_json: JsonOption = False,
+    timeout: TimeoutOption = None,
+) -> None:
+    """Look into a prefixd daemon, make room in it, replay traffic through it.
+
+    A daemon that listens at the default address is found by itself.
+
+    Exit codes: 0 good, 1 something is wrong, 2 bad input, 3 no daemon there.
+    """
+    ctx.obj = Common(address, as_json, timeout)
+
+
+def version(ctl: Ctl) -> None:
+    """Show the versions of prefixctl and, if one answers, of the daemon."""
+    from ... import __version__
+    from ...proto.errors import PrefixdError
+
+    daemon_version = None
+    try:
+        with ctl.connect(timeout_s=1.0) as daemon:
+            daemon_version = daemon.stats().daemon_version
+    except PrefixdError as problem:
+        if ctl.common.address is not None:
+            raise
+        note = str(problem)
+    else:
+        note = f"prefixd {daemon_version} at {ctl.address}"
+    ctl.show(
+        {"prefixctl_version": __version__, "daemon_version": daemon_version},
+        lambda: f"prefixctl {__version__}\n{note}",
+    )
+
+
+admin.register(app)
+command(app, "version", panel=admin.LOOK)(version)
+
+
+def main() -> None:
+    """The console script."""
+    app()

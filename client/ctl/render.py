@@ -1,0 +1,403 @@
+"""What the daemon says, as JSON for programs and as tables for people.
+
+JSON has the field names of prefixd.proto, which carry their units: bytes are hexadecimal,
+enumerations are the words that people write (`ram`, `cold`), what is unset is null.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from google.protobuf.message import Message
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.segment import Segment
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from ...proto import prefixd_pb2 as pb
+from ...proto.units import format_bytes, format_duration
+
+#: Hexadecimal digits of a key that are shown in a table.
+KEY_DIGITS: Final = 16
+NS_PER_MS: Final = 1_000_000
+TIER_STYLES: Final = {"ram": "cyan", "shm": "magenta", "disk": "yellow"}
+
+
+# ---- for programs
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    """A message with all its fields, defaults included."""
+    return {field.name: _value(message, field) for field in message.DESCRIPTOR.fields}
+
+
+def _value(message: Message, field: Any) -> Any:  # descriptors have two classes, by backend
+    value = getattr(message, field.name)
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return dict(sorted(value.items()))
+    if field.is_repeated:
+        return [_scalar(item, field) for item in value]
+    if field.message_type is not None and not message.HasField(field.name):
+        return None
+    return _scalar(value, field)
+
+
+def _scalar(value: Any, field: Any) -> Any:
+    if isinstance(value, Message):
+        return as_dict(value)
+    if field.enum_type is not None:
+        return enum_label(field.enum_type, value)
+    return value.hex() if isinstance(value, bytes) else value
+
+
+def enum_label(enum: Any, number: int) -> str:
+    """`TIER_RAM` as `ram`; a number of a later version stays a number."""
+    known = enum.values_by_number.get(number)
+    if known is None:
+        return str(number)
+    prefix = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", enum.name).upper() + "_"
+    return known.name.removeprefix(prefix).lower()
+
+
+def tier_label(tier: int) -> str:
+    """The name that people write: `ram`, `shm`, `disk`."""
+    return enum_label(pb.Tier.DESCRIPTOR, tier)
+
+
+def reason_label(reason: int) -> str:
+    """The name that people write: `cold`, `continued`, ..."""
+    return enum_label(pb.SaveReason.DESCRIPTOR, reason)
+
+
+# ---- for people
+
+
+def percent(part: float, whole: float) -> str:
+    """`37.4 %`; nothing of nothing is a dash."""
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def age(duration_ns: int) -> str:
+    """A rough duration: `850ms`, `12s`, `3m4s`; what is ahead of our clock is `0s`."""
+    if duration_ns < 1_000 * NS_PER_MS:
+        return format_duration(max(0, duration_ns // NS_PER_MS) * NS_PER_MS)
+    return format_duration(duration_ns // (1_000 * NS_PER_MS) * (1_000 * NS_PER_MS))
+
+
+def make_table(*columns: str, title: str | None = None, right: Iterable[str] = ()) -> Table:
+    """A plain table; `right` names the columns of numbers."""
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    aligned = set(right)
+    for column in columns:
+        table.add_column(
+            column,
+            justify="right" if column in aligned else "left",
+            no_wrap=column in aligned or column in ("key", "tier"),
+        )
+    return table
+
+
+class Bar:
+    """A budget as a bar: what is pinned, published beside that, reserved, and free."""
+
+    def __init__(
+        self,
+        budget: int,
+        parts: Sequence[tuple[int, str]],
+        *,
+        min_width: int = 8,
+        max_width: int = 30,
+    ) -> None:
+        self.budget = budget
+        self.parts = parts
+        self.min_width = min_width
+        self.max_width = max_width
+
+    @classmethod
+    def of_tier(cls, tier: pb.TierStats, max_width: int = 30) -> Bar:
+        style = TIER_STYLES.get(tier_label(tier.tier), "white")
+        unpinned_bytes = max(0, tier.published_bytes - tier.pinned_bytes)
+        parts = [
+            (tier.pinned_bytes, f"bold bright_{style}"),
+            (unpinned_bytes, style),
+            (tier.reserved_bytes, "white"),
+        ]
+        return cls(tier.budget_bytes, parts, max_width=max_width)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(self.min_width, self.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(options.max_width, self.max_width)
+        full, empty = ("#", "-") if options.ascii_only else ("━", "─")
+        done = cells = 0
+        for part, style in self.parts:
+            done += part
+            # A byte too many must not look like a free cell, nor an empty part like a full one.
+            end = min(width, -(-done * width // self.budget)) if self.budget and part else cells
+            yield Segment(full * (end - cells), Style.parse(style))
+            cells = max(cells, end)
+        yield Segment(empty * (width - cells), Style.parse("bright_black"))
+
+
+def used_bytes(tier: pb.TierStats) -> int:
+    """What counts against the budget of a tier."""
+    return tier.published_bytes + tier.reserved_bytes
+
+
+def tier_name(tier: int) -> Text:
+    label = tier_label(tier)
+    return Text(label, style=f"bold {TIER_STYLES.get(label, 'white')}")
+
+
+def stats_view(stats: pb.StatsResponse, address: str) -> RenderableType:
+    """The daemon at a glance: health, budgets, what the tiers did, who is connected."""
+    lines: list[RenderableType] = [headline(stats, address), budget_table(stats)]
+    if any(t.saves or t.hits or t.recovered_entries for t in stats.tiers):
+        lines.append(activity_table(stats))
+    lines.append(
+        Text(
+            f"sessions {stats.sessions:,}   claims {stats.claims:,}   "
+            f"reservations {stats.reservations:,}   waiters {stats.waiters:,}"
+        )
+    )
+    return Group(*lines)
+
+
+def headline(stats: pb.StatsResponse, address: str) -> Text:
+    healthy = stats.health == "serving"
+    return Text.assemble(
+        (f"prefixd {stats.daemon_version}", "bold"),
+        "  ",
+        (stats.health or "unknown", "green" if healthy else "bold red"),
+        f"  up {age(stats.uptime_ms * NS_PER_MS)}  pid {stats.pid}  {address}",
+    )
+
+
+def budget_table(stats: pb.StatsResponse) -> Table:
+    table = make_table(
+        "tier", "policy", "", "used", "of", "pinned", "reserved", "entries",
+        right=("used", "of", "pinned", "reserved", "entries"),
+    )  # fmt: skip
+    for t in stats.tiers:
+        cap = f" / {t.max_entries:,}" if t.max_entries else ""
+        of = format_bytes(t.budget_bytes)
+        if t.secured_bytes < t.budget_bytes and tier_label(t.tier) != "disk":
+            of += f" ({format_bytes(t.secured_bytes)} secured)"
+        table.add_row(
+            tier_name(t.tier),
+            t.policy,
+            Bar.of_tier(t),
+            f"{format_bytes(used_bytes(t))}  {percent(used_bytes(t), t.budget_bytes)}",
+            of,
+            format_bytes(t.pinned_bytes),
+            format_bytes(t.reserved_bytes),
+            f"{t.entries:,}{cap}",
+        )
+    return table
+
+
+def activity_table(stats: pb.StatsResponse) -> Table:
+    numbers = (
+        "hits", "hit tokens", "read", "saves", "saved", "evictions", "evicted",
+        "corrupt", "recovered", "dropped at start",
+    )  # fmt: skip
+    table = make_table("tier", *numbers, right=numbers)
+    for t in stats.tiers:
+        table.add_row(
+            tier_name(t.tier),
+            f"{t.hits:,}",
+            f"{t.hit_tokens:,}",
+            format_bytes(t.read_bytes),
+            f"{t.saves:,}",
+            format_bytes(t.saved_bytes),
+            f"{t.evictions:,}",
+            format_bytes(t.evicted_bytes),
+            f"{t.corrupt:,}",
+            f"{t.recovered_entries:,}",
+            f"{t.dropped_at_start:,}",
+        )
+    return table
+
+
+def counters_table(counters: Mapping[str, int]) -> Table:
+    """Everything that the daemon counts, by its metric name."""
+    table = make_table("counter", "value", right=("value",))
+    for name, value in sorted(counters.items()):
+        table.add_row(name, f"{value:,}")
+    return table
+
+
+def entries_table(entries: Iterable[pb.EntryDetail], now_unix_ns: int, title: str) -> Table:
+    """Entries, one per line, in the order given. Tier comes from each entry itself."""
+    numbers = ("tokens", "payload", "stored", "age", "last used", "hits", "pins")
+    table = make_table("key", "tier", *numbers, "reason", title=title, right=numbers)
+    for entry in entries:
+        table.add_row(
+            entry.key.hex()[:KEY_DIGITS],
+            tier_name(entry.info.tier),
+            f"{entry.info.token_count:,}",
+            format_bytes(entry.info.payload_bytes),
+            format_bytes(entry.stored_bytes),
+            age(now_unix_ns - entry.created_unix_ns),
+            age(now_unix_ns - entry.last_used_unix_ns),
+            f"{entry.hits:,}",
+            Text(f"{entry.pins}", style="bold" if entry.pins else "dim"),
+            reason_label(entry.info.reason),
+        )
+    return table
+
+
+def entry_view(response: pb.InspectResponse, now_unix_ns: int, *, verify: bool) -> Table:
+    """Everything known of one entry."""
+    entry = response.entry
+    info = entry.info
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    extents = [
+        f"{format_bytes(entry.extents[i + 1])} at {entry.extents[i]}"
+        for i in range(0, len(entry.extents) - 1, 2)
+    ]
+    layers = f"{info.layer_count}" if info.layer_count else "no layer table"
+    rows: list[tuple[str, RenderableType]] = [
+        ("key", entry.key.hex()),
+        ("tier", tier_name(info.tier)),
+        ("tokens", f"{info.token_count:,}"),
+        ("payload", f"{format_bytes(info.payload_bytes)} ({info.payload_bytes:,} B)"),
+        ("stored", f"{format_bytes(entry.stored_bytes)} ({entry.stored_bytes:,} B)"),
+        ("crc32c", f"{info.payload_crc32c:08x}"),
+        ("layers", layers),
+        ("token ids", format_bytes(info.token_ids_bytes) if info.token_ids_bytes else "none"),
+        ("reason", reason_label(info.reason)),
+        ("generation", f"{info.generation}"),
+        ("created", f"{age(now_unix_ns - entry.created_unix_ns)} ago"),
+        ("last used", f"{age(now_unix_ns - entry.last_used_unix_ns)} ago"),
+        ("hits", f"{entry.hits:,}"),
+        ("pins", f"{entry.pins}"),
+        ("extents", ", ".join(extents) or "addressed by key"),
+    ]
+    if verify:
+        good = Text("every byte matches its checksum", style="green")
+        bad = Text(response.problem or "could not be read", style="bold red")
+        rows.append(("verified", good if response.verified and not response.problem else bad))
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def claims_table(claims: Sequence[pb.ClaimDetail]) -> RenderableType:
+    if not claims:
+        return Text("no claims")
+    numbers = ("claim", "entries", "bytes", "age", "lease left")
+    table = make_table("claim", "owner", "session", "entries", "bytes", "age", "lease left",
+                       right=numbers)  # fmt: skip
+    for claim in claims:
+        table.add_row(
+            f"{claim.claim_id}",
+            claim.owner,
+            f"{claim.session_id}",
+            f"{len(claim.keys):,}",
+            format_bytes(claim.payload_bytes),
+            age(claim.age_ms * NS_PER_MS),
+            age(claim.lease_left_ms * NS_PER_MS),
+        )
+    return table
+
+
+def reservations_table(reservations: Sequence[pb.ReservationDetail]) -> RenderableType:
+    if not reservations:
+        return Text("no reservations")
+    numbers = ("payload", "stored", "age", "time left", "waiters")
+    table = make_table("key", "tier", "stage", "owner", "session", *numbers, right=numbers)
+    for held in reservations:
+        table.add_row(
+            held.key.hex()[:KEY_DIGITS],
+            tier_name(held.tier),
+            held.stage,
+            held.owner,
+            f"{held.session_id}",
+            format_bytes(held.payload_bytes),
+            format_bytes(held.stored_bytes),
+            age(held.age_ms * NS_PER_MS),
+            age(held.ttl_left_ms * NS_PER_MS),
+            f"{held.waiters}",
+        )
+    return table
+
+
+def sessions_table(sessions: Sequence[pb.SessionDetail]) -> RenderableType:
+    if not sessions:
+        return Text("no sessions")
+    numbers = ("age", "last heartbeat", "claims", "reservations")
+    table = make_table("session", "owner", *numbers, right=numbers)
+    for session in sessions:
+        table.add_row(
+            f"{session.session_id}",
+            session.owner,
+            age(session.age_ms * NS_PER_MS),
+            f"{age(session.heartbeat_age_ms * NS_PER_MS)} ago",
+            f"{session.claims:,}",
+            f"{session.reservations:,}",
+        )
+    return table
+
+
+def preview_view(preview: pb.PreviewResponse, tier: str, now_unix_ns: int) -> RenderableType:
+    """What an admission would do."""
+    if preview.admissible:
+        verdict = Text("admissible", style="bold green")
+    elif preview.retryable:
+        verdict = Text("not now, but later", style="bold yellow")
+    else:
+        verdict = Text("never", style="bold red")
+    lines: list[RenderableType] = [
+        Text.assemble(tier_name(pb.Tier.Value(f"TIER_{tier.upper()}")), ": ", verdict),
+        Text(preview.message),
+        Text(
+            f"needed {format_bytes(preview.needed_bytes)}   free {format_bytes(preview.free_bytes)}"
+            f"   unpinned {format_bytes(preview.unpinned_bytes)}"
+            f"   pinned {format_bytes(preview.pinned_bytes)}"
+            f"   reserved {format_bytes(preview.reserved_bytes)}"
+        ),
+    ]
+    if preview.victims:
+        title = (
+            f"would evict {len(preview.victims):,} entries, {format_bytes(preview.evicted_bytes)}"
+        )
+        lines.append(entries_table(preview.victims, now_unix_ns, title))
+    return Group(*[line for line in lines if not (isinstance(line, Text) and not line.plain)])
+
+
+def evicted_table(rows: Iterable[tuple[str, int, int]], *, dry_run: bool) -> Table:
+    """(tier, entries, stored bytes) of an eviction."""
+    verb = "would be evicted" if dry_run else "evicted"
+    table = make_table("tier", verb, "freed", right=(verb, "freed"))
+    for tier, entries, freed_bytes in rows:
+        name = Text(tier, style=f"bold {TIER_STYLES.get(tier, 'white')}")
+        table.add_row(name, f"{entries:,}", format_bytes(freed_bytes))
+    return table
+
+
+def gc_table(response: pb.GcResponse) -> Table:
+    table = make_table("reaped", "count", right=("count",))
+    for name, count in as_dict(response).items():
+        table.add_row(name.replace("_", " "), f"{count:,}")
+    return table
+
+
+def check_view(response: pb.CheckResponse, *, deep: bool) -> RenderableType:
+    """What the recount found."""
+    counted = f"{response.entries:,} entries"
+    if deep:
+        verified = format_bytes(response.payload_bytes_verified)
+        counted += f", {response.payloads_verified:,} payloads ({verified}) read and verified"
+    if not response.problems:
+        return Text.assemble(("everything adds up", "green"), f": {counted}")
+    found = Text.assemble((f"{len(response.problems):,} problems", "bold red"), f" in {counted}:")
+    return Group(found, *[Text(f"- {problem}") for problem in response.problems])
