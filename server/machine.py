@@ -1,0 +1,110 @@
+"""What the machine has to give: memory, room in /dev/shm, room on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+#: A cgroup without a limit says `max` (v2) or a number beyond any memory (v1).
+_NO_LIMIT_BYTES: Final = 2**60
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Facts in bytes, as they are at a start. A test makes its own."""
+
+    #: all memory that this process may ever use: of the machine, or of its cgroup
+    memory_bytes: int
+    #: what of it is free, or would be at once
+    available_bytes: int
+    #: what the directories of the tiers could take, what they hold already included
+    shm_room_bytes: int
+    disk_room_bytes: int
+    #: what the shm directory holds already: memory, though not available
+    shm_held_bytes: int
+
+    @classmethod
+    def probe(cls, shm_directory: Path, disk_directory: Path, root: Path = Path("/")) -> Machine:
+        """Look at this machine. `root` is where its `proc` and `sys` are."""
+        facts = _meminfo(root)
+        memory_bytes = facts.get("MemTotal", 0)
+        available_bytes = facts.get("MemAvailable", memory_bytes)
+        for limit_bytes, used_bytes in _cgroups(root):
+            memory_bytes = min(memory_bytes, limit_bytes)
+            available_bytes = min(available_bytes, max(0, limit_bytes - used_bytes))
+        shm_held_bytes = _held_bytes(shm_directory)
+        return cls(
+            memory_bytes=memory_bytes,
+            available_bytes=available_bytes,
+            shm_room_bytes=_free_bytes(shm_directory) + shm_held_bytes,
+            disk_room_bytes=_free_bytes(disk_directory) + _held_bytes(disk_directory),
+            shm_held_bytes=shm_held_bytes,
+        )
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    facts = {}
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        name, _, amount = line.partition(":")
+        number, _, unit = amount.strip().partition(" ")
+        if unit == "kB":
+            facts[name] = int(number) * 1024
+    return facts
+
+
+def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use of every cgroup with a memory limit that this process is in, v2 and v1."""
+    sys_cgroup = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            top, names = sys_cgroup, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top = sys_cgroup / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # Inside a container the path may be the host's; what is mounted then is its own group.
+        group = top / path.strip("/")
+        for place in (group, *group.parents):
+            if place.is_relative_to(top):
+                yield from _limited(place, *names)
+
+
+def _limited(group: Path, limit: str, usage: str, reclaimable: str) -> Iterator[tuple[int, int]]:
+    with suppress(OSError, ValueError):
+        limit_bytes = int((group / limit).read_text())
+        if limit_bytes < _NO_LIMIT_BYTES:
+            used_bytes = int((group / usage).read_text())
+            for line in (group / "memory.stat").read_text().splitlines():
+                name, _, amount = line.partition(" ")
+                if name == reclaimable:
+                    used_bytes -= int(amount)
+            yield limit_bytes, used_bytes
+
+
+def _free_bytes(directory: Path) -> int:
+    """Of the file system that the directory is, or will be, on."""
+    for place in (directory, *directory.parents):
+        with suppress(OSError):
+            system = os.statvfs(place)
+            return system.f_bavail * system.f_frsize
+    return 0
+
+
+def _held_bytes(directory: Path) -> int:
+    """What the files in the directory take of their device."""
+    held_bytes = 0
+    with suppress(OSError):
+        for file in directory.iterdir():
+            with suppress(OSError):
+                held_bytes += file.lstat().st_blocks * 512
+    return held_bytes

@@ -1,0 +1,224 @@
+"""Every option of the daemon: one model for the TOML file, the environment and the flags.
+
+In the file an option has a plain name and a value as people write it (`budget = "8GiB"`,
+`heartbeat = "2s"`); in code its name ends in its unit (`budget_bytes`, `heartbeat_ns`). What
+its docstring here says is what `--help` and `--print-config` say.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final, Literal, TypeAlias
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
+
+from ..proto import limits
+from ..proto.endpoints import normalize_address, socket_path
+from ..proto.units import format_bytes, format_duration, parse_bytes, parse_duration_ns
+from ..tiers.arena import DEFAULT_SLAB_BYTES, check_slab
+from ..tiers.eviction import POLICIES
+from .sources import Kind
+from .tables import StateConfig
+
+_MS: Final = 1_000_000
+
+# ---- values as people write them
+
+
+def _size(value: object) -> object:
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+def _budget(value: object) -> object:
+    return value if value == "auto" else _size(value)
+
+
+def _duration(value: object) -> object:
+    if not isinstance(value, str):
+        raise ValueError("a duration is text with a unit, like '60s' or '500ms'")
+    return parse_duration_ns(value)
+
+
+def _slab(value: object) -> object:
+    size = _size(value)
+    if isinstance(size, int):
+        check_slab(size)
+    return size
+
+
+def _policy(value: object) -> object:
+    if value not in POLICIES:
+        raise ValueError(f"should be one of {', '.join(POLICIES)}")
+    return value
+
+
+def _directory(value: object) -> object:
+    if not isinstance(value, str | Path) or not str(value):
+        raise ValueError("should be the name of a directory")
+    return Path(value).expanduser().absolute()
+
+
+def _unix_address(value: object) -> object:
+    address = normalize_address(str(value))
+    if socket_path(address) is None:
+        raise ValueError("should be a Unix socket; TCP is `server.tcp`")
+    return address
+
+
+def _tcp_address(value: object) -> object:
+    address = normalize_address(str(value), listening=True) if value else ""
+    if address.startswith("unix:"):
+        raise ValueError("should be host:port; a Unix socket is `server.address`")
+    return address
+
+
+Policy: TypeAlias = Annotated[str, BeforeValidator(_policy), Kind("|".join(POLICIES))]
+Budget: TypeAlias = Annotated[
+    Annotated[int, Field(ge=0)] | Literal["auto"],
+    BeforeValidator(_budget),
+    Kind("SIZE|auto", lambda value: value if value == "auto" else format_bytes(value)),
+]
+Slab: TypeAlias = Annotated[int, BeforeValidator(_slab), Kind("SIZE", format_bytes)]
+Duration: TypeAlias = Annotated[int, BeforeValidator(_duration), Kind("DURATION", format_duration)]
+Directory: TypeAlias = Annotated[Path, BeforeValidator(_directory), Kind("DIR|auto")]
+TcpAddress: TypeAlias = Annotated[str, BeforeValidator(_tcp_address), Kind("HOST:PORT")]
+Count: TypeAlias = Annotated[int, Field(ge=0)]
+
+# ---- the model
+
+
+class Section(BaseModel):
+    """What all sections have in common."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_for_a_number(cls, value: object, info: ValidationInfo) -> object:
+        """pydantic would read `true` as 1."""
+        field = cls.model_fields[str(info.field_name)]
+        if isinstance(value, bool) and field.annotation is not bool:
+            raise ValueError("should not be true or false")
+        return value
+
+
+class Server(Section):
+    address: Annotated[str, BeforeValidator(_unix_address), Kind("unix:PATH|auto")]
+    """The Unix socket to listen on; `auto`: $PREFIXD_ADDRESS, else prefixd/prefixd.sock in
+    $XDG_RUNTIME_DIR, in /run (root), or in /tmp/prefixd-<uid>."""
+    tcp: TcpAddress = ""
+    """Also listen on host:port; port 0 lets the kernel choose; empty: no TCP. There is neither
+    encryption nor a password."""
+    allow_remote: bool = False
+    """Allow `tcp` on an address that other machines can reach."""
+    metrics: TcpAddress = ""
+    """Serve Prometheus metrics over HTTP on host:port; empty: don't."""
+    worker_threads: int = Field(4, ge=1, le=256)
+    """Threads that copy, commit and verify beside the event loop."""
+    drain_timeout_ns: Duration = Field(10_000 * _MS, alias="drain_timeout", ge=0)
+    """How long a stop waits for saves and reads in flight."""
+
+
+class Ram(Section):
+    budget_bytes: Budget = Field("auto", alias="budget")
+    """What entries may take, everything included; 0: no such tier; `auto`: a quarter of the
+    available memory."""
+    policy: Policy = "lru"
+    """The order in which entries are evicted."""
+    max_entries: Count = 0
+    """Entries at most; 0: as many as the budget takes."""
+    slab_bytes: Slab = Field(DEFAULT_SLAB_BYTES, alias="slab")
+    """The piece in which room is handed out: a power of two from 4KiB. An entry takes whole
+    slabs."""
+
+
+class Shm(Section):
+    budget_bytes: Budget = Field("auto", alias="budget")
+    """As for [ram]; `auto`: a quarter of all memory, at most half of what /dev/shm could hold and
+    half of the available memory."""
+    policy: Policy = "lru"
+    """The order in which entries are evicted."""
+    max_entries: Count = 0
+    """Entries at most; 0: as many as the budget takes."""
+    slab_bytes: Slab = Field(DEFAULT_SLAB_BYTES, alias="slab")
+    """As for [ram]. Entries don't survive a change of it."""
+    directory: Directory
+    """Where the arena and the index lie, on a tmpfs; `auto`: /dev/shm/prefixd-<uid>."""
+    verify_at_start: bool = True
+    """Read every entry that survived a restart and check its CRC32C before it is served."""
+
+
+class Disk(Section):
+    budget_bytes: Budget = Field("auto", alias="budget")
+    """As for [ram]; `auto`: a quarter of what the file system could hold, at most 64GiB."""
+    policy: Policy = "lru"
+    """The order in which entries are evicted."""
+    max_entries: Count = 1_000_000
+    """Entries at most; 0: as many as the budget takes. Each takes about 1 KiB of the daemon's
+    own memory."""
+    directory: Directory
+    """Where the LMDB environment lies; `auto`: /var/lib/prefixd (root), $XDG_STATE_HOME/prefixd or
+    ~/.local/state/prefixd."""
+    sync: bool = True
+    """fsync before a save is acknowledged. Without it a power loss takes the last saves."""
+
+
+class Sessions(Section):
+    heartbeat_ns: Duration = Field(
+        limits.DEFAULT_HEARTBEAT_INTERVAL_MS * _MS, alias="heartbeat", ge=50 * _MS, le=60_000 * _MS
+    )
+    """How often a client says that it lives; after two silent intervals its session is lost."""
+    claim_lease_ns: Duration = Field(
+        limits.DEFAULT_CLAIM_LEASE_MS * _MS, alias="claim_lease", le=limits.MAX_LEASE_MS * _MS
+    )
+    """How long a claim holds without a heartbeat."""
+    reservation_ttl_ns: Duration = Field(
+        limits.DEFAULT_RESERVATION_TTL_MS * _MS,
+        alias="reservation_ttl",
+        ge=1 * _MS,
+        le=limits.MAX_LEASE_MS * _MS,
+    )
+    """How long a save may take from its reservation to its last byte."""
+    max_sessions: int = Field(limits.MAX_SESSIONS, ge=1)
+    """Connected clients at most."""
+    max_claims_per_session: int = Field(limits.MAX_CLAIMS_PER_SESSION, ge=1)
+    """Claims that one client may hold at once."""
+    max_reservations_per_session: int = Field(limits.MAX_RESERVATIONS_PER_SESSION, ge=1)
+    """Reservations that one client may hold at once."""
+    max_waiters: int = Field(limits.MAX_WAITERS, ge=0)
+    """Requests that may wait for saves in flight at once; more are answered without waiting."""
+
+    def state_config(self) -> StateConfig:
+        """The part that `MetaState` needs."""
+        return StateConfig(
+            session_lost_after_ns=limits.SESSION_LOST_AFTER_INTERVALS * self.heartbeat_ns,
+            max_sessions=self.max_sessions,
+            max_claims_per_session=self.max_claims_per_session,
+            max_reservations_per_session=self.max_reservations_per_session,
+            max_waiters=self.max_waiters,
+        )
+
+
+class Log(Section):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """What is written to stderr, and worse."""
+    format: Literal["auto", "console", "json"] = "auto"
+    """`auto`: for people on a terminal, else one JSON object a line."""
+
+
+class Config(Section):
+    """Everything that can be configured. Comes from `load_config`."""
+
+    server: Server = Field(description="Where the daemon listens and how it works.")
+    ram: Ram = Field(description="The RAM tier: fastest, gone with the daemon.")
+    shm: Shm = Field(description="The /dev/shm tier: survives a restart of the daemon.")
+    disk: Disk = Field(description="The disk tier: survives a restart of the machine.")
+    sessions: Sessions = Field(description="Clients, and what they may hold for how long.")
+    log: Log = Field(description="What the daemon says on stderr.")
