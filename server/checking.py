@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 from ..proto.vocabulary import Tier
 from ..tiers.ledger import Ledger
 from ..tiers.store import Location
-from .tables import Entry, Reservation, Stage, Tables
+from .tables import Entry, Reservation, Stage, Tables, Timer
 
 
 def problems(t: Tables) -> list[str]:
@@ -18,6 +19,7 @@ def problems(t: Tables) -> list[str]:
         *_claim_problems(t),
         *_reservation_problems(t),
         *_waiting_problems(t),
+        *_timer_problems(t),
         *(problem for ledger in t.ledgers.values() for problem in _tier_problems(t, ledger)),
     ]
 
@@ -36,21 +38,13 @@ def _entry_problems(t: Tables) -> Iterator[str]:
             yield f"{_name(key)} is published and in flight at once"
         if max(entry.generation, entry.last_used_ns) > t.stamp_ns:
             yield f"entry {_name(key)} has a stamp of the future"
-    for entry in t.condemned:
-        if entry.published or entry.pins == 0:
-            yield f"condemned entry {_name(entry.key)} should be gone"
-    generations = Counter(e.generation for e in _all_entries(t))
+    generations = Counter(entry.generation for entry in t.entries.values())
     for generation, count in generations.items():
         if count > 1:
             yield f"generation {generation} was given out {count} times"
     for key, entry in t.unrecorded.items():
         if t.entries.get(key) is not entry:
             yield f"unrecorded use of {_name(key)}, which is not published"
-
-
-def _all_entries(t: Tables) -> Iterator[Entry]:
-    yield from t.entries.values()
-    yield from t.condemned
 
 
 def _claim_problems(t: Tables) -> Iterator[str]:
@@ -64,11 +58,11 @@ def _claim_problems(t: Tables) -> Iterator[str]:
             yield f"session {claim.session} does not know its claim {number}"
         if not claim.entries:
             yield f"claim {number} holds nothing"
-    for entry in _all_entries(t):
+    for entry in t.entries.values():
         if entry.pins != pins.pop(id(entry), 0):
             yield f"entry {_name(entry.key)} counts {entry.pins} pins that its claims do not"
     if pins:
-        yield f"{len(pins)} claimed entries are neither published nor condemned"
+        yield f"{len(pins)} claimed entries are not published"
     for session in t.sessions.values():
         yield from (
             f"session {session.session} holds claim {claim}, which does not exist"
@@ -83,14 +77,15 @@ def _reservation_problems(t: Tables) -> Iterator[str]:
             yield f"reservation {token} ended and is still listed"
         in_flight = t.in_flight.get(key) is reservation
         if in_flight == (reservation.stage is Stage.DOOMED):
-            yield f"reservation {token} of {_name(key)} is {reservation.stage.name}: in flight {in_flight}"
+            stage = reservation.stage.name.lower()
+            yield f"reservation {token} of {_name(key)} is {stage}, in flight: {in_flight}"
         session = t.sessions.get(reservation.session)
         if session is not None and token not in session.tokens:
             yield f"session {session.session} does not know its reservation {token}"
         if session is None and reservation.stage in (Stage.RESERVED, Stage.WRITING):
             yield f"reservation {token} outlived session {reservation.session}"
     for key, reservation in t.in_flight.items():
-        if t.reservations.get(reservation.token) is not reservation:
+        if key != reservation.key or t.reservations.get(reservation.token) is not reservation:
             yield f"{_name(key)} is in flight without a reservation"
     for session in t.sessions.values():
         yield from (
@@ -115,10 +110,25 @@ def _waiting_problems(t: Tables) -> Iterator[str]:
             yield f"reservation {reservation.token} would wake request {request}, which is gone"
 
 
+def _timer_problems(t: Tables) -> Iterator[str]:
+    armed = {(timer, number) for _, timer, number in t.timers}
+    for timer in Timer:
+        for number, timed in t.timed(timer).items():
+            # A save that is being committed, or was lost already, has no deadline.
+            if isinstance(timed, Reservation) and timed.stage not in (
+                Stage.RESERVED,
+                Stage.WRITING,
+            ):
+                continue
+            if (timer, number) not in armed:
+                yield f"{timer.name.lower()} {number} would never run out"
+    if len(t.timers) > t.max_timers:
+        yield f"{len(t.timers)} timers are kept, at most {t.max_timers} are of use"
+
+
 def _tier_problems(t: Tables, ledger: Ledger) -> Iterator[str]:
     tier = ledger.tier
-    mine = [e for e in t.entries.values() if e.tier is tier]
-    held = [e for e in _all_entries(t) if e.tier is tier]
+    held = [e for e in t.entries.values() if e.tier is tier]
     reservations = [r for r in t.reservations.values() if r.tier is tier]
     counted = {
         "published_bytes": sum(e.stored_bytes for e in held),
@@ -132,14 +142,21 @@ def _tier_problems(t: Tables, ledger: Ledger) -> Iterator[str]:
         booked = getattr(ledger, name)
         if booked != count:
             yield f"{tier.label}: {name} is booked as {booked} and counts {count}"
+    payload_bytes = sum(e.payload_bytes for e in held)
+    if t.tier_counters[tier].payload_bytes != payload_bytes:
+        shown = t.tier_counters[tier].payload_bytes
+        yield f"{tier.label}: {shown} payload bytes are shown and {payload_bytes} are there"
     used = counted["published_bytes"] + counted["reserved_bytes"]
     if used > ledger.limit_bytes or ledger.limit_bytes > ledger.budget_bytes:
-        yield f"{tier.label}: {used} bytes used of {ledger.limit_bytes}, budget {ledger.budget_bytes}"
+        yield (
+            f"{tier.label}: {used} bytes used of {ledger.limit_bytes}, "
+            f"the budget is {ledger.budget_bytes}"
+        )
     if ledger.max_entries and len(held) + len(reservations) > ledger.max_entries:
         yield f"{tier.label}: more than {ledger.max_entries} entries"
-    if set(ledger.policy.keys()) != {e.key for e in mine}:
+    if set(ledger.policy.keys()) != {e.key for e in held}:
         yield f"{tier.label}: the eviction order does not hold exactly the published entries"
-    unpinned = {e.key for e in mine if not e.pins}
+    unpinned = {e.key for e in held if not e.pins}
     if set(ledger.victims()) != unpinned:
         yield f"{tier.label}: the victims are not exactly the unpinned entries"
     if ledger.extents is not None:
@@ -158,10 +175,13 @@ def _extent_problems(
         if sum(location[1::2]) != stored_bytes:
             yield f"{tier.label}: an entry of {stored_bytes} bytes lies on {sum(location[1::2])}"
     extents.sort()
-    for (offset, length), (following, _) in zip(extents, extents[1:], strict=False):
+    for (offset, length), (following, _) in pairwise(extents):
         if offset + length > following:
             yield f"{tier.label}: two entries share the bytes at {following}"
     free_bytes = ledger.extents.capacity_bytes - sum(length for _, length in extents)
     if ledger.extents.free_bytes != free_bytes:
         yield f"{tier.label}: {ledger.extents.free_bytes} bytes are called free, {free_bytes} are"
-    yield from (f"{tier.label}: {problem}" for problem in ledger.extents.check())
+    try:
+        ledger.extents.check()
+    except AssertionError as problem:
+        yield f"{tier.label}: the extents are inconsistent: {problem}"

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from ..proto.errors import LimitReached
 from ..proto.keys import Key
 from .answers import ClaimAnswer, FlightInfo, Found, LookupAnswer, ReleaseAnswer, ReleaseOutcome
-from .events import ClaimAsked, ClaimMode, KeysSuspected, KeysTouched, LookupAsked, ReleaseAsked
 from .effects import Verify
-from .tables import Claim, Entry
-from .turn import Refusal, Timer, Turn
+from .events import ClaimAsked, ClaimMode, KeysSuspected, KeysTouched, LookupAsked, ReleaseAsked
+from .tables import Claim, Entry, Timer
+from .turn import Refusal, Turn
 
 
 def find(turn: Turn, key: Key) -> Found:
@@ -22,7 +22,9 @@ def find(turn: Turn, key: Key) -> Found:
     flight = t.in_flight.get(key)
     if flight is None:
         return None
-    owner = t.sessions[flight.session].owner if flight.session in t.sessions else "a session that ended"
+    owner = (
+        t.sessions[flight.session].owner if flight.session in t.sessions else "a session that ended"
+    )
     return FlightInfo(owner, turn.now_ns - flight.reserved_ns)
 
 
@@ -71,7 +73,7 @@ def claim(turn: Turn, asked: ClaimAsked) -> ClaimAnswer | None:
     t.claims[taken.claim] = taken
     session.claims.add(taken.claim)
     turn.set_timer(turn.now_ns + taken.lease_ns, Timer.CLAIM, taken.claim)
-    _count_hits(turn, taken.entries, asked.mode)
+    _count_hits(turn, taken.entries)
     return ClaimAnswer(taken.claim, asked.lease_ns, tuple(results), claimed)
 
 
@@ -99,7 +101,7 @@ def _select(
     return results, wanted, pending
 
 
-def _count_hits(turn: Turn, entries: tuple[Entry, ...], mode: ClaimMode) -> None:
+def _count_hits(turn: Turn, entries: tuple[Entry, ...]) -> None:
     turn.tables.counters.claimed_entries += len(entries)
     for entry in entries:
         counters = turn.tables.tier_counters[entry.tier]
@@ -108,7 +110,8 @@ def _count_hits(turn: Turn, entries: tuple[Entry, ...], mode: ClaimMode) -> None
 
 
 def release(turn: Turn, asked: ReleaseAsked) -> ReleaseAnswer:
-    """Give claims back; each exactly once, however often it is asked."""
+    """Give claims back; each exactly once, however often it is asked. A loss is told every
+    time: the answer that told it first may not have arrived."""
     session = turn.session(asked.session)
     results: list[ReleaseOutcome] = []
     for claim_id in asked.claims:
@@ -116,7 +119,7 @@ def release(turn: Turn, asked: ReleaseAsked) -> ReleaseAnswer:
             turn.drop_claim(claim_id)
             turn.tables.counters.releases += 1
             results.append(ReleaseOutcome.RELEASED)
-        elif session.lost_claims.pop(claim_id, None) is not None:
+        elif claim_id in session.lost_claims:
             results.append(ReleaseOutcome.LOST)
         elif 0 < claim_id < turn.tables.next_claim and claim_id not in turn.tables.claims:
             results.append(ReleaseOutcome.ALREADY)

@@ -12,7 +12,7 @@ from ..proto.errors import LimitReached, UnknownReservation, UnknownTier
 from ..proto.keys import Key
 from ..proto.vocabulary import Tier
 from ..tiers.ledger import Admission
-from .answers import CancelAnswer, FlightInfo, Refused, Reserved, ReserveAnswer, WriteOrder
+from .answers import CancelAnswer, FlightInfo, Refused, ReserveAnswer, Reserved, WriteOrder
 from .effects import Commit, IndexPut, SaveEnded, StopWriting, TellReservationLost
 from .events import (
     CancelAsked,
@@ -26,8 +26,8 @@ from .events import (
     WriteStopped,
 )
 from .reading import find
-from .tables import NEXT_STAGE, Entry, Reservation, SaveBatch, Session, Signal, Stage
-from .turn import Refusal, Timer, Turn
+from .tables import NEXT_STAGE, Entry, Reservation, SaveBatch, Session, Signal, Stage, Timer
+from .turn import Refusal, Turn
 
 #: payload bytes, token id bytes -> what the tier's budget is charged
 Footprint = Callable[[int, int], int]
@@ -66,7 +66,9 @@ def reserve(
             turn.use(entry) if key in mine else turn.refresh(entry)
     batch = SaveBatch(chain, 0)
     footprint = footprints[asked.tier]
-    results = tuple(_reserve_item(turn, asked, session, item, batch, footprint) for item in asked.items)
+    results = tuple(
+        _reserve_item(turn, asked, session, item, batch, footprint) for item in asked.items
+    )
     return ReserveAnswer(asked.ttl_ns, results)
 
 
@@ -175,17 +177,16 @@ def began(turn: Turn, event: WriteBegan) -> WriteOrder | Refused:
 def sealed(turn: Turn, event: WriteSealed, blocking: frozenset[Tier]) -> None:
     """Bytes are complete: publish those that are what was meant."""
     commits: dict[Tier, list[int]] = {}
-    for token, crc32c, meant in zip(
-        event.tokens, event.crc32c, event.meant_crc32c, strict=True
-    ):
+    for token, crc32c, meant in zip(event.tokens, event.crc32c, event.meant_crc32c, strict=True):
         reservation = turn.tables.reservations[token]
-        if crc32c != meant and reservation.stage is Stage.WRITING:
+        was = reservation.stage
+        now = advance(reservation, Signal.SEALED if crc32c == meant else Signal.REFUSED)
+        if was is Stage.DOOMED:
+            _end(turn, reservation, SaveOutcome.LOST, "the reservation was lost meanwhile")
+        elif now is Stage.GONE:
             turn.tables.counters.crc_mismatches += 1
-            advance(reservation, Signal.REFUSED)
             why = f"the bytes that arrived have CRC32C {crc32c:08x}, {meant:08x} was meant"
             _end(turn, reservation, SaveOutcome.CRC_MISMATCH, why)
-        elif advance(reservation, Signal.SEALED) is Stage.GONE:
-            _end(turn, reservation, SaveOutcome.LOST, "the reservation was lost meanwhile")
         else:
             reservation.payload_crc32c = crc32c
             if reservation.tier in blocking:
@@ -230,7 +231,7 @@ def _publish(turn: Turn, reservation: Reservation) -> None:
         tier=reservation.tier,
         reason=reservation.reason,
         generation=reservation.generation,
-        last_used_ns=reservation.generation,
+        last_used_ns=t.stamp(turn.now_ns),
         payload_bytes=reservation.payload_bytes,
         stored_bytes=reservation.stored_bytes,
         token_count=reservation.token_count,
@@ -244,6 +245,7 @@ def _publish(turn: Turn, reservation: Reservation) -> None:
     counters = t.tier_counters[entry.tier]
     counters.saves += 1
     counters.saved_bytes += entry.payload_bytes
+    counters.payload_bytes += entry.payload_bytes
     turn.effects.append(IndexPut(entry))
     _settle(turn, reservation, SaveOutcome.SAVED, "")
 

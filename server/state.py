@@ -44,8 +44,8 @@ from .events import (
     WriteStopped,
 )
 from .saving import Footprint
-from .tables import Entry, Session, StateConfig, Tables, TierCounters
-from .turn import Refusal, Timer, Turn
+from .tables import Entry, Session, StateConfig, Tables, TierCounters, Timer
+from .turn import Refusal, Turn
 
 
 class MetaState:
@@ -68,13 +68,12 @@ class MetaState:
         self.tables.tier_counters = {tier: TierCounters() for tier in ledgers}
         self._footprints = dict(footprints)
         self._blocking = blocking
-        self._timers: list[tuple[int, Timer, int]] = []
 
     # ---- the one door
 
     def apply(self, event: Event) -> list[Effect]:
         """Let something happen; returns what is to be done about it, in order."""
-        turn = Turn(self.tables, self._timers, event.now_ns)
+        turn = Turn(self.tables, event.now_ns)
         self._happen(turn, event)
         while turn.woken:
             woken, turn.woken = turn.woken, []
@@ -82,11 +81,13 @@ class MetaState:
                 waiting = turn.unpark(request)
                 if waiting is not None:
                     self._answer(turn, waiting.question)
+        self._drop_stale_timers()
         return turn.effects
 
     def next_deadline_ns(self) -> int | None:
         """When a Tick is due at the latest, if nothing else happens."""
-        return self._timers[0][0] if self._timers else None
+        timers = self.tables.timers
+        return timers[0][0] if timers else None
 
     def check(self) -> list[str]:
         """Recount everything from scratch; what does not add up, in sentences."""
@@ -105,6 +106,7 @@ class MetaState:
                 | EvictAsked()
             ):
                 self._answer(turn, event)
+                self._begin_wait(turn, event)
             case HeartbeatCame():
                 session = turn.tables.sessions.get(event.session)
                 if session is not None:
@@ -148,6 +150,13 @@ class MetaState:
         if answer is not None:
             turn.effects.append(Reply(question.request, answer))
 
+    def _begin_wait(self, turn: Turn, question: Question) -> None:
+        """A question that is not answered yet has a deadline from now on."""
+        waiting = turn.tables.waiting.get(question.request)
+        if waiting is not None:
+            turn.set_timer(waiting.question.wait_until_ns, Timer.WAITING, question.request)
+            turn.tables.counters.waits += 1
+
     def _ask(self, turn: Turn, question: Question) -> Answer | None:
         match question:
             case SessionOpened():
@@ -179,9 +188,7 @@ class MetaState:
         t.next_session += 1
         t.sessions[session.session] = session
         t.counters.sessions_opened += 1
-        turn.set_timer(
-            turn.now_ns + t.config.session_lost_after_ns, Timer.SESSION, session.session
-        )
+        turn.set_timer(turn.now_ns + t.config.session_lost_after_ns, Timer.SESSION, session.session)
         return Opened(session.session)
 
     def _session_lost(self, turn: Turn, session_id: int, why: str) -> None:
@@ -205,14 +212,14 @@ class MetaState:
     # ---- time
 
     def _tick(self, turn: Turn) -> None:
-        timers = self._timers
+        timers = turn.tables.timers
         while timers and timers[0][0] <= turn.now_ns:
-            _, timer, number = heapq.heappop(timers)
+            at_ns, timer, number = heapq.heappop(timers)
             match timer:
                 case Timer.SESSION:
-                    self._session_due(turn, number)
+                    self._session_due(turn, number, at_ns)
                 case Timer.CLAIM:
-                    self._claim_due(turn, number)
+                    self._claim_due(turn, number, at_ns)
                 case Timer.RESERVATION:
                     reservation = turn.tables.reservations.get(number)
                     if reservation is not None:
@@ -225,26 +232,37 @@ class MetaState:
                 case _:
                     assert_never(timer)
 
-    def _session_due(self, turn: Turn, number: int) -> None:
+    # What was renewed gets a new timer even if that is due by now, too: however late a tick
+    # comes, things happen in the order in which they were due.
+
+    def _session_due(self, turn: Turn, number: int, at_ns: int) -> None:
         session = turn.tables.sessions.get(number)
         if session is None:
             return
         due_ns = session.heartbeat_ns + turn.tables.config.session_lost_after_ns
-        if due_ns > turn.now_ns:
+        if due_ns > at_ns:
             turn.set_timer(due_ns, Timer.SESSION, number)
         else:
             self._session_lost(turn, number, "its heartbeats stopped")
 
-    def _claim_due(self, turn: Turn, number: int) -> None:
+    def _claim_due(self, turn: Turn, number: int, at_ns: int) -> None:
         claim = turn.tables.claims.get(number)
         if claim is None:
             return
         renewed_ns = max(claim.taken_ns, turn.tables.sessions[claim.session].heartbeat_ns)
         due_ns = renewed_ns + claim.lease_ns
-        if due_ns > turn.now_ns:
+        if due_ns > at_ns:
             turn.set_timer(due_ns, Timer.CLAIM, number)
         else:
             turn.lose_claim(number, "its lease ran out")
+
+    def _drop_stale_timers(self) -> None:
+        """Claims are released long before their leases end: without this, their timers would
+        pile up."""
+        t = self.tables
+        if len(t.timers) > t.max_timers:
+            t.timers = [timer for timer in t.timers if timer[2] in t.timed(timer[1])]
+            heapq.heapify(t.timers)
 
     def _flush_usage(self, turn: Turn) -> None:
         by_tier: dict[Tier, list[Usage]] = {}
@@ -304,6 +322,7 @@ class MetaState:
             t.entries[entry.key] = entry
             counters.recovered_entries += 1
             counters.recovered_bytes += entry.payload_bytes
+            counters.payload_bytes += entry.payload_bytes
             turn.effects.append(IndexPut(entry))
 
 

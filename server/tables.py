@@ -5,8 +5,10 @@ The invariants stand beside the attributes that they bind; `server.checking` rec
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
+from typing import assert_never
 
 from ..proto import limits
 from ..proto.keys import Key
@@ -40,7 +42,7 @@ class Entry:
     hits: int = 0
     #: claims that hold it
     pins: int = 0
-    #: False: dropped while claimed. Nobody finds it any more; its room is free with the last pin.
+    #: False once it left, for those who still have it in hand
     published: bool = True
 
 
@@ -153,6 +155,16 @@ class Waiting:
     reservations: tuple[Reservation, ...]
 
 
+class Timer(IntEnum):
+    """What a deadline belongs to. Of deadlines at one moment the waits come last: they are
+    answered with what the others left."""
+
+    SESSION = 0
+    CLAIM = 1
+    RESERVATION = 2
+    WAITING = 3
+
+
 @dataclass(slots=True)
 class TierCounters:
     """What happened in a tier since the start."""
@@ -161,12 +173,15 @@ class TierCounters:
     hit_tokens: int = 0
     saves: int = 0
     saved_bytes: int = 0
+    read_bytes: int = 0
     evictions: int = 0
     evicted_bytes: int = 0
     corrupt: int = 0
     recovered_entries: int = 0
     recovered_bytes: int = 0
     dropped_at_start: int = 0
+    #: a gauge, not a counter: payload bytes of the entries that are published now
+    payload_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -221,8 +236,6 @@ class Tables:
     stamp_ns: int
     #: all and only the published keys
     entries: dict[Key, Entry] = field(default_factory=dict)
-    #: dropped while claimed; each has at least one pin
-    condemned: set[Entry] = field(default_factory=set)
     sessions: dict[int, Session] = field(default_factory=dict)
     #: each belongs to exactly one session and is in its `claims`
     claims: dict[int, Claim] = field(default_factory=dict)
@@ -234,11 +247,33 @@ class Tables:
     waiting: dict[int, Waiting] = field(default_factory=dict)
     #: entries whose use is not yet recorded by their store, in order of use
     unrecorded: dict[Key, Entry] = field(default_factory=dict)
+    #: a heap of what may be due when. Everything that can run out is in it; what ended before
+    #: it was due stays until it would have been, or until there is too much of that
+    timers: list[tuple[int, Timer, int]] = field(default_factory=list)
     next_session: int = 1
     next_claim: int = 1
     next_token: int = 1
     counters: Counters = field(default_factory=Counters)
     tier_counters: dict[Tier, TierCounters] = field(default_factory=dict)
+
+    def timed(self, timer: Timer) -> Mapping[int, object]:
+        """What is alive of all that a kind of timer can belong to, by number."""
+        match timer:
+            case Timer.SESSION:
+                return self.sessions
+            case Timer.CLAIM:
+                return self.claims
+            case Timer.RESERVATION:
+                return self.reservations
+            case Timer.WAITING:
+                return self.waiting
+            case _:
+                assert_never(timer)
+
+    @property
+    def max_timers(self) -> int:
+        """As many stale ones as live ones, and some."""
+        return 2 * sum(len(self.timed(timer)) for timer in Timer) + 64
 
     def stamp(self, now_ns: int) -> int:
         """A time that was never given out before, `now_ns` whenever possible."""

@@ -9,23 +9,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 from ..proto.errors import PrefixdError, UnknownSession
 from ..proto.keys import Key
 from ..tiers.ledger import Ledger
 from .effects import Effect, Erase, IndexDelete, TellClaimLost
 from .events import ClaimAsked, LookupAsked, ReserveAsked
-from .tables import Entry, Reservation, Session, Tables, Waiting
-
-
-class Timer(IntEnum):
-    """What a deadline belongs to."""
-
-    SESSION = 0
-    CLAIM = 1
-    RESERVATION = 2
-    WAITING = 3
+from .tables import Entry, Reservation, Session, Tables, Timer, Waiting
 
 
 class Refusal(Exception):
@@ -41,7 +31,6 @@ class Turn:
     """See the module."""
 
     tables: Tables
-    timers: list[tuple[int, Timer, int]]
     now_ns: int
     effects: list[Effect] = field(default_factory=list)
     #: requests whose reservations ended in this turn, to be asked again at its end
@@ -62,7 +51,7 @@ class Turn:
         return found
 
     def set_timer(self, at_ns: int, timer: Timer, number: int) -> None:
-        heapq.heappush(self.timers, (at_ns, timer, number))
+        heapq.heappush(self.tables.timers, (at_ns, timer, number))
 
     # ---- waiting
 
@@ -82,8 +71,6 @@ class Turn:
         t.waiting[question.request] = Waiting(question, reservations)
         for reservation in reservations:
             reservation.waiters.add(question.request)
-        self.set_timer(question.wait_until_ns, Timer.WAITING, question.request)
-        t.counters.waits += 1
         return True
 
     def unpark(self, request: int) -> Waiting | None:
@@ -126,43 +113,36 @@ class Turn:
         entry.pins -= 1
         if entry.pins:
             return
-        ledger = self.ledger(entry)
-        if entry.published:
-            ledger.unpin(entry.key, entry.stored_bytes)
-        else:
-            self.tables.condemned.discard(entry)
-            ledger.forget_condemned(entry.stored_bytes, entry.location)
-
-    def hide(self, entry: Entry) -> None:
-        """Nobody finds the entry any more; its room is not free yet."""
-        entry.published = False
-        del self.tables.entries[entry.key]
-        self.tables.unrecorded.pop(entry.key, None)
-        self.effects.append(IndexDelete(entry.key))
+        # It enters the eviction order as the most recent: the time has to say the same.
+        self._mark_used(entry)
+        self.ledger(entry).unpin(entry.key, entry.stored_bytes)
 
     def evict(self, entry: Entry) -> None:
         """An entry that `Ledger.next_victim` chose leaves."""
-        self.hide(entry)
-        self.effects.append(Erase(entry.tier, (entry.key,)))
-        self.ledger(entry).forget(entry.stored_bytes, entry.location)
+        self._leave(entry)
         counters = self.tables.tier_counters[entry.tier]
         counters.evictions += 1
         counters.evicted_bytes += entry.stored_bytes
 
     def drop_damaged(self, entry: Entry, why: str) -> None:
         """An entry whose bytes are wrong leaves at once; claims on it are lost."""
-        self.hide(entry)
-        self.effects.append(Erase(entry.tier, (entry.key,)))
-        ledger = self.ledger(entry)
-        ledger.policy.remove(entry.key)
+        if entry.pins:
+            holders = [c.claim for c in self.tables.claims.values() if entry in c.entries]
+            for claim in holders:
+                self.lose_claim(claim, why)
+        self.ledger(entry).policy.remove(entry.key)
+        self._leave(entry)
         self.tables.tier_counters[entry.tier].corrupt += 1
-        if entry.pins == 0:
-            ledger.forget(entry.stored_bytes, entry.location)
-            return
-        self.tables.condemned.add(entry)
-        holders = [c.claim for c in self.tables.claims.values() if entry in c.entries]
-        for claim in holders:
-            self.lose_claim(claim, why)
+
+    def _leave(self, entry: Entry) -> None:
+        """An unpinned entry, out of the eviction order already, is gone: first for readers."""
+        entry.published = False
+        del self.tables.entries[entry.key]
+        self.tables.tier_counters[entry.tier].payload_bytes -= entry.payload_bytes
+        self.tables.unrecorded.pop(entry.key, None)
+        self.effects.append(IndexDelete(entry.key))
+        self.effects.append(Erase(entry.tier, (entry.key,)))
+        self.ledger(entry).forget(entry.stored_bytes, entry.location)
 
     # ---- claims
 

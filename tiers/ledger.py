@@ -71,19 +71,23 @@ class Ledger:
 
     def admission(self, stored_bytes: int, entries: int = 1) -> Admission:
         """Can `entries` new entries of `stored_bytes` in all be reserved?"""
-        cap = self.max_entries or entries
-        if stored_bytes > self.budget_bytes or entries > cap:
+        if stored_bytes > self.budget_bytes or (self.max_entries and entries > self.max_entries):
             return Admission.TOO_LARGE
-        used = self.entries + self.reservations
-        if stored_bytes <= self.free_bytes and (not self.max_entries or used + entries <= cap):
+        if self.fits_after(stored_bytes, entries, 0, 0):
             return Admission.FITS
-        stays_bytes = self.pinned_bytes + self.reserved_bytes
-        stays = self.pinned_entries + self.reservations
-        if stored_bytes > self.limit_bytes - stays_bytes or (
-            self.max_entries and stays + entries > cap
-        ):
-            return Admission.NO_ROOM
-        return Admission.AFTER_EVICTION
+        unpinned_entries = self.entries - self.pinned_entries
+        if self.fits_after(stored_bytes, entries, self.unpinned_bytes, unpinned_entries):
+            return Admission.AFTER_EVICTION
+        return Admission.NO_ROOM
+
+    def fits_after(
+        self, stored_bytes: int, entries: int, freed_bytes: int, freed_entries: int
+    ) -> bool:
+        """Would it fit once so much of what is published were gone?"""
+        used = self.entries + self.reservations - freed_entries
+        return stored_bytes <= self.free_bytes + freed_bytes and (
+            not self.max_entries or used + entries <= self.max_entries
+        )
 
     def victims(self) -> Iterator[Key]:
         """Who would leave, next first; changes nothing."""
@@ -152,10 +156,3 @@ class Ledger:
         assert self.extents is not None
         self.extents.grow(secured_bytes)
         self.limit_bytes = self.extents.capacity_bytes
-
-    def forget_condemned(self, stored_bytes: int, location: Location) -> None:
-        """An entry that left the eviction order while pinned gives its bytes back: the last
-        claim on it is gone."""
-        self.pinned_bytes -= stored_bytes
-        self.pinned_entries -= 1
-        self.forget(stored_bytes, location)
