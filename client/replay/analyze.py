@@ -8,7 +8,7 @@ of different prompt ends, not with the trace.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,6 +121,14 @@ class Analysis:
         """Hit blocks over all blocks of a cache without limits."""
         return self.prefix_hit_blocks / self.blocks if self.blocks else 0.0
 
+    def saving(self) -> dict[str, float]:
+        """What a cache without limits saves."""
+        return {
+            "infinite_hit_tokens": self.infinite_hit_tokens,
+            "infinite_hit_rate": self.infinite_hit_rate,
+            "infinite_block_hit_rate": self.infinite_block_hit_rate,
+        }
+
     def to_json(self) -> dict[str, Any]:
         """All of it as plain values, units in the names."""
         return {
@@ -144,11 +152,7 @@ class Analysis:
                 "requests_without_shared_prefix": self.requests_without_shared_prefix,
                 "shared_prefix_tokens": self.shared_prefix_tokens.summary(),
             },
-            "saving": {
-                "infinite_hit_tokens": self.infinite_hit_tokens,
-                "infinite_hit_rate": self.infinite_hit_rate,
-                "infinite_block_hit_rate": self.infinite_block_hit_rate,
-            },
+            "saving": self.saving(),
             "reuse": {
                 "distance_blocks": self.reuse_distance_blocks.summary(),
                 "time_ms": self.reuse_time_ms.summary(),
@@ -198,6 +202,50 @@ def analyze(requests: Iterable[Request], *, block_tokens: int = DEFAULT_BLOCK_TO
     blocks.finish(analysis)
     ends.finish(analysis)
     return analysis
+
+
+class Summary:
+    """The first figures of a trace while it goes by on its way to a file."""
+
+    def __init__(self, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> None:
+        self._analysis = Analysis(block_tokens)
+        self._seen: set[int] = set()
+
+    def watch(self, requests: Iterable[Request]) -> Iterator[Request]:
+        """The same requests, counted."""
+        analysis, seen = self._analysis, self._seen
+        for request in requests:
+            hit_blocks = 0
+            for block in request.hash_ids:
+                if block not in seen:
+                    break
+                hit_blocks += 1
+            seen.update(request.hash_ids)
+            analysis.requests += 1
+            analysis.blocks += len(request.hash_ids)
+            analysis.prefix_hit_blocks += hit_blocks
+            analysis.prompt_tokens += request.input_length
+            analysis.output_tokens += request.output_length
+            hit_tokens = min(hit_blocks * analysis.block_tokens, request.input_length)
+            analysis.infinite_hit_tokens += hit_tokens
+            analysis.duration_ms = max(analysis.duration_ms, request.timestamp_ms)
+            yield request
+
+    def to_json(self) -> dict[str, Any]:
+        """What `Analysis.to_json` says of the same, without the distributions."""
+        analysis = self._analysis
+        return {
+            "block_tokens": analysis.block_tokens,
+            "trace": {
+                "requests": analysis.requests,
+                "duration_s": analysis.duration_ms / 1000,
+                "blocks": analysis.blocks,
+                "unique_blocks": len(self._seen),
+                "prompt_tokens": analysis.prompt_tokens,
+                "output_tokens": analysis.output_tokens,
+            },
+            "saving": analysis.saving(),
+        }
 
 
 class _Blocks:

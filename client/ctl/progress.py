@@ -1,0 +1,75 @@
+"""A progress bar on standard error while a file is read or requests are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from .command import make_console
+
+T = TypeVar("T", covariant=True)
+
+#: Items between two looks at the bar.
+_STRIDE = 256
+
+
+class Measured(Protocol[T]):
+    """Something to read that knows how much of its file is read (`TraceReader`, `Converter`)."""
+
+    @property
+    def consumed_bytes(self) -> int: ...
+
+    @property
+    def total_bytes(self) -> int | None: ...
+
+    def __iter__(self) -> Iterator[T]: ...
+
+
+def reading(source: Measured[T], what: str) -> Iterator[T]:
+    """The items of `source`, with a bar of the bytes of its file."""
+    with bar(TaskProgressColumn()) as progress:
+        task = progress.add_task(what, total=source.total_bytes)
+        for count, item in enumerate(source):
+            if not count % _STRIDE:
+                progress.update(task, completed=source.consumed_bytes)
+            yield item
+        progress.update(task, completed=source.consumed_bytes, total=source.consumed_bytes)
+
+
+def counting(items: Iterable[T], total: int, what: str) -> Iterator[T]:
+    """The items, with a bar of how many of `total` have come."""
+    with bar(MofNCompleteColumn()) as progress:
+        task = progress.add_task(what, total=total)
+        count = 0
+        for count, item in enumerate(items, 1):
+            if not count % _STRIDE:
+                progress.update(task, completed=count)
+            yield item
+        progress.update(task, completed=count)
+
+
+@contextmanager
+def bar(*columns: ProgressColumn) -> Iterator[Progress]:
+    """A bar with these columns for amounts; nothing at all unless a person is looking."""
+    console = make_console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        *columns,
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    ) as progress:
+        yield progress
