@@ -7,6 +7,7 @@ their output is compared byte for byte.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -38,9 +39,11 @@ def generate(out: Path) -> None:
     for name in ("prefixd_pb2_grpc.py", "prefixd_pb2_grpc.pyi"):
         path = out / name
         text = path.read_text()
-        text = text.replace("import prefixd_pb2 as prefixd__pb2", "from . import prefixd_pb2 as prefixd__pb2")
-        text = text.replace("import prefixd_pb2\n", "from . import prefixd_pb2\n")
-        path.write_text(text)
+        path.write_text(re.sub(r"^import (prefixd_pb2\b)", r"from . import \1", text, flags=re.M))
+
+
+def _read(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
 
 
 def main() -> None:
@@ -49,11 +52,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as scratch:
         generate(Path(scratch))
-        stale = [
-            name
-            for name in OUTPUTS
-            if not (HERE / name).exists() or (HERE / name).read_bytes() != (Path(scratch) / name).read_bytes()
-        ]
+        stale = [name for name in OUTPUTS if _read(HERE / name) != _read(Path(scratch) / name)]
     if stale:
         sys.exit(f"generated code is out of date, run `make proto`: {', '.join(stale)}")
     print("generated code is up to date")

@@ -41,7 +41,7 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import msgpack  # type: ignore[import-untyped]  # it ships no types
+import msgpack
 from crc32c import crc32c as crc32c
 
 from .errors import InvalidSize, RecordError

@@ -1,0 +1,110 @@
+"""The index in /dev/shm: written here, by the event loop, in the same step as the state.
+
+It is what readers on this host walk without asking anybody, and the directory from which the
+shm tier recovers. One transaction per event, however many entries the event moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import lmdb
+
+from ..proto.index import INCARNATION_ROW, INDEX_DIRECTORY, IndexRow, pack_row, unpack_row
+from ..proto.keys import Key
+from ..proto.limits import KEY_BYTES
+from ..proto.vocabulary import Tier
+from ..tiers.store import Location
+from .tables import Entry
+
+
+class IndexFailed(Exception):
+    """The index could not take a change; what readers see may be stale."""
+
+
+class Index:
+    """The one writer of the index. Not thread-safe: it belongs to the event loop.
+
+    `map_bytes` bounds what it may grow to; the file is only as large as its rows.
+    """
+
+    def __init__(self, directory: Path, incarnation: bytes, map_bytes: int) -> None:
+        path = directory / INDEX_DIRECTORY
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._env = lmdb.open(
+            str(path),
+            map_size=map_bytes,
+            # It lies in memory and dies with the node: there is nothing to sync to.
+            sync=False,
+            metasync=False,
+            # A store into a mapped page of a full /dev/shm would be a SIGBUS; a write is ENOSPC.
+            writemap=False,
+            # Pages carry our rows only, and whoever reads them may read the payloads anyway.
+            meminit=False,
+            max_readers=1024,
+        )
+        self._put(INCARNATION_ROW, incarnation)
+
+    def _put(self, key: bytes, value: bytes) -> None:
+        with self._env.begin(write=True) as txn:
+            txn.put(key, value)
+
+    def locations(self, tier: Tier) -> dict[Key, Location]:
+        """Where the entries of one tier lie, as it stands."""
+        found: dict[Key, Location] = {}
+        with self._env.begin() as txn:
+            for key, data in txn.cursor():
+                if len(key) == KEY_BYTES:
+                    row = unpack_row(data)
+                    if row.tier == tier:
+                        found[Key(key)] = row.location
+        return found
+
+    def delete(self, keys: Iterable[Key]) -> None:
+        """Forget keys that no entry owns. Raises IndexFailed."""
+        self.apply((key, None) for key in keys)
+
+    def apply(self, changes: Iterable[tuple[Key, Entry | None]]) -> None:
+        """Put entries and delete keys (None), in order, in one transaction.
+
+        Raises IndexFailed if nothing of it was done.
+        """
+        try:
+            with self._env.begin(write=True) as txn:
+                for key, entry in changes:
+                    if entry is None:
+                        txn.delete(key)
+                    else:
+                        txn.put(key, pack_row(_row(entry)))
+        except lmdb.Error as problem:
+            raise IndexFailed(str(problem)) from problem
+
+    def keys(self) -> set[Key]:
+        """Every key that a reader would find."""
+        with self._env.begin() as txn:
+            return {
+                Key(key) for key in txn.cursor().iternext(values=False) if len(key) == KEY_BYTES
+            }
+
+    def get(self, key: Key) -> IndexRow | None:
+        with self._env.begin() as txn:
+            data = txn.get(key)
+            return None if data is None else unpack_row(data)
+
+    def close(self) -> None:
+        self._env.close()
+
+
+def _row(entry: Entry) -> IndexRow:
+    return IndexRow(
+        tier=entry.tier,
+        reason=entry.reason,
+        layer_count=entry.layer_count,
+        token_count=entry.token_count,
+        payload_crc32c=entry.payload_crc32c,
+        token_ids_bytes=entry.token_ids_bytes,
+        generation=entry.generation,
+        payload_bytes=entry.payload_bytes,
+        location=entry.location,
+    )

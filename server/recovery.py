@@ -1,0 +1,86 @@
+"""Holds stores and index against the state: at a start, and when rubbish is swept out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from ..proto.keys import Key
+from ..proto.vocabulary import Tier
+from ..tiers.store import Location, Recovery, Store
+from .events import TierRecovered
+from .loop import Core
+
+log = structlog.get_logger("prefixd.recovery")
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """What came back in one tier."""
+
+    tier: Tier
+    entries: int
+    payload_bytes: int
+    dropped: int
+
+
+async def recover(core: Core) -> list[TierReport]:
+    """Adopt what survived in every store, then make the index say exactly that.
+
+    Before anything is served. An entry is adopted only if its store vouches for it; what does
+    not fit into the budget any more is dropped, least recently used first.
+    """
+    reports = []
+    for tier, store in core.stores.items():
+        directory = core.index.locations(tier)
+        found = await _recover_store(store, directory)
+        for key, why in found.dropped:
+            if tier is not Tier.RAM:
+                log.warning("entry_dropped", tier=tier.label, key=key.hex(), why=why)
+        dropped = 0 if tier is Tier.RAM else len(found.dropped)
+        event = TierRecovered(tier, tuple(found.entries), dropped, core.clock.now_ns())
+        core.post(event)
+        counters = core.state.tables.tier_counters[tier]
+        report = TierReport(
+            tier, counters.recovered_entries, counters.recovered_bytes, counters.dropped_at_start
+        )
+        log.info(
+            "tier_recovered",
+            tier=tier.label,
+            entries=report.entries,
+            payload_bytes=report.payload_bytes,
+            dropped=report.dropped,
+        )
+        reports.append(report)
+    core.index.delete(core.index.keys() - core.state.tables.entries.keys())
+    return reports
+
+
+async def _recover_store(store: Store, directory: Mapping[Key, Location]) -> Recovery:
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(None, store.recover, directory)
+
+
+async def collect_garbage(core: Core) -> tuple[int, int]:
+    """Drop what a store or the index holds and no entry owns: (records, index rows).
+
+    Nothing of it can be found by anybody; it only takes room. Records of saves that are being
+    committed at this moment are not touched.
+    """
+    tables = core.state.tables
+    records = 0
+    for tier, store in core.stores.items():
+        if not store.blocking:
+            continue
+        loop = asyncio.get_running_loop()
+        held = await loop.run_in_executor(core.executor, store.held_keys)
+        orphans = tuple((held or set()) - tables.entries.keys() - tables.in_flight.keys())
+        records += len(orphans)
+        if orphans:
+            core.erase(tier, orphans)
+    rows = core.index.keys() - tables.entries.keys()
+    core.index.delete(rows)
+    return records, len(rows)

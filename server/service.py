@@ -1,0 +1,408 @@
+"""The `Cache` service: what workers call. Every rpc becomes one question to the state."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import grpc
+import structlog
+
+from ..proto import limits
+from ..proto import prefixd_pb2 as pb
+from ..proto import prefixd_pb2_grpc as rpc
+from ..proto.errors import (
+    ClaimLost,
+    InvalidSize,
+    LimitReached,
+    MalformedMessage,
+    PrefixdError,
+    UnknownClaim,
+    UnknownSession,
+    metadata_of,
+)
+from ..tiers.store import StoreError
+from . import messages
+from .answers import (
+    CancelAnswer,
+    ClaimAnswer,
+    LookupAnswer,
+    ReleaseAnswer,
+    ReserveAnswer,
+    WriteOrder,
+)
+from .events import (
+    CancelAsked,
+    ClaimAsked,
+    ClaimMode,
+    EntryDamaged,
+    LookupAsked,
+    ReleaseAsked,
+    ReserveAsked,
+    SaveOutcome,
+    WriteBegan,
+)
+from .incoming import Incoming
+from .loop import Core, head_of
+from .sessions import ServiceConfig, SessionStream, first_message
+from .tables import Entry
+
+log = structlog.get_logger("prefixd.service")
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+_CLAIM_MODES = {
+    pb.CLAIM_MODE_RUN: ClaimMode.RUN,
+    pb.CLAIM_MODE_FIRST: ClaimMode.FIRST,
+    pb.CLAIM_MODE_ANY: ClaimMode.ANY,
+}
+
+
+async def abort(context: Context, error: PrefixdError) -> None:
+    """End an rpc with an error of ours. Never returns."""
+    await context.abort(error.code, str(error), metadata_of(error))
+
+
+def answering(
+    method: Callable[[Any, Q, Context], Awaitable[R]],
+) -> Callable[[Any, Q, Context], Awaitable[R]]:
+    """Turn what an rpc raises into its status."""
+
+    @functools.wraps(method)
+    async def rpc_method(self: Any, request: Q, context: Context) -> R:
+        try:
+            return await method(self, request, context)
+        except PrefixdError as error:
+            await abort(context, error)
+            raise
+
+    return rpc_method
+
+
+class CacheService(rpc.CacheServicer):
+    """See prefixd.proto for what each rpc promises."""
+
+    def __init__(self, core: Core, config: ServiceConfig) -> None:
+        self._core = core
+        self._config = config
+
+    def _session(self, ref: pb.SessionRef) -> int:
+        return messages.session_of(ref, self._config.incarnation)
+
+    def _wait_until(self, now_ns: int, wait_ms: int) -> int:
+        return now_ns + messages.milliseconds("wait_ms", wait_ms, 0, limits.MAX_WAIT_MS)
+
+    async def Session(
+        self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
+    ) -> AsyncGenerator[pb.SessionEvent, None]:
+        stream = SessionStream(self._core, self._config)
+        try:
+            async with aclosing(stream.run(request_iterator)) as events:
+                async for event in events:
+                    yield event
+        except PrefixdError as error:
+            await abort(context, error)
+
+    # ---- read side
+
+    @answering
+    async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
+        core = self._core
+        now_ns = core.clock.now_ns()
+        question = LookupAsked(
+            request=core.next_request(),
+            keys=messages.keys_of("keys", request.keys),
+            stop_at_first_absent=request.stop_at_first_absent,
+            wait_until_ns=self._wait_until(now_ns, request.wait_ms),
+            now_ns=now_ns,
+        )
+        answer = await core.ask(question, LookupAnswer)
+        return messages.lookup_response(answer, self._config.incarnation)
+
+    @answering
+    async def Claim(self, request: pb.ClaimRequest, context: Context) -> pb.ClaimResponse:
+        core = self._core
+        now_ns = core.clock.now_ns()
+        if request.mode not in _CLAIM_MODES:
+            raise MalformedMessage(f"claim mode {request.mode} does not exist")
+        question = ClaimAsked(
+            request=core.next_request(),
+            session=self._session(request.session),
+            keys=messages.keys_of("keys", request.keys),
+            mode=_CLAIM_MODES[request.mode],
+            lease_ns=messages.milliseconds(
+                "lease_ms", request.lease_ms, self._config.claim_lease_ms, limits.MAX_LEASE_MS
+            ),
+            wait_until_ns=self._wait_until(now_ns, request.wait_ms),
+            now_ns=now_ns,
+        )
+        return messages.claim_response(await core.ask(question, ClaimAnswer))
+
+    @answering
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
+        core = self._core
+        messages.batch_of("claim_ids", request.claim_ids)
+        question = ReleaseAsked(
+            request=core.next_request(),
+            session=self._session(request.session),
+            claims=tuple(request.claim_ids),
+            now_ns=core.clock.now_ns(),
+        )
+        answer = await core.ask(question, ReleaseAnswer)
+        return pb.ReleaseResponse(results=[r.value for r in answer.results])  # type: ignore[misc]
+
+    async def Read(
+        self, request: pb.ReadRequest, context: Context
+    ) -> AsyncGenerator[pb.ReadResponse, None]:
+        try:
+            with self._core.working():
+                async for response in self._read(request):
+                    yield response
+        except PrefixdError as error:
+            await abort(context, error)
+
+    async def _read(self, request: pb.ReadRequest) -> AsyncIterator[pb.ReadResponse]:
+        session = self._session(request.session)
+        messages.batch_of("ranges", request.ranges)
+        self._claimed(session, request.claim_id)
+        pending = pb.ReadResponse()
+        pending_bytes = 0
+        for number, wanted in enumerate(request.ranges):
+            entries = self._claimed(session, request.claim_id)
+            if wanted.index >= len(entries):
+                raise InvalidSize(
+                    f"ranges[{number}]: the claim has {len(entries)} entries, "
+                    f"index {wanted.index} is not one of them"
+                )
+            entry = entries[wanted.index]
+            offset, end = _bounds(number, wanted, entry)
+            sent_bytes = 0
+            while offset + sent_bytes < end:
+                # A chunk at a time: in between, others have their turn, and the claim may end.
+                self._claimed(session, request.claim_id)
+                room = limits.CHUNK_BYTES - pending_bytes
+                piece_bytes = min(room, end - offset - sent_bytes)
+                part = pending.parts.add(range=number, offset_bytes=sent_bytes)
+                try:
+                    part.data = await self._bytes(entry, wanted, offset + sent_bytes, piece_bytes)
+                except StoreError as problem:
+                    part.status = pb.READ_STATUS_UNREADABLE
+                    self._damaged(entry, str(problem))
+                    break
+                self._core.state.tables.tier_counters[entry.tier].read_bytes += piece_bytes
+                sent_bytes += piece_bytes
+                pending_bytes += piece_bytes
+                if pending_bytes >= limits.CHUNK_BYTES:
+                    yield pending
+                    pending, pending_bytes = pb.ReadResponse(), 0
+        # The last bytes were copied while the claim held, or nobody gets them.
+        self._claimed(session, request.claim_id)
+        if pending.parts:
+            yield pending
+
+    def _claimed(self, session: int, claim_id: int) -> tuple[Entry, ...]:
+        """The entries of a live claim of this session."""
+        tables = self._core.state.tables
+        holder = tables.sessions.get(session)
+        if holder is None:
+            raise UnknownSession(f"session {session} ended or never was; open a new one")
+        if claim_id in holder.claims:
+            return tables.claims[claim_id].entries
+        if claim_id in holder.lost_claims:
+            raise ClaimLost(
+                f"claim {claim_id} is lost: {holder.lost_claims[claim_id]}; "
+                "throw away what was read under it"
+            )
+        raise UnknownClaim(f"this session holds no claim {claim_id}")
+
+    async def _bytes(
+        self, entry: Entry, wanted: pb.ReadRange, offset: int, length_bytes: int
+    ) -> bytes:
+        core = self._core
+        store = core.stores[entry.tier]
+
+        def take() -> bytes:
+            if wanted.token_ids:
+                ids = store.token_ids(head_of(entry), entry.location, entry.token_ids_bytes)
+                return ids[offset : offset + length_bytes]
+            views = store.read(head_of(entry), entry.location, offset, length_bytes)
+            return b"".join(views)
+
+        if not store.blocking:
+            return take()
+        return await asyncio.get_running_loop().run_in_executor(core.executor, take)
+
+    def _damaged(self, entry: Entry, why: str) -> None:
+        now_ns = self._core.clock.now_ns()
+        log.error("entry_unreadable", key=entry.key.hex(), tier=entry.tier.label, why=why)
+        self._core.post(EntryDamaged(entry.key, entry.generation, why, now_ns))
+
+    # ---- write side
+
+    async def _reserve(self, header: pb.SaveHeader, *, begin: bool) -> ReserveAnswer:
+        core = self._core
+        now_ns = core.clock.now_ns()
+        items = messages.items_of(header.items)
+        ancestors = messages.keys_of("ancestors", header.ancestors, may_be_empty=True)
+        if len(ancestors) > limits.MAX_BATCH_KEYS:
+            messages.batch_of("ancestors", ancestors)
+        question = ReserveAsked(
+            request=core.next_request(),
+            session=self._session(header.session),
+            tier=messages.tier_of(header.tier, core.stores),
+            reason=messages.reason_of(header.reason),
+            items=items,
+            ancestors=ancestors,
+            begin=begin,
+            ttl_ns=messages.milliseconds(
+                "ttl_ms", header.ttl_ms, self._config.reservation_ttl_ms, limits.MAX_LEASE_MS
+            ),
+            wait_until_ns=self._wait_until(now_ns, header.wait_ms),
+            now_ns=now_ns,
+        )
+        return await core.ask(question, ReserveAnswer)
+
+    @answering
+    async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
+        answer = await self._reserve(request.header, begin=False)
+        return pb.ReserveResponse(
+            results=map(messages.reserve_result, answer.results),
+            ttl_ms=answer.ttl_ns // 1_000_000,
+        )
+
+    @answering
+    async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
+        core = self._core
+        messages.batch_of("tokens", request.tokens)
+        question = CancelAsked(
+            request=core.next_request(),
+            session=self._session(request.session),
+            tokens=tuple(request.tokens),
+            now_ns=core.clock.now_ns(),
+        )
+        return pb.CancelResponse(cancelled=(await core.ask(question, CancelAnswer)).results)
+
+    @answering
+    async def Save(
+        self, request_iterator: AsyncIterator[pb.SaveRequest], context: Context
+    ) -> pb.SaveResponse:
+        first = await first_message(request_iterator)
+        if not first.HasField("header"):
+            raise MalformedMessage("the first message of a save has to hold its header")
+        answer = await self._reserve(first.header, begin=True)
+        incoming = Incoming(self._core)
+        for number, reserved in enumerate(answer.results):
+            if isinstance(reserved, WriteOrder):
+                incoming.add(number, self._core.begin_write(reserved))
+
+        def take(request: pb.SaveRequest) -> None:
+            for part in request.parts:
+                if part.item >= len(answer.results):
+                    raise MalformedMessage(f"a part names item {part.item}, which is not there")
+                if part.item in incoming:
+                    incoming.feed(part.item, part)
+
+        with self._core.working():
+            await _receive(incoming, first, request_iterator, take)
+            ended = await incoming.ended()
+        return pb.SaveResponse(
+            results=[
+                messages.ended_save(ended[number])
+                if isinstance(reserved, WriteOrder)
+                else messages.refused_save(reserved)
+                for number, reserved in enumerate(answer.results)
+            ]
+        )
+
+    @answering
+    async def Write(
+        self, request_iterator: AsyncIterator[pb.WriteRequest], context: Context
+    ) -> pb.WriteResponse:
+        first = await first_message(request_iterator)
+        session = self._session(first.session)
+        incoming = Incoming(self._core)
+        refused: dict[int, pb.SaveResult] = {}
+        order: dict[int, None] = {}
+
+        async def take(request: pb.WriteRequest) -> None:
+            for part in request.parts:
+                token = part.token
+                if token not in order:
+                    if len(order) >= limits.MAX_BATCH_KEYS:
+                        raise LimitReached("too many reservations in one stream of writes")
+                    order[token] = None
+                    try:
+                        incoming.add(token, await self._begin(session, token))
+                    except UnknownSession:
+                        raise
+                    except PrefixdError as error:
+                        refused[token] = pb.SaveResult(
+                            status=pb.SAVE_STATUS_LOST, message=str(error)
+                        )
+                if token in incoming:
+                    incoming.feed(token, part)
+
+        with self._core.working():
+            await _receive(incoming, first, request_iterator, take)
+            ended = await incoming.ended()
+        return pb.WriteResponse(
+            tokens=order,
+            results=[
+                messages.ended_save(ended[token]) if token in ended else refused[token]
+                for token in order
+            ],
+        )
+
+    async def _begin(self, session: int, token: int) -> Any:
+        core = self._core
+        question = WriteBegan(core.next_request(), session, token, core.clock.now_ns())
+        return core.begin_write(await core.ask(question, WriteOrder))
+
+
+# ---- streams
+
+
+async def _receive(
+    incoming: Incoming,
+    first: Q,
+    requests: AsyncIterator[Q],
+    take: Callable[[Q], Awaitable[None] | None],
+) -> None:
+    """Feed a stream to its end. However it ends, no write is left open."""
+    try:
+        await _take(incoming, first, take)
+        async for request in requests:
+            await _take(incoming, request, take)
+    except PrefixdError as error:
+        incoming.abandon(SaveOutcome.LOST, str(error))
+        raise
+    except BaseException:
+        incoming.abandon(SaveOutcome.LOST, "the connection broke while its bytes arrived")
+        raise
+    incoming.abandon(SaveOutcome.LENGTH_MISMATCH, "the stream ended before all bytes had come")
+
+
+async def _take(
+    incoming: Incoming, request: Q, take: Callable[[Q], Awaitable[None] | None]
+) -> None:
+    taking = take(request)
+    if taking is not None:
+        await taking
+    incoming.flush()
+
+
+def _bounds(number: int, wanted: pb.ReadRange, entry: Entry) -> tuple[int, int]:
+    """First and last byte of a range, checked against the entry."""
+    there_bytes = entry.token_ids_bytes if wanted.token_ids else entry.payload_bytes
+    end = wanted.offset_bytes + (wanted.length_bytes or there_bytes - wanted.offset_bytes)
+    if wanted.offset_bytes > there_bytes or end > there_bytes:
+        raise InvalidSize(
+            f"ranges[{number}]: bytes {wanted.offset_bytes} to {end} are asked for, "
+            f"the entry has {there_bytes}"
+        )
+    return wanted.offset_bytes, end

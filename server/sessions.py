@@ -1,0 +1,174 @@
+"""The session stream: one client's life line, from Hello to its end, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
+
+import grpc
+import structlog
+
+from ..proto import limits
+from ..proto import prefixd_pb2 as pb
+from ..proto.errors import InvalidSize, LimitReached, MalformedMessage, PrefixdError, UnknownSession
+from . import messages
+from .answers import Opened
+from .effects import TellClaimLost, TellReservationLost
+from .events import HeartbeatCame, KeysSuspected, KeysTouched, SessionLost, SessionOpened
+from .loop import Core, SessionNote
+
+log = structlog.get_logger("prefixd.sessions")
+
+Q = TypeVar("Q")
+
+#: Events that a client may leave unread before its session is ended.
+_MAX_UNREAD_EVENTS = 4096
+
+#: What waits to be sent; an error or None is the end of the stream.
+Events: TypeAlias = "asyncio.Queue[pb.SessionEvent | PrefixdError | None]"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceConfig:
+    """What the service tells its clients."""
+
+    incarnation: bytes
+    daemon_version: str
+    heartbeat_interval_ms: int
+    claim_lease_ms: int
+    reservation_ttl_ms: int
+    handoff_socket: str = ""
+
+
+class SessionStream:
+    """Serves one session. `run` yields what the client is told; when it is closed or fails,
+    the session is over and the state was told so."""
+
+    def __init__(self, core: Core, config: ServiceConfig) -> None:
+        self._core = core
+        self._config = config
+        self._events: Events = asyncio.Queue(_MAX_UNREAD_EVENTS)
+
+    async def run(
+        self, requests: AsyncIterator[pb.SessionRequest]
+    ) -> AsyncGenerator[pb.SessionEvent, None]:
+        hello = await first_message(requests)
+        if hello.WhichOneof("kind") != "hello":
+            raise MalformedMessage("the first message of a session has to be Hello")
+        session = await self._open(hello.hello)
+        core = self._core
+        core.subscribe(session, self._note)
+        reader = asyncio.ensure_future(self._listen(session, requests))
+        why = "its connection broke"
+        try:
+            yield pb.SessionEvent(welcome=self._welcome(session))
+            while (event := await self._events.get()) is not None:
+                if isinstance(event, PrefixdError):
+                    why = str(event)
+                    raise event
+                yield event
+            why = "its client closed it"
+        finally:
+            reader.cancel()
+            core.unsubscribe(session)
+            core.post(SessionLost(session, why, core.clock.now_ns()))
+            log.info("session_ended", session=session, why=why)
+
+    async def _open(self, hello: pb.Hello) -> int:
+        if len(hello.client_name) > limits.MAX_CLIENT_NAME_CHARS:
+            raise InvalidSize(f"client_name is longer than {limits.MAX_CLIENT_NAME_CHARS}")
+        name = hello.client_name or "client"
+        owner = f"{name} (pid {hello.pid} on {hello.host or 'this host'})"
+        core = self._core
+        question = SessionOpened(core.next_request(), owner, core.clock.now_ns())
+        session = (await core.ask(question, Opened)).session
+        log.info("session_opened", session=session, owner=owner)
+        return session
+
+    def _welcome(self, session: int) -> pb.Welcome:
+        config = self._config
+        return pb.Welcome(
+            incarnation=config.incarnation,
+            session_id=session,
+            heartbeat_interval_ms=config.heartbeat_interval_ms,
+            claim_lease_ms=config.claim_lease_ms,
+            reservation_ttl_ms=config.reservation_ttl_ms,
+            max_batch_keys=limits.MAX_BATCH_KEYS,
+            max_message_bytes=limits.MAX_MESSAGE_BYTES,
+            chunk_bytes=limits.CHUNK_BYTES,
+            daemon_version=config.daemon_version,
+            handoff_socket=config.handoff_socket,
+            tiers=[
+                pb.TierLimits(
+                    tier=tier.value,  # type: ignore[arg-type]
+                    budget_bytes=ledger.budget_bytes,
+                    max_payload_bytes=min(ledger.budget_bytes, limits.MAX_PAYLOAD_BYTES),
+                )
+                for tier, ledger in self._core.state.tables.ledgers.items()
+            ],
+        )
+
+    async def _listen(self, session: int, requests: AsyncIterator[pb.SessionRequest]) -> None:
+        """Take what the client says until it stops; the end goes into the events."""
+        end: PrefixdError | None = None
+        try:
+            async for request in requests:
+                if session not in self._core.state.tables.sessions:
+                    raise UnknownSession("the heartbeats stopped for too long; open a new session")
+                self._heard(session, request)
+        except PrefixdError as error:
+            end = error
+        except grpc.RpcError:
+            pass  # the connection is gone, and with it the generator that reads the events
+        await self._events.put(end)
+
+    def _note(self, note: SessionNote | None) -> None:
+        """The state tells this session something; None: the daemon stops."""
+        match note:
+            case TellClaimLost():
+                lost_claim = pb.ClaimLost(claim_id=note.claim, why=note.why)
+                event = pb.SessionEvent(claim_lost=lost_claim)
+            case TellReservationLost():
+                lost = pb.ReservationLost(key=note.key, token=note.token, why=note.why)
+                event = pb.SessionEvent(reservation_lost=lost)
+            case None:
+                event = pb.SessionEvent(draining=pb.Draining())
+        # A client that reads nothing misses it, and learns it with its next call.
+        for waiting in (event, None) if note is None else (event,):
+            if not self._events.full():
+                self._events.put_nowait(waiting)
+
+    def _heard(self, session: int, request: pb.SessionRequest) -> None:
+        core = self._core
+        now_ns = core.clock.now_ns()
+        match request.WhichOneof("kind"):
+            case "heartbeat":
+                core.post(HeartbeatCame(session, now_ns))
+                ack = pb.HeartbeatAck(sequence=request.heartbeat.sequence)
+                _put(self._events, pb.SessionEvent(heartbeat_ack=ack))
+            case "touch":
+                core.post(KeysTouched(messages.keys_of("keys", request.touch.keys), now_ns))
+            case "suspect":
+                core.post(KeysSuspected(messages.keys_of("keys", request.suspect.keys), now_ns))
+            case kind:
+                raise MalformedMessage(f"{kind or 'an empty message'} does not belong here")
+
+
+async def first_message(requests: AsyncIterator[Q]) -> Q:
+    """The first message of a stream. Raises MalformedMessage when there is none."""
+    async for request in requests:
+        return request
+    raise MalformedMessage("the stream ended before its first message")
+
+
+def _put(
+    events: Events,
+    event: pb.SessionEvent,
+) -> None:
+    """Hand an event to the session's stream; a client that never reads them loses its session."""
+    try:
+        events.put_nowait(event)
+    except asyncio.QueueFull:
+        raise LimitReached("the client does not read the events of its session") from None
