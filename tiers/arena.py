@@ -9,9 +9,9 @@ The daemon maps an arena once for writing; everybody else maps it read-only. Two
     descriptor it is tried. So no reader can corrupt a byte, and none can make another one
     fault on a page that is gone.
 `Arena.file`
-    A file in /dev/shm, which a restart finds again. Such files take no seals: readers get a
-    descriptor that was opened read-only, and the file's owner and mode keep them from more. It
-    never shrinks under a reader: a smaller arena is a new file.
+    A file in /dev/shm, which a restart finds again. Such files take no seals: what keeps
+    readers from more is a descriptor that was opened read-only, and the file's owner and mode.
+    It never shrinks under a reader: a smaller arena is a new file.
 
 Pages are real memory before anything is written to them (`secure`). A full /dev/shm is
 therefore an answer when the arena is made, not a SIGBUS when it is used, and no save pays
@@ -57,8 +57,8 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 class Arena:
     """A shared mapping of `size_bytes`, of which `secured_bytes` from the start are memory.
 
-    `fd` belongs to the arena and may be handed to readers of an anonymous arena as it is.
-    Writing to one range is for one thread at a time; everything else may be used from any.
+    `fd` belongs to the arena. Writing to one range is for one thread at a time; everything
+    else may be used from any.
     """
 
     def __init__(self, fd: int, size_bytes: int, *, reused: bool) -> None:
@@ -176,6 +176,10 @@ class Arena:
     def writable(self, start: int, length_bytes: int) -> memoryview:
         """The daemon's own view of a range of the arena."""
         return self._writable[start : start + length_bytes]
+
+    def open_reader(self) -> int:
+        """A new descriptor that can only read, for a client. The caller closes it."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
         """Unmap, and close `fd`. While views are held, the mapping stays until the last is gone."""
