@@ -81,16 +81,17 @@ def _plan_ram(ram: Ram, machine: Machine) -> TierPlan:
 
 
 def _plan_shm(shm: Shm, machine: Machine) -> TierPlan:
-    # Of all memory, and what the directory holds counts as room: the budget has to come out the
-    # same at the next start, because an arena that shrinks is a new one and loses its entries.
+    # The budget has to come out the same at the next start, because an arena that shrinks is a
+    # new one and loses its entries: so it depends on sizes, and on what is free (what the
+    # directory holds included) only where that is scarce.
     free_bytes = machine.available_bytes + machine.shm_held_bytes
+    size, room = format_bytes(machine.shm_size_bytes), format_bytes(machine.shm_room_bytes)
+    place = shm.directory.parent
     choices = (
         (machine.memory_bytes // 4, f"25% of {format_bytes(machine.memory_bytes)} of memory"),
         (free_bytes // 2, f"50% of {format_bytes(free_bytes)} of available memory"),
-        (
-            machine.shm_room_bytes // 2,
-            f"50% of {format_bytes(machine.shm_room_bytes)} of room in {shm.directory.parent}",
-        ),
+        (machine.shm_size_bytes // 2, f"50% of the {size} of {place}"),
+        (machine.shm_room_bytes * 3 // 4, f"75% of {room} of room in {place}"),
     )
     budget_bytes, why = _share(shm.budget_bytes, shm.slab_bytes, *choices)
     return TierPlan(

@@ -122,7 +122,7 @@ def _validate(
             before = len(wrong)
             for error in refused.errors():
                 path = ".".join(map(str, error["loc"][:2]))
-                entry = given.get(path) or Given(places[path], "found out at start")
+                entry = given.get(path) or Given(places[path], "the defaults of this machine")
                 wrong.setdefault(path, _complaint(path, entry, _reason(error, known[path])))
             if len(wrong) == before or wrong.keys() & places.keys() - given.keys():
                 # What nobody gave is wrong: no configuration is left to look at.

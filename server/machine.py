@@ -21,6 +21,8 @@ class Machine:
     memory_bytes: int
     #: what of it is free, or would be at once
     available_bytes: int
+    #: of the file system under the shm directory
+    shm_size_bytes: int
     #: what the directories of the tiers could take, what they hold already included
     shm_room_bytes: int
     disk_room_bytes: int
@@ -36,12 +38,15 @@ class Machine:
         for limit_bytes, used_bytes in _cgroups(root):
             memory_bytes = min(memory_bytes, limit_bytes)
             available_bytes = min(available_bytes, max(0, limit_bytes - used_bytes))
+        shm_size_bytes, shm_free_bytes = _file_system_bytes(shm_directory)
+        _, disk_free_bytes = _file_system_bytes(disk_directory)
         shm_held_bytes = _held_bytes(shm_directory)
         return cls(
             memory_bytes=memory_bytes,
             available_bytes=available_bytes,
-            shm_room_bytes=_free_bytes(shm_directory) + shm_held_bytes,
-            disk_room_bytes=_free_bytes(disk_directory) + _held_bytes(disk_directory),
+            shm_size_bytes=shm_size_bytes,
+            shm_room_bytes=shm_free_bytes + shm_held_bytes,
+            disk_room_bytes=disk_free_bytes + _held_bytes(disk_directory),
             shm_held_bytes=shm_held_bytes,
         )
 
@@ -91,13 +96,13 @@ def _limited(group: Path, limit: str, usage: str, reclaimable: str) -> Iterator[
             yield limit_bytes, used_bytes
 
 
-def _free_bytes(directory: Path) -> int:
-    """Of the file system that the directory is, or will be, on."""
+def _file_system_bytes(directory: Path) -> tuple[int, int]:
+    """Size and free bytes of the file system that the directory is, or will be, on."""
     for place in (directory, *directory.parents):
         with suppress(OSError):
             system = os.statvfs(place)
-            return system.f_bavail * system.f_frsize
-    return 0
+            return system.f_blocks * system.f_frsize, system.f_bavail * system.f_frsize
+    return 0, 0
 
 
 def _held_bytes(directory: Path) -> int:

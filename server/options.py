@@ -54,7 +54,7 @@ def _slab(value: object) -> object:
 
 
 def _policy(value: object) -> object:
-    if value not in POLICIES:
+    if not isinstance(value, str) or value not in POLICIES:
         raise ValueError(f"should be one of {', '.join(POLICIES)}")
     return value
 
@@ -141,8 +141,8 @@ class Ram(Section):
 
 class Shm(Section):
     budget_bytes: Budget = Field("auto", alias="budget")
-    """As for [ram]; `auto`: a quarter of all memory, at most half of what /dev/shm could hold and
-    half of the available memory."""
+    """As for [ram]; `auto`: a quarter of all memory, at most half of /dev/shm; less where little
+    of them is free."""
     policy: Policy = "lru"
     """The order in which entries are evicted."""
     max_entries: Count = 0
