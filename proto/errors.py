@@ -103,6 +103,14 @@ class ConfigError(CallerError):
 # ---- the state of the world
 
 
+class DirectoryInUse(PrefixdError):
+    """Another daemon has the directory or the socket. Raised locally only, at a start."""
+
+    name = "directory_in_use"
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    retryable = True
+
+
 class UnknownSession(PrefixdError):
     """The session ended or never was. Open a new one and repeat."""
 
@@ -137,6 +145,13 @@ class UnknownReservation(PrefixdError):
     """The reservation expired, was cancelled, or never was this session's. Reserve again."""
 
     name = "unknown_reservation"
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class UnknownStaging(PrefixdError):
+    """This session has no staging memory, or not at that place. Save over gRPC."""
+
+    name = "unknown_staging"
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 

@@ -12,7 +12,7 @@ from prefixd.server.tables import StateConfig
 
 def test_a_configuration_does_not_change() -> None:
     with pytest.raises(ValidationError, match="frozen"):
-        Ram.model_validate({}).policy = "fifo"  # type: ignore[misc]
+        Ram.model_validate({}).policy = "fifo"
 
 
 def test_the_defaults_of_sessions_are_those_that_clients_know() -> None:
