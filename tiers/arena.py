@@ -232,8 +232,8 @@ class ArenaWriter(EntryWriter):
                 f"{self._written_bytes + len(view)} bytes for a payload of "
                 f"{self.head.payload_bytes}"
             )
-        if not self._written_bytes:
-            self._put(self._before)
+        self._put(self._before)
+        self._before = b""
         for room, piece in self._rooms(view):
             self._crc = copy_crc32c(room, piece, self._crc)
         self._written_bytes += len(view)

@@ -1,0 +1,174 @@
+"""A store that fails on purpose, around one that does not.
+
+Faults are drawn from a seed at given rates, or armed one by one. A fault hits the operation it
+belongs to and leaves what the contract says it leaves; nothing here sleeps or starts threads.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+
+from prefixd.proto.keys import Key
+from prefixd.proto.record import RecordHead
+from prefixd.tiers.store import (
+    Buffer,
+    EntryWriter,
+    Location,
+    Recovery,
+    Store,
+    StoreError,
+    StoreFull,
+    Usage,
+)
+
+
+class Fault(Enum):
+    """What goes wrong."""
+
+    SHORT_READ = "`read` answers with fewer bytes than asked for"
+    FLIPPED_READ = "`read` answers with one bit that is not as it was stored"
+    READ_ERROR = "`read` fails"
+    FLIPPED_WRITE = "one bit changes between `write` and what is stored"
+    FULL = "`apply` has no room and does nothing"
+    WRITE_ERROR = "`apply` fails and does nothing"
+    CRASH_BEFORE = "the process ends before `apply` did anything"
+    CRASH_AFTER = "the process ends after `apply` did its work"
+
+
+#: The call that has the fault.
+OPERATIONS: Mapping[Fault, str] = {
+    Fault.SHORT_READ: "read",
+    Fault.FLIPPED_READ: "read",
+    Fault.READ_ERROR: "read",
+    Fault.FLIPPED_WRITE: "write",
+    Fault.FULL: "apply",
+    Fault.WRITE_ERROR: "apply",
+    Fault.CRASH_BEFORE: "apply",
+    Fault.CRASH_AFTER: "apply",
+}
+
+
+class Crash(BaseException):
+    """The process ended here. Not an Exception: nothing may catch it and go on."""
+
+
+class FaultyStore(Store):
+    """`inner` with faults. `on_call` is told the name of every operation before it happens,
+    from the thread that asked for it: the place to wait for something, or to move a clock."""
+
+    def __init__(
+        self,
+        inner: Store,
+        seed: int = 0,
+        rates: Mapping[Fault, float] | None = None,
+        on_call: Callable[[str], None] | None = None,
+    ) -> None:
+        self.inner = inner
+        self.tier = inner.tier  # type: ignore[misc]  # of the one store that this wraps
+        self.blocking = inner.blocking  # type: ignore[misc]
+        self.on_call = on_call
+        #: every fault that happened, in order
+        self.happened: list[Fault] = []
+        self._random = random.Random(seed)
+        self._rates = dict(rates or {})
+        self._armed: deque[Fault] = deque()
+
+    def arm(self, fault: Fault) -> None:
+        """Let the next operation that this fault belongs to have it."""
+        self._armed.append(fault)
+
+    def draw(self, operation: str) -> Fault | None:
+        """The fault that this operation has now, if any."""
+        if self.on_call is not None:
+            self.on_call(operation)
+        for fault in self._armed:
+            if OPERATIONS[fault] == operation:
+                self._armed.remove(fault)
+                self.happened.append(fault)
+                return fault
+        for fault, rate in self._rates.items():
+            if OPERATIONS[fault] == operation and self._random.random() < rate:
+                self.happened.append(fault)
+                return fault
+        return None
+
+    def flip(self, data: Buffer) -> bytes:
+        """A copy with one bit flipped."""
+        copy = bytearray(data)
+        bit = self._random.randrange(len(copy) * 8)
+        copy[bit // 8] ^= 1 << bit % 8
+        return bytes(copy)
+
+    # ---- the contract
+
+    def stored_bytes(self, payload_bytes: int, token_ids_bytes: int) -> int:
+        return self.inner.stored_bytes(payload_bytes, token_ids_bytes)
+
+    def writer(self, head: RecordHead, location: Location) -> EntryWriter:
+        return _FaultyWriter(self, self.inner.writer(head, location))
+
+    def apply(self, sealed: Sequence[EntryWriter], erased: Iterable[Key]) -> None:
+        fault = self.draw("apply")
+        if fault is Fault.FULL:
+            raise StoreFull("no room, on purpose")
+        if fault is Fault.WRITE_ERROR:
+            raise StoreError("a failed write, on purpose")
+        if fault is Fault.CRASH_BEFORE:
+            raise Crash
+        self.inner.apply(
+            [writer.inner if isinstance(writer, _FaultyWriter) else writer for writer in sealed],
+            erased,
+        )
+        if fault is Fault.CRASH_AFTER:
+            raise Crash
+
+    def read(
+        self, head: RecordHead, location: Location, offset_bytes: int, length_bytes: int
+    ) -> list[memoryview]:
+        fault = self.draw("read")
+        if fault is Fault.READ_ERROR:
+            raise StoreError("a failed read, on purpose")
+        if fault is Fault.SHORT_READ:
+            length_bytes = self._random.randrange(length_bytes)
+        views = self.inner.read(head, location, offset_bytes, length_bytes)
+        if fault is Fault.FLIPPED_READ and views:
+            views[-1] = memoryview(self.flip(views[-1]))
+        return views
+
+    def token_ids(self, head: RecordHead, location: Location, token_ids_bytes: int) -> bytes:
+        return self.inner.token_ids(head, location, token_ids_bytes)
+
+    def recover(self, directory: Mapping[Key, Location]) -> Recovery:
+        return self.inner.recover(directory)
+
+    def record_usage(self, usages: Sequence[Usage]) -> None:
+        self.inner.record_usage(usages)
+
+    def held_keys(self) -> set[Key] | None:
+        return self.inner.held_keys()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class _FaultyWriter(EntryWriter):
+    def __init__(self, store: FaultyStore, inner: EntryWriter) -> None:
+        self.inner = inner
+        self.head = inner.head
+        self.location = inner.location
+        self._store = store
+
+    @property
+    def written_bytes(self) -> int:
+        return self.inner.written_bytes
+
+    def write(self, data: Buffer) -> None:
+        if self._store.draw("write") is Fault.FLIPPED_WRITE and len(data):
+            data = self._store.flip(data)
+        self.inner.write(data)
+
+    def seal(self) -> int:
+        return self.inner.seal()

@@ -1,0 +1,478 @@
+"""What every store does, whatever it is made of."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+from faulty import Crash, Fault
+from harness import KINDS, SLAB, SURVIVING, Harness
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from prefixd.proto.disk import CHUNK_BYTES
+from prefixd.proto.keys import Key
+from prefixd.proto.record import crc32c
+from prefixd.tiers.store import StoreError, StoreFull, Usage
+
+MIB = 2**20
+ALL = (*KINDS, *(f"faulty-{kind}" for kind in KINDS))
+SIZES = (
+    *(1, 63, 64, SLAB - 1, SLAB, SLAB + 1, 10 * SLAB + 7),
+    *(CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, MIB, 5 * MIB + 3),
+)
+
+
+def key(number: int) -> Key:
+    return Key(number.to_bytes(32, "big"))
+
+
+def noise(length_bytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed * 10**9 + length_bytes).randbytes(length_bytes)
+
+
+@pytest.fixture
+def new() -> Iterator[Callable[..., Harness]]:
+    """Makes harnesses, which are checked and closed at the end."""
+    made: list[Harness] = []
+
+    def make(kind: str, **options: int) -> Harness:
+        made.append(Harness(kind, **options))
+        return made[-1]
+
+    try:
+        yield make
+        for harness in made:
+            harness.check()
+    finally:
+        for harness in made:
+            harness.close()
+
+
+def opened(request: pytest.FixtureRequest, new: Callable[..., Harness]) -> Harness:
+    return new(request.param)
+
+
+store = pytest.fixture(opened, params=ALL)
+surviving = pytest.fixture(opened, params=SURVIVING, name="surviving")
+faulty = pytest.fixture(opened, params=[f"faulty-{kind}" for kind in KINDS], name="faulty")
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize("payload_bytes", SIZES)
+@pytest.mark.parametrize("kind", ALL)
+def test_what_was_saved_is_read(new: Callable[..., Harness], kind: str, payload_bytes: int) -> None:
+    harness = new(kind, budget_bytes=8 * MIB)
+    payload = noise(payload_bytes)
+    saved = harness.save(key(1), payload, token_ids=b"abcd" * 300)
+    for offset in {0, 1, payload_bytes // 2, payload_bytes - 1} & set(range(payload_bytes)):
+        for length in {0, 1, payload_bytes // 3, payload_bytes - offset}:
+            length = min(length, payload_bytes - offset)
+            assert harness.read(saved, offset, length) == payload[offset : offset + length]
+
+
+@pytest.mark.parametrize("pieces", [(1,), (SLAB,), (SLAB - 1, SLAB + 1), (0, 0, 70, 9 * SLAB)])
+def test_a_payload_may_come_in_any_pieces(store: Harness, pieces: tuple[int, ...]) -> None:
+    store.save(key(1), noise(10 * SLAB), pieces=pieces)
+
+
+def test_a_payload_may_come_from_any_buffer(store: Harness) -> None:
+    payload = noise(3 * SLAB)
+    for number, data in enumerate((payload, bytearray(payload), memoryview(payload).cast("I"))):
+        writer = store.begin(key(number), payload)
+        writer.write(data)  # type: ignore[arg-type]
+        assert writer.seal() == crc32c(payload)
+        store.store.apply([writer], [])
+        store.remember(writer, payload)
+
+
+def test_what_a_caller_does_to_its_buffer_later_changes_nothing(store: Harness) -> None:
+    payload = noise(3 * SLAB)
+    buffer = bytearray(payload)
+    writer = store.begin(key(1), payload)
+    writer.write(buffer)
+    crc = writer.seal()
+    buffer[:] = bytes(len(buffer))
+    store.store.apply([writer], [])
+    saved = store.remember(writer, payload)
+    assert crc == crc32c(store.read(saved))
+
+
+def test_views_are_read_only(store: Harness) -> None:
+    saved = store.save(key(1), noise(3 * SLAB))
+    for view in store.store.read(saved.head, saved.location, 5, 2 * SLAB):
+        assert view.readonly
+        assert view.format == "B"
+        with pytest.raises(TypeError):
+            view[0] = 1
+
+
+def test_views_of_a_store_that_copies_outlive_the_entry(new: Callable[..., Harness]) -> None:
+    harness = new("disk")
+    payload = noise(3 * SLAB)
+    saved = harness.save(key(1), payload)
+    views = harness.store.read(saved.head, saved.location, 0, len(payload))
+    harness.erase(key(1))
+    assert b"".join(views) == payload
+
+
+@pytest.mark.parametrize("kind", ["ram", "shm"])
+def test_an_entry_may_lie_in_many_extents(new: Callable[..., Harness], kind: str) -> None:
+    harness = new(kind)
+    for number in range(64):
+        harness.save(key(number), noise(SLAB - 200, number))
+    harness.erase(*(key(number) for number in range(0, 64, 2)))
+    payload = noise(20 * SLAB)
+    saved = harness.save(key(100), payload, token_ids=b"wxyz" * 500, pieces=(3, 5 * SLAB + 1))
+    assert len(saved.location) > 2
+    views = harness.store.read(saved.head, saved.location, 0, len(payload))
+    assert len(views) >= len(saved.location) // 2 - 1
+    for offset in range(0, len(payload), 1_234):
+        assert harness.read(saved, offset, 1) == payload[offset : offset + 1]
+    harness.check()
+    if kind == "shm":
+        recovery = harness.reopen()
+        assert not recovery.dropped
+
+
+@pytest.mark.parametrize("payload_bytes", SIZES)
+@pytest.mark.parametrize("token_ids_bytes", [0, 4, 4000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_entry_costs_at_least_its_bytes(
+    new: Callable[..., Harness], kind: str, payload_bytes: int, token_ids_bytes: int
+) -> None:
+    harness = new(kind)
+    stored_bytes = harness.store.stored_bytes(payload_bytes, token_ids_bytes)
+    assert stored_bytes >= payload_bytes + token_ids_bytes
+    if kind == "ram" and payload_bytes % SLAB == 0 and not token_ids_bytes:
+        assert stored_bytes == payload_bytes
+    if kind != "disk":
+        assert stored_bytes % SLAB == 0
+
+
+# ---- mistakes
+
+
+def test_too_many_bytes_are_refused(store: Harness) -> None:
+    writer = store.begin(key(1), noise(SLAB))
+    writer.write(noise(SLAB - 1))
+    with pytest.raises(ValueError, match=f"{SLAB + 1} bytes for a payload of {SLAB}"):
+        writer.write(b"ab")
+    assert writer.written_bytes == SLAB - 1
+    store.free(writer.location)
+
+
+def test_too_few_bytes_are_not_sealed(store: Harness) -> None:
+    payload = noise(SLAB)
+    writer = store.begin(key(1), payload)
+    writer.write(payload[:-1])
+    with pytest.raises(ValueError, match=f"{SLAB - 1} bytes of {SLAB}"):
+        writer.seal()
+    writer.write(payload[-1:])
+    assert writer.seal() == crc32c(payload)
+    store.store.apply([writer], [])
+    store.remember(writer, payload)
+
+
+@pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, SLAB + 1), (SLAB, 1), (SLAB + 1, 0)])
+def test_bytes_that_are_not_there_are_an_error(store: Harness, offset: int, length: int) -> None:
+    saved = store.save(key(1), noise(SLAB))
+    with pytest.raises(StoreError):
+        store.store.read(saved.head, saved.location, offset, length)
+
+
+def test_a_dropped_writer_leaves_nothing(store: Harness) -> None:
+    store.save(key(1), noise(SLAB))
+    writer = store.begin(key(2), noise(SLAB))
+    store.write(writer, noise(SLAB))
+    store.free(writer.location)
+    del writer
+    store.check()
+
+
+# ---- erasing
+
+
+def test_erasing_what_is_not_there_is_no_error(store: Harness) -> None:
+    store.erase(key(1), key(2))
+    store.save(key(1), noise(100))
+    store.erase(key(2), key(1), key(1))
+    assert not store.saved
+
+
+def test_an_entry_can_be_replaced(store: Harness) -> None:
+    store.save(key(1), noise(5 * SLAB))
+    store.save(key(1), noise(2 * SLAB, 1))
+    store.save(key(1), noise(7 * SLAB, 2))
+    store.check()
+    store.erase(key(1))
+    store.save(key(1), noise(1, 3))
+
+
+def test_a_batch_is_saved_and_erased_at_once(store: Harness) -> None:
+    for number in range(6):
+        store.save(key(number), noise(SLAB, number))
+    writers = []
+    for number in range(4, 10):
+        writer = store.begin(key(number), noise(2 * SLAB, 100 + number))
+        store.write(writer, noise(2 * SLAB, 100 + number))
+        writers.append(writer)
+    store.store.apply(writers, [key(number) for number in (0, 1, 4, 5)])
+    for number in (0, 1):
+        store.forget(key(number))
+    for number, writer in zip(range(4, 10), writers, strict=True):
+        store.remember(writer, noise(2 * SLAB, 100 + number))
+
+
+# ---- what survives
+
+
+def test_the_ram_tier_survives_nothing(new: Callable[..., Harness]) -> None:
+    harness = new("ram")
+    harness.save(key(1), noise(SLAB))
+    recovery = harness.reopen()
+    assert not recovery.entries
+    assert [dropped[0] for dropped in recovery.dropped] == [key(1)]
+
+
+def test_entries_come_back_as_they_were(surviving: Harness) -> None:
+    for number in range(8):
+        surviving.save(key(number), noise(number * 2000 + 1), token_ids=b"abcd" * 50 * number)
+    surviving.erase(key(3))
+    before = dict(surviving.saved)
+    recovery = surviving.reopen()
+    assert not recovery.dropped
+    assert {entry.head.key: entry.head for entry in recovery.entries} == {
+        key: saved.head for key, saved in before.items()
+    }
+    for entry in recovery.entries:
+        saved = before[entry.head.key]
+        assert entry.payload_crc32c == saved.crc
+        assert entry.location == saved.location
+        assert (entry.last_used_ns, entry.hits) == (saved.head.created_ns, 0)
+
+
+def test_usage_survives_and_gives_the_order(surviving: Harness) -> None:
+    for number in range(5):
+        surviving.save(key(number), noise(100))
+    uses = {key(0): (9_000, 3), key(2): (8_000, 1), key(4): (2**62, 2**63)}
+    surviving.store.record_usage([Usage(k, 1, 1) for k in uses])
+    surviving.store.record_usage([Usage(k, ns, hits) for k, (ns, hits) in uses.items()])
+    found = {
+        entry.head.key: (entry.last_used_ns, entry.hits) for entry in surviving.reopen().entries
+    }
+    assert list(found) == [key(1), key(3), key(2), key(0), key(4)]
+    assert {k: found[k] for k in uses} == uses
+    surviving.reopen()
+    surviving.erase(key(0))
+    surviving.save(key(0), noise(100))
+    again = {entry.head.key: entry.hits for entry in surviving.reopen().entries}
+    assert again[key(0)] == 0, "the use of an erased entry is that of nobody"
+
+
+def test_use_of_what_was_erased_leaves_nothing(surviving: Harness) -> None:
+    surviving.save(key(1), noise(100))
+    surviving.erase(key(1))
+    surviving.store.record_usage([Usage(key(1), 5, 5)])
+    assert surviving.reopen().entries == []
+    surviving.save(key(1), noise(100))
+    assert [entry.hits for entry in surviving.reopen().entries] == [0]
+
+
+# ---- faults
+
+
+@pytest.mark.parametrize("fault", [Fault.FULL, Fault.WRITE_ERROR])
+def test_a_failed_apply_changes_nothing_and_can_be_repeated(faulty: Harness, fault: Fault) -> None:
+    faulty.save(key(1), noise(SLAB, 1))
+    faulty.save(key(2), noise(SLAB, 2))
+    writer = faulty.begin(key(1), noise(3 * SLAB))
+    faulty.write(writer, noise(3 * SLAB))
+    faulty.faulty.arm(fault)
+    with pytest.raises(StoreFull if fault is Fault.FULL else StoreError):
+        faulty.store.apply([writer], [key(1), key(2)])
+    faulty.free(writer.location)
+    faulty.check()
+    writer = faulty.begin(key(1), noise(3 * SLAB))
+    faulty.write(writer, noise(3 * SLAB))
+    faulty.store.apply([writer], [key(1), key(2)])
+    faulty.forget(key(2))
+    faulty.remember(writer, noise(3 * SLAB))
+
+
+@pytest.mark.parametrize("fault", [Fault.CRASH_BEFORE, Fault.CRASH_AFTER])
+def test_after_a_crash_a_batch_is_there_whole_or_not_at_all(
+    new: Callable[..., Harness], fault: Fault
+) -> None:
+    harness = new("faulty-disk")
+    harness.save(key(1), noise(SLAB, 1))
+    writers = []
+    for number in (2, 3):
+        writer = harness.begin(key(number), noise(5 * SLAB, number))
+        harness.write(writer, noise(5 * SLAB, number))
+        writers.append(writer)
+    harness.faulty.arm(fault)
+    with pytest.raises(Crash):
+        harness.store.apply(writers, [key(1)])
+    if fault is Fault.CRASH_AFTER:
+        harness.forget(key(1))
+        for number, writer in zip((2, 3), writers, strict=True):
+            harness.remember(writer, noise(5 * SLAB, number))
+    recovery = harness.reopen()
+    assert not recovery.dropped
+    assert {entry.head.key for entry in recovery.entries} == set(harness.saved)
+
+
+def test_a_bit_that_flips_on_the_way_in_shows_in_the_checksum(faulty: Harness) -> None:
+    payload = noise(3 * SLAB)
+    faulty.faulty.arm(Fault.FLIPPED_WRITE)
+    writer = faulty.begin(key(1), payload)
+    assert faulty.write(writer, payload) != crc32c(payload)
+    faulty.free(writer.location)
+
+
+def test_a_bad_read_shows(faulty: Harness) -> None:
+    saved = faulty.save(key(1), noise(3 * SLAB))
+    faulty.faulty.arm(Fault.FLIPPED_READ)
+    assert crc32c(faulty.read(saved)) != saved.crc
+    faulty.faulty.arm(Fault.SHORT_READ)
+    assert len(faulty.read(saved)) < len(saved.payload)
+    faulty.faulty.arm(Fault.READ_ERROR)
+    with pytest.raises(StoreError):
+        faulty.read(saved)
+    assert faulty.faulty.happened == [Fault.FLIPPED_READ, Fault.SHORT_READ, Fault.READ_ERROR]
+
+
+def test_the_same_seed_has_the_same_faults(new: Callable[..., Harness]) -> None:
+    happened = []
+    for _ in range(2):
+        harness = new("faulty-ram")
+        saved = harness.save(key(1), noise(100))
+        harness.faulty._rates = {Fault.READ_ERROR: 0.3, Fault.SHORT_READ: 0.3}
+        run = []
+        for _ in range(50):
+            try:
+                run.append(harness.read(saved))
+            except StoreError:
+                run.append(b"")
+        happened.append((run, list(harness.faulty.happened)))
+    assert happened[0] == happened[1]
+    assert set(happened[0][1]) == {Fault.READ_ERROR, Fault.SHORT_READ}
+
+
+def test_every_call_is_announced(faulty: Harness) -> None:
+    calls: list[str] = []
+    faulty.faulty.on_call = calls.append
+    saved = faulty.save(key(1), noise(100), pieces=(10,))
+    faulty.read(saved)
+    assert calls == ["write", "write", "apply", "read"]
+
+
+# ---- anything in any order
+
+
+class Interleavings(RuleBasedStateMachine):
+    kind: str
+    KEYS = st.integers(0, 7).map(key)
+    SIZES = st.one_of(st.integers(1, 3 * SLAB), st.just(SLAB), st.just(9 * SLAB))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.harness = Harness(f"faulty-{self.kind}")
+        self.uses: dict[Key, tuple[int, int]] = {}
+
+    def teardown(self) -> None:
+        self.harness.close()
+
+    @rule(
+        batch=st.dictionaries(KEYS, st.tuples(SIZES, st.integers(0, 40)), max_size=3),
+        erased=st.sets(KEYS, max_size=3),
+        seed=st.integers(0, 1000),
+        pieces=st.lists(st.integers(0, SLAB), max_size=3),
+        fault=st.sampled_from([None, None, None, Fault.FULL, Fault.WRITE_ERROR]),
+    )
+    def apply(
+        self,
+        batch: dict[Key, tuple[int, int]],
+        erased: set[Key],
+        seed: int,
+        pieces: list[int],
+        fault: Fault | None,
+    ) -> None:
+        harness = self.harness
+        writers = []
+        for name, (size, tokens) in batch.items():
+            payload = noise(size, seed)
+            head = harness.head(name, size, b"abcd" * tokens)
+            if harness.extents is not None:
+                needed = harness.store.stored_bytes(size, len(head.token_ids))
+                if needed > harness.extents.free_bytes:
+                    continue
+            writer = harness.store.writer(head, harness.place(head))
+            harness.write(writer, payload, [cut for cut in pieces if cut <= size])
+            writers.append((writer, payload))
+        gone = erased | {name for name in batch if name in harness.saved}
+        if fault is not None:
+            harness.faulty.arm(fault)
+            with pytest.raises(StoreError):
+                harness.store.apply([writer for writer, _ in writers], gone)
+            for writer, _ in writers:
+                harness.free(writer.location)
+            return
+        harness.store.apply([writer for writer, _ in writers], gone)
+        for name in gone:
+            harness.forget(name)
+            self.uses.pop(name, None)
+        for writer, payload in writers:
+            harness.remember(writer, payload)
+
+    @precondition(lambda self: self.harness.saved)
+    @rule(data=st.data())
+    def read(self, data: st.DataObject) -> None:
+        saved = data.draw(st.sampled_from(sorted(self.harness.saved.items())))[1]
+        offset = data.draw(st.integers(0, len(saved.payload)))
+        length = data.draw(st.integers(0, len(saved.payload) - offset))
+        assert self.harness.read(saved, offset, length) == saved.payload[offset : offset + length]
+
+    @precondition(lambda self: self.harness.saved)
+    @rule(data=st.data(), last_used_ns=st.integers(0, 2**63 - 1), hits=st.integers(0, 2**64 - 1))
+    def use(self, data: st.DataObject, last_used_ns: int, hits: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.harness.saved)))
+        self.harness.store.record_usage([Usage(name, last_used_ns, hits)])
+        self.uses[name] = (last_used_ns, hits)
+
+    @rule()
+    def restart(self) -> None:
+        expected = dict(self.harness.saved)
+        recovery = self.harness.reopen()
+        if self.kind == "ram":
+            assert {name for name, _ in recovery.dropped} == set(expected)
+            self.uses = {}
+            return
+        assert not recovery.dropped
+        assert [entry.head for entry in recovery.entries] == sorted(
+            (saved.head for saved in expected.values()),
+            key=lambda head: (self._last_used(head.key, head.created_ns), head.created_ns),
+        )
+        for entry in recovery.entries:
+            use = self.uses.get(entry.head.key, (entry.head.created_ns, 0))
+            assert (entry.last_used_ns, entry.hits) == use
+
+    def _last_used(self, name: Key, created_ns: int) -> int:
+        return self.uses.get(name, (created_ns, 0))[0]
+
+    @invariant()
+    def agrees(self) -> None:
+        self.harness.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_order_of_calls(kind: str) -> None:
+    machine = type(f"Interleavings_{kind}", (Interleavings,), {"kind": kind})
+    case = machine.TestCase
+    case.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+    case("runTest").runTest()
