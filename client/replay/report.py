@@ -1,0 +1,194 @@
+"""One HTML file with the curve, the policies and what stayed resident.
+
+Nothing is fetched: style, script, charts and the data are inside. Everything that the page
+shows as a number comes from that data, and says from where: `data-figure` is the path to it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from html import escape
+from typing import Any
+
+from ...proto.units import format_bytes
+from .charts import curve_chart, label, mark
+from .page import SCRIPT, STYLE
+
+Json = Mapping[str, Any]
+Format = Callable[[Any], str]
+
+
+def count(value: float) -> str:
+    """`182,790`."""
+    return f"{value:,.0f}"
+
+
+def percent(value: float) -> str:
+    """`37.36 %`."""
+    return f"{100 * value:.2f} %"
+
+
+def decimal(value: float) -> str:
+    """`1.04`."""
+    return f"{value:,.2f}"
+
+
+def value_at(data: Any, path: str) -> Any:
+    """The value at a dotted path; KeyError or IndexError where there is none."""
+    for step in path.split("."):
+        data = data[int(step)] if isinstance(data, list) else data[step]
+    return data
+
+
+def render_report(data: Json) -> str:
+    """The whole page for the data of `report_data`."""
+    title = escape(str(data["title"]))
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        # The browser itself holds the promise that nothing is fetched.
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+        "style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:\">",
+        '<link rel="icon" href="data:,">',
+        f"<title>{title}: prefix-cache report</title><style>{STYLE}</style></head><body><main>",
+        f"<h1>{title}</h1>",
+        '<p class="soft">What a prefix cache makes of this trace, by capacity and policy.</p>',
+        _cards(data),
+        _curve(data),
+    ]
+    if data["results"]:
+        parts += [_comparison(data), _residency(data)]
+    parts += [
+        f"<footer>prefixd {escape(str(data['prefixd_version']))}. Blocks of "
+        f"{_figure(data, 'block_tokens', count)} tokens; a request hits the longest run of "
+        "blocks from its first that is resident when it arrives. "
+        '<a id="save" hidden>Save the data (JSON)</a></footer></main>',
+        f'<script type="application/json" id="data">{_embedded(data)}</script>',
+        f"<script>{SCRIPT}</script></body></html>\n",
+    ]
+    return "\n".join(parts)
+
+
+def _embedded(data: Json) -> str:
+    # Nothing in a string may close the script element or open a comment in it.
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c")
+
+
+def _figure(data: Json, path: str, form: Format) -> str:
+    return f'<span data-figure="{path}">{escape(form(value_at(data, path)))}</span>'
+
+
+def _cards(data: Json) -> str:
+    figures: list[tuple[str, str, Format]] = [
+        ("requests", "trace.requests", count),
+        ("prompt tokens", "trace.prompt_tokens", count),
+        ("different blocks", "trace.unique_blocks", count),
+        ("unlimited hit rate", "trace.infinite_hit_rate", percent),
+    ]
+    if data["curve"]["knee"] is not None:
+        figures.append(("knee, blocks", "curve.knee.capacity_blocks", count))
+        figures.append(("hit rate at the knee", "curve.knee.hit_rate", percent))
+        if data.get("block_bytes"):
+            figures.insert(5, ("knee, memory", "curve.knee.capacity_bytes", format_bytes))
+    cards = "".join(
+        f'<div class="card"><b>{_figure(data, path, form)}</b>'
+        f'<span class="name">{name}</span></div>'
+        for name, path, form in figures
+    )
+    return f'<div class="cards">{cards}</div>'
+
+
+def _curve(data: Json) -> str:
+    legend = [_legend_line("", "LRU, every capacity")]
+    for index in range(len(data["sampled"])):
+        rate = _figure(data, f"sampled.{index}.sample_rate", percent)
+        error = _figure(data, f"sampled.{index}.mean_absolute_error", percent)
+        legend.append(_legend_line("sampled", f"sampled, {rate} of the blocks, error {error}"))
+    for policy in dict.fromkeys(result["policy"] for result in data["results"]):
+        sign = f'<svg width="14" height="14">{mark(policy, 7, 7, 5)}</svg>'
+        legend.append(f"<li>{sign}{escape(label(policy))}</li>")
+    charts = "".join(
+        f'<figure class="{name}">{curve_chart(data, width, height)}'
+        '<output class="tip"></output></figure>'
+        for name, width, height in (("wide", 900, 430), ("narrow", 390, 330))
+    )
+    return (
+        "<h2>Hit rate by capacity</h2>"
+        "<p>The share of prompt tokens that need no prefill. The line is exact: one pass over "
+        "the trace gives LRU at every capacity. Marks are single replays.</p>"
+        f'{charts}<ul class="legend">{"".join(legend)}</ul>'
+    )
+
+
+def _legend_line(style: str, text: str) -> str:
+    line = f'<line class="line {style}" x1="0" x2="26" y1="5" y2="5"/>'
+    return f'<li><svg width="26" height="10">{line}</svg>{text}</li>'
+
+
+def _comparison(data: Json) -> str:
+    results = data["results"]
+    columns = list(dict.fromkeys((r["policy"], r["touch_order"]) for r in results))
+    orders = {order for _, order in columns}
+    names = "".join(
+        f"<th>{escape(label(policy))}"
+        + (f" <small>{escape(order)}</small>" if len(orders) > 1 else "")
+        + "</th>"
+        for policy, order in columns
+    )
+    rows = []
+    for capacity in sorted({r["capacity_blocks"] for r in results}):
+        at = {
+            (r["policy"], r["touch_order"]): (index, r)
+            for index, r in enumerate(results)
+            if r["capacity_blocks"] == capacity
+        }
+        best = max(r["total_hit_tokens"] for _, r in at.values())
+        first = next(iter(at.values()))[0]
+        cells = [f"<td>{_figure(data, f'results.{first}.capacity_blocks', count)} blocks</td>"]
+        for column in columns:
+            if column not in at:
+                cells.append("<td></td>")
+                continue
+            index, result = at[column]
+            style = ' class="best"' if result["total_hit_tokens"] == best else ""
+            rate = _figure(data, f"results.{index}.overall_hit_rate", percent)
+            tokens = _figure(data, f"results.{index}.total_hit_tokens", count)
+            cells.append(f"<td{style}>{rate}<small>{tokens} tokens</small></td>")
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    return (
+        "<h2>Policies</h2><p>Hit tokens of the whole trace over its prompt tokens, at each "
+        "capacity; the best of a row stands out.</p>"
+        f'<div class="scroll"><table><thead><tr><th>capacity</th>{names}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _residency(data: Json) -> str:
+    rows = []
+    order = sorted(
+        range(len(data["results"])), key=lambda i: (data["results"][i]["capacity_blocks"], i)
+    )
+    for index in order:
+        result = data["results"][index]
+        at = f"results.{index}"
+        capacity = result["capacity_blocks"]
+        share = result["final_cache_blocks"] / capacity if capacity else 0.0
+        meter = f'<i class="p-{escape(result["policy"])}" style="width:{100 * share:.1f}%"></i>'
+        rows.append(
+            f"<tr><td>{escape(label(result['policy']))}</td>"
+            f"<td>{_figure(data, f'{at}.capacity_blocks', count)}</td>"
+            f"<td>{_figure(data, f'{at}.final_cache_blocks', count)}</td>"
+            f'<td class="meter"><div class="bar" title="{percent(share)}">{meter}</div></td>'
+            f"<td>{_figure(data, f'{at}.ghost_blocks', count)}</td>"
+            f"<td>{_figure(data, f'{at}.evictions', count)}</td></tr>"
+        )
+    return (
+        "<h2>Residency</h2><p>What each policy kept at the end of the trace, how many blocks it "
+        "remembers without holding them (ghosts), and how many it evicted on the way.</p>"
+        '<div class="scroll"><table><thead><tr><th>policy</th><th>capacity</th><th>resident</th>'
+        "<th>of capacity</th><th>ghosts</th><th>evictions</th></tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
