@@ -77,5 +77,6 @@ def unpack_row(data: bytes | memoryview) -> IndexRow:
     extents_bytes = len(data) - _FIXED.size
     if extents_bytes < 0 or extents_bytes % 16:
         raise RecordError(f"an index row of {len(data)} bytes")
+    tier, reason, layers, tokens, crc32c, ids_bytes, generation, payload = _FIXED.unpack_from(data)
     location = struct.unpack_from(f"<{extents_bytes // 8}Q", data, _FIXED.size)
-    return IndexRow(*_FIXED.unpack_from(data), location)
+    return IndexRow(tier, reason, layers, tokens, crc32c, ids_bytes, generation, payload, location)

@@ -339,6 +339,7 @@ class SessionRequest(google.protobuf.message.Message):
     HEARTBEAT_FIELD_NUMBER: builtins.int
     TOUCH_FIELD_NUMBER: builtins.int
     SUSPECT_FIELD_NUMBER: builtins.int
+    GIVE_BACK_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> Global___Hello: ...
     @property
@@ -347,6 +348,8 @@ class SessionRequest(google.protobuf.message.Message):
     def touch(self) -> Global___Touch: ...
     @property
     def suspect(self) -> Global___Suspect: ...
+    @property
+    def give_back(self) -> Global___GiveBack: ...
     def __init__(
         self,
         *,
@@ -354,10 +357,11 @@ class SessionRequest(google.protobuf.message.Message):
         heartbeat: Global___Heartbeat | None = ...,
         touch: Global___Touch | None = ...,
         suspect: Global___Suspect | None = ...,
+        give_back: Global___GiveBack | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "suspect", b"suspect", "touch", b"touch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "suspect", b"suspect", "touch", b"touch"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "heartbeat", "touch", "suspect"] | None: ...
+    def HasField(self, field_name: typing.Literal["give_back", b"give_back", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "suspect", b"suspect", "touch", b"touch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["give_back", b"give_back", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "suspect", b"suspect", "touch", b"touch"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "heartbeat", "touch", "suspect", "give_back"] | None: ...
 
 Global___SessionRequest: typing_extensions.TypeAlias = SessionRequest
 
@@ -435,6 +439,26 @@ class Suspect(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["keys", b"keys"]) -> None: ...
 
 Global___Suspect: typing_extensions.TypeAlias = Suspect
+
+@typing.final
+class GiveBack(google.protobuf.message.Message):
+    """Claims that are released without waiting for the answer. A claim that was lost meanwhile was
+    or will be told by ClaimLost.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CLAIM_IDS_FIELD_NUMBER: builtins.int
+    @property
+    def claim_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        claim_ids: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claim_ids", b"claim_ids"]) -> None: ...
+
+Global___GiveBack: typing_extensions.TypeAlias = GiveBack
 
 @typing.final
 class SessionEvent(google.protobuf.message.Message):
@@ -1151,6 +1175,79 @@ class SaveResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["results", b"results"]) -> None: ...
 
 Global___SaveResponse: typing_extensions.TypeAlias = SaveResponse
+
+@typing.final
+class StagedPart(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ITEM_FIELD_NUMBER: builtins.int
+    STAGING_OFFSET_BYTES_FIELD_NUMBER: builtins.int
+    LENGTH_BYTES_FIELD_NUMBER: builtins.int
+    LAST_FIELD_NUMBER: builtins.int
+    PAYLOAD_CRC32C_FIELD_NUMBER: builtins.int
+    item: builtins.int
+    """index in SaveHeader.items"""
+    staging_offset_bytes: builtins.int
+    length_bytes: builtins.int
+    last: builtins.bool
+    payload_crc32c: builtins.int
+    """of the whole payload, with the last part"""
+    def __init__(
+        self,
+        *,
+        item: builtins.int = ...,
+        staging_offset_bytes: builtins.int = ...,
+        length_bytes: builtins.int = ...,
+        last: builtins.bool = ...,
+        payload_crc32c: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["item", b"item", "last", b"last", "length_bytes", b"length_bytes", "payload_crc32c", b"payload_crc32c", "staging_offset_bytes", b"staging_offset_bytes"]) -> None: ...
+
+Global___StagedPart: typing_extensions.TypeAlias = StagedPart
+
+@typing.final
+class StagedRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    @property
+    def header(self) -> Global___SaveHeader:
+        """in the first message"""
+
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StagedPart]: ...
+    def __init__(
+        self,
+        *,
+        header: Global___SaveHeader | None = ...,
+        parts: collections.abc.Iterable[Global___StagedPart] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "parts", b"parts"]) -> None: ...
+
+Global___StagedRequest: typing_extensions.TypeAlias = StagedRequest
+
+@typing.final
+class StagedResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARTS_COPIED_FIELD_NUMBER: builtins.int
+    RESULTS_FIELD_NUMBER: builtins.int
+    parts_copied: builtins.int
+    @property
+    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SaveResult]:
+        """in the last message only"""
+
+    def __init__(
+        self,
+        *,
+        parts_copied: builtins.int = ...,
+        results: collections.abc.Iterable[Global___SaveResult] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["parts_copied", b"parts_copied", "results", b"results"]) -> None: ...
+
+Global___StagedResponse: typing_extensions.TypeAlias = StagedResponse
 
 @typing.final
 class CancelRequest(google.protobuf.message.Message):

@@ -147,6 +147,22 @@ _CacheSaveType = typing_extensions.TypeVar(
     ],
 )
 
+_CacheSaveStagedType = typing_extensions.TypeVar(
+    '_CacheSaveStagedType',
+    grpc.StreamStreamMultiCallable[
+        prefixd_pb2.StagedRequest,
+        prefixd_pb2.StagedResponse,
+    ],
+    grpc.aio.StreamStreamMultiCallable[
+        prefixd_pb2.StagedRequest,
+        prefixd_pb2.StagedResponse,
+    ],
+    default=grpc.StreamStreamMultiCallable[
+        prefixd_pb2.StagedRequest,
+        prefixd_pb2.StagedResponse,
+    ],
+)
+
 _CacheCancelType = typing_extensions.TypeVar(
     '_CacheCancelType',
     grpc.UnaryUnaryMultiCallable[
@@ -179,7 +195,7 @@ _CacheReadType = typing_extensions.TypeVar(
     ],
 )
 
-class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimType, _CacheReleaseType, _CacheReserveType, _CacheWriteType, _CacheSaveType, _CacheCancelType, _CacheReadType]):
+class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimType, _CacheReleaseType, _CacheReserveType, _CacheWriteType, _CacheSaveType, _CacheSaveStagedType, _CacheCancelType, _CacheReadType]):
     @typing.overload
     def __init__(self: CacheStub[
         grpc.StreamStreamMultiCallable[
@@ -209,6 +225,10 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
         grpc.StreamUnaryMultiCallable[
             prefixd_pb2.SaveRequest,
             prefixd_pb2.SaveResponse,
+        ],
+        grpc.StreamStreamMultiCallable[
+            prefixd_pb2.StagedRequest,
+            prefixd_pb2.StagedResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             prefixd_pb2.CancelRequest,
@@ -249,6 +269,10 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
         grpc.aio.StreamUnaryMultiCallable[
             prefixd_pb2.SaveRequest,
             prefixd_pb2.SaveResponse,
+        ],
+        grpc.aio.StreamStreamMultiCallable[
+            prefixd_pb2.StagedRequest,
+            prefixd_pb2.StagedResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             prefixd_pb2.CancelRequest,
@@ -299,6 +323,14 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
     Errors: those of Reserve and Write.
     """
 
+    SaveStaged: _CacheSaveStagedType
+    """Save for clients on this host: the bytes lie in the session's staging memory (handed over at
+    Welcome.handoff_socket), the parts only say where. Every message with parts is answered by
+    the number of parts that the daemon has copied, whose room is the client's again; the last
+    answer holds the results. What is published is what the daemon copied, if its CRC32C is the
+    one that was meant. Errors: those of Save, FAILED_PRECONDITION unknown_staging.
+    """
+
     Cancel: _CacheCancelType
     """Gives reservations back; whoever waits for them is told. Idempotent.
     Errors: INVALID_ARGUMENT (batch), FAILED_PRECONDITION (session).
@@ -338,6 +370,10 @@ CacheAsyncStub: typing_extensions.TypeAlias = CacheStub[
     grpc.aio.StreamUnaryMultiCallable[
         prefixd_pb2.SaveRequest,
         prefixd_pb2.SaveResponse,
+    ],
+    grpc.aio.StreamStreamMultiCallable[
+        prefixd_pb2.StagedRequest,
+        prefixd_pb2.StagedResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.CancelRequest,
@@ -422,6 +458,19 @@ class CacheServicer(metaclass=abc.ABCMeta):
         """Reserve and Write in one call. The first message holds the header, and may hold parts; parts
         name their item by its index. Bytes of items that were not granted are skipped.
         Errors: those of Reserve and Write.
+        """
+
+    @abc.abstractmethod
+    def SaveStaged(
+        self,
+        request_iterator: _MaybeAsyncIterator[prefixd_pb2.StagedRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[prefixd_pb2.StagedResponse], collections.abc.AsyncIterator[prefixd_pb2.StagedResponse]]:
+        """Save for clients on this host: the bytes lie in the session's staging memory (handed over at
+        Welcome.handoff_socket), the parts only say where. Every message with parts is answered by
+        the number of parts that the daemon has copied, whose room is the client's again; the last
+        answer holds the results. What is published is what the daemon copied, if its CRC32C is the
+        one that was meant. Errors: those of Save, FAILED_PRECONDITION unknown_staging.
         """
 
     @abc.abstractmethod

@@ -18,7 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from .. import __version__
-from ..proto import limits, prefixd_pb2, prefixd_pb2_grpc
+from ..proto import handoff, limits, prefixd_pb2, prefixd_pb2_grpc
 from ..proto.endpoints import socket_path
 from ..proto.errors import ConfigError, PrefixdError
 from ..proto.units import format_bytes
@@ -30,6 +30,7 @@ from .budgets import Plan, resolve
 from .clock import Clock
 from .config import load_config
 from .events import ArenaGrown
+from .handoff import Handoff
 from .index import Index
 from .lock import lock_directories
 from .logs import configure_logs
@@ -89,7 +90,17 @@ async def serve(plan: Plan) -> None:
             heartbeat_interval_ms=config.sessions.heartbeat_ns // 1_000_000,
             claim_lease_ms=config.sessions.claim_lease_ns // 1_000_000,
             reservation_ttl_ms=config.sessions.reservation_ttl_ns // 1_000_000,
+            handoff_socket=f"{_socket_of(config)}{handoff.SOCKET_SUFFIX}",
         )
+        hand_over = Handoff(
+            core,
+            service_config.handoff_socket,
+            incarnation,
+            config.shm.directory,
+            config.server.staging_bytes,
+        )
+        hand_over.start()
+        stack.callback(hand_over.close)
         if config.server.metrics:
             stack.enter_context(serve_metrics(config.server.metrics, core.state))
         await _serve_rpcs(core, config, service_config, stop)
@@ -120,10 +131,10 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
             if (arena := building.arena_of(store)) is not None
         ]
         try:
-            for arena in securing:
-                await arena.secure(_SECURED_BEFORE_SERVING_BYTES)
+            for one in securing:
+                await one.secure(_SECURED_BEFORE_SERVING_BYTES)
             await recovery.recover(core)
-            background = asyncio.gather(*(arena.secure() for arena in securing))
+            background = asyncio.gather(*(one.secure() for one in securing))
             try:
                 yield core
             finally:
@@ -208,17 +219,22 @@ async def _serve_rpcs(
 
 def _listen(server: grpc.aio.Server, config: Config) -> list[str]:
     """Bind every address. The socket's directory is locked: what lies there is a leftover."""
-    path = socket_path(config.server.address)
-    assert path is not None
-    Path(path).unlink(missing_ok=True)
+    path = _socket_of(config)
+    path.unlink(missing_ok=True)
     server.add_insecure_port(config.server.address)
-    Path(path).chmod(0o600)
+    path.chmod(0o600)
     addresses = [config.server.address]
     if config.server.tcp:
         host = config.server.tcp.rpartition(":")[0]
         port = server.add_insecure_port(config.server.tcp)
         addresses.append(f"{host}:{port}")
     return addresses
+
+
+def _socket_of(config: Config) -> Path:
+    path = socket_path(config.server.address)
+    assert path is not None, "the configuration allows Unix sockets only"
+    return path
 
 
 async def _watch_health(core: Core, checker: health.aio.HealthServicer) -> None:

@@ -49,6 +49,7 @@ from .events import (
     WriteStopped,
 )
 from .index import Index, IndexFailed
+from .staging import Staging
 from .state import MetaState
 from .tables import Entry
 
@@ -99,6 +100,8 @@ class Core:
         self.executor = executor
         self.clock = clock
         self.writes: dict[int, Write] = {}
+        #: by session: memory that its client writes its saves into
+        self.stagings: dict[int, Staging] = {}
         #: background tasks that are ill, with the reason; empty is healthy
         self.illnesses: dict[str, str] = {}
         self.draining = False
@@ -185,6 +188,9 @@ class Core:
 
     def unsubscribe(self, session: int) -> None:
         self._notes.pop(session, None)
+        staging = self.stagings.pop(session, None)
+        if staging is not None:
+            staging.close()
 
     def end_sessions(self) -> None:
         """Tell every client that the daemon stops, and end its session."""

@@ -85,6 +85,7 @@ Budget: TypeAlias = Annotated[
     BeforeValidator(_budget),
     Kind("SIZE|auto", lambda value: value if value == "auto" else format_bytes(value)),
 ]
+Size: TypeAlias = Annotated[int, BeforeValidator(_size), Kind("SIZE", format_bytes)]
 Slab: TypeAlias = Annotated[int, BeforeValidator(_slab), Kind("SIZE", format_bytes)]
 Duration: TypeAlias = Annotated[int, BeforeValidator(_duration), Kind("DURATION", format_duration)]
 Directory: TypeAlias = Annotated[Path, BeforeValidator(_directory), Kind("DIR|auto")]
@@ -122,6 +123,8 @@ class Server(Section):
     """Serve Prometheus metrics over HTTP on host:port; empty: don't."""
     worker_threads: int = Field(4, ge=1, le=256)
     """Threads that copy, commit and verify beside the event loop."""
+    staging_bytes: Size = Field(64 * 2**20, alias="staging", ge=2**20, le=2**40)
+    """Memory through which one client on this host hands over its saves; each has its own."""
     drain_timeout_ns: Duration = Field(10_000 * _MS, alias="drain_timeout", ge=0)
     """How long a stop waits for saves and reads in flight."""
 

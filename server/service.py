@@ -21,7 +21,9 @@ from ..proto.errors import (
     MalformedMessage,
     PrefixdError,
     UnknownClaim,
+    UnknownReservation,
     UnknownSession,
+    UnknownStaging,
     metadata_of,
 )
 from ..tiers.store import StoreError
@@ -42,10 +44,9 @@ from .events import (
     LookupAsked,
     ReleaseAsked,
     ReserveAsked,
-    SaveOutcome,
     WriteBegan,
 )
-from .incoming import Incoming
+from .incoming import Incoming, Piece
 from .loop import Core, head_of
 from .sessions import ServiceConfig, SessionStream, first_message
 from .tables import Entry
@@ -292,6 +293,64 @@ class CacheService(rpc.CacheServicer):
         self, request_iterator: AsyncIterator[pb.SaveRequest], context: Context
     ) -> pb.SaveResponse:
         first = await first_message(request_iterator)
+        answer, incoming = await self._begin_save(first)
+
+        async def take(request: pb.SaveRequest) -> None:
+            await incoming.feed(
+                [
+                    Piece(p.item, p.data, p.last, p.payload_crc32c, p.offset_bytes)
+                    for p in request.parts
+                    if _granted(p.item, answer, incoming)
+                ]
+            )
+
+        with self._core.working():
+            await _receive(incoming, first, request_iterator, take)
+            results = await _save_results(answer, incoming)
+        return pb.SaveResponse(results=results)
+
+    async def SaveStaged(
+        self, request_iterator: AsyncIterator[pb.StagedRequest], context: Context
+    ) -> AsyncGenerator[pb.StagedResponse, None]:
+        try:
+            with self._core.working():
+                async with aclosing(self._save_staged(request_iterator)) as responses:
+                    async for response in responses:
+                        yield response
+        except PrefixdError as error:
+            await abort(context, error)
+
+    async def _save_staged(
+        self, requests: AsyncIterator[pb.StagedRequest]
+    ) -> AsyncGenerator[pb.StagedResponse, None]:
+        first = await first_message(requests)
+        staging = self._core.stagings.get(first.header.session.session_id)
+        if staging is None:
+            raise UnknownStaging("this session has no staging memory; save over gRPC")
+        answer, incoming = await self._begin_save(first)
+        with incoming.to_the_end():
+            request: pb.StagedRequest | None = first
+            while request is not None:
+                pieces = [
+                    Piece(
+                        p.item,
+                        staging.view(p.staging_offset_bytes, p.length_bytes),
+                        p.last,
+                        p.payload_crc32c,
+                    )
+                    for p in request.parts
+                    if _granted(p.item, answer, incoming)
+                ]
+                await incoming.feed(pieces)
+                if request.parts:
+                    yield pb.StagedResponse(parts_copied=len(request.parts))
+                request = await anext(requests, None)
+        yield pb.StagedResponse(results=await _save_results(answer, incoming))
+
+    async def _begin_save(
+        self, first: pb.SaveRequest | pb.StagedRequest
+    ) -> tuple[ReserveAnswer, Incoming]:
+        """Reserve what the first message asks for, and open what is granted."""
         if not first.HasField("header"):
             raise MalformedMessage("the first message of a save has to hold its header")
         answer = await self._reserve(first.header, begin=True)
@@ -299,25 +358,7 @@ class CacheService(rpc.CacheServicer):
         for number, reserved in enumerate(answer.results):
             if isinstance(reserved, WriteOrder):
                 incoming.add(number, self._core.begin_write(reserved))
-
-        def take(request: pb.SaveRequest) -> None:
-            for part in request.parts:
-                if part.item >= len(answer.results):
-                    raise MalformedMessage(f"a part names item {part.item}, which is not there")
-                if part.item in incoming:
-                    incoming.feed(part.item, part)
-
-        with self._core.working():
-            await _receive(incoming, first, request_iterator, take)
-            ended = await incoming.ended()
-        return pb.SaveResponse(
-            results=[
-                messages.ended_save(ended[number])
-                if isinstance(reserved, WriteOrder)
-                else messages.refused_save(reserved)
-                for number, reserved in enumerate(answer.results)
-            ]
-        )
+        return answer, incoming
 
     @answering
     async def Write(
@@ -326,74 +367,74 @@ class CacheService(rpc.CacheServicer):
         first = await first_message(request_iterator)
         session = self._session(first.session)
         incoming = Incoming(self._core)
-        refused: dict[int, pb.SaveResult] = {}
-        order: dict[int, None] = {}
+        #: in the order in which the stream names them: refused with this, or being written
+        named: dict[int, pb.SaveResult | None] = {}
 
         async def take(request: pb.WriteRequest) -> None:
             for part in request.parts:
-                token = part.token
-                if token not in order:
-                    if len(order) >= limits.MAX_BATCH_KEYS:
+                if part.token not in named:
+                    named[part.token] = await self._begin(session, part.token, incoming)
+                    if len(named) > limits.MAX_BATCH_KEYS:
                         raise LimitReached("too many reservations in one stream of writes")
-                    order[token] = None
-                    try:
-                        incoming.add(token, await self._begin(session, token))
-                    except UnknownSession:
-                        raise
-                    except PrefixdError as error:
-                        refused[token] = pb.SaveResult(
-                            status=pb.SAVE_STATUS_LOST, message=str(error)
-                        )
-                if token in incoming:
-                    incoming.feed(token, part)
+            await incoming.feed(
+                [
+                    Piece(p.token, p.data, p.last, p.payload_crc32c, p.offset_bytes)
+                    for p in request.parts
+                    if p.token in incoming
+                ]
+            )
 
         with self._core.working():
             await _receive(incoming, first, request_iterator, take)
             ended = await incoming.ended()
         return pb.WriteResponse(
-            tokens=order,
-            results=[
-                messages.ended_save(ended[token]) if token in ended else refused[token]
-                for token in order
-            ],
+            tokens=named,
+            results=[refused or messages.ended_save(ended[t]) for t, refused in named.items()],
         )
 
-    async def _begin(self, session: int, token: int) -> Any:
+    async def _begin(self, session: int, token: int, incoming: Incoming) -> pb.SaveResult | None:
+        """Begin the write of a reservation; the result, if there can't be one."""
         core = self._core
         question = WriteBegan(core.next_request(), session, token, core.clock.now_ns())
-        return core.begin_write(await core.ask(question, WriteOrder))
+        try:
+            order = await core.ask(question, WriteOrder)
+        except UnknownReservation as error:
+            return pb.SaveResult(status=pb.SAVE_STATUS_LOST, message=str(error))
+        incoming.add(token, core.begin_write(order))
+        return None
 
 
 # ---- streams
+
+
+def _granted(item: int, answer: ReserveAnswer, incoming: Incoming) -> bool:
+    """Does anybody want the bytes of this item? Raises MalformedMessage if there is none such."""
+    if item >= len(answer.results):
+        raise MalformedMessage(f"a part names item {item}, which is not there")
+    return item in incoming
+
+
+async def _save_results(answer: ReserveAnswer, incoming: Incoming) -> list[pb.SaveResult]:
+    ended = await incoming.ended()
+    return [
+        messages.ended_save(ended[number])
+        if isinstance(reserved, WriteOrder)
+        else messages.refused_save(reserved)
+        for number, reserved in enumerate(answer.results)
+    ]
 
 
 async def _receive(
     incoming: Incoming,
     first: Q,
     requests: AsyncIterator[Q],
-    take: Callable[[Q], Awaitable[None] | None],
+    take: Callable[[Q], Awaitable[None]],
 ) -> None:
     """Feed a stream to its end. However it ends, no write is left open."""
-    try:
-        await _take(incoming, first, take)
+    with incoming.to_the_end():
+        await take(first)
         async for request in requests:
-            await _take(incoming, request, take)
-    except PrefixdError as error:
-        incoming.abandon(SaveOutcome.LOST, str(error))
-        raise
-    except BaseException:
-        incoming.abandon(SaveOutcome.LOST, "the connection broke while its bytes arrived")
-        raise
-    incoming.abandon(SaveOutcome.LENGTH_MISMATCH, "the stream ended before all bytes had come")
-
-
-async def _take(
-    incoming: Incoming, request: Q, take: Callable[[Q], Awaitable[None] | None]
-) -> None:
-    taking = take(request)
-    if taking is not None:
-        await taking
-    incoming.flush()
+            await take(request)
 
 
 def _bounds(number: int, wanted: pb.ReadRange, entry: Entry) -> tuple[int, int]:

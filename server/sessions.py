@@ -16,7 +16,14 @@ from ..proto.errors import InvalidSize, LimitReached, MalformedMessage, PrefixdE
 from . import messages
 from .answers import Opened
 from .effects import TellClaimLost, TellReservationLost
-from .events import HeartbeatCame, KeysSuspected, KeysTouched, SessionLost, SessionOpened
+from .events import (
+    HeartbeatCame,
+    KeysSuspected,
+    KeysTouched,
+    ReleaseAsked,
+    SessionLost,
+    SessionOpened,
+)
 from .loop import Core, SessionNote
 
 log = structlog.get_logger("prefixd.sessions")
@@ -152,6 +159,9 @@ class SessionStream:
                 core.post(KeysTouched(messages.keys_of("keys", request.touch.keys), now_ns))
             case "suspect":
                 core.post(KeysSuspected(messages.keys_of("keys", request.suspect.keys), now_ns))
+            case "give_back":
+                claims = tuple(request.give_back.claim_ids)
+                core.post(ReleaseAsked(core.next_request(), session, claims, now_ns))
             case kind:
                 raise MalformedMessage(f"{kind or 'an empty message'} does not belong here")
 
