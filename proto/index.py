@@ -31,6 +31,9 @@ from .vocabulary import Tier
 
 #: Under this name (no key: it is not 32 bytes) stands the incarnation of the daemon that writes.
 INCARNATION_ROW: Final = b"incarnation"
+#: Before the key of an entry of the shm tier: somebody holds a claim on it. For the daemon's own
+#: use after a restart.
+CLAIMED: Final = b"claimed:"
 #: Environment of the index, below the directory of the shm tier.
 INDEX_DIRECTORY: Final = "index"
 

@@ -708,7 +708,7 @@ class ClaimRequest(google.protobuf.message.Message):
     mode: Global___ClaimMode.ValueType
     wait_ms: builtins.int
     lease_ms: builtins.int
-    """0: the daemon's own"""
+    """0: the longest there is, claim_lease_ms of Welcome"""
     @property
     def session(self) -> Global___SessionRef: ...
     @property

@@ -133,7 +133,7 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
         try:
             for one in securing:
                 await one.secure(_SECURED_BEFORE_SERVING_BYTES)
-            await recovery.recover(core)
+            await recovery.recover(core, config.sessions.claim_lease_ns)
             background = asyncio.gather(*(one.secure() for one in securing))
             try:
                 yield core

@@ -40,6 +40,15 @@ class IndexDelete:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexClaim:
+    """Remember that an entry of the shm tier is claimed, or that it is no more: after a restart
+    its readers may still be there."""
+
+    key: Key
+    claimed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Erase:
     """A store forgets entries. In arenas there is nothing to do; on disk it is a deletion."""
 
@@ -105,6 +114,7 @@ Effect: TypeAlias = (
     Reply
     | IndexPut
     | IndexDelete
+    | IndexClaim
     | Erase
     | Commit
     | StopWriting

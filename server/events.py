@@ -241,6 +241,16 @@ class TierRecovered:
 
 
 @dataclass(frozen=True, slots=True)
+class ClaimsInherited:
+    """Recovered entries that were claimed when the earlier daemon ended: whoever reads their
+    bytes in place may do so until the end of the longest lease, `until_ns`."""
+
+    keys: tuple[Key, ...]
+    until_ns: int
+    now_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed. `flush`: hand over what changed in use counts, too."""
 
@@ -272,5 +282,6 @@ Event: TypeAlias = (
     | EntryDamaged
     | ArenaGrown
     | TierRecovered
+    | ClaimsInherited
     | Tick
 )

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeAlias
 
 import lmdb
 
-from ..proto.index import INCARNATION_ROW, INDEX_DIRECTORY, IndexRow, pack_row, unpack_row
+from ..proto.index import CLAIMED, INCARNATION_ROW, INDEX_DIRECTORY, IndexRow, pack_row, unpack_row
 from ..proto.keys import Key
 from ..proto.limits import KEY_BYTES
 from ..proto.vocabulary import Tier
 from ..tiers.store import Location
+from .effects import IndexClaim, IndexDelete, IndexPut
 from .tables import Entry
+
+IndexChange: TypeAlias = IndexPut | IndexDelete | IndexClaim
 
 
 class IndexFailed(Exception):
@@ -63,20 +67,38 @@ class Index:
 
     def delete(self, keys: Iterable[Key]) -> None:
         """Forget keys that no entry owns. Raises IndexFailed."""
-        self.apply((key, None) for key in keys)
+        self.apply(IndexDelete(key) for key in keys)
 
-    def apply(self, changes: Iterable[tuple[Key, Entry | None]]) -> None:
-        """Put entries and delete keys (None), in order, in one transaction.
+    def claimed(self) -> set[Key]:
+        """The entries that were claimed when the index was last written."""
+        with self._env.begin() as txn:
+            cursor = txn.cursor()
+            found: set[Key] = set()
+            if cursor.set_range(CLAIMED):
+                for key in cursor.iternext(values=False):
+                    if not key.startswith(CLAIMED):
+                        break
+                    if len(key) == len(CLAIMED) + KEY_BYTES:
+                        found.add(Key(key[len(CLAIMED) :]))
+            return found
+
+    def apply(self, changes: Iterable[IndexChange]) -> None:
+        """Make changes, in order, in one transaction.
 
         Raises IndexFailed if nothing of it was done.
         """
         try:
             with self._env.begin(write=True) as txn:
-                for key, entry in changes:
-                    if entry is None:
-                        txn.delete(key)
-                    else:
-                        txn.put(key, pack_row(_row(entry)))
+                for change in changes:
+                    match change:
+                        case IndexPut():
+                            txn.put(change.entry.key, pack_row(_row(change.entry)))
+                        case IndexDelete():
+                            txn.delete(change.key)
+                        case IndexClaim(claimed=True):
+                            txn.put(CLAIMED + change.key, b"")
+                        case IndexClaim():
+                            txn.delete(CLAIMED + change.key)
         except lmdb.Error as problem:
             raise IndexFailed(str(problem)) from problem
 

@@ -27,6 +27,7 @@ from .effects import (
     Commit,
     Effect,
     Erase,
+    IndexClaim,
     IndexDelete,
     IndexPut,
     RecordUsage,
@@ -48,7 +49,7 @@ from .events import (
     Tick,
     WriteStopped,
 )
-from .index import Index, IndexFailed
+from .index import Index, IndexChange, IndexFailed
 from .staging import Staging
 from .state import MetaState
 from .tables import Entry
@@ -227,17 +228,13 @@ class Core:
     def _carry_out(self, effects: list[Effect]) -> None:
         """Every change of the index first, in one transaction: a row is gone before anything
         else happens to its room, and an entry is there before anybody is told so."""
-        changes: list[tuple[Key, Entry | None]] = [
-            (e.entry.key, e.entry) if isinstance(e, IndexPut) else (e.key, None)
-            for e in effects
-            if isinstance(e, IndexPut | IndexDelete)
-        ]
+        changes = [e for e in effects if isinstance(e, IndexPut | IndexDelete | IndexClaim)]
         if changes:
             self._change_index(changes)
         for effect in effects:
             self._do(effect)
 
-    def _change_index(self, changes: list[tuple[Key, Entry | None]]) -> None:
+    def _change_index(self, changes: list[IndexChange]) -> None:
         try:
             self.index.apply(changes)
         except IndexFailed as problem:
@@ -246,7 +243,7 @@ class Core:
 
     def _do(self, effect: Effect) -> None:
         match effect:
-            case IndexPut() | IndexDelete():
+            case IndexPut() | IndexDelete() | IndexClaim():
                 pass
             case Reply():
                 reply = self._replies.pop(effect.request, None)

@@ -11,7 +11,8 @@ import structlog
 from ..proto.keys import Key
 from ..proto.vocabulary import Tier
 from ..tiers.store import Location, Recovery, Store
-from .events import TierRecovered
+from .effects import IndexClaim
+from .events import ClaimsInherited, TierRecovered
 from .loop import Core
 
 log = structlog.get_logger("prefixd.recovery")
@@ -27,7 +28,7 @@ class TierReport:
     dropped: int
 
 
-async def recover(core: Core) -> list[TierReport]:
+async def recover(core: Core, claim_lease_ns: int) -> list[TierReport]:
     """Adopt what survived in every store, then make the index say exactly that.
 
     Before anything is served. An entry is adopted only if its store vouches for it; what does
@@ -55,8 +56,26 @@ async def recover(core: Core) -> list[TierReport]:
             dropped=report.dropped,
         )
         reports.append(report)
-    core.index.delete(core.index.keys() - core.state.tables.entries.keys())
+    entries = core.state.tables.entries
+    core.index.delete(core.index.keys() - entries.keys())
+    _inherit_claims(core, claim_lease_ns)
     return reports
+
+
+def _inherit_claims(core: Core, claim_lease_ns: int) -> None:
+    """Nothing is written over what a reader of the earlier start may still look at.
+
+    A lease is renewed by heartbeats only, and those ended with the earlier daemon: after the
+    longest lease that it could have given, nobody has a right to look any more.
+    """
+    entries = core.state.tables.entries
+    claimed = core.index.claimed()
+    core.index.apply(IndexClaim(key, claimed=False) for key in claimed - entries.keys())
+    held = tuple(key for key in entries if key in claimed)
+    now_ns = core.clock.now_ns()
+    core.post(ClaimsInherited(held, now_ns + claim_lease_ns, now_ns))
+    if held:
+        log.info("claims_inherited", entries=len(held))
 
 
 async def _recover_store(store: Store, directory: Mapping[Key, Location]) -> Recovery:

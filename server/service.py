@@ -137,7 +137,10 @@ class CacheService(rpc.CacheServicer):
             keys=messages.keys_of("keys", request.keys),
             mode=_CLAIM_MODES[request.mode],
             lease_ns=messages.milliseconds(
-                "lease_ms", request.lease_ms, self._config.claim_lease_ms, limits.MAX_LEASE_MS
+                "lease_ms",
+                request.lease_ms,
+                default=self._config.claim_lease_ms,
+                most=self._config.claim_lease_ms,
             ),
             wait_until_ns=self._wait_until(now_ns, request.wait_ms),
             now_ns=now_ns,

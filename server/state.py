@@ -22,6 +22,7 @@ from .events import (
     ArenaGrown,
     CancelAsked,
     ClaimAsked,
+    ClaimsInherited,
     CommitFailed,
     Committed,
     EntryDamaged,
@@ -44,7 +45,7 @@ from .events import (
     WriteStopped,
 )
 from .saving import Footprint
-from .tables import Entry, Session, StateConfig, Tables, TierCounters, Timer
+from .tables import Claim, Entry, Session, StateConfig, Tables, TierCounters, Timer
 from .turn import Refusal, Turn
 
 
@@ -135,6 +136,8 @@ class MetaState:
                 turn.tables.ledgers[event.tier].grow(event.secured_bytes)
             case TierRecovered():
                 self._recovered(turn, event)
+            case ClaimsInherited():
+                self._inherit_claims(turn, event)
             case Tick():
                 self._tick(turn)
                 if event.flush:
@@ -324,6 +327,30 @@ class MetaState:
             counters.recovered_bytes += entry.payload_bytes
             counters.payload_bytes += entry.payload_bytes
             turn.effects.append(IndexPut(entry))
+
+    def _inherit_claims(self, turn: Turn, event: ClaimsInherited) -> None:
+        """Hold claimed entries of the earlier start, in a session that nobody renews."""
+        t = turn.tables
+        entries = tuple(t.entries[key] for key in event.keys)
+        if not entries:
+            return
+        config = t.config
+        session = Session(
+            t.next_session,
+            "readers from before the restart",
+            turn.now_ns,
+            event.until_ns - config.session_lost_after_ns,
+        )
+        t.next_session += 1
+        t.sessions[session.session] = session
+        turn.set_timer(event.until_ns, Timer.SESSION, session.session)
+        claim = Claim(t.next_claim, session.session, entries, turn.now_ns, event.until_ns)
+        t.next_claim += 1
+        t.claims[claim.claim] = claim
+        session.claims.add(claim.claim)
+        turn.set_timer(event.until_ns, Timer.CLAIM, claim.claim)
+        for entry in entries:
+            turn.pin(entry)
 
 
 def _entry_of(stored: StoredEntry, tier: Tier, stored_bytes: int) -> Entry:

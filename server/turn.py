@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from ..proto.errors import PrefixdError, UnknownSession
 from ..proto.keys import Key
+from ..proto.vocabulary import Tier
 from ..tiers.ledger import Ledger
-from .effects import Effect, Erase, IndexDelete, TellClaimLost
+from .effects import Effect, Erase, IndexClaim, IndexDelete, TellClaimLost
 from .events import ClaimAsked, LookupAsked, ReserveAsked
 from .tables import Entry, Reservation, Session, Tables, Timer, Waiting
 
@@ -107,6 +108,7 @@ class Turn:
     def pin(self, entry: Entry) -> None:
         if entry.pins == 0:
             self.ledger(entry).pin(entry.key, entry.stored_bytes)
+            self._remember_claim(entry, claimed=True)
         entry.pins += 1
 
     def unpin(self, entry: Entry) -> None:
@@ -116,6 +118,12 @@ class Turn:
         # It enters the eviction order as the most recent: the time has to say the same.
         self._mark_used(entry)
         self.ledger(entry).unpin(entry.key, entry.stored_bytes)
+        self._remember_claim(entry, claimed=False)
+
+    def _remember_claim(self, entry: Entry, *, claimed: bool) -> None:
+        # Only the shm tier outlives a daemon in memory that others have mapped.
+        if entry.tier is Tier.SHM:
+            self.effects.append(IndexClaim(entry.key, claimed))
 
     def evict(self, entry: Entry) -> None:
         """An entry that `Ledger.next_victim` chose leaves."""
