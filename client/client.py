@@ -1,0 +1,328 @@
+"""The client: look for cached state, restore it, save it. Never the reason a request fails.
+
+Whatever goes wrong on the way to the daemon (it is gone, it is slow, a checksum is wrong, a
+claim was lost) is a miss, and counted. Only a caller's own mistake raises: `CallerError` and
+what is below it, such as a key of the wrong length or a client that was closed.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Final
+
+from ..proto.errors import CallerError, ClientClosed, DeadlineExceeded, InvalidSize
+from ..proto.keys import Key, Namespace, check_key, prefix_keys
+from ..proto.limits import (
+    DEFAULT_BLOCK_TOKENS,
+    DEFAULT_DEADLINE_MS,
+    DEFAULT_EVICT_SAVE_TIMEOUT_MS,
+    MAX_LEASE_MS,
+    MAX_WAIT_MS,
+)
+from .benefit import LoadSpeeds, MinBenefit
+from .counters import Counters, Snapshot
+from .deadline import Deadline
+from .hit import Hit
+from .policy import SavePolicy
+from .reading import VERIFY_CHOICES, Reader, Verify
+from .remote import RemoteTransport
+from .results import ClaimMode, Found, RestoreResult
+from .saves import Saves
+from .searching import Searcher, checked_keys
+from .session import DEFAULT_CONNECT_TIMEOUT_MS
+from .transport import Transport
+from .walk import BlockChain, count_tokens, prefix_walk
+from .writing import Writer
+
+if TYPE_CHECKING:
+    from ..proto.keys import Tokens
+    from .buffers import Payload
+
+DEFAULT_MAX_PENDING_SAVES: Final = 64
+
+
+class Client(Saves):
+    """A connection to a prefixd daemon, for any number of threads of one process.
+
+    Making one returns at once; the first call waits for the connection, within its deadline.
+    While the daemon is down every call is a miss at once, and the client goes on trying to
+    reach it in the background.
+
+    Every method takes `deadline_ms` for that one call: how long it may take, beside what it was
+    told to wait for others (`wait_ms`) and the time that moving its bytes is given (64 MiB/s at
+    least).
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        name: str | None = None,
+        deadline_ms: int = DEFAULT_DEADLINE_MS,
+        connect_timeout_ms: int = DEFAULT_CONNECT_TIMEOUT_MS,
+        evict_save_timeout_ms: int = DEFAULT_EVICT_SAVE_TIMEOUT_MS,
+        lease_ms: int = 0,
+        policy: SavePolicy | None = None,
+        verify: Verify = "always",
+        prefill_tokens_per_s: float | None = None,
+        min_benefit_ms: float = 0.0,
+        max_pending_saves: int = DEFAULT_MAX_PENDING_SAVES,
+        transport: Transport | None = None,
+        counters: Counters | None = None,
+    ) -> None:
+        """`address`: `unix:/path` or `host:port`; None: `proto.endpoints.default_address()`.
+        `name`: shown to operators, and to whoever meets one of its saves in flight.
+        `connect_timeout_ms`: after it the daemon counts as down. `lease_ms` of claims, 0: the
+        daemon's own. `policy`: the gates of saves, and the stride of `longest_prefix`.
+        `verify`: whose CRC32C is checked on restore: `always`, `disk` (what comes from disk),
+        `never`. `prefill_tokens_per_s`: how fast the engine computes; hits that are estimated to
+        load slower, or to save less than `min_benefit_ms`, are left out. `max_pending_saves`:
+        asynchronous saves beyond are dropped. `transport`, and the `counters` that it counts in,
+        replace gRPC to `address`.
+
+        Raises CallerError for a setting that can't be.
+        """
+        for what, value in (
+            ("deadline_ms", deadline_ms),
+            ("connect_timeout_ms", connect_timeout_ms),
+            ("evict_save_timeout_ms", evict_save_timeout_ms),
+        ):
+            if value < 1:
+                raise InvalidSize(f"{what} is at least 1, not {value}")
+        if not 0 <= lease_ms <= MAX_LEASE_MS:
+            raise InvalidSize(f"lease_ms is in 0 ... {MAX_LEASE_MS}, not {lease_ms}")
+        if max_pending_saves < 0:
+            raise InvalidSize(f"max_pending_saves is at least 0, not {max_pending_saves}")
+        if verify not in VERIFY_CHOICES:
+            raise CallerError(f"verify is one of {', '.join(VERIFY_CHOICES)}, not {verify!r}")
+        self._pid = os.getpid()
+        self._closed = True  # until there is something to close
+        self._deadline_ms = deadline_ms
+        self._counters = counters or Counters()
+        self.policy = policy or SavePolicy()
+        #: How fast each tier loads, as measured on restores.
+        self.speeds = LoadSpeeds()
+        benefit = MinBenefit(self.speeds, prefill_tokens_per_s, min_benefit_ms)
+        self._transport = transport or RemoteTransport(
+            address, name, counters=self._counters, connect_timeout_ms=connect_timeout_ms
+        )
+        self._closed = False
+        self._reader = Reader(
+            self._transport, self._counters, self.speeds, verify=verify, deadline_ms=deadline_ms
+        )
+        self._searcher = Searcher(
+            self._transport, self._reader, self._counters, benefit, lease_ms=lease_ms
+        )
+        self._writer = Writer(
+            self._transport,
+            self._counters,
+            deadline_ms=deadline_ms,
+            evict_save_timeout_ms=evict_save_timeout_ms,
+            max_pending_saves=max_pending_saves,
+        )
+
+    # ---- looking for state
+
+    def longest_prefix(
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        *,
+        claim: bool = True,
+        exact_end: bool = False,
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> Hit | None:
+        """The longest prefix entry of `tokens`, claimed; None: a miss.
+
+        Looks at the multiples of `policy.boundary_align_tokens`, with `exact_end` also at the
+        end of the tokens: all keys in one hash pass, longest first, one rpc. `claim` False only
+        looks: nothing is pinned, nothing moves in an eviction order. `wait_ms`: how long to
+        wait for a save in flight.
+        """
+        deadline = self._begin(deadline_ms, wait_ms)
+        stride_tokens = self.policy.boundary_align_tokens
+        keys, counts = prefix_walk(namespace, tokens, stride_tokens, exact_end=exact_end)
+        if claim:
+            hit = self._searcher.claim(keys, counts, ClaimMode.FIRST, wait_ms, deadline)
+        else:
+            hit = self._searcher.look(keys, counts, wait_ms, deadline)
+        return hit or None
+
+    def resume(
+        self,
+        parent_key: Key,
+        tokens: Tokens,
+        wait_ms: int | None = None,
+        *,
+        namespace: Namespace,
+        exact_end: bool = False,
+        deadline_ms: int | None = None,
+    ) -> Hit | None:
+        """The state that a conversation left off with, claimed; None: a miss.
+
+        `parent_key` is the prefix entry of its last save, which may still be in flight: waits
+        for it at most `wait_ms` (None: `policy.session_resume_wait_ms`), and takes the longest
+        prefix of `tokens` if it does not come, all in one rpc. An entry that, by its own token
+        count, is not one of these `tokens` is not used.
+        """
+        wait_ms = self.policy.session_resume_wait_ms if wait_ms is None else wait_ms
+        deadline = self._begin(deadline_ms, wait_ms)
+        parent_key = check_key(parent_key)
+        stride_tokens = self.policy.boundary_align_tokens
+        walk = prefix_walk(namespace, tokens, stride_tokens, exact_end=exact_end)
+        others = [(k, n) for k, n in zip(*walk, strict=True) if k != parent_key]
+        others = others[: self._transport.max_batch_keys - 1]
+        keys = [parent_key, *(key for key, _ in others)]
+        counts = [None, *(count for _, count in others)]
+        hit = self._searcher.claim(keys, counts, ClaimMode.FIRST, wait_ms, deadline)
+        if not hit or hit.keys != [parent_key]:
+            return hit or None
+        length = hit.token_counts[0]
+        if length <= count_tokens(tokens) and prefix_keys(namespace, tokens, [length]) == hit.keys:
+            return hit
+        self._reader.release([hit], deadline_ms)
+        return self._searcher.claim(keys[1:], counts[1:], ClaimMode.FIRST, 0, deadline) or None
+
+    def chain(
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        block_tokens: int = DEFAULT_BLOCK_TOKENS,
+        *,
+        include_partial: bool = False,
+    ) -> BlockChain:
+        """The keys of `tokens` cut into blocks, root first. No rpc; see `walk.BlockChain`."""
+        return BlockChain(namespace, tokens, block_tokens, include_partial=include_partial)
+
+    def longest_run(
+        self,
+        keys: BlockChain | Sequence[Key],
+        *,
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> Hit:
+        """The blocks of a chain up to the first that is missing, claimed, in one rpc; empty (and
+        false) when that is block 0.
+
+        Only the complete blocks of a `BlockChain` are looked for, and only as many as one call
+        takes (4,096 unless the daemon says less).
+        """
+        deadline = self._begin(deadline_ms, wait_ms)
+        most = self._transport.max_batch_keys
+        counts: list[int | None] | None = None
+        if isinstance(keys, BlockChain):
+            wanted = keys[: min(keys.whole_blocks, most)]
+            counts = [keys.block_tokens] * len(wanted)
+        else:
+            wanted = checked_keys(keys[:most], most)
+        return self._searcher.claim(wanted, counts, ClaimMode.RUN, wait_ms, deadline)
+
+    def claim(
+        self,
+        keys: Sequence[Key],
+        *,
+        mode: ClaimMode = ClaimMode.ANY,
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> Hit:
+        """Pin those of `keys` that `mode` wants; empty (and false) if there are none. One rpc.
+
+        Raises InvalidKey, InvalidBatch.
+        """
+        deadline = self._begin(deadline_ms, wait_ms)
+        checked = checked_keys(keys, self._transport.max_batch_keys)
+        return self._searcher.claim(checked, None, mode, wait_ms, deadline)
+
+    def probe(
+        self, keys: Sequence[Key], *, wait_ms: int = 0, deadline_ms: int | None = None
+    ) -> list[Found]:
+        """What is known of each key; nothing of any of them when the daemon can't be asked.
+
+        Pins nothing, renews nothing, moves nothing in an eviction order. One rpc. Raises
+        InvalidKey, InvalidBatch.
+        """
+        deadline = self._begin(deadline_ms, wait_ms)
+        checked = checked_keys(keys, self._transport.max_batch_keys)
+        return self._searcher.probe(checked, wait_ms, deadline)
+
+    # ---- restoring it
+
+    def restore_into(
+        self, hit: Hit, buffers: Sequence[Payload], *, deadline_ms: int | None = None
+    ) -> RestoreResult:
+        """Copy the payloads of a hit into `buffers`; see `Hit.restore_into`."""
+        self._check_usable()
+        return hit.restore_into(buffers, deadline_ms=deadline_ms)
+
+    def release_many(self, hits: Sequence[Hit], *, deadline_ms: int | None = None) -> list[bool]:
+        """Release hits in one rpc; see `Hit.release`."""
+        self._check_usable()
+        return self._reader.release(hits, deadline_ms)
+
+    # ---- this client
+
+    @property
+    def counters(self) -> Snapshot:
+        """What this client has counted so far, as a dict of its own; see `Counters`."""
+        return self._counters.snapshot()
+
+    @property
+    def connected(self) -> bool:
+        """Is there a session with the daemon at this moment?"""
+        return not self._closed and self._transport.connected
+
+    def wait_connected(self, *, deadline_ms: int | None = None) -> bool:
+        """Wait until the daemon is reached, however often that has to be tried."""
+        deadline = self._begin(deadline_ms)
+        try:
+            return self._transport.wait(deadline)
+        except DeadlineExceeded:
+            return False
+
+    def close(self, *, flush_ms: int | None = None) -> None:
+        """Finish the pending saves (within `flush_ms`, None: `deadline_ms`; the rest is dropped)
+        and leave the daemon, which releases whatever this client still holds. Idempotent."""
+        if self._closed or os.getpid() != self._pid:
+            self._closed = True
+            return
+        self._closed = True
+        self._writer.close(flush_ms)
+        self._transport.close()
+        self._writer.join()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and os.getpid() == self._pid:
+            warnings.warn("a client was never closed", ResourceWarning, source=self, stacklevel=1)
+            self.close(flush_ms=0)
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClientClosed("this client is closed")
+        if os.getpid() != self._pid:
+            raise CallerError(
+                f"this client belongs to process {self._pid}, of which this one is a fork: "
+                "make a client in each process, and spawn workers rather than forking them"
+            )
+
+    def _begin(self, deadline_ms: int | None, wait_ms: int = 0) -> Deadline:
+        """Every call begins here: may it, and until when."""
+        self._check_usable()
+        if not 0 <= wait_ms <= MAX_WAIT_MS:
+            raise InvalidSize(f"a wait is in 0 ... {MAX_WAIT_MS} ms, not {wait_ms}")
+        within_ms = self._deadline_ms if deadline_ms is None else deadline_ms
+        return Deadline(within_ms + wait_ms)

@@ -1,0 +1,176 @@
+"""One session on one connection, from the daemon's welcome to its end, and what is held in it.
+
+gRPC pulls what is to be sent out of an iterator, from a thread of its own; that iterator waits
+for whatever comes first, something to say or the next heartbeat, so the heartbeats need no
+timer. It also notices a daemon that has stopped answering.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from queue import Empty, SimpleQueue
+from typing import Final
+from weakref import WeakValueDictionary
+
+import grpc
+
+from ..proto import prefixd_pb2 as pb
+from ..proto.errors import DaemonUnavailable, from_grpc
+from ..proto.limits import SESSION_LOST_AFTER_INTERVALS
+from .connection import Connection
+
+logger = logging.getLogger("prefixd.client")
+
+#: Heartbeats sent per interval that is due, so that one late heartbeat loses no session.
+BEATS_PER_INTERVAL: Final = 2
+#: Heartbeats without an answer after which the daemon counts as gone.
+MAX_UNANSWERED: Final = SESSION_LOST_AFTER_INTERVALS * BEATS_PER_INTERVAL
+
+
+class Holding:
+    """A claim or a reservation: valid until it is given back, lost, or its session ends."""
+
+    __slots__ = ("__weakref__", "link", "number", "why_lost")
+
+    def __init__(self, link: Link, number: int, why_lost: str | None) -> None:
+        self.link = link
+        #: The daemon's number for it: a claim id or a reservation token.
+        self.number = number
+        #: What took it away, as a sentence; None while it is held.
+        self.why_lost = why_lost
+
+
+class Holdings:
+    """Those of one kind that somebody still refers to. Thread-safe."""
+
+    def __init__(self) -> None:
+        # Re-entrant: a finalizer that closes a forgotten client may run while it is held.
+        self._lock = threading.RLock()
+        self._held: WeakValueDictionary[int, Holding] = WeakValueDictionary()
+        self._why_ended: str | None = None
+
+    def hold(self, link: Link, number: int) -> Holding:
+        """What the daemon granted; lost already if the session ended meanwhile."""
+        with self._lock:
+            holding = Holding(link, number, self._why_ended)
+            self._held[number] = holding
+            return holding
+
+    def lose(self, number: int, why: str) -> bool:
+        """The daemon took it away. False: nobody holds it."""
+        with self._lock:
+            holding = self._held.pop(number, None)
+            if holding is None:
+                return False
+            holding.why_lost = why
+            return True
+
+    def end(self, why: str) -> None:
+        """The session is over, and with it everything that it held."""
+        with self._lock:
+            self._why_ended = why
+            for holding in self._held.values():
+                holding.why_lost = holding.why_lost or why
+
+
+class Link:
+    """A session and the connection that it is on. Thread-safe."""
+
+    def __init__(self, connection: Connection, hello: pb.Hello, welcome_within_s: float) -> None:
+        """Says hello at once; `open` waits for the welcome."""
+        self.connection = connection
+        #: What the daemon said of itself and its limits.
+        self.welcome = pb.Welcome()
+        self.ref = pb.SessionRef()
+        self.draining = False
+        self.claims = Holdings()
+        self.reservations = Holdings()
+        #: Why the session ended; empty while it lasts.
+        self.why_ended = ""
+        # Finalizers use it too, which run at any moment in any thread: SimpleQueue may be.
+        self._outbox: SimpleQueue[pb.SessionRequest | None] = SimpleQueue()
+        self._welcomed = threading.Event()
+        self._unanswered = 0
+        self._events = connection.stub.Session(self._requests(hello, welcome_within_s))
+
+    def open(self) -> None:
+        """Wait for the daemon's welcome. Raises PrefixdError."""
+        try:
+            first = next(self._events)
+        except StopIteration:
+            raise DaemonUnavailable("the session ended before it began") from None
+        except grpc.RpcError as problem:
+            if self.why_ended:
+                raise DaemonUnavailable(self.why_ended) from None
+            raise from_grpc(problem) from None
+        if first.WhichOneof("kind") != "welcome":
+            raise DaemonUnavailable("whoever answers did not begin with a welcome")
+        self.welcome = first.welcome
+        self.ref = pb.SessionRef(
+            incarnation=first.welcome.incarnation, session_id=first.welcome.session_id
+        )
+        self._welcomed.set()
+
+    def events(self) -> Iterator[pb.SessionEvent]:
+        """What the daemon says, until the session ends."""
+        try:
+            for event in self._events:
+                if event.WhichOneof("kind") == "heartbeat_ack":
+                    self._unanswered = 0
+                yield event
+            self.close("the daemon ended the session")
+        except grpc.RpcError as problem:
+            self.close(str(from_grpc(problem)))
+
+    def send(self, request: pb.SessionRequest) -> None:
+        """Say something on the session stream, soon. Callable from a finalizer."""
+        self._outbox.put(request)
+
+    def close(self, why: str) -> None:
+        """End session and connection: the daemon releases what was held, calls under way fail.
+
+        Idempotent; the first reason stays.
+        """
+        self.why_ended = self.why_ended or why
+        self.claims.end(self.why_ended)
+        self.reservations.end(self.why_ended)
+        self._outbox.put(None)
+        self._welcomed.set()
+        self._events.cancel()
+        self.connection.close()
+
+    def _requests(self, hello: pb.Hello, welcome_within_s: float) -> Iterator[pb.SessionRequest]:
+        """What gRPC sends, in its own thread."""
+        yield pb.SessionRequest(hello=hello)
+        if not self._welcomed.wait(welcome_within_s):
+            self._give_up("the daemon did not answer in time")
+            return
+        interval_s = max(self.welcome.heartbeat_interval_ms, 1) / 1e3 / BEATS_PER_INTERVAL
+        due_s = time.monotonic()
+        sequence = 0
+        while not self.why_ended:
+            left_s = due_s - time.monotonic()
+            if left_s > 0:
+                try:
+                    request = self._outbox.get(timeout=left_s)
+                except Empty:
+                    continue
+                if request is None:
+                    return
+                yield request
+            elif self._unanswered >= MAX_UNANSWERED:
+                self._give_up("the daemon stopped answering")
+                return
+            else:
+                self._unanswered += 1
+                sequence += 1
+                due_s = time.monotonic() + interval_s
+                yield pb.SessionRequest(heartbeat=pb.Heartbeat(sequence=sequence))
+
+    def _give_up(self, why: str) -> None:
+        """From gRPC's thread: the thread that reads the events does the rest."""
+        self.why_ended = self.why_ended or why
+        self._events.cancel()

@@ -1,0 +1,389 @@
+"""The client's way to the daemon over gRPC: any host, a Unix socket or TCP."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, TypeVar
+
+import grpc
+
+from ..proto import prefixd_pb2 as pb
+from ..proto.endpoints import default_address, normalize_address
+from ..proto.errors import (
+    ClaimLost,
+    DaemonUnavailable,
+    InvalidBatch,
+    InvalidSize,
+    PrefixdError,
+    StaleIncarnation,
+    UnknownReservation,
+    UnknownSession,
+    from_grpc,
+)
+from ..proto.keys import Key
+from ..proto.limits import (
+    CHUNK_BYTES,
+    MAX_BATCH_KEYS,
+    MAX_CLIENT_NAME_CHARS,
+    MAX_MESSAGE_BYTES,
+)
+from ..proto.vocabulary import SaveReason, Tier
+from .backoff import Backoff
+from .counters import Counters
+from .deadline import Deadline
+from .link import Holding, Link
+from .results import (
+    ClaimMode,
+    Entry,
+    Found,
+    Presence,
+    ReserveStatus,
+    SaveOutcome,
+    SaveStatus,
+)
+from .saving import pack
+from .session import DEFAULT_CONNECT_TIMEOUT_MS, SessionKeeper
+from .transport import Claimed, Granted, Range, ReserveItem, SaveTerms, Saving, Sink
+
+T = TypeVar("T")
+
+#: Held until it was released now, or before: nobody took it away.
+_GIVEN_BACK: Final = frozenset((pb.RELEASE_STATUS_RELEASED, pb.RELEASE_STATUS_ALREADY))
+
+
+class RemoteTransport:
+    """`transport.Transport` over one connection that is opened again when it breaks.
+
+    A call that the daemon refuses because it does not know the session (it was restarted, or
+    gave the session up) gets a new session and is repeated once; it had no effect before. No
+    other failure is repeated.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        name: str | None = None,
+        *,
+        counters: Counters,
+        connect_timeout_ms: int = DEFAULT_CONNECT_TIMEOUT_MS,
+        backoff: Backoff | None = None,
+    ) -> None:
+        """`address` None: the default one. `name` None: that of the program. Raises ConfigError
+        for what is no address, InvalidSize for a name that is too long."""
+        self._counters = counters
+        self._keeper = SessionKeeper(
+            default_address() if address is None else normalize_address(address),
+            _hello(name),
+            counters=counters,
+            connect_timeout_ms=connect_timeout_ms,
+            backoff=backoff,
+        )
+
+    @property
+    def max_batch_keys(self) -> int:
+        link = self._keeper.current
+        return (link.welcome.max_batch_keys if link else 0) or MAX_BATCH_KEYS
+
+    @property
+    def connected(self) -> bool:
+        return self._keeper.current is not None
+
+    def wait(self, deadline: Deadline) -> bool:
+        return self._keeper.wait(deadline)
+
+    def close(self) -> None:
+        self._keeper.close()
+
+    # ---- read side
+
+    def lookup(self, keys: Sequence[Key], wait_ms: int, deadline: Deadline) -> list[Found]:
+        request = pb.LookupRequest(keys=keys, wait_ms=wait_ms)
+        _, response = self._call(
+            "Lookup", deadline, lambda link, s: link.connection.stub.Lookup(request, timeout=s)
+        )
+        with _understanding():
+            return [_found(key, result) for key, result in zip(keys, response.results, strict=True)]
+
+    def claim(
+        self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, lease_ms: int, deadline: Deadline
+    ) -> Claimed:
+        request = pb.ClaimRequest(
+            keys=keys, mode=pb.ClaimMode.ValueType(mode), wait_ms=wait_ms, lease_ms=lease_ms
+        )
+
+        def ask(link: Link, timeout_s: float) -> pb.ClaimResponse:
+            request.session.CopyFrom(link.ref)
+            return link.connection.stub.Claim(request, timeout=timeout_s)
+
+        link, response = self._call("Claim", deadline, ask)
+        number = response.claim_id
+        holding = link.claims.hold(link, number) if number else None
+        positions, entries, in_flight = [], [], False
+        with _understanding():
+            for position, result in enumerate(response.results):
+                if result.claimed:
+                    positions.append(position)
+                    entries.append(_entry(keys[position], result.entry))
+                elif result.presence == pb.PRESENCE_IN_FLIGHT:
+                    in_flight = True
+        return Claimed(holding, positions, entries, in_flight)
+
+    def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
+        link = self._holder(claim)
+        request = pb.ReadRequest(
+            session=link.ref,
+            claim_id=claim.number,
+            ranges=[
+                pb.ReadRange(
+                    index=wanted.entry,
+                    offset_bytes=wanted.offset_bytes,
+                    length_bytes=wanted.length_bytes,
+                    token_ids=wanted.token_ids,
+                )
+                for wanted in ranges
+            ],
+        )
+        self._counters.rpc("Read")
+        try:
+            call = link.connection.stub.Read(request, timeout=deadline.left_s())
+        except ValueError as problem:
+            raise ClaimLost(f"the connection closed: {problem}") from None
+        try:
+            for response in call:
+                for part in response.parts:
+                    ok = part.status == pb.READ_STATUS_OK
+                    sink(part.range, part.offset_bytes, part.data if ok else None)
+        except grpc.RpcError as problem:
+            raise from_grpc(problem) from None
+        finally:
+            call.cancel()  # no effect once it has ended
+
+    def release(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
+        link = self._keeper.current
+        held = [claim for claim in claims if claim.link is link]
+        if not held or link is None:
+            return [False] * len(claims)
+        request = pb.ReleaseRequest(session=link.ref, claim_ids=[claim.number for claim in held])
+        response = self._call_held(
+            "Release",
+            link,
+            lambda: link.connection.stub.Release(request, timeout=deadline.left_s()),
+        )
+        with _understanding():
+            outcomes = dict(zip((claim.number for claim in held), response.results, strict=True))
+        return [
+            claim.link is link and outcomes[claim.number] in _GIVEN_BACK and not claim.why_lost
+            for claim in claims
+        ]
+
+    def forget(self, claim: Holding) -> None:
+        give_back = pb.GiveBack(claim_ids=[claim.number])
+        claim.link.send(pb.SessionRequest(give_back=give_back))
+
+    def suspect(self, keys: Sequence[Key]) -> None:
+        link = self._keeper.current
+        if link is not None:
+            link.send(pb.SessionRequest(suspect=pb.Suspect(keys=keys)))
+
+    # ---- write side
+
+    def reserve(
+        self, items: Sequence[ReserveItem], terms: SaveTerms, deadline: Deadline
+    ) -> list[Granted]:
+        header = _header(items, terms)
+
+        def ask(link: Link, timeout_s: float) -> pb.ReserveResponse:
+            header.session.CopyFrom(link.ref)
+            request = pb.ReserveRequest(header=header)
+            return link.connection.stub.Reserve(request, timeout=timeout_s)
+
+        link, response = self._call("Reserve", deadline, ask)
+        with _understanding():
+            return [
+                _granted(link, result) for _, result in zip(items, response.results, strict=True)
+            ]
+
+    def cancel(self, reservations: Sequence[Holding], deadline: Deadline) -> list[bool]:
+        link = self._keeper.current
+        held = [reservation for reservation in reservations if reservation.link is link]
+        if not held or link is None:
+            return [False] * len(reservations)
+        request = pb.CancelRequest(session=link.ref, tokens=[each.number for each in held])
+        response = self._call_held(
+            "Cancel", link, lambda: link.connection.stub.Cancel(request, timeout=deadline.left_s())
+        )
+        with _understanding():
+            cancelled = dict(zip((each.number for each in held), response.cancelled, strict=True))
+        return [each.link is link and cancelled[each.number] for each in reservations]
+
+    def write(
+        self,
+        reservations: Sequence[tuple[Holding, Key]],
+        payloads: Sequence[memoryview],
+        deadline: Deadline,
+    ) -> list[SaveOutcome]:
+        link = self._keeper.link(deadline)
+        tokens = [holding.number for holding, _ in reservations]
+        if any(holding.link is not link for holding, _ in reservations):
+            raise UnknownReservation("it was made in a session that has ended")
+        messages = pack(
+            pb.WriteRequest(session=link.ref).SerializeToString(),
+            [pb.WritePart(token=token) for token in tokens],
+            payloads,
+            chunk_bytes=link.welcome.chunk_bytes or CHUNK_BYTES,
+            max_message_bytes=link.welcome.max_message_bytes or MAX_MESSAGE_BYTES,
+        )
+        response = self._call_held(
+            "Write", link, lambda: link.connection.write(messages, deadline.left_s())
+        )
+        with _understanding():
+            results = dict(zip(response.tokens, response.results, strict=True))
+            return [_outcome(key, results[holding.number]) for holding, key in reservations]
+
+    def save(
+        self, items: Sequence[Saving], terms: SaveTerms, deadline: Deadline
+    ) -> list[SaveOutcome]:
+        header = _header([saving.item for saving in items], terms)
+        labels = [pb.WritePart(item=index) for index in range(len(items))]
+        payloads = [saving.payload for saving in items]
+
+        def send(link: Link, timeout_s: float) -> pb.SaveResponse:
+            header.session.CopyFrom(link.ref)
+            opening = pb.SaveRequest(header=header).SerializeToString()
+            max_message_bytes = link.welcome.max_message_bytes or MAX_MESSAGE_BYTES
+            if len(opening) > max_message_bytes:
+                raise InvalidBatch(
+                    f"keys and token ids of {len(items)} items are {len(opening)} bytes, more "
+                    f"than the {max_message_bytes} of a message: save them in several calls"
+                )
+            messages = pack(
+                opening,
+                labels,
+                payloads,
+                chunk_bytes=link.welcome.chunk_bytes or CHUNK_BYTES,
+                max_message_bytes=max_message_bytes,
+            )
+            return link.connection.save(messages, timeout_s)
+
+        _, response = self._call("Save", deadline, send)
+        with _understanding():
+            return [
+                _outcome(saving.item.key, result)
+                for saving, result in zip(items, response.results, strict=True)
+            ]
+
+    # ---- calling
+
+    def _call(
+        self, name: str, deadline: Deadline, ask: Callable[[Link, float], T]
+    ) -> tuple[Link, T]:
+        """`ask` in the current session; once more in a new one if the daemon lost that."""
+        try:
+            return self._ask(name, deadline, ask)
+        except (UnknownSession, StaleIncarnation):
+            return self._ask(name, deadline, ask)
+
+    def _ask(
+        self, name: str, deadline: Deadline, ask: Callable[[Link, float], T]
+    ) -> tuple[Link, T]:
+        link = self._keeper.link(deadline, opening=True)
+        timeout_s = deadline.left_s()
+        return link, self._call_held(name, link, lambda: ask(link, timeout_s))
+
+    def _call_held(self, name: str, link: Link, ask: Callable[[], T]) -> T:
+        """One rpc in this very session. Raises PrefixdError."""
+        self._counters.rpc(name)
+        try:
+            return ask()
+        except grpc.RpcError as problem:
+            error = from_grpc(problem)
+            if isinstance(error, UnknownSession | StaleIncarnation):
+                self._keeper.renew(link, str(error))
+            raise error from None
+        except ValueError as problem:
+            if isinstance(problem, PrefixdError):
+                raise
+            # The channel was closed between being looked up and being used.
+            raise DaemonUnavailable(f"the connection closed: {problem}") from None
+
+    def _holder(self, claim: Holding) -> Link:
+        if claim.why_lost is not None:
+            raise ClaimLost(claim.why_lost)
+        return claim.link
+
+
+def _hello(name: str | None) -> pb.Hello:
+    """Who this client is. Without a name: the program."""
+    if name is None:
+        name = Path(sys.argv[0]).name[:MAX_CLIENT_NAME_CHARS] or "client"
+    if not 0 < len(name) <= MAX_CLIENT_NAME_CHARS:
+        raise InvalidSize(f"a name has 1 ... {MAX_CLIENT_NAME_CHARS} characters, not {len(name)}")
+    return pb.Hello(client_name=name, pid=os.getpid(), host=socket.gethostname())
+
+
+# ---- from and to messages
+
+
+@contextmanager
+def _understanding() -> Iterator[None]:
+    """An answer that does not follow the contract is a failed call, not a crash of the caller."""
+    try:
+        yield
+    except (KeyError, IndexError, ValueError) as problem:
+        raise PrefixdError(
+            f"the daemon's answer does not follow the contract: {problem!r}"
+        ) from None
+
+
+_TIERS: Final = {int(tier): tier for tier in Tier}
+_REASONS: Final = {int(reason): reason for reason in SaveReason}
+
+
+def _entry(key: Key, info: pb.EntryInfo) -> Entry:
+    return Entry(
+        key,
+        _TIERS[info.tier],
+        info.payload_bytes,
+        info.token_count,
+        info.payload_crc32c,
+        info.layer_count,
+        info.token_ids_bytes,
+        info.generation,
+        _REASONS[info.reason],
+    )
+
+
+def _found(key: Key, result: pb.LookupResult) -> Found:
+    if result.presence == pb.PRESENCE_PRESENT:
+        return Found(Presence.PRESENT, _entry(key, result.entry))
+    if result.presence == pb.PRESENCE_IN_FLIGHT:
+        flight = result.in_flight
+        return Found(Presence.IN_FLIGHT, None, flight.owner, flight.age_ms)
+    return Found(Presence.ABSENT)
+
+
+def _granted(link: Link, result: pb.ReserveResult) -> Granted:
+    status = ReserveStatus(result.status)
+    held = link.reservations.hold(link, result.token) if status is ReserveStatus.GRANTED else None
+    return Granted(status, held, result.in_flight.owner, result.in_flight.age_ms)
+
+
+def _outcome(key: Key, result: pb.SaveResult) -> SaveOutcome:
+    flight = result.in_flight
+    return SaveOutcome(key, SaveStatus(result.status), flight.owner, flight.age_ms, result.message)
+
+
+def _header(items: Sequence[ReserveItem], terms: SaveTerms) -> pb.SaveHeader:
+    return pb.SaveHeader(
+        tier=pb.Tier.ValueType(terms.tier),
+        reason=pb.SaveReason.ValueType(terms.reason),
+        items=[pb.SaveItem(**item._asdict()) for item in items],
+        ancestors=terms.ancestors,
+        wait_ms=terms.wait_ms,
+        ttl_ms=terms.ttl_ms,
+    )

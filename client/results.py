@@ -1,0 +1,205 @@
+"""What the client gives back: plain values, no connection behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import NamedTuple
+
+from ..proto.errors import (
+    ClaimLost,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    Draining,
+    EntryCorrupt,
+    PrefixdError,
+    StaleIncarnation,
+    UnknownClaim,
+    UnknownEntry,
+    UnknownReservation,
+    UnknownSession,
+)
+from ..proto.keys import Key
+from ..proto.vocabulary import SaveReason, Tier
+
+
+class MissReason(StrEnum):
+    """Why something was not served from the cache."""
+
+    ABSENT = "absent"
+    """Nobody saved it, or it was evicted."""
+    IN_FLIGHT = "in_flight"
+    """Somebody is saving it at this moment."""
+    UNAVAILABLE = "unavailable"
+    """No daemon answers, or it is stopping."""
+    DEADLINE = "deadline"
+    """The call's time was over."""
+    CORRUPT = "corrupt"
+    """The bytes that arrived do not match their checksum."""
+    UNREADABLE = "unreadable"
+    """The daemon could not read the bytes and dropped the entry."""
+    LOST = "lost"
+    """The claim ended before the bytes were read."""
+    SLOW = "slow"
+    """Computing it is estimated to be faster than loading it."""
+    REFUSED = "refused"
+    """The daemon had a reason of its own, such as a full table."""
+
+
+def miss_reason(error: PrefixdError) -> MissReason:
+    """The miss that a failed call is."""
+    match error:
+        case DeadlineExceeded():
+            return MissReason.DEADLINE
+        case DaemonUnavailable() | Draining() | UnknownSession() | StaleIncarnation():
+            return MissReason.UNAVAILABLE
+        case ClaimLost() | UnknownClaim():
+            return MissReason.LOST
+        case EntryCorrupt():
+            return MissReason.CORRUPT
+        case UnknownEntry():
+            return MissReason.ABSENT
+        case _:
+            return MissReason.REFUSED
+
+
+class ClaimMode(IntEnum):
+    """Which of the keys of a claim are wanted; the numbers are those of the wire."""
+
+    RUN = 0
+    """From the first on, up to the first that is absent: a block chain, root first."""
+    FIRST = 1
+    """The first that is present: prefix entries, longest first."""
+    ANY = 2
+    """Every one that is present."""
+
+
+class Presence(IntEnum):
+    """What a probe says of a key; the numbers are those of the wire."""
+
+    ABSENT = 1
+    PRESENT = 2
+    IN_FLIGHT = 3
+
+
+class Entry(NamedTuple):
+    """A published entry."""
+
+    key: Key
+    tier: Tier
+    payload_bytes: int
+    token_count: int
+    payload_crc32c: int
+    #: 0: no layer table; else `payload_bytes / layer_count` bytes each.
+    layer_count: int
+    token_ids_bytes: int
+    generation: int
+    reason: SaveReason
+
+
+class Found(NamedTuple):
+    """What a probe found of one key. `owner` and `age_ms` are those of a save in flight."""
+
+    presence: Presence
+    entry: Entry | None = None
+    owner: str = ""
+    age_ms: int = 0
+
+    @property
+    def present(self) -> bool:
+        return self.presence is Presence.PRESENT
+
+
+NOT_FOUND = Found(Presence.ABSENT)
+
+
+class SaveStatus(IntEnum):
+    """How a save ended. Below 100 the daemon says so and the numbers are those of the wire;
+    from 100 on the client knows it by itself."""
+
+    SAVED = 1
+    PRESENT = 2
+    IN_FLIGHT = 3
+    TOO_LARGE = 4
+    NO_ROOM = 5
+    CRC_MISMATCH = 6
+    LENGTH_MISMATCH = 7
+    LOST = 8
+    DEVICE_FULL = 9
+    FAILED = 10
+    DROPPED = 100
+    """Too many saves were waiting already, or the client was closed."""
+    UNAVAILABLE = 101
+    """No daemon answers, or it is stopping."""
+    DEADLINE = 102
+    """It took too long; it may still be published."""
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+class SaveOutcome(NamedTuple):
+    """How the save of one key ended. `owner` and `age_ms` are those of a save in flight."""
+
+    key: Key
+    status: SaveStatus
+    owner: str = ""
+    age_ms: int = 0
+    message: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Is the key published now, by this save or another?"""
+        return self.status <= SaveStatus.PRESENT
+
+    @property
+    def retryable(self) -> bool:
+        """May the same save succeed later?"""
+        return self.status not in _FINAL
+
+
+_FINAL = frozenset((SaveStatus.SAVED, SaveStatus.PRESENT, SaveStatus.TOO_LARGE))
+
+
+def failed_saves(keys: Sequence[Key], error: PrefixdError) -> list[SaveOutcome]:
+    """The outcome of every item of a save whose call failed."""
+    if isinstance(error, UnknownReservation):
+        status = SaveStatus.LOST
+    else:
+        status = {
+            MissReason.UNAVAILABLE: SaveStatus.UNAVAILABLE,
+            MissReason.DEADLINE: SaveStatus.DEADLINE,
+        }.get(miss_reason(error), SaveStatus.FAILED)
+    return [SaveOutcome(key, status, message=str(error)) for key in keys]
+
+
+class ReserveStatus(IntEnum):
+    """The answer to a reservation; numbered as `SaveStatus` is."""
+
+    GRANTED = 1
+    PRESENT = 2
+    IN_FLIGHT = 3
+    TOO_LARGE = 4
+    NO_ROOM = 5
+    FAILED = 100
+    """The daemon could not be asked, or refused the whole call."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreResult:
+    """What `restore_into` put into the buffers. True when all of it is good."""
+
+    #: Per buffer: does it hold exactly the saved bytes? Where not, its content is undefined.
+    restored: tuple[bool, ...]
+    #: Buffers from the first on that are good: what is usable of a block chain.
+    run: int
+    #: Tokens and bytes of that run.
+    token_count: int
+    payload_bytes: int
+    #: Why the first buffer that is not good is not; None when all are.
+    miss: MissReason | None = None
+
+    def __bool__(self) -> bool:
+        return self.miss is None

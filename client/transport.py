@@ -1,0 +1,152 @@
+"""The one interface between the client and the daemon.
+
+A transport moves questions and bytes and has no opinion: what goes wrong it raises
+(`PrefixdError`), and `client.Client` makes misses of it. `remote.RemoteTransport` is gRPC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+from ..proto.keys import Key
+from ..proto.vocabulary import SaveReason, Tier
+from .deadline import Deadline
+from .link import Holding
+from .results import ClaimMode, Entry, Found, ReserveStatus, SaveOutcome
+
+
+class Claimed(NamedTuple):
+    """What a claim got; `positions[i]` is where `entries[i]` stood among the keys asked for."""
+
+    #: None: nothing was there to claim.
+    holding: Holding | None
+    positions: list[int]
+    entries: list[Entry]
+    #: Is somebody saving one of the keys that are not there?
+    in_flight: bool
+
+
+class Range(NamedTuple):
+    """Bytes to read of one entry of a claim: of its payload, or of its token ids."""
+
+    #: Among the entries that the claim got, counted from 0.
+    entry: int
+    offset_bytes: int
+    length_bytes: int
+    token_ids: bool = False
+
+
+#: Takes what arrives of a read: the position of the range, the offset from its start, and the
+#: bytes; or None instead of them, for an entry that the daemon could not read.
+Sink: TypeAlias = Callable[[int, int, "bytes | memoryview | None"], None]
+
+
+class ReserveItem(NamedTuple):
+    """One key for which room is wanted.
+
+    `layer_count`: 0, or a divisor of `payload_bytes`, for readers that take single layers.
+    `token_ids`: optional, u32 little-endian (`keys.token_bytes`), for verifying reads.
+    """
+
+    key: Key
+    payload_bytes: int
+    token_count: int = 0
+    layer_count: int = 0
+    token_ids: bytes = b""
+
+
+class Saving(NamedTuple):
+    """One key with its payload as flat bytes."""
+
+    item: ReserveItem
+    payload: memoryview
+
+
+class SaveTerms(NamedTuple):
+    """What the items of one save or reservation have in common."""
+
+    tier: Tier
+    reason: SaveReason
+    #: The blocks before the first item, root first.
+    ancestors: Sequence[Key] = ()
+    #: How long to wait for the same keys in flight.
+    wait_ms: int = 0
+    #: How long a reservation lasts; 0: the daemon's own.
+    ttl_ms: int = 0
+
+
+class Granted(NamedTuple):
+    """The answer to one reservation. `owner` and `age_ms` are those of a save in flight."""
+
+    status: ReserveStatus
+    holding: Holding | None = None
+    owner: str = ""
+    age_ms: int = 0
+    message: str = ""
+
+
+class Transport(Protocol):
+    """What the client needs. Thread-safe; every call ends by its deadline.
+
+    Calls raise PrefixdError, `CallerError` among them; what is said of single keys comes back
+    in the order in which they were given.
+    """
+
+    @property
+    def max_batch_keys(self) -> int:
+        """Keys that one call takes."""
+
+    @property
+    def connected(self) -> bool:
+        """Is there a session at this moment?"""
+
+    def wait(self, deadline: Deadline) -> bool:
+        """Wait for a session. False: closed. Raises DeadlineExceeded."""
+
+    def lookup(self, keys: Sequence[Key], wait_ms: int, deadline: Deadline) -> list[Found]:
+        """What is known of each key."""
+
+    def claim(
+        self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, lease_ms: int, deadline: Deadline
+    ) -> Claimed:
+        """Pin what `mode` wants of the keys."""
+
+    def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
+        """Hand the bytes of `ranges` to `sink`, each range in order and without gaps.
+
+        Raises ClaimLost if the claim ended before that.
+        """
+
+    def release(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
+        """Give claims back. True: it was held until now."""
+
+    def forget(self, claim: Holding) -> None:
+        """Give a claim back some time soon, without waiting. Callable from a finalizer."""
+
+    def suspect(self, keys: Sequence[Key]) -> None:
+        """Tell the daemon of bytes that did not match their checksum, without waiting."""
+
+    def reserve(
+        self, items: Sequence[ReserveItem], terms: SaveTerms, deadline: Deadline
+    ) -> list[Granted]:
+        """Ask for the exclusive right to save keys, and for their room."""
+
+    def cancel(self, reservations: Sequence[Holding], deadline: Deadline) -> list[bool]:
+        """Give reservations back. True: there was something left to give back."""
+
+    def write(
+        self,
+        reservations: Sequence[tuple[Holding, Key]],
+        payloads: Sequence[memoryview],
+        deadline: Deadline,
+    ) -> list[SaveOutcome]:
+        """Send the payloads of granted reservations."""
+
+    def save(
+        self, items: Sequence[Saving], terms: SaveTerms, deadline: Deadline
+    ) -> list[SaveOutcome]:
+        """Reserve and write in one."""
+
+    def close(self) -> None:
+        """Give everything back; calls under way fail. Idempotent."""

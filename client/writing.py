@@ -1,0 +1,324 @@
+"""Payloads on their way out: saves, at once or in their turn, and reservations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ..proto.errors import (
+    CallerError,
+    InvalidBatch,
+    InvalidSize,
+    PrefixdError,
+    UnknownReason,
+    UnknownTier,
+)
+from ..proto.keys import Key, check_key, token_bytes
+from ..proto.limits import MAX_LEASE_MS, MAX_WAIT_MS
+from ..proto.record import check_layout, check_token_ids
+from ..proto.vocabulary import SaveReason, Tier
+from .buffers import byte_view
+from .counters import Counters
+from .deadline import Deadline
+from .link import Holding
+from .results import ReserveStatus, SaveOutcome, SaveStatus, failed_saves
+from .saving import SaveQueue
+from .transport import Granted, ReserveItem, SaveTerms, Saving, Transport
+
+if TYPE_CHECKING:
+    from ..proto.keys import Tokens
+    from .buffers import Payload
+
+
+@dataclass(frozen=True, slots=True)
+class SaveItem:
+    """One key to save. The payload is referenced: don't change it before the save is done.
+
+    `token_count`: tokens that the state stands for. `layer_count`: 0, or how many equal layers
+    the payload is made of, for readers that take single ones. `token_ids`: optional, stored
+    with the entry so that a verifying read can recompute its key; `bytes` are taken to be
+    u32 little-endian already (as those of a padded block have to be).
+    """
+
+    key: Key
+    payload: Payload
+    token_count: int = 0
+    layer_count: int = 0
+    token_ids: Tokens | bytes | None = None
+
+
+class Reservation:
+    """The answer to the wish to save one key: the exclusive right to, or why not.
+
+    Use as a context manager: what was not written when the block ends is cancelled, so that
+    whoever waits for the key is told at once. Not thread-safe.
+    """
+
+    def __init__(self, writer: Writer, item: ReserveItem, granted: Granted) -> None:
+        """Made by the client."""
+        self._writer = writer
+        self._used = False
+        self.item = item
+        self.status = granted.status
+        self.holding = granted.holding
+        #: Who saves the key at this moment, and for how long (IN_FLIGHT).
+        self.owner = granted.owner
+        self.age_ms = granted.age_ms
+        #: Why the daemon could not be asked (FAILED).
+        self.message = granted.message
+
+    @property
+    def key(self) -> Key:
+        return self.item.key
+
+    @property
+    def granted(self) -> bool:
+        """May and must this client save the key now? True until it was written or cancelled."""
+        return self.status is ReserveStatus.GRANTED and not self._used
+
+    @property
+    def lost(self) -> bool:
+        """Did it expire, or end with its session, before it was used?"""
+        return self.holding is not None and self.holding.why_lost is not None
+
+    def write(self, payload: Payload, *, deadline_ms: int | None = None) -> SaveOutcome:
+        """Save the payload, which has exactly the reserved size, and wait until it is published.
+
+        Raises CallerError if there is nothing to write to, InvalidSize for another size.
+        """
+        return self._writer.write([(self, payload)], deadline_ms)[0]
+
+    def cancel(self, *, deadline_ms: int | None = None) -> bool:
+        """Give the right back. Idempotent. False: there was none left."""
+        return self._writer.cancel([self], deadline_ms)[0]
+
+    def take(self) -> Holding | None:
+        """The right, for whoever uses it up; None if there is none. For the client's own use."""
+        if not self.granted:
+            return None
+        self._used = True
+        return self.holding
+
+    def __repr__(self) -> str:
+        return f"<Reservation: {self.status.name.lower()} {self.key.hex()[:16]}>"
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+
+class Writer:
+    """Saves for one client. Thread-safe."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        counters: Counters,
+        *,
+        deadline_ms: int,
+        evict_save_timeout_ms: int,
+        max_pending_saves: int,
+    ) -> None:
+        self._transport = transport
+        self._counters = counters
+        self._deadline_ms = deadline_ms
+        self._evict_save_timeout_ms = evict_save_timeout_ms
+        self._queue = SaveQueue(max_pending_saves)
+
+    def save(
+        self, items: Sequence[SaveItem], terms: SaveTerms, deadline_ms: int | None
+    ) -> list[SaveOutcome] | Future[list[SaveOutcome]]:
+        """See `Client.save_many`."""
+        savings, terms = self._checked(items, terms)
+        if not terms.reason.asynchronous:
+            return self._save_blocking(savings, terms, deadline_ms)
+        return self._queue.submit(
+            lambda: self._save_in_turn(savings, terms, deadline_ms),
+            lambda: self._dropped(savings),
+        )
+
+    def save_one(
+        self, item: SaveItem, terms: SaveTerms, deadline_ms: int | None
+    ) -> SaveOutcome | Future[SaveOutcome]:
+        """See `Client.save`."""
+        savings, terms = self._checked([item], terms)
+        if not terms.reason.asynchronous:
+            return self._save_blocking(savings, terms, deadline_ms)[0]
+        return self._queue.submit(
+            lambda: self._save_in_turn(savings, terms, deadline_ms)[0],
+            lambda: self._dropped(savings)[0],
+        )
+
+    def flush(self, deadline_ms: int | None) -> bool:
+        """See `Client.flush`."""
+        return self._queue.flush(self._within_ms(deadline_ms) / 1e3)
+
+    def close(self, flush_ms: int | None) -> None:
+        """Finish what is pending, within that time; what is not begun by then is dropped."""
+        self._queue.flush(self._within_ms(flush_ms) / 1e3)
+        self._queue.drop_pending()
+
+    def join(self) -> None:
+        """After `close`, and after the transport was closed: wait for the thread."""
+        self._queue.close()
+
+    def reserve(
+        self, items: Sequence[ReserveItem], terms: SaveTerms, deadline_ms: int | None
+    ) -> list[Reservation]:
+        """See `Client.reserve`."""
+        items = [item._replace(key=check_key(item.key)) for item in items]
+        for item in items:
+            check_layout(item.payload_bytes, item.layer_count)
+            check_token_ids(len(item.token_ids))
+            _check_tokens(item.token_count)
+        terms = _checked_terms(terms, [item.key for item in items], self._transport.max_batch_keys)
+        deadline = Deadline(self._within_ms(deadline_ms) + terms.wait_ms)
+        try:
+            answers = self._transport.reserve(items, terms, deadline)
+        except CallerError:
+            raise
+        except PrefixdError as problem:
+            answers = [Granted(ReserveStatus.FAILED, message=str(problem))] * len(items)
+        return [
+            Reservation(self, item, answer) for item, answer in zip(items, answers, strict=True)
+        ]
+
+    def write(
+        self, writes: Sequence[tuple[Reservation, Payload]], deadline_ms: int | None
+    ) -> list[SaveOutcome]:
+        """See `Client.write`."""
+        if not writes or len({id(reservation) for reservation, _ in writes}) < len(writes):
+            raise InvalidBatch("a write has at least one reservation, and each of them once")
+        payloads = []
+        for reservation, payload in writes:
+            view = byte_view(payload)
+            if not reservation.granted:
+                raise CallerError(f"{reservation!r} can't be written (any more)")
+            if len(view) != reservation.item.payload_bytes:
+                raise InvalidSize(
+                    f"{reservation.item.payload_bytes} bytes were reserved, these are {len(view)}"
+                )
+            payloads.append(view)
+        held = [
+            (holding, reservation.key)
+            for reservation, _ in writes
+            if (holding := reservation.take()) is not None
+        ]
+        sizes_bytes = [len(payload) for payload in payloads]
+        deadline = Deadline(self._within_ms(deadline_ms), sum(sizes_bytes))
+        try:
+            outcomes = self._transport.write(held, payloads, deadline)
+        except CallerError:
+            raise
+        except PrefixdError as problem:
+            outcomes = failed_saves([key for _, key in held], problem)
+        self._counters.saves(outcomes, sizes_bytes)
+        return outcomes
+
+    def cancel(self, reservations: Sequence[Reservation], deadline_ms: int | None) -> list[bool]:
+        """See `Client.cancel`."""
+        holdings = [reservation.take() for reservation in reservations]
+        held = [holding for holding in holdings if holding is not None]
+        if not held:
+            return [False] * len(reservations)
+        try:
+            answers = self._transport.cancel(held, Deadline(self._within_ms(deadline_ms)))
+        except CallerError:
+            raise
+        except PrefixdError:
+            answers = [False] * len(held)  # they end with their session
+        done = iter(answers)
+        return [holding is not None and next(done) for holding in holdings]
+
+    def _checked(
+        self, items: Sequence[SaveItem], terms: SaveTerms
+    ) -> tuple[list[Saving], SaveTerms]:
+        savings = [_saving(item) for item in items]
+        terms = _checked_terms(
+            terms, [saving.item.key for saving in savings], self._transport.max_batch_keys
+        )
+        return savings, terms
+
+    def _save_blocking(
+        self, savings: Sequence[Saving], terms: SaveTerms, deadline_ms: int | None
+    ) -> list[SaveOutcome]:
+        """For as long as the engine was promised, whatever the size."""
+        within_ms = self._evict_save_timeout_ms if deadline_ms is None else deadline_ms
+        return self._save_now(savings, terms, Deadline(within_ms))
+
+    def _save_in_turn(
+        self, savings: Sequence[Saving], terms: SaveTerms, deadline_ms: int | None
+    ) -> list[SaveOutcome]:
+        transfer_bytes = sum(len(saving.payload) for saving in savings)
+        within_ms = self._within_ms(deadline_ms) + terms.wait_ms
+        return self._save_now(savings, terms, Deadline(within_ms, transfer_bytes))
+
+    def _save_now(
+        self, savings: Sequence[Saving], terms: SaveTerms, deadline: Deadline
+    ) -> list[SaveOutcome]:
+        try:
+            outcomes = self._transport.save(savings, terms, deadline)
+        except CallerError:
+            raise
+        except PrefixdError as problem:
+            outcomes = failed_saves([saving.item.key for saving in savings], problem)
+        self._counters.saves(outcomes, [len(saving.payload) for saving in savings])
+        return outcomes
+
+    def _dropped(self, savings: Sequence[Saving]) -> list[SaveOutcome]:
+        why = "too many saves are waiting, or the client was closed"
+        outcomes = [SaveOutcome(s.item.key, SaveStatus.DROPPED, message=why) for s in savings]
+        self._counters.saves(outcomes, [0] * len(outcomes))
+        return outcomes
+
+    def _within_ms(self, deadline_ms: int | None) -> int:
+        return self._deadline_ms if deadline_ms is None else deadline_ms
+
+
+def _saving(item: SaveItem) -> Saving:
+    payload = byte_view(item.payload)
+    token_ids = item.token_ids or b""
+    if not isinstance(token_ids, bytes):
+        token_ids = bytes(token_bytes(token_ids))
+    check_layout(len(payload), item.layer_count)
+    check_token_ids(len(token_ids))
+    _check_tokens(item.token_count)
+    return Saving(
+        ReserveItem(
+            check_key(item.key), len(payload), item.token_count, item.layer_count, token_ids
+        ),
+        payload,
+    )
+
+
+def _check_tokens(token_count: int) -> None:
+    if not 0 <= token_count < 2**32:
+        raise InvalidSize(f"a token count is in 0 ... 2^32 - 1, not {token_count}")
+
+
+def _checked_terms(terms: SaveTerms, keys: Sequence[Key], max_keys: int) -> SaveTerms:
+    if not 0 < len(keys) <= max_keys:
+        raise InvalidBatch(f"a batch has 1 ... {max_keys} keys, not {len(keys)}")
+    if len(set(keys)) < len(keys):
+        raise InvalidBatch("a key is named twice in one batch")
+    if len(terms.ancestors) > max_keys:
+        raise InvalidBatch(f"there are at most {max_keys} ancestors, not {len(terms.ancestors)}")
+    if not isinstance(terms.tier, Tier):
+        raise UnknownTier(f"a tier is one of Tier, not {terms.tier!r}")
+    if not isinstance(terms.reason, SaveReason):
+        raise UnknownReason(f"a save reason is one of SaveReason, not {terms.reason!r}")
+    if not 0 <= terms.wait_ms <= MAX_WAIT_MS:
+        raise InvalidSize(f"a wait is in 0 ... {MAX_WAIT_MS} ms, not {terms.wait_ms}")
+    if not 0 <= terms.ttl_ms <= MAX_LEASE_MS:
+        raise InvalidSize(f"ttl_ms is in 0 ... {MAX_LEASE_MS}, not {terms.ttl_ms}")
+    return terms._replace(ancestors=[check_key(key) for key in terms.ancestors])
