@@ -102,7 +102,10 @@ async def serve(plan: Plan) -> None:
         hand_over.start()
         stack.callback(hand_over.close)
         if config.server.metrics:
-            stack.enter_context(serve_metrics(config.server.metrics, core.state))
+            metrics_at = stack.enter_context(
+                serve_metrics(config.server.metrics, core.state, core.ill)
+            )
+            log.info("metrics", address=metrics_at)
         await _serve_rpcs(core, config, service_config, stop)
 
 
@@ -222,7 +225,7 @@ def _listen(server: grpc.aio.Server, config: Config) -> list[str]:
     path = _socket_of(config)
     path.unlink(missing_ok=True)
     server.add_insecure_port(config.server.address)
-    path.chmod(0o600)
+    path.chmod(config.server.socket_mode)
     addresses = [config.server.address]
     if config.server.tcp:
         host = config.server.tcp.rpartition(":")[0]

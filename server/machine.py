@@ -106,10 +106,9 @@ def _file_system_bytes(directory: Path) -> tuple[int, int]:
 
 
 def _held_bytes(directory: Path) -> int:
-    """What the files in the directory take of their device."""
+    """What the files in the directory and below take of their device."""
     held_bytes = 0
-    with suppress(OSError):
-        for file in directory.iterdir():
-            with suppress(OSError):
-                held_bytes += file.lstat().st_blocks * 512
+    for file in directory.rglob("*"):
+        with suppress(OSError):
+            held_bytes += file.lstat().st_blocks * 512
     return held_bytes

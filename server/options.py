@@ -7,6 +7,7 @@ its docstring here says is what `--help` and `--print-config` say.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
@@ -72,6 +73,15 @@ def _unix_address(value: object) -> object:
     return address
 
 
+def _mode(value: object) -> object:
+    if not isinstance(value, str) or not re.fullmatch("0?[0-7]{3}", value):
+        raise ValueError("should be an octal mode in quotes, like '0600' or '0660'")
+    mode = int(value, 8)
+    if mode & 0o600 != 0o600:
+        raise ValueError("takes the socket from the daemon's own user")
+    return mode
+
+
 def _tcp_address(value: object) -> object:
     address = normalize_address(str(value), listening=True) if value else ""
     if address.startswith("unix:"):
@@ -89,6 +99,7 @@ Size: TypeAlias = Annotated[int, BeforeValidator(_size), Kind("SIZE", format_byt
 Slab: TypeAlias = Annotated[int, BeforeValidator(_slab), Kind("SIZE", format_bytes)]
 Duration: TypeAlias = Annotated[int, BeforeValidator(_duration), Kind("DURATION", format_duration)]
 Directory: TypeAlias = Annotated[Path, BeforeValidator(_directory), Kind("DIR|auto")]
+Mode: TypeAlias = Annotated[int, BeforeValidator(_mode), Kind("MODE", "{:04o}".format)]
 TcpAddress: TypeAlias = Annotated[str, BeforeValidator(_tcp_address), Kind("HOST:PORT")]
 Count: TypeAlias = Annotated[int, Field(ge=0)]
 
@@ -114,6 +125,9 @@ class Server(Section):
     address: Annotated[str, BeforeValidator(_unix_address), Kind("unix:PATH|auto")]
     """The Unix socket to listen on; `auto`: $PREFIXD_ADDRESS, else prefixd/prefixd.sock in
     $XDG_RUNTIME_DIR, in /run (root), or in /tmp/prefixd-<uid>."""
+    socket_mode: Mode = 0o600
+    """Who may connect to it: 0600 this user, 0660 its group too, 0666 everybody who reaches its
+    directory. Whoever connects can read and replace what others have saved."""
     tcp: TcpAddress = ""
     """Also listen on host:port; port 0 lets the kernel choose; empty: no TCP. There is neither
     encryption nor a password."""
