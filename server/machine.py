@@ -108,7 +108,8 @@ def _file_system_bytes(directory: Path) -> tuple[int, int]:
 def _held_bytes(directory: Path) -> int:
     """What the files in the directory and below take of their device."""
     held_bytes = 0
-    for file in directory.rglob("*"):
-        with suppress(OSError):
-            held_bytes += file.lstat().st_blocks * 512
+    for folder, _, files in os.walk(directory):
+        for file in files:
+            with suppress(OSError):
+                held_bytes += Path(folder, file).lstat().st_blocks * 512
     return held_bytes

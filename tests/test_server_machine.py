@@ -92,6 +92,6 @@ def test_directories_that_do_not_exist_yet_are_looked_at_from_above(root: Path) 
     assert machine.disk_room_bytes > 0
 
 
-def test_this_machine() -> None:
-    machine = Machine.probe(Path("/dev/shm/does-not-exist"), Path("/tmp"))
+def test_this_machine(tmp_path: Path) -> None:
+    machine = Machine.probe(Path("/dev/shm/does-not-exist"), tmp_path)
     assert 0 < machine.available_bytes <= machine.memory_bytes
