@@ -1,0 +1,229 @@
+"""What the daemon handed over: its index, its arenas and its disk tier, to be read in place.
+
+Reading without asking is optimistic: look an entry up, copy its bytes, look it up again. The
+daemon removes the row of an entry, and commits that, before anything is written to its extents;
+a row of the same generation afterwards therefore says that the copy is good.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Final
+
+import lmdb
+
+from ...proto import disk, handoff
+from ...proto.errors import RecordError
+from ...proto.index import INCARNATION_ROW, IndexRow, unpack_row
+from ...proto.keys import Key
+from ...proto.vocabulary import Tier
+from .environments import Environment
+from .staging import StagingMemory
+
+
+class Arena:
+    """A tier's memory, mapped read-only. Takes over `fd`."""
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        try:
+            self._mapping = mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        self._view = memoryview(self._mapping)
+
+    def views(self, row: IndexRow, offset_bytes: int, length_bytes: int) -> list[memoryview]:
+        """A range of a payload where it lies, one view per extent."""
+        skip_bytes = row.payload_offset + offset_bytes
+        views: list[memoryview] = []
+        for start, extent_bytes in zip(row.location[::2], row.location[1::2], strict=True):
+            if not length_bytes:
+                break
+            if skip_bytes >= extent_bytes:
+                skip_bytes -= extent_bytes
+                continue
+            taken_bytes = min(extent_bytes - skip_bytes, length_bytes)
+            begin = start + skip_bytes
+            views.append(self._view[begin : begin + taken_bytes])
+            length_bytes -= taken_bytes
+            skip_bytes = 0
+        return views
+
+    def close(self) -> None:
+        """Unmap it, now or when the last view into it is gone."""
+        self._view.release()
+        with suppress(BufferError):
+            self._mapping.close()
+
+
+class LocalNode:
+    """Read access to one start of a daemon. Thread-safe.
+
+    `refused` says which feature is missing, and why.
+    """
+
+    def __init__(self, reply: handoff.Reply, fds: dict[str, int], incarnation: bytes) -> None:
+        """Takes over `fds`."""
+        self._incarnation: Final = incarnation
+        self._lock = threading.Lock()
+        self._users = 0
+        self._closing = False
+        self.refused: Final = dict(reply.refused)
+        self._index: Environment | None = None
+        self._disk: Environment | None = None
+        self.arenas: Final[dict[int, Arena]] = {}
+        self.staging: StagingMemory | None = None
+        sizes = {handoff.RAM: reply.ram_bytes, handoff.SHM: reply.shm_bytes}
+        tiers = {handoff.RAM: Tier.RAM, handoff.SHM: Tier.SHM}
+        for name, fd in fds.items():
+            try:
+                if name in tiers:
+                    self.arenas[tiers[name]] = Arena(fd, sizes[name])
+                elif name == handoff.STAGING:
+                    self.staging = StagingMemory(fd, reply.staging_bytes)
+                else:
+                    self._open_environment(name, fd)
+            except (OSError, ValueError, lmdb.Error) as problem:
+                self.refused[name] = str(problem)
+
+    def _open_environment(self, name: str, fd: int) -> None:
+        try:
+            if name == handoff.INDEX:
+                self._index = Environment(fd)
+            elif name == handoff.DISK:
+                self._disk = Environment(fd, disk.TABLES)
+                self._chunks = self._disk.lmdb.open_db(disk.CHUNKS, create=False)
+        finally:
+            os.close(fd)
+
+    @property
+    def indexed(self) -> bool:
+        """Can entries be looked up here?"""
+        return self._index is not None
+
+    def readable(self, tier: int) -> bool:
+        """Can entries of that tier be read here?"""
+        return tier in self.arenas or (tier == Tier.DISK and self._disk is not None)
+
+    @contextmanager
+    def using(self) -> Iterator[bool]:
+        """Around everything that looks at the node's memory: it is not taken away meanwhile.
+
+        False: it was closed already.
+        """
+        with self._lock:
+            usable = not self._closing
+            self._users += usable
+        try:
+            yield usable
+        finally:
+            if usable:
+                with self._lock:
+                    self._users -= 1
+                    last = self._closing and not self._users
+                if last:
+                    self._close()
+
+    # ---- looking up
+
+    def rows(self, keys: Iterable[Key]) -> list[IndexRow | None]:
+        """The rows of keys, all of one moment; None where there is none."""
+        return [None if data is None else unpack_row(data) for data in self._found(keys)]
+
+    def present(self, keys: Iterable[Key]) -> list[bool]:
+        """Which keys are there, all of one moment."""
+        return [data is not None for data in self._found(keys)]
+
+    def run(self, keys: Iterable[Key]) -> list[tuple[Key, IndexRow]]:
+        """Keys and rows up to the first key that is not there. `keys` may be lazy: no more than
+        one key beyond the last hit is taken."""
+        found: list[tuple[Key, IndexRow]] = []
+        taken: list[Key] = []
+
+        def remembered() -> Iterator[Key]:
+            for key in keys:
+                taken.append(key)
+                yield key
+
+        for data in self._found(remembered()):
+            if data is None:
+                break
+            found.append((taken[-1], unpack_row(data)))
+        return found
+
+    def first(self, keys: Sequence[Key]) -> tuple[int, IndexRow] | None:
+        """The first key that is there, as its position, with its row."""
+        for position, data in enumerate(self._found(keys)):
+            if data is not None:
+                return position, unpack_row(data)
+        return None
+
+    def unchanged(self, keys: Sequence[Key], rows: Sequence[IndexRow]) -> list[bool]:
+        """Is each key's row still of the same generation?"""
+        return [
+            data is not None and unpack_row(data).generation == row.generation
+            for data, row in zip(self._found(keys), rows, strict=True)
+        ]
+
+    def _found(self, keys: Iterable[Key]) -> Iterator[bytes | None]:
+        """What the index holds under keys, one by one, in one read transaction."""
+        if self._index is None:
+            return
+        with self._index.lmdb.begin() as txn:
+            if txn.get(INCARNATION_ROW) != self._incarnation:
+                # Another start writes it now: what it says is of arenas that we don't have.
+                for _ in keys:
+                    yield None
+                return
+            for key in keys:
+                yield txn.get(key)
+
+    # ---- reading
+
+    def views(self, row: IndexRow, offset_bytes: int, length_bytes: int) -> list[memoryview]:
+        """A range of a payload in an arena, in place. Nothing of it is verified, and it is only
+        good while the entry is claimed, or if its row is unchanged after it was copied."""
+        return self.arenas[row.tier].views(row, offset_bytes, length_bytes)
+
+    def disk_chunks(
+        self, key: Key, offset_bytes: int, length_bytes: int
+    ) -> Iterator[tuple[int, memoryview]]:
+        """A range of a payload on disk, chunk by chunk: offset from its start, bytes.
+
+        The views belong to a read transaction that ends with the iteration: copy, don't keep.
+        Raises RecordError when a chunk is missing.
+        """
+        assert self._disk is not None
+        with self._disk.lmdb.begin(db=self._chunks, buffers=True) as txn:
+            done_bytes = 0
+            for index, part in disk.chunk_ranges(offset_bytes, length_bytes):
+                chunk = txn.get(disk.chunk_key(key, index))
+                if chunk is None or len(chunk) < part.stop:
+                    raise RecordError(f"chunk {index} of {key.hex()} is not there")
+                yield done_bytes, memoryview(chunk)[part]
+                done_bytes += part.stop - part.start
+
+    def close(self) -> None:
+        """Give everything back, as soon as nobody is using it. Views that are held keep their
+        arena mapped."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            busy = self._users
+        if not busy:
+            self._close()
+
+    def _close(self) -> None:
+        for arena in self.arenas.values():
+            arena.close()
+        self.arenas.clear()
+        if self.staging is not None:
+            self.staging.close()
+        for environment in (self._index, self._disk):
+            if environment is not None:
+                environment.close()
+        self._index = self._disk = None

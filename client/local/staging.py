@@ -1,0 +1,131 @@
+"""This client's staging memory: saves are copied into slots of it, the daemon copies them out.
+
+A slot is filled with as many payloads, or as much of a large one, as it takes; one message tells
+the daemon what lies where. While it copies one slot, the client fills the next.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from ...proto import prefixd_pb2 as pb
+from ...proto.copying import copy_crc32c
+from ...proto.errors import LimitReached
+from ..deadline import Deadline
+
+#: Large enough that a message costs little beside its copy, small enough to stay in the cache.
+SLOT_BYTES: Final = 8 * 2**20
+
+
+class StagingMemory:
+    """The mapping and its free slots. Thread-safe; takes over `fd`."""
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        try:
+            self._mapping = mmap.mmap(fd, size_bytes)
+        finally:
+            os.close(fd)
+        self._view = memoryview(self._mapping)
+        self.slot_bytes: Final = min(SLOT_BYTES, size_bytes)
+        self._free = deque(range(0, size_bytes - self.slot_bytes + 1, self.slot_bytes))
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def take(self, deadline: Deadline) -> int:
+        """The offset of a free slot; waits for one. Raises DeadlineExceeded, LimitReached."""
+        with self._changed:
+            while not self._free:
+                if self._closed:
+                    raise LimitReached("the staging memory was given back")
+                self._changed.wait(deadline.left_s())
+            return self._free.popleft()
+
+    def give(self, slot: int) -> None:
+        """A slot is no longer looked at by anybody."""
+        with self._changed:
+            self._free.append(slot)
+            self._changed.notify()
+
+    def room(self, offset_bytes: int, length_bytes: int) -> memoryview:
+        return self._view[offset_bytes : offset_bytes + length_bytes]
+
+    def close(self) -> None:
+        """Unmap it, now or when the last copy into it is done."""
+        with self._changed:
+            self._closed = True
+            self._free.clear()
+            self._changed.notify_all()
+        self._view.release()
+        try:
+            self._mapping.close()
+        except BufferError:
+            return
+
+
+class StagedSave:
+    """The messages of one SaveStaged call, and the slots that they are under way in."""
+
+    def __init__(
+        self,
+        memory: StagingMemory,
+        header: pb.SaveHeader,
+        payloads: Sequence[memoryview],
+        deadline: Deadline,
+    ) -> None:
+        self._memory = memory
+        self._header = header
+        self._payloads = payloads
+        self._deadline = deadline
+        #: of the messages that were sent and not answered, oldest first
+        self._slots: deque[int] = deque()
+        self._filling: int | None = None
+
+    def requests(self) -> Iterator[pb.StagedRequest]:
+        """What gRPC sends, in its own thread: fills slots while the daemon empties others."""
+        request = pb.StagedRequest(header=self._header)
+        used_bytes = 0
+        for item, payload in enumerate(self._payloads):
+            crc, offset_bytes = 0, 0
+            while offset_bytes < len(payload):
+                if self._filling is None:
+                    self._filling, used_bytes = self._memory.take(self._deadline), 0
+                piece = payload[offset_bytes : offset_bytes + self._memory.slot_bytes - used_bytes]
+                place = self._filling + used_bytes
+                crc = copy_crc32c(self._memory.room(place, len(piece)), piece, crc)
+                offset_bytes += len(piece)
+                used_bytes += len(piece)
+                request.parts.add(
+                    item=item,
+                    staging_offset_bytes=place,
+                    length_bytes=len(piece),
+                    last=offset_bytes == len(payload),
+                    payload_crc32c=crc,
+                )
+                if used_bytes == self._memory.slot_bytes:
+                    yield self._send(request)
+                    request = pb.StagedRequest()
+        if request.parts:
+            yield self._send(request)
+
+    def _send(self, request: pb.StagedRequest) -> pb.StagedRequest:
+        assert self._filling is not None
+        self._slots.append(self._filling)
+        self._filling = None
+        return request
+
+    def answered(self) -> None:
+        """The daemon has copied the oldest message that was not answered."""
+        self._memory.give(self._slots.popleft())
+
+    def abandon(self) -> None:
+        """The call is over, and nobody looks at its slots any more."""
+        while self._slots:
+            self._memory.give(self._slots.popleft())
+        if self._filling is not None:
+            self._memory.give(self._filling)
+            self._filling = None
