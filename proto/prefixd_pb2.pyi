@@ -945,6 +945,7 @@ class SaveHeader(google.protobuf.message.Message):
     ANCESTORS_FIELD_NUMBER: builtins.int
     WAIT_MS_FIELD_NUMBER: builtins.int
     TTL_MS_FIELD_NUMBER: builtins.int
+    TOUCHED_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     reason: Global___SaveReason.ValueType
     wait_ms: builtins.int
@@ -961,6 +962,12 @@ class SaveHeader(google.protobuf.message.Message):
     def ancestors(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """the blocks before items[0], root first; they are used by this save"""
 
+    @property
+    def touched(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """What this client read without a claim and has not told yet (see Touch): it counts before the
+        save makes room. On the session stream it might come after.
+        """
+
     def __init__(
         self,
         *,
@@ -971,9 +978,10 @@ class SaveHeader(google.protobuf.message.Message):
         ancestors: collections.abc.Iterable[builtins.bytes] | None = ...,
         wait_ms: builtins.int = ...,
         ttl_ms: builtins.int = ...,
+        touched: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ancestors", b"ancestors", "items", b"items", "reason", b"reason", "session", b"session", "tier", b"tier", "ttl_ms", b"ttl_ms", "wait_ms", b"wait_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ancestors", b"ancestors", "items", b"items", "reason", b"reason", "session", b"session", "tier", b"tier", "touched", b"touched", "ttl_ms", b"ttl_ms", "wait_ms", b"wait_ms"]) -> None: ...
 
 Global___SaveHeader: typing_extensions.TypeAlias = SaveHeader
 

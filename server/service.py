@@ -41,6 +41,7 @@ from .events import (
     ClaimAsked,
     ClaimMode,
     EntryDamaged,
+    KeysTouched,
     LookupAsked,
     ReleaseAsked,
     ReserveAsked,
@@ -251,6 +252,8 @@ class CacheService(rpc.CacheServicer):
     async def _reserve(self, header: pb.SaveHeader, *, begin: bool) -> ReserveAnswer:
         core = self._core
         now_ns = core.clock.now_ns()
+        if header.touched:
+            core.post(KeysTouched(messages.keys_of("touched", header.touched), now_ns))
         items = messages.items_of(header.items)
         ancestors = messages.keys_of("ancestors", header.ancestors, may_be_empty=True)
         if len(ancestors) > limits.MAX_BATCH_KEYS:
