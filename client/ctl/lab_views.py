@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...proto.units import format_duration
+from ...proto.units import format_bytes, format_duration
 from .render import make_table
 
 Json = Mapping[str, Any]
@@ -90,6 +90,60 @@ def analysis(data: Json) -> RenderableType:
         )
     spread.add_row("reuse time", *(seconds(reuse["time_ms"][figure] / 1000) for figure in figures))
     return Group(head, spread)
+
+
+def advice(data: Json) -> RenderableType:
+    """How much memory, split over which tiers, and what reordering would add."""
+    reorder = data["reorder"]
+    block = f"{format_bytes(data['stored_block_bytes'])} a block"
+    head = _pairs(
+        [
+            ("wanted", f"{percent(data['wanted_hit_rate'])} of the prompt tokens; without any "
+                       f"limit {percent(data['best_hit_rate'])}"),
+            ("capacity", f"{data['capacity_blocks']:,} of {data['unique_blocks']:,} different "
+                         f"blocks: LRU hits {percent(data['hit_rate'])}"),
+            ("working set", f"{format_bytes(data['working_set_bytes'])}  ({block})"),
+            ("budget", f"{format_bytes(data['budget_bytes'])}  (+ {100 * data['headroom']:g} % "
+                       "headroom: saves in flight, pinned entries, another day's traffic)"),
+        ]
+    )  # fmt: skip
+    numbers = ("budget", "at most", "share of the saves", "hit rate up to here")
+    table = make_table("tier", *numbers, right=numbers)
+    for tier in data["tiers"]:
+        limit = tier["limit_bytes"]
+        table.add_row(
+            tier["tier"],
+            format_bytes(tier["budget_bytes"]),
+            "no limit" if limit is None else format_bytes(limit),
+            percent(tier["save_share"]),
+            percent(tier["hit_rate_up_to_here"]),
+        )
+    lines: list[RenderableType] = [head, table]
+    if data["missing_bytes"]:
+        missing = format_bytes(data["missing_bytes"])
+        lines.append(Text(f"{missing} of the budget find no room within these limits.", "yellow"))
+    if sum(tier["budget_bytes"] > 0 for tier in data["tiers"]) > 1:
+        lines.append(
+            Text(
+                "The split: fastest tier first. A save never moves, so divide the saves by ranges "
+                "of the key, in these shares; all tiers then forget blocks of the same age and "
+                f"act as one. Replayed so, this trace hits {percent(data['split_hit_rate'])}."
+            )
+        )
+    lines += [Text(), Text(_reordering(reorder)), Text(), Text(data["toml"].rstrip(), "cyan")]
+    return Group(*lines)
+
+
+def _reordering(reorder: Json) -> str:
+    added, window = reorder["added_hit_tokens"], seconds(reorder["window_ms"] / 1000)
+    text = (
+        f"Sorting requests by shared prefix within {window} windows would make it "
+        f"{percent(reorder['hit_rate'])} ({added:+,} tokens)"
+    )
+    blocks = reorder["same_hit_rate_capacity_blocks"]
+    if added > 0 and blocks is not None:
+        text += f", or need only {blocks:,} blocks for the same"
+    return text + "."
 
 
 def _references(share: float) -> str:
