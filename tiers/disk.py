@@ -1,9 +1,9 @@
 """The disk tier: an LMDB environment (tables in `proto.disk`) that survives power loss.
 
 `apply` is one write transaction for everything it is given, payloads and metadata together,
-and returns after the fsync. Erased pages are reused by later transactions, never by the one
-that erased them, nor while a reader of an older state is there: this and the fragmentation of
-mixed sizes (1.24 x the live bytes, measured) is why the map is larger than the budget.
+and returns after the fsync. Erased pages are reused from the second transaction after on, and
+not while a reader of an older state is there: this and the fragmentation of mixed sizes (1.24 x
+the live bytes, measured) is why the map is larger than the budget.
 
 One process may have the environment open for writing, and only once: py-lmdb refuses a second
 open within a process, the daemon's lock file keeps another daemon out.
@@ -11,11 +11,9 @@ open within a process, the daemon's lock file keeps another daemon out.
 
 from __future__ import annotations
 
-import errno
-import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -51,7 +49,7 @@ from ..proto.record import (
     head_bytes_for,
 )
 from ..proto.vocabulary import Tier
-from .arena import FULL_ERRORS
+from .lmdb_errors import lmdb_errors
 from .store import (
     Buffer,
     EntryWriter,
@@ -60,12 +58,11 @@ from .store import (
     Store,
     StoredEntry,
     StoreError,
-    StoreFull,
     Usage,
 )
 
 MAX_READERS: Final = 1024
-#: Beyond the budget, whatever its size: room for a batch that replaces another one.
+#: Beyond the budget, whatever its size: room for batches that replace others.
 _MAP_SLACK_BYTES: Final = 64 * 2**20
 #: Chunks that are kept for the next writers. A new one is zeroed and then faulted in page by
 #: page: with 48 entries of 5 MiB in a batch, 1.5 GB/s are taken in; with spare ones 5.
@@ -157,7 +154,7 @@ class DiskStore(Store):
         mode: int = 0o640,
     ) -> None:
         self.directory: Final = directory
-        try:
+        with self._errors("open"):
             directory.mkdir(mode=0o750, parents=True, exist_ok=True)
             self._env = lmdb.open(
                 str(directory),
@@ -183,9 +180,6 @@ class DiskStore(Store):
                 max_dbs=TABLES,
                 mode=mode,
             )
-        except (lmdb.Error, OSError) as problem:
-            raise StoreError(f"can't open the disk tier in {directory}: {problem}") from None
-        with self._errors("open"):
             self._heads = self._env.open_db(HEADS)
             self._chunks = self._env.open_db(CHUNKS)
             self._usage = self._env.open_db(USAGE)
@@ -236,7 +230,7 @@ class DiskStore(Store):
                 raise ValueError("only sealed writers of this store can be applied")
             writers.append(writer)
         needed_bytes = sum(writer.head.payload_bytes for writer in writers)
-        with self._errors("write", needed_bytes):
+        with self._errors("write to", needed_bytes):
             # Readers that were killed since; 1 us when there is none.
             self._env.reader_check()
             with self._env.begin(write=True) as txn:
@@ -281,7 +275,7 @@ class DiskStore(Store):
         if offset_bytes < 0 or offset_bytes + length_bytes > head.payload_bytes:
             raise StoreError(f"a payload of {head.payload_bytes} bytes does not reach so far")
         views: list[memoryview] = []
-        with self._errors("read"), self._env.begin(db=self._chunks, buffers=True) as txn:
+        with self._errors("read from"), self._env.begin(db=self._chunks, buffers=True) as txn:
             for index, part in chunk_ranges(offset_bytes, length_bytes):
                 chunk = txn.get(chunk_key(head.key, index))
                 expected_bytes = chunk_length(head.payload_bytes, index)
@@ -302,7 +296,7 @@ class DiskStore(Store):
         location: Location,  # noqa: ARG002  # addressed by key
         token_ids_bytes: int,
     ) -> bytes:
-        with self._errors("read"), self._env.begin(db=self._heads, buffers=True) as txn:
+        with self._errors("read from"), self._env.begin(db=self._heads, buffers=True) as txn:
             row = txn.get(head.key)
             if row is None:
                 raise StoreError(f"the head of {head.key.hex()} is missing")
@@ -312,7 +306,7 @@ class DiskStore(Store):
         return token_ids
 
     def held_keys(self) -> set[Key] | None:
-        with self._errors("read"), self._env.begin(db=self._heads) as txn:
+        with self._errors("read from"), self._env.begin(db=self._heads) as txn:
             return {Key(key) for key in txn.cursor().iternext(keys=True, values=False)}
 
     # ---- recovery
@@ -414,7 +408,7 @@ class DiskStore(Store):
     # ---- the rest
 
     def record_usage(self, usages: Sequence[Usage]) -> None:
-        with self._errors("write"), self._env.begin(write=True) as txn:
+        with self._errors("write to"), self._env.begin(write=True) as txn:
             heads = txn.cursor(db=self._heads)
             for usage in usages:
                 # What was erased meanwhile must not leave a row behind.
@@ -425,22 +419,5 @@ class DiskStore(Store):
     def close(self) -> None:
         self._env.close()
 
-    @contextmanager
-    def _errors(self, what: str, needed_bytes: int = 0) -> Iterator[None]:
-        """LMDB's errors as those of the contract. A transaction that failed left no trace."""
-        try:
-            yield
-        except lmdb.MapFullError:
-            raise StoreFull(
-                f"can't {what}: the map of {self._env.info()['map_size']} bytes is full"
-            ) from None
-        except (lmdb.Error, OSError) as problem:
-            code = getattr(problem, "code", None) or getattr(problem, "errno", None)
-            # A write that was cut short is EIO to LMDB, whatever cut it.
-            if code in FULL_ERRORS or (code == errno.EIO and self._no_room_for(needed_bytes)):
-                raise StoreFull(f"can't {what}: {problem}") from None
-            raise StoreError(f"can't {what}: {problem}") from None
-
-    def _no_room_for(self, needed_bytes: int) -> bool:
-        device = os.statvfs(self.directory)
-        return device.f_bavail * device.f_frsize < needed_bytes
+    def _errors(self, what: str, needed_bytes: int = 0) -> AbstractContextManager[None]:
+        return lmdb_errors(what, self.directory, needed_bytes)

@@ -9,8 +9,8 @@ which changes all the time, has a small LMDB environment of its own beside the a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -32,8 +32,9 @@ from ..proto.record import (
     record_bytes,
 )
 from ..proto.vocabulary import Tier
-from .arena import DEFAULT_SLAB_BYTES, FULL_ERRORS, Arena, ArenaWriter, check_slab, whole_slabs
+from .arena import DEFAULT_SLAB_BYTES, Arena, ArenaWriter, check_slab, whole_slabs
 from .extents import ExtentAllocator
+from .lmdb_errors import lmdb_errors
 from .store import (
     EntryWriter,
     Location,
@@ -41,7 +42,6 @@ from .store import (
     Store,
     StoredEntry,
     StoreError,
-    StoreFull,
     Usage,
 )
 
@@ -216,15 +216,5 @@ class ShmStore(Store):
         self._usage.close()
         self.arena.close()
 
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """LMDB's errors as those of the contract."""
-        try:
-            yield
-        except (lmdb.Error, OSError) as problem:
-            full = isinstance(problem, lmdb.MapFullError) or (
-                getattr(problem, "code", None) in FULL_ERRORS
-            )
-            raise (StoreFull if full else StoreError)(
-                f"the shm tier's usage table: {problem}"
-            ) from None
+    def _errors(self) -> AbstractContextManager[None]:
+        return lmdb_errors("use", self.directory / USAGE_DIRECTORY)
