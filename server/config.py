@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from .. import __version__
 from ..proto import limits
-from ..proto.endpoints import ADDRESS_VARIABLE, default_address
+from ..proto.endpoints import ADDRESS_VARIABLE, SOCKET_NAME, UNIX_SCHEME, default_address
 from ..proto.units import format_bytes, format_duration
 from ..tiers.arena import MIN_SLAB_BYTES
 from . import sources
@@ -50,16 +50,25 @@ def print_config() -> str:
 
 
 def default_paths(env: Mapping[str, str], uid: int) -> dict[str, str]:
-    """Where things are that nobody configured. Nothing is created."""
-    if uid == 0:
+    """Where things are that nobody configured. Nothing is created.
+
+    A systemd unit with RuntimeDirectory= and StateDirectory= says so in the environment.
+    """
+    if env.get("STATE_DIRECTORY"):
+        state = env["STATE_DIRECTORY"]
+    elif uid == 0:
         state = "/var/lib/prefixd"
     elif env.get("XDG_STATE_HOME", "").startswith("/"):
         state = f"{env['XDG_STATE_HOME']}/prefixd"
     else:
         state = "~/.local/state/prefixd"
-    named_elsewhere = {name: value for name, value in env.items() if name != ADDRESS_VARIABLE}
+    if env.get("RUNTIME_DIRECTORY"):
+        address = f"{UNIX_SCHEME}{env['RUNTIME_DIRECTORY']}/{SOCKET_NAME}"
+    else:
+        unnamed = {name: value for name, value in env.items() if name != ADDRESS_VARIABLE}
+        address = default_address(unnamed, uid)
     return {
-        "server.address": default_address(named_elsewhere, uid),
+        "server.address": address,
         "shm.directory": f"/dev/shm/prefixd-{uid}",
         "disk.directory": state,
     }

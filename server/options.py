@@ -123,8 +123,9 @@ class Section(BaseModel):
 
 class Server(Section):
     address: Annotated[str, BeforeValidator(_unix_address), Kind("unix:PATH|auto")]
-    """The Unix socket to listen on; `auto`: $PREFIXD_ADDRESS, else prefixd/prefixd.sock in
-    $XDG_RUNTIME_DIR, in /run (root), or in /tmp/prefixd-<uid>."""
+    """The Unix socket to listen on; `auto`: $PREFIXD_ADDRESS, else prefixd.sock in
+    $RUNTIME_DIRECTORY (systemd), $XDG_RUNTIME_DIR/prefixd, /run/prefixd (root) or
+    /tmp/prefixd-<uid>."""
     socket_mode: Mode = 0o600
     """Who may connect to it: 0600 this user, 0660 its group too, 0666 everybody who reaches its
     directory. Whoever connects can read and replace what others have saved."""
@@ -181,8 +182,8 @@ class Disk(Section):
     """Entries at most; 0: as many as the budget takes. Each takes about 1 KiB of the daemon's
     own memory."""
     directory: Directory
-    """Where the LMDB environment lies; `auto`: /var/lib/prefixd (root), $XDG_STATE_HOME/prefixd or
-    ~/.local/state/prefixd."""
+    """Where the LMDB environment lies; `auto`: $STATE_DIRECTORY (systemd), /var/lib/prefixd (root),
+    $XDG_STATE_HOME/prefixd or ~/.local/state/prefixd."""
     sync: bool = True
     """fsync before a save is acknowledged. Without it a power loss takes the last saves."""
 

@@ -117,6 +117,12 @@ def test_default_paths() -> None:
         "shm.directory": "/dev/shm/prefixd-7",
         "disk.directory": "/state/prefixd",
     }
+    env |= {"RUNTIME_DIRECTORY": "/run/unit", "STATE_DIRECTORY": "/var/lib/unit"}
+    assert default_paths(env, 7) == {
+        "server.address": "unix:/run/unit/prefixd.sock",
+        "shm.directory": "/dev/shm/prefixd-7",
+        "disk.directory": "/var/lib/unit",
+    }
     assert default_paths({"XDG_STATE_HOME": "relative"}, 7)["disk.directory"].startswith("~/")
 
 
