@@ -37,6 +37,8 @@ class ExitCode(IntEnum):
     BAD_INPUT = 2
     UNREACHABLE = 3
     """No daemon answers at the address."""
+    INTERRUPTED = 130
+    """Ctrl-C; what was done until then was shown."""
 
 
 @dataclass(slots=True)

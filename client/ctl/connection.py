@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Final, TypeVar
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
@@ -16,7 +16,6 @@ from ...proto import prefixd_pb2_grpc as pb_grpc
 from ...proto.errors import DaemonUnavailable, DeadlineExceeded, PrefixdError, from_grpc
 from ...proto.vocabulary import Tier
 
-Request = TypeVar("Request")
 Response = TypeVar("Response")
 
 CHANNEL_OPTIONS: Final = [
@@ -51,7 +50,12 @@ class AdminConnection:
         self.timeout_s = timeout_s
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._admin = pb_grpc.AdminStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+        # The generated stub has no types.
+        self._health = self._channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
 
     def __enter__(self) -> AdminConnection:
         return self
@@ -74,28 +78,29 @@ class AdminConnection:
         """Up to `limit` entries of a tier (0: all), next victim first, and where the next page
         begins (0: nowhere, these were the last)."""
         found: list[pb.EntryDetail] = []
-        next_cursor = 0
-        for page, next_cursor in self._pages(tier, limit, cursor):
-            found += page
+        for response in self._pages(tier, limit, cursor):
+            found += response.entries
+            cursor = response.next_cursor
             if limit and len(found) >= limit:
                 break
-        return found, next_cursor
+        return found, cursor
 
     def all_entries(self, tier: Tier) -> Iterator[pb.EntryDetail]:
         """Every entry of a tier, next victim first, a page at a time."""
-        for page, _ in self._pages(tier, 0, 0):
-            yield from page
+        for response in self._pages(tier, 0, 0):
+            yield from response.entries
 
-    def _pages(
-        self, tier: Tier, limit: int, cursor: int
-    ) -> Iterator[tuple[Sequence[pb.EntryDetail], int]]:
+    def _pages(self, tier: Tier, limit: int, cursor: int) -> Iterator[pb.ListEntriesResponse]:
+        """Pages of at most `limit` entries (0: as large as is good), until the last."""
         while True:
-            wanted = min(limit or PAGE_ENTRIES, PAGE_ENTRIES)
-            request = pb.ListEntriesRequest(tier=wire_tier(tier), page_entries=wanted)
-            request.cursor = cursor
+            request = pb.ListEntriesRequest(
+                tier=wire_tier(tier),
+                page_entries=min(limit or PAGE_ENTRIES, PAGE_ENTRIES),
+                cursor=cursor,
+            )
             response = self._call(self._admin.ListEntries, request)
+            yield response
             cursor = response.next_cursor
-            yield response.entries, cursor
             if not cursor:
                 return
             if limit:
@@ -129,15 +134,21 @@ class AdminConnection:
     def check(self, *, deep: bool) -> pb.CheckResponse:
         return self._call(self._admin.Check, pb.CheckRequest(deep=deep))
 
-    def health(self) -> Health:
-        """What the health service says of the daemon as a whole."""
-        response = self._call(self._health.Check, health_pb2.HealthCheckRequest())
+    def health(self, *, wait_for_ready: bool = False) -> Health:
+        """What the health service says of the daemon as a whole.
+
+        `wait_for_ready`: wait for a daemon that does not answer yet, within the timeout.
+        """
+        request = health_pb2.HealthCheckRequest()
+        response = self._call(self._health, request, wait_for_ready=wait_for_ready)
         serving = response.status == health_pb2.HealthCheckResponse.SERVING
         return Health.SERVING if serving else Health.NOT_SERVING
 
-    def _call(self, method: Callable[..., Response], request: object) -> Response:
+    def _call(
+        self, method: Callable[..., Response], request: object, *, wait_for_ready: bool = False
+    ) -> Response:
         try:
-            return method(request, timeout=self.timeout_s)
+            return method(request, timeout=self.timeout_s, wait_for_ready=wait_for_ready)
         except grpc.RpcError as failure:
             raise self._explained(from_grpc(failure)) from None
 

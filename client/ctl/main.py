@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import typer
 
-from . import admin
+from . import admin, lab, replay
 from .command import AddressOption, Common, Ctl, Group, JsonOption, TimeoutOption, command
 
 app = typer.Typer(
@@ -60,6 +60,8 @@ def version(ctl: Ctl) -> None:
 
 
 admin.register(app)
+lab.register(app)
+replay.register(app)
 command(app, "version", panel=admin.LOOK)(version)
 
 

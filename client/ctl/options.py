@@ -24,10 +24,10 @@ class TierName(StrEnum):
     DISK = "disk"
 
 
-def parse_size(text: str) -> int:
-    """`512MiB` as bytes, at least 1."""
+def parse_size(text: str | int) -> int:
+    """`512MiB` as bytes, at least 1. Defaults come as numbers."""
     try:
-        size_bytes = parse_bytes(text)
+        size_bytes = parse_bytes(str(text))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if size_bytes < 1:
@@ -47,3 +47,22 @@ def parse_seconds(text: str | float) -> float:
     if not 0 < seconds < 1e9:
         raise typer.BadParameter(f"{text!r} is no time above 0")
     return seconds
+
+
+class TierChoice(StrEnum):
+    """Where a live replay saves."""
+
+    RAM = "ram"
+    SHM = "shm"
+    DISK = "disk"
+    ALL = "all"
+
+
+class ReasonName(StrEnum):
+    """The save reasons as people write them."""
+
+    COLD = "cold"
+    CONTINUED = "continued"
+    FINISH = "finish"
+    EVICT = "evict"
+    SHUTDOWN = "shutdown"

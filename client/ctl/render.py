@@ -61,7 +61,7 @@ def enum_label(enum: Any, number: int) -> str:
     if known is None:
         return str(number)
     prefix = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", enum.name).upper() + "_"
-    return known.name.removeprefix(prefix).lower()
+    return str(known.name.removeprefix(prefix).lower())
 
 
 def tier_label(tier: int) -> str:

@@ -1,0 +1,124 @@
+"""A daemon of our own, for a demonstration or a test: started, waited for, ended."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from ...proto.errors import DaemonUnavailable, DeadlineExceeded, PrefixdError
+from .connection import AdminConnection, Health
+
+MODULE: Final = "prefixd.server.daemon"
+START_WITHIN_S: Final = 60.0
+STOP_WITHIN_S: Final = 30.0
+#: Of the daemon's log, when it did not start.
+_TAIL_LINES: Final = 15
+
+
+class PrivateDaemon:
+    """A daemon in a process of its own, below `directory`, which is short: its socket's path
+    may have 107 bytes. A context manager that starts and stops it; may be started again.
+
+    `flags` are the daemon's own. Its log is `directory/log`; what it stores lies in
+    `directory/disk` and in `shm_directory`. Neither directory is removed.
+    """
+
+    def __init__(self, directory: Path, shm_directory: Path, flags: Sequence[str]) -> None:
+        self.directory = directory
+        self.log = directory / "log"
+        self.address = f"unix:{directory / 'd.sock'}"
+        self._command = [
+            *(sys.executable, "-m", MODULE),
+            *("--server.address", self.address),
+            *("--disk.directory", str(directory / "disk")),
+            *("--shm.directory", str(shm_directory)),
+            *flags,
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> PrivateDaemon:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Of the running daemon."""
+        assert self._process is not None, "the daemon is not running"
+        return self._process.pid
+
+    def admin(self, timeout_s: float = 30.0) -> AdminConnection:
+        """An operator's connection to it."""
+        return AdminConnection(self.address, timeout_s)
+
+    def start(self) -> None:
+        """Start it and wait until it serves. Raises PrefixdError with the end of its log."""
+        assert self._process is None, "the daemon is running already"
+        with self.log.open("ab") as log:
+            # A session of its own: the Ctrl-C that ends us must not end it under our hands.
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_serving(self._process)
+        except BaseException:
+            self.kill()
+            raise
+
+    def stop(self) -> int | None:
+        """End it in order, and return its exit status; None if it was not running."""
+        return self._end(signal.SIGTERM)
+
+    def kill(self) -> int | None:
+        """End it as a crash would (SIGKILL)."""
+        return self._end(signal.SIGKILL)
+
+    def tail(self) -> str:
+        """The end of its log."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-_TAIL_LINES:])
+
+    def _wait_until_serving(self, process: subprocess.Popen[bytes]) -> None:
+        deadline_s = time.monotonic() + START_WITHIN_S
+        with self.admin(timeout_s=0.5) as admin:
+            while process.poll() is None:
+                try:
+                    if admin.health(wait_for_ready=True) is Health.SERVING:
+                        return
+                except (DaemonUnavailable, DeadlineExceeded):
+                    pass  # not there yet
+                if time.monotonic() > deadline_s:
+                    raise PrefixdError(
+                        f"the daemon did not start within {START_WITHIN_S:g} s:\n{self.tail()}"
+                    )
+        raise PrefixdError(
+            f"the daemon ended at once with status {process.returncode}:\n{self.tail()}"
+        )
+
+    def _end(self, number: signal.Signals) -> int | None:
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        process.send_signal(number)
+        try:
+            return process.wait(STOP_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
