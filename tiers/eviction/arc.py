@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import ClassVar
 
@@ -166,3 +166,64 @@ class ARC(EvictionPolicy[K]):
             yield key
             excess -= weight
         yield from frequent
+
+    def access_run(self, keys: Sequence[K]) -> int:
+        if not self._is_classic():
+            return super().access_run(keys)
+        recent, frequent = self._recent, self._frequent
+        recent_ghosts, frequent_ghosts = self._recent_ghosts.line, self._frequent_ghosts.line
+        touch, capacity, p, hits, demotions = frequent.move_to_end, self.capacity, self.p, 0, 0
+        for key in keys:
+            if key in frequent:
+                touch(key)
+                hits += 1
+                continue
+            if key in recent:
+                del recent[key]
+                frequent[key] = 1
+                hits += 1
+                continue
+            ghosts = None
+            if key in recent_ghosts:
+                ghosts = recent_ghosts
+                p = min(p + max(1.0, len(frequent_ghosts) / len(ghosts)), float(capacity))
+            elif key in frequent_ghosts:
+                ghosts = frequent_ghosts
+                p = max(p - max(1.0, len(recent_ghosts) / len(ghosts)), 0.0)
+            if len(recent) + len(frequent) == capacity:
+                excess = len(recent) - p
+                recent_gives = excess > 0 or (excess == 0 and ghosts is frequent_ghosts)
+                if recent and (recent_gives or not frequent):
+                    recent_ghosts[recent.popitem(False)[0]] = 1
+                else:
+                    frequent_ghosts[frequent.popitem(False)[0]] = 1
+                demotions += 1
+            if ghosts is not None:
+                del ghosts[key]
+                frequent[key] = 1
+                continue
+            recent[key] = 1
+            remembered = len(recent_ghosts) + len(frequent_ghosts)
+            if len(recent) + len(recent_ghosts) > capacity:
+                recent_ghosts.popitem(False)
+            elif len(recent) + len(frequent) + remembered > 2 * capacity:
+                frequent_ghosts.popitem(False)
+        self.p = p
+        self.used = len(recent) + len(frequent)
+        self._recent_weight = len(recent)
+        self._recent_ghosts.weight = len(recent_ghosts)
+        self._frequent_ghosts.weight = len(frequent_ghosts)
+        self.moves += len(keys) + demotions
+        return hits
+
+    def _is_classic(self) -> bool:
+        """Is this the case of the published algorithm: unit weights and no pins?"""
+        recent, frequent = self._recent_ghosts, self._frequent_ghosts
+        return (
+            self.capacity > 0
+            and self.max_ghosts is None
+            and not (self._pinned_recent or self._pinned_frequent)
+            and self._recent_weight == len(self._recent)
+            and self.used == len(self._recent) + len(self._frequent) <= self.capacity
+            and (recent.weight == len(recent) and frequent.weight == len(frequent))
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import chain
 from typing import ClassVar
@@ -153,3 +153,24 @@ class LFU(EvictionPolicy[K]):
     def _sorted(self) -> list[tuple[int, int, K]]:
         once = ((1, number, key) for key, number in self._once.items())
         return sorted(chain(once, ((*rank, key) for key, rank in self._ranks.items())))
+
+    def access_run(self, keys: Sequence[K]) -> int:
+        if self._pinned or not self.capacity:
+            return super().access_run(keys)
+        weights, once, capacity, hits = self._weights, self._once, self.capacity, 0
+        for key in keys:
+            if key in weights:
+                self.hit(key)
+                hits += 1
+                continue
+            while self.used >= capacity:
+                if once and not (self._heap and self._heap[0][0] == 1):
+                    self.used -= weights.pop(once.popitem(False)[0])
+                else:
+                    self.evict()
+            weights[key] = 1
+            once[key] = self._admissions
+            self._admissions += 1
+            self.used += 1
+        self.moves += len(keys) - hits
+        return hits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import ClassVar
 
@@ -192,3 +192,70 @@ class S3FIFO(EvictionPolicy[K]):
         twin._frequency = self._frequency.copy()
         while (key := twin.evict()) is not None:
             yield key
+
+    def access_run(self, keys: Sequence[K]) -> int:
+        if not self._is_classic():
+            return super().access_run(keys)
+        small, main, ghosts = self._small.line, self._main.line, self._ghosts.line
+        small_share, main_share, frequency = self._small_share, self._main_share, self._frequency
+        pop_small, pop_main, pop_ghost = small.popitem, main.popitem, ghosts.popitem
+        hits = moves = 0
+
+        def evict_main() -> None:
+            nonlocal moves
+            while True:
+                key = pop_main(False)[0]
+                moves += 1
+                count = frequency.pop(key, 0)
+                if not count:
+                    remember(key)
+                    return
+                if count > 1:
+                    frequency[key] = count - 1
+                main[key] = 1
+
+        def remember(key: K) -> None:
+            ghosts[key] = 1
+            if len(ghosts) > main_share:
+                pop_ghost(False)
+
+        for key in keys:
+            if key in small or key in main:
+                hits += 1
+                count = frequency.get(key, 0)
+                if count < MAX_FREQUENCY:
+                    frequency[key] = count + 1
+            elif key in ghosts:
+                del ghosts[key]
+                if len(main) == main_share:
+                    evict_main()
+                main[key] = 1
+            else:
+                if len(small) == small_share:
+                    head = pop_small(False)[0]
+                    moves += 1
+                    if head in frequency and main_share:
+                        if len(main) == main_share:
+                            evict_main()
+                        main[head] = 1
+                    else:
+                        frequency.pop(head, None)
+                        remember(head)
+                small[key] = 1
+        self._small.weight, self._main.weight = len(small), len(main)
+        self._ghosts.weight = len(ghosts)
+        self.used = len(small) + len(main)
+        self.moves += moves + len(keys) - hits
+        return hits
+
+    def _is_classic(self) -> bool:
+        """Is this the case of the published algorithm: unit weights, no pins, full shares?"""
+        small, main, ghosts = self._small, self._main, self._ghosts
+        return (
+            self.capacity > 0
+            and self.max_ghosts is None
+            and (small.plain and main.plain)
+            and small.weight == len(small) <= self._small_share
+            and main.weight == len(main) <= self._main_share
+            and ghosts.weight == len(ghosts)
+        )
