@@ -1,0 +1,212 @@
+"""What is in deploy/ fits the daemon that it deploys."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+from prefixd.proto.units import parse_bytes, parse_duration_ns
+from prefixd.server.config import load_config
+from prefixd.server.daemon import main
+from prefixd.server.metrics import StateCollector
+from prefixd.server.options import Config
+from prefixd.server.state import MetaState
+from prefixd.server.tables import StateConfig
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DEPLOY = REPOSITORY / "deploy"
+UNIT = (DEPLOY / "systemd/prefixd.service").read_text()
+POD = (DEPLOY / "kubernetes/sidecar.yaml").read_text()
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
+DASHBOARD = json.loads((DEPLOY / "grafana/prefixd.json").read_text())
+README = (DEPLOY / "README.md").read_text()
+
+
+def metric_names() -> set[str]:
+    """Every name that a daemon's /metrics has."""
+    registry = CollectorRegistry()
+    registry.register(
+        StateCollector(MetaState(StateConfig(), {}, {}, frozenset(), 1), lambda: {"part": "ill"})
+    )
+    ProcessCollector(registry=registry)
+    names = set()
+    for family in registry.collect():
+        names |= {sample.name for sample in family.samples}
+        # A family without samples here has no tier to show.
+        names.add(f"{family.name}_total" if family.type == "counter" else family.name)
+    return names
+
+
+def metrics_in(expression: str) -> list[str]:
+    return re.findall(r"\b(?:prefixd|process)_[a-z_]+", expression)
+
+
+# ---- grafana
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+
+
+def expressions() -> list[str]:
+    return [target["expr"] for panel in panels() for target in panel["targets"]]
+
+
+def test_the_dashboard_shows_only_metrics_that_exist() -> None:
+    names = metric_names()
+    assert "prefixd_tier_hits_total" in names
+    for expression in expressions():
+        shown = metrics_in(expression)
+        assert shown
+        assert set(shown) <= names, expression
+
+
+def test_counters_are_shown_as_rates_and_gauges_are_not() -> None:
+    since_the_start = {
+        "prefixd_tier_recovered_entries_total",
+        "prefixd_tier_dropped_at_start_total",
+    }
+    for expression in expressions():
+        rated = set(re.findall(r"rate\(([a-z_]+)", expression))
+        counters = {name for name in metrics_in(expression) if name.endswith("_total")}
+        assert rated == counters - since_the_start, expression
+
+
+def test_every_panel_has_its_own_number_and_place() -> None:
+    numbers = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(numbers)) == len(numbers)
+    for one, other in combinations((panel["gridPos"] for panel in DASHBOARD["panels"]), 2):
+        beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
+        below = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
+        assert beside or below
+
+
+def test_the_readme_alerts_on_metrics_that_exist() -> None:
+    shown = metrics_in(README)
+    assert shown
+    assert set(shown) <= metric_names()
+
+
+# ---- systemd
+
+
+def unit(key: str) -> str:
+    (value,) = re.findall(rf"^{key}=(.*)$", UNIT, re.MULTILINE)
+    return str(value)
+
+
+def test_a_stop_takes_as_long_as_the_daemon_may_drain() -> None:
+    config = load_config([], {})
+    assert parse_duration_ns(f"{unit('TimeoutStopSec')}s") > config.server.drain_timeout_ns
+
+
+def test_a_bad_configuration_ends_with_the_status_that_is_not_restarted() -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--ram", "8GB"])
+    assert str(left.value.code) == unit("RestartPreventExitStatus")
+
+
+def test_every_session_can_have_its_descriptor() -> None:
+    assert int(unit("LimitNOFILE")) > 2 * load_config([], {}).sessions.max_sessions
+
+
+def test_the_directories_of_the_unit_are_those_that_auto_finds() -> None:
+    env = {
+        "RUNTIME_DIRECTORY": f"/run/{unit('RuntimeDirectory')}",
+        "STATE_DIRECTORY": f"/var/lib/{unit('StateDirectory')}",
+    }
+    config = load_config([], env)
+    # The first is also where prefixctl looks when root runs it.
+    assert config.server.address == "unix:/run/prefixd/prefixd.sock"
+    assert config.disk.directory == Path("/var/lib/prefixd")
+
+
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    analyze, true = shutil.which("systemd-analyze"), shutil.which("true")
+    if analyze is None or true is None:
+        pytest.skip("systemd-analyze is not installed")
+    program = unit("ExecStart").split()[0]
+    file = tmp_path / "prefixd.service"
+    file.write_text(UNIT.replace(program, true))
+    done = subprocess.run(
+        [analyze, "verify", str(file)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert [line for line in done.stderr.splitlines() if "prefixd.service" in line] == []
+
+
+# ---- kubernetes
+
+
+def pod_config() -> Config:
+    sidecar = POD[POD.index("initContainers:") : POD.index("  containers:")]
+    env = dict(re.findall(r"- name: (PREFIXD_\w+)\n +value: (\S+)", sidecar))
+    assert len(env) == sidecar.count("name: PREFIXD_")
+    return load_config([], env)
+
+
+def quantity(text: str) -> int:
+    return parse_bytes(f"{text}B")
+
+
+def test_the_sidecars_budgets_fit_its_limits() -> None:
+    config = pod_config()
+    (memory,) = set(re.findall(r"memory: (\w+)\n", POD))
+    shm, disk = re.findall(r"sizeLimit: (\w+)", POD)
+    budgets = (config.ram.budget_bytes, config.shm.budget_bytes, config.disk.budget_bytes)
+    ram_bytes, shm_bytes, disk_bytes = map(int, budgets)
+    assert ram_bytes + shm_bytes + 2**30 <= quantity(memory)
+    assert shm_bytes * 5 // 4 <= quantity(shm)
+    assert disk_bytes * 5 // 4 <= quantity(disk)
+
+
+def test_the_pods_paths_ports_and_volumes_fit_together() -> None:
+    config = pod_config()
+    mounts = dict(re.findall(r"- name: (\w+)\n +mountPath: (\S+)", POD))
+    volumes = re.findall(r"- name: (\w+)\n(?: +#.*\n)* +emptyDir:", POD)
+    assert sorted(mounts) == sorted(volumes)
+    assert config.server.address.startswith(f"unix:{mounts['socket']}/")
+    assert config.shm.directory.is_relative_to(mounts["shm"])
+    assert config.disk.directory.is_relative_to(mounts["disk"])
+    (port,) = re.findall(r"containerPort: (\d+)", POD)
+    assert config.server.metrics.endswith(f":{port}")
+    assert f'prometheus.io/port: "{port}"' in POD
+    addresses = re.findall(r"- name: PREFIXD_ADDRESS\n +value: (\S+)", POD)
+    assert addresses == [config.server.address] * 2
+
+
+def test_the_pod_is_written_in_steps_of_two_blanks() -> None:
+    for line in POD.splitlines():
+        indent = len(line) - len(line.lstrip())
+        assert "\t" not in line
+        assert indent % 2 == 0
+        assert line == line.rstrip()
+
+
+# ---- docker
+
+
+def test_the_image_gets_everything_that_the_package_is_made_of() -> None:
+    copied = set(re.findall(r"^COPY (\w+) \1$", DOCKERFILE, re.MULTILINE))
+    packages = {link.name for link in (REPOSITORY / "src/prefixd").iterdir() if link.is_symlink()}
+    assert copied == packages | {"src"}
+    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    assert ignored[1] == "*"
+    for name in (*copied, "pyproject.toml", "README.md", "LICENSE"):
+        assert f"!{name}" in ignored
+
+
+def test_the_images_environment_is_a_good_configuration() -> None:
+    env = dict(re.findall(r"(PREFIXD_\w+)=(\S+)", DOCKERFILE))
+    assert env
+    config = load_config([], env)
+    volumes = re.findall(r'"(/[^"]+)"', DOCKERFILE.partition("VOLUME")[2].partition("\n")[0])
+    assert config.server.address.startswith(f"unix:{volumes[0]}/")
+    assert str(config.disk.directory) == volumes[1]
