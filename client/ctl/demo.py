@@ -30,7 +30,7 @@ from . import render
 from .connection import AdminConnection
 from .live import TierBoard, live_view
 from .private import PrivateDaemon
-from .replay_live import figures, mismatch_line, totals_view
+from .replay_live import figures, totals_view
 
 #: Small enough that every tier has to evict.
 BUDGETS: Final = {Tier.RAM: "24MiB", Tier.SHM: "32MiB", Tier.DISK: "40MiB"}
@@ -112,7 +112,7 @@ def _replay(
     board = TierBoard()
     picture = Picture(board, len(requests), drawn=console.is_terminal)
     every_s = DRAW_EVERY_S if console.is_terminal else LINE_EVERY_S
-    due_s = 0.0
+    due_s = time.monotonic() + every_s
 
     with live_view(console, picture) as refresh:
 
@@ -147,11 +147,9 @@ class Picture:
             return f"{done:,} of {self._requests:,}  {figures(self.totals)}\n  {self._board.line()}"
         progress = Table.grid(padding=(0, 2))
         progress.add_row(
-            ProgressBar(self._requests, done, width=30),
-            f"{render.percent(done, self._requests)}",
-            figures(self.totals),
+            ProgressBar(self._requests, done, width=30), f"{done:,} of {self._requests:,} requests"
         )
-        return Group(progress, self._board, mismatch_line(self.totals))
+        return Group(progress, figures(self.totals), self._board)
 
 
 def _introduction(options: DemoOptions, directory: Path) -> RenderableType:

@@ -13,7 +13,6 @@ from rich.live import Live
 from rich.text import Text
 
 from ...proto import prefixd_pb2 as pb
-from ...proto.units import format_bytes
 from . import render
 
 if TYPE_CHECKING:
@@ -55,19 +54,22 @@ class TierBoard:
         return self._rates.get(tier, Rates())
 
     def __rich__(self) -> RenderableType:
-        numbers = ("used", "entries", "hits", "evictions", "saved/s", "read/s")
+        numbers = ("full", "budget", "entries", "hits", "evictions", "saved/s", "read/s")
         table = render.make_table("tier", "", *numbers, right=numbers)
+        table.caption = "bright: claimed   plain: cached   white: being saved"
+        table.caption_justify = "left"
         for t in self.stats.tiers if self.stats is not None else ():
             rates = self.rates(t.tier)
             table.add_row(
                 render.tier_name(t.tier),
                 render.Bar.of_tier(t),
-                f"{format_bytes(render.used_bytes(t))} of {format_bytes(t.budget_bytes)}",
+                render.percent(render.used_bytes(t), t.budget_bytes),
+                render.size(t.budget_bytes),
                 f"{t.entries:,}",
                 f"{t.hits:,}",
                 f"{t.evictions:,}",
-                format_bytes(round(rates.saved_bytes)),
-                format_bytes(round(rates.read_bytes)),
+                render.size(rates.saved_bytes),
+                render.size(rates.read_bytes),
             )
         return table
 

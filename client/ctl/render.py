@@ -22,6 +22,7 @@ from rich.text import Text
 from ...proto import prefixd_pb2 as pb
 from ...proto.units import format_bytes, format_duration
 
+BAR_MIN_WIDTH: Final = 8
 #: Hexadecimal digits of a key that are shown in a table.
 KEY_DIGITS: Final = 16
 NS_PER_MS: Final = 1_000_000
@@ -82,6 +83,16 @@ def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
+def size(count: float) -> str:
+    """Bytes with three digits or so: `31.9MiB`, `880B`, `1.04GiB`."""
+    rounded = float(round(count))
+    for name in ("B", "KiB", "MiB", "GiB"):
+        if rounded < 1000:
+            return f"{rounded:.3g}{name}"
+        rounded /= 1024
+    return f"{rounded:,.3g}TiB"
+
+
 def age(duration_ns: int) -> str:
     """A rough duration: `850ms`, `12s`, `3m4s`; what is ahead of our clock is `0s`."""
     if duration_ns < 1_000 * NS_PER_MS:
@@ -90,14 +101,21 @@ def age(duration_ns: int) -> str:
 
 
 def make_table(*columns: str, title: str | None = None, right: Iterable[str] = ()) -> Table:
-    """A plain table; `right` names the columns of numbers."""
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    """A plain table; `right` names the columns of numbers, a column without a name is for a bar."""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        title=title,
+        title_justify="left",
+        title_style="bold",
+    )
     aligned = set(right)
     for column in columns:
         table.add_column(
             column,
             justify="right" if column in aligned else "left",
             no_wrap=column in aligned or column in ("key", "tier"),
+            min_width=None if column else BAR_MIN_WIDTH,
         )
     return table
 
@@ -110,12 +128,10 @@ class Bar:
         budget: int,
         parts: Sequence[tuple[int, str]],
         *,
-        min_width: int = 8,
         max_width: int = 30,
     ) -> None:
         self.budget = budget
         self.parts = parts
-        self.min_width = min_width
         self.max_width = max_width
 
     @classmethod
@@ -130,7 +146,7 @@ class Bar:
         return cls(tier.budget_bytes, parts, max_width=max_width)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(self.min_width, self.max_width)
+        return Measurement(BAR_MIN_WIDTH, self.max_width)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(options.max_width, self.max_width)
@@ -160,6 +176,8 @@ def stats_view(stats: pb.StatsResponse, address: str) -> RenderableType:
     lines: list[RenderableType] = [headline(stats, address), budget_table(stats)]
     if any(t.saves or t.hits or t.recovered_entries for t in stats.tiers):
         lines.append(activity_table(stats))
+    if (hit_rate := hit_rate_line(stats.counters)) is not None:
+        lines.append(hit_rate)
     lines.append(
         Text(
             f"sessions {stats.sessions:,}   claims {stats.claims:,}   "
@@ -181,48 +199,75 @@ def headline(stats: pb.StatsResponse, address: str) -> Text:
 
 def budget_table(stats: pb.StatsResponse) -> Table:
     table = make_table(
-        "tier", "policy", "", "used", "of", "pinned", "reserved", "entries",
-        right=("used", "of", "pinned", "reserved", "entries"),
+        "tier", "policy", "", "full", "used", "budget", "pinned", "reserved", "entries",
+        right=("full", "used", "budget", "pinned", "reserved", "entries"),
     )  # fmt: skip
     for t in stats.tiers:
-        cap = f" / {t.max_entries:,}" if t.max_entries else ""
-        of = format_bytes(t.budget_bytes)
-        if t.secured_bytes < t.budget_bytes and tier_label(t.tier) != "disk":
-            of += f" ({format_bytes(t.secured_bytes)} secured)"
+        cap = f" of {t.max_entries:,}" if t.max_entries else ""
+        budget = size(t.budget_bytes)
+        if t.secured_bytes < t.budget_bytes:
+            budget += f" ({size(t.secured_bytes)} secured)"
         table.add_row(
             tier_name(t.tier),
             t.policy,
             Bar.of_tier(t),
-            f"{format_bytes(used_bytes(t))}  {percent(used_bytes(t), t.budget_bytes)}",
-            of,
-            format_bytes(t.pinned_bytes),
-            format_bytes(t.reserved_bytes),
+            percent(used_bytes(t), t.budget_bytes),
+            size(used_bytes(t)),
+            budget,
+            size(t.pinned_bytes),
+            size(t.reserved_bytes),
             f"{t.entries:,}{cap}",
         )
     return table
 
 
-def activity_table(stats: pb.StatsResponse) -> Table:
-    numbers = (
-        "hits", "hit tokens", "read", "saves", "saved", "evictions", "evicted",
-        "corrupt", "recovered", "dropped at start",
-    )  # fmt: skip
+def activity_table(stats: pb.StatsResponse) -> RenderableType:
+    """What the tiers did since the daemon started, and what is unusual about it."""
+    numbers = ("hits", "hit tokens", "read", "saves", "saved", "evictions", "evicted")
     table = make_table("tier", *numbers, right=numbers)
+    notes: list[RenderableType] = []
     for t in stats.tiers:
         table.add_row(
             tier_name(t.tier),
             f"{t.hits:,}",
             f"{t.hit_tokens:,}",
-            format_bytes(t.read_bytes),
+            size(t.read_bytes),
             f"{t.saves:,}",
-            format_bytes(t.saved_bytes),
+            size(t.saved_bytes),
             f"{t.evictions:,}",
-            format_bytes(t.evicted_bytes),
-            f"{t.corrupt:,}",
-            f"{t.recovered_entries:,}",
-            f"{t.dropped_at_start:,}",
+            size(t.evicted_bytes),
         )
-    return table
+        label = tier_label(t.tier)
+        if t.recovered_entries or t.dropped_at_start:
+            notes.append(
+                Text(
+                    f"{label}: {t.recovered_entries:,} entries ({size(t.recovered_bytes)}) came "
+                    f"back at the start, {t.dropped_at_start:,} were dropped"
+                )
+            )
+        if t.corrupt:
+            notes.append(
+                Text(f"{label}: {t.corrupt:,} entries were damaged and dropped", style="bold red")
+            )
+    return Group(table, *notes)
+
+
+def hit_rate_line(counters: Mapping[str, int]) -> Text | None:
+    """How often claims and look-ups found something; None before the first of them."""
+    parts = []
+    claims, empty = (
+        counters.get("prefixd_claims_total", 0),
+        counters.get("prefixd_claims_empty_total", 0),
+    )
+    if claims:
+        parts.append(f"{percent(claims - empty, claims)} of {claims:,} claims found something")
+    keys, present = (
+        counters.get("prefixd_lookup_keys_total", 0),
+        counters.get("prefixd_lookup_hits_total", 0),
+    )
+    if keys:
+        parts.append(f"{percent(present, keys)} of {keys:,} keys looked up were there")
+    return Text(", ".join(parts)) if parts else None
 
 
 def counters_table(counters: Mapping[str, int]) -> Table:
@@ -242,8 +287,8 @@ def entries_table(entries: Iterable[pb.EntryDetail], now_unix_ns: int, title: st
             entry.key.hex()[:KEY_DIGITS],
             tier_name(entry.info.tier),
             f"{entry.info.token_count:,}",
-            format_bytes(entry.info.payload_bytes),
-            format_bytes(entry.stored_bytes),
+            size(entry.info.payload_bytes),
+            size(entry.stored_bytes),
             age(now_unix_ns - entry.created_unix_ns),
             age(now_unix_ns - entry.last_used_unix_ns),
             f"{entry.hits:,}",
@@ -303,7 +348,7 @@ def claims_table(claims: Sequence[pb.ClaimDetail]) -> RenderableType:
             claim.owner,
             f"{claim.session_id}",
             f"{len(claim.keys):,}",
-            format_bytes(claim.payload_bytes),
+            size(claim.payload_bytes),
             age(claim.age_ms * NS_PER_MS),
             age(claim.lease_left_ms * NS_PER_MS),
         )
@@ -322,8 +367,8 @@ def reservations_table(reservations: Sequence[pb.ReservationDetail]) -> Renderab
             held.stage,
             held.owner,
             f"{held.session_id}",
-            format_bytes(held.payload_bytes),
-            format_bytes(held.stored_bytes),
+            size(held.payload_bytes),
+            size(held.stored_bytes),
             age(held.age_ms * NS_PER_MS),
             age(held.ttl_left_ms * NS_PER_MS),
             f"{held.waiters}",
@@ -360,16 +405,14 @@ def preview_view(preview: pb.PreviewResponse, tier: str, now_unix_ns: int) -> Re
         Text.assemble(tier_name(pb.Tier.Value(f"TIER_{tier.upper()}")), ": ", verdict),
         Text(preview.message),
         Text(
-            f"needed {format_bytes(preview.needed_bytes)}   free {format_bytes(preview.free_bytes)}"
-            f"   unpinned {format_bytes(preview.unpinned_bytes)}"
-            f"   pinned {format_bytes(preview.pinned_bytes)}"
-            f"   reserved {format_bytes(preview.reserved_bytes)}"
+            f"needed {size(preview.needed_bytes)}   free {size(preview.free_bytes)}"
+            f"   unpinned {size(preview.unpinned_bytes)}"
+            f"   pinned {size(preview.pinned_bytes)}"
+            f"   reserved {size(preview.reserved_bytes)}"
         ),
     ]
     if preview.victims:
-        title = (
-            f"would evict {len(preview.victims):,} entries, {format_bytes(preview.evicted_bytes)}"
-        )
+        title = f"would evict {len(preview.victims):,} entries, {size(preview.evicted_bytes)}"
         lines.append(entries_table(preview.victims, now_unix_ns, title))
     return Group(*[line for line in lines if not (isinstance(line, Text) and not line.plain)])
 
@@ -380,7 +423,7 @@ def evicted_table(rows: Iterable[tuple[str, int, int]], *, dry_run: bool) -> Tab
     table = make_table("tier", verb, "freed", right=(verb, "freed"))
     for tier, entries, freed_bytes in rows:
         name = Text(tier, style=f"bold {TIER_STYLES.get(tier, 'white')}")
-        table.add_row(name, f"{entries:,}", format_bytes(freed_bytes))
+        table.add_row(name, f"{entries:,}", size(freed_bytes))
     return table
 
 

@@ -17,7 +17,6 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from ...proto.units import format_bytes
 from ...proto.vocabulary import Tier
 from ..replay.live import LiveOptions, LiveReplay
 from ..replay.outcome import STEPS, Totals
@@ -64,15 +63,14 @@ def _progress(reader: TraceReader) -> Iterator[Callable[[Totals], None]]:
 
 
 def figures(totals: Totals) -> str:
-    """How it goes, in one line: `1,204 requests  hit rate 8.9 %  412MiB/s verified`."""
+    """How it goes, in one line: `hit rate 8.9 %  412MiB/s verified  20MiB/s saved ...`."""
     seconds = totals.wall_seconds or 1.0
     line = (
-        f"{totals.requests:,} requests  hit rate {100 * totals.hit_rate:.1f} %  "
-        f"{format_bytes(round(totals.verified_bytes / seconds))}/s verified  "
-        f"{format_bytes(round(totals.saved_bytes / seconds))}/s saved"
+        f"hit rate {render.percent(totals.hit_tokens, totals.prompt_tokens)}  "
+        f"{render.size(totals.verified_bytes / seconds)}/s verified  "
+        f"{render.size(totals.saved_bytes / seconds)}/s saved  "
+        f"{totals.mismatches:,} mismatches"
     )
-    if totals.mismatches:
-        line += f"  {totals.mismatches:,} MISMATCHES"
     if totals.unavailable_requests:
         line += f"  {totals.unavailable_requests:,} unavailable"
     return line
@@ -115,9 +113,9 @@ def _summary(totals: Totals, title: str) -> Table:
             f"{render.percent(totals.requests_with_hit, totals.requests)}  "
             f"({totals.requests_with_hit:,} of {totals.requests:,})",
         ),
-        ("verified", f"{format_bytes(totals.verified_bytes)}, every byte of {totals.hit_blocks:,} "
+        ("verified", f"{render.size(totals.verified_bytes)}, every byte of {totals.hit_blocks:,} "
                      "blocks"),
-        ("saved", f"{format_bytes(totals.saved_bytes)}; blocks: {saves or 'none'}"),
+        ("saved", f"{render.size(totals.saved_bytes)}; blocks: {saves or 'none'}"),
         ("rpcs", rpcs or "none"),
     ]  # fmt: skip
     if totals.unavailable_requests or totals.reconnects:
