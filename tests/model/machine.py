@@ -1,0 +1,507 @@
+"""Hypothesis drives `MetaState` and its twin with the same events, and compares all they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from prefixd.proto.record import RecordHead
+from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.server import effects as fx
+from prefixd.server import events as ev
+from prefixd.server.events import ClaimMode, SaveItem, SaveOutcome
+from prefixd.server.state import MetaState
+from prefixd.server.tables import StateConfig
+from prefixd.tiers.eviction.lru import LRU
+from prefixd.tiers.extents import ExtentAllocator
+from prefixd.tiers.ledger import Ledger
+from prefixd.tiers.store import StoredEntry
+
+from .twin import BEFORE, Twin, TwinLimits, TwinTier
+from .witness import NAMES, Witness, key_of, keys_of, name_of, plain
+
+LIMITS = TwinLimits(sessions=3, claims=3, reservations=4, waiters=3, lost_after=90)
+RAM_BYTES, RAM_SECURED_BYTES, RAM_SLAB_BYTES = 40, 24, 4
+SHM_BYTES, SHM_SLAB_BYTES, SHM_ENTRIES = 40, 2, 2
+DISK_BYTES = 30
+#: Of these some are exactly, and some just above, what a tier can take.
+PAYLOADS = st.sampled_from([1, 1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 12, 14, 28, 29, 37, 38, 40, 41])
+
+
+def whole(size: int, slab: int) -> int:
+    return -(-size // slab) * slab
+
+
+def ram_cost(payload: int, ids: int) -> int:
+    return whole(payload + ids, RAM_SLAB_BYTES)
+
+
+def shm_cost(payload: int, ids: int) -> int:
+    return whole(payload + ids + 3, SHM_SLAB_BYTES)
+
+
+def disk_cost(payload: int, ids: int) -> int:
+    return payload + ids + 2
+
+
+KEY = st.sampled_from(NAMES)
+SOME_KEYS = st.lists(KEY, min_size=1, max_size=4, unique=True) | st.just(list(NAMES))
+TIER = st.sampled_from(["ram", "shm", "disk"])
+WAIT = st.sampled_from([0, 0, 15, 35])
+#: Which of those that are there; see the methods that pick.
+PICK = st.integers(0, 11)
+PICKS = st.lists(PICK, min_size=1, max_size=3, unique=True)
+ITEM = st.tuples(KEY, PAYLOADS, st.sampled_from([0, 0, 1, 4]))
+ITEMS = st.lists(ITEM, min_size=1, max_size=3, unique_by=lambda item: item[0])
+STOPS = [SaveOutcome.LENGTH_MISMATCH, SaveOutcome.LOST, SaveOutcome.FAILED]
+
+
+def outcome_name(outcome: SaveOutcome) -> str:
+    return outcome.name.lower().replace("_", " ")
+
+
+class MetaStateMachine(RuleBasedStateMachine):
+    """See the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1_000
+        self.broken = False
+        self.requests = 0
+        self.commits: list[tuple[int, ...]] = []
+        ledgers = {
+            Tier.RAM: Ledger(
+                Tier.RAM,
+                RAM_BYTES,
+                LRU(RAM_BYTES),
+                extents=ExtentAllocator(RAM_SECURED_BYTES, RAM_SLAB_BYTES),
+            ),
+            Tier.SHM: Ledger(
+                Tier.SHM,
+                SHM_BYTES,
+                LRU(SHM_BYTES),
+                max_entries=SHM_ENTRIES,
+                extents=ExtentAllocator(SHM_BYTES, SHM_SLAB_BYTES),
+            ),
+            Tier.DISK: Ledger(Tier.DISK, DISK_BYTES, LRU(DISK_BYTES)),
+        }
+        self.state = MetaState(
+            StateConfig(
+                session_lost_after_ns=LIMITS.lost_after,
+                max_sessions=LIMITS.sessions,
+                max_claims_per_session=LIMITS.claims,
+                max_reservations_per_session=LIMITS.reservations,
+                max_waiters=LIMITS.waiters,
+            ),
+            ledgers,
+            {Tier.RAM: ram_cost, Tier.SHM: shm_cost, Tier.DISK: disk_cost},
+            frozenset({Tier.DISK}),
+            stamp_ns=500,
+        )
+        self.twin = Twin(
+            {
+                "ram": TwinTier(RAM_BYTES, RAM_SECURED_BYTES, 0, ram_cost, slow=False),
+                "shm": TwinTier(SHM_BYTES, SHM_BYTES, SHM_ENTRIES, shm_cost, slow=False),
+                "disk": TwinTier(DISK_BYTES, DISK_BYTES, 0, disk_cost, slow=True),
+            },
+            LIMITS,
+        )
+        self.witness = Witness(self.state)
+
+    # ---- both at once
+
+    def happens(self, event: ev.Event, twin: Callable[[], Any]) -> list[fx.Effect]:
+        self.broken = True
+        effects = self.state.apply(event)
+        self.witness.sees(event, effects)
+        expected = self.twin.happens(self.now, twin)
+        assert sorted(map(plain, effects), key=repr) == sorted(expected, key=repr)
+        self.commits += [e.tokens for e in effects if isinstance(e, fx.Commit)]
+        assert self.state.check() == []
+        self.compare_state(event)
+        self.broken = False
+        return effects
+
+    def compare_state(self, event: ev.Event) -> None:
+        tables, twin = self.state.tables, self.twin
+        for tier, ledger in tables.ledgers.items():
+            assert ledger.published_bytes + ledger.reserved_bytes <= ledger.limit_bytes
+            assert (ledger.published_bytes + ledger.reserved_bytes) == twin.used(tier.label)[0]
+            victims = [tables.entries[key] for key in ledger.victims()]
+            assert [name_of(entry.key) for entry in victims] == twin.order[tier.label]
+            stamps = [entry.last_used_ns for entry in victims]
+            assert stamps == sorted(set(stamps)), "the order would not survive a restart"
+        assert set(map(name_of, tables.entries)) == twin.entries.keys()
+        assert tables.claims.keys() == twin.claims.keys()
+        assert tables.reservations.keys() == twin.saves.keys()
+        assert tables.sessions.keys() == twin.sessions.keys()
+        assert tables.waiting.keys() == twin.parked.keys()
+        due, next_ns = twin.due(), self.state.next_deadline_ns()
+        if due:
+            assert next_ns is not None
+            assert next_ns <= due[0][0], "a tick would come too late"
+        if isinstance(event, ev.Tick) and next_ns is not None:
+            assert next_ns > self.now, "a tick would be due at once, again and again"
+
+    def question(self) -> int:
+        self.requests += 1
+        self.witness.asked(self.requests)
+        return self.requests
+
+    # ---- picking: mostly one that is alive, sometimes one that ended, rarely one that never was
+
+    def a_session(self, pick: int) -> int:
+        live = [n for n, one in sorted(self.twin.sessions.items()) if one["owner"] != BEFORE]
+        return live[pick % len(live)] if live and pick != 5 else 99
+
+    def owner_of(self, pick: int, held: dict[int, dict[str, Any]], numbers: list[int]) -> int:
+        """The session that holds one of these, or any."""
+        owners = [held[number]["session"] for number in numbers if number in held]
+        return owners[0] if owners and pick < 9 else self.a_session(pick)
+
+    def some_of(self, picks: list[int], held: dict[int, dict[str, Any]], given: int) -> list[int]:
+        """Some of what is held, and of the `given` numbers that were ever given out."""
+        live = sorted(held)
+        return [
+            99 if pick == 5 else given - pick if pick < 2 or not live else live[pick % len(live)]
+            for pick in picks
+        ]
+
+    def tokens(self, *stages: str) -> list[int]:
+        return sorted(t for t, save in self.twin.saves.items() if save["stage"] in stages)
+
+    # ---- sessions
+
+    @initialize(
+        found=st.lists(
+            st.tuples(KEY, TIER, PAYLOADS, st.integers(0, 9), st.sampled_from([0, 1])),
+            max_size=8,
+            unique_by=lambda one: (one[0], one[1]),
+        ),
+        claimed=st.booleans(),
+    )
+    def start(self, found: list[tuple[str, str, int, int, int]], claimed: bool) -> None:
+        for tier in (Tier.SHM, Tier.DISK):
+            self.recover(tier, [one for one in found if one[1] == tier.label])
+        names = sorted(n for n, e in self.twin.entries.items() if e["tier"] == "shm")[claimed:]
+        until = self.now + 60
+        event = ev.ClaimsInherited(keys_of(names), until, self.now)
+        self.happens(event, partial(self.twin.inherit, names, until))
+        self.open()
+        self.open()
+
+    def recover(self, tier: Tier, found: list[tuple[str, str, int, int, int]]) -> None:
+        stored, expected, end = [], [], 0
+        for number, (key, _, payload, used, ids) in enumerate(found):
+            location: tuple[int, ...] = ()
+            if tier is Tier.SHM:
+                location = (end, shm_cost(payload, ids))
+                end += location[1]
+                if end > SHM_BYTES:
+                    break
+            # Ages in any order, no two the same; generations of an earlier start.
+            used_ns = 100 + 10 * used + number
+            head = RecordHead(
+                key=key_of(key),
+                generation=number + 10 * tier,
+                payload_bytes=payload,
+                token_count=2 * payload,
+                layer_count=0,
+                reason=SaveReason.COLD,
+                tier=tier,
+                created_ns=7,
+                token_ids=bytes(ids),
+            )
+            stored.append(StoredEntry(head, location, 77, used_ns, hits=used))
+            expected.append(
+                {
+                    "key": key,
+                    "payload": payload,
+                    "token_ids": ids,
+                    "tokens": 2 * payload,
+                    "crc": 77,
+                    "used": used_ns,
+                    "hits": used,
+                }
+            )
+        event = ev.TierRecovered(tier, tuple(stored), dropped=1, now_ns=self.now)
+        self.happens(event, partial(self.twin.recover, tier.label, expected))
+
+    def open(self) -> None:
+        request = self.question()
+        owner = f"worker {request}"
+        event = ev.SessionOpened(request, owner, self.now)
+        self.happens(event, partial(self.twin.open, request, owner))
+
+    def heartbeat(self, who: int) -> None:
+        session = self.a_session(who)
+
+        def twin() -> None:
+            if session in self.twin.sessions:
+                self.twin.sessions[session]["heard"] = self.now
+
+        self.happens(ev.HeartbeatCame(session, self.now), twin)
+
+    def lose_session(self, who: int) -> None:
+        session = self.a_session(who)
+        event = ev.SessionLost(session, "its connection broke", self.now)
+        self.happens(event, partial(self.twin.lose_session, session))
+
+    @rule(what=st.sampled_from(["open", "heartbeat", "heartbeat", "lose"]), who=PICK)
+    def session(self, what: str, who: int) -> None:
+        if what == "open":
+            self.open()
+        elif what == "heartbeat":
+            self.heartbeat(who)
+        else:
+            self.lose_session(who)
+
+    # ---- reading
+
+    @precondition(lambda self: self.twin.entries or self.twin.saves)
+    @rule(keys=SOME_KEYS, stop=st.booleans(), wait=WAIT)
+    def lookup(self, keys: list[str], stop: bool, wait: int) -> None:
+        request, until = self.question(), self.now + wait
+        event = ev.LookupAsked(request, keys_of(keys), stop, until, self.now)
+        attempt = partial(self.twin.lookup, keys, stop)
+        self.happens(event, partial(self.twin.ask, request, until, None, attempt))
+
+    @precondition(lambda self: self.twin.entries or self.twin.saves)
+    @rule(
+        who=PICK,
+        keys=SOME_KEYS,
+        mode=st.sampled_from(list(ClaimMode)),
+        lease=st.sampled_from([10, 30, 150]),
+        wait=WAIT,
+    )
+    def claim(self, who: int, keys: list[str], mode: ClaimMode, lease: int, wait: int) -> None:
+        request, until, session = self.question(), self.now + wait, self.a_session(who)
+        event = ev.ClaimAsked(request, session, keys_of(keys), mode, lease, until, self.now)
+        attempt = partial(self.twin.claim, session, keys, mode.name.lower(), lease)
+        self.happens(event, partial(self.twin.ask, request, until, session, attempt))
+
+    @precondition(lambda self: self.twin.claimed)
+    @rule(who=PICK, which=PICKS)
+    def release(self, who: int, which: list[int]) -> None:
+        claims = self.some_of(which, self.twin.claims, self.twin.claimed)
+        request, session = self.question(), self.owner_of(who, self.twin.claims, claims)
+        event = ev.ReleaseAsked(request, session, tuple(claims), self.now)
+        self.happens(event, partial(self.twin.release, request, session, claims))
+
+    @precondition(lambda self: self.twin.entries)
+    @rule(keys=st.lists(KEY, min_size=1, max_size=3))
+    def touch(self, keys: list[str]) -> None:
+        self.happens(ev.KeysTouched(keys_of(keys), self.now), partial(self.twin.touch, keys))
+
+    @precondition(lambda self: self.twin.entries)
+    @rule(name=KEY, how=st.sampled_from(["suspect", "suspect", "damage", "stale"]))
+    def doubt(self, name: str, how: str) -> None:
+        """A reader saw a wrong checksum, or a store found one."""
+        if how == "suspect" or name not in self.twin.entries:
+            self.suspect([name])
+        else:
+            self.damage(name, stale=how == "stale")
+
+    def suspect(self, keys: list[str]) -> None:
+        self.happens(ev.KeysSuspected(keys_of(keys), self.now), partial(self.twin.suspect, keys))
+
+    @precondition(lambda self: self.twin.parked)
+    @rule(which=PICK)
+    def drop_request(self, which: int) -> None:
+        waiting = sorted(self.twin.parked)
+        request = waiting[which % len(waiting)]
+        self.witness.dropped(request)
+        event = ev.RequestDropped(request, self.now)
+        self.happens(event, partial(self.twin.parked.__delitem__, request))
+
+    # ---- saving
+
+    def _reserve(
+        self,
+        who: int,
+        tier: str,
+        items: list[tuple[str, int, int]],
+        ancestors: list[str],
+        begin: bool,
+        wait: int,
+        ttl: int = 30,
+    ) -> list[fx.Effect]:
+        request, until, session = self.question(), self.now + wait, self.a_session(who)
+        event = ev.ReserveAsked(
+            request,
+            session,
+            Tier[tier.upper()],
+            SaveReason.COLD,
+            tuple(SaveItem(key_of(key), size, 2 * size, 0, bytes(ids)) for key, size, ids in items),
+            keys_of(ancestors),
+            begin,
+            ttl,
+            until,
+            self.now,
+        )
+        reserve = self.twin.reserve
+        attempt = partial(reserve, session, tier, list(items), list(ancestors), begin, ttl)
+        return self.happens(event, partial(self.twin.ask, request, until, session, attempt))
+
+    @rule(
+        who=PICK,
+        tier=TIER,
+        items=ITEMS,
+        ancestors=st.lists(KEY, max_size=2, unique=True),
+        begin=st.booleans(),
+        wait=WAIT,
+        ttl=st.sampled_from([12, 50]),
+    )
+    def reserve(
+        self,
+        who: int,
+        tier: str,
+        items: list[tuple[str, int, int]],
+        ancestors: list[str],
+        begin: bool,
+        wait: int,
+        ttl: int,
+    ) -> None:
+        self._reserve(who, tier, items, ancestors, begin, wait, ttl)
+
+    @rule(who=PICK, tier=TIER, items=ITEMS, ancestors=st.lists(KEY, max_size=2, unique=True))
+    def save(
+        self, who: int, tier: str, items: list[tuple[str, int, int]], ancestors: list[str]
+    ) -> None:
+        """The whole of it at once, so that there is something to read."""
+        before = self.twin.reserved
+        self._reserve(who, tier, items, ancestors, begin=True, wait=0)
+        self._seal([(token, 5, 5) for token in range(before + 1, self.twin.reserved + 1)])
+
+    @precondition(lambda self: self.twin.reserved)
+    @rule(who=PICK, which=PICK)
+    def begin(self, who: int, which: int) -> None:
+        (token,) = self.some_of([which], self.twin.saves, self.twin.reserved)
+        request, session = self.question(), self.owner_of(who, self.twin.saves, [token])
+        event = ev.WriteBegan(request, session, token, self.now)
+        self.happens(event, partial(self.twin.begin, request, session, token))
+
+    def _seal(self, writes: list[tuple[int, int, int]]) -> None:
+        if not writes:
+            return
+        tokens, crcs, meant = zip(*writes, strict=True)
+        event = ev.WriteSealed(tokens, crcs, meant, self.now)
+        self.happens(event, partial(self.twin.seal, writes))
+
+    @precondition(lambda self: self.tokens("writing", "doomed"))
+    @rule(which=PICKS, right=st.lists(st.booleans(), min_size=3, max_size=3))
+    def seal(self, which: list[int], right: list[bool]) -> None:
+        writing = self.tokens("writing", "doomed")
+        tokens = list(dict.fromkeys(writing[pick % len(writing)] for pick in which))
+        self._seal([(t, 9, 9 if ok else 8) for t, ok in zip(tokens, right, strict=False)])
+
+    @precondition(lambda self: self.tokens("writing", "doomed"))
+    @rule(which=PICK, outcome=st.sampled_from(STOPS))
+    def stop(self, which: int, outcome: SaveOutcome) -> None:
+        writing = self.tokens("writing", "doomed")
+        token = writing[which % len(writing)]
+        event = ev.WriteStopped(token, outcome, "as it is", self.now)
+        self.happens(event, partial(self.twin.end, token, outcome_name(outcome)))
+
+    @precondition(lambda self: self.commits)
+    @rule(which=PICK, split=PICK)
+    def commit(self, which: int, split: int) -> None:
+        tokens = self._take_commit(which, split)
+
+        def twin() -> None:
+            for token in tokens:
+                self.twin.publish(token)
+
+        self.happens(ev.Committed(tokens, self.now), twin)
+
+    @precondition(lambda self: self.commits)
+    @rule(which=PICK, split=PICK, full=st.booleans())
+    def fail_commit(self, which: int, split: int, full: bool) -> None:
+        tokens = self._take_commit(which, split)
+
+        def twin() -> None:
+            for token in tokens:
+                self.twin.end(token, "device full" if full else "failed")
+
+        self.happens(ev.CommitFailed(tokens, full, "no space left", self.now), twin)
+
+    def _take_commit(self, which: int, split: int) -> tuple[int, ...]:
+        """Some tokens of one of the commits under way, in order."""
+        tokens = self.commits.pop(which % len(self.commits))
+        some = 1 + split % len(tokens)
+        if tokens[some:]:
+            self.commits.append(tokens[some:])
+        return tokens[:some]
+
+    @precondition(lambda self: self.twin.reserved)
+    @rule(who=PICK, which=PICKS)
+    def cancel(self, who: int, which: list[int]) -> None:
+        tokens = self.some_of(which, self.twin.saves, self.twin.reserved)
+        request, session = self.question(), self.owner_of(who, self.twin.saves, tokens)
+        event = ev.CancelAsked(request, session, tuple(tokens), self.now)
+        self.happens(event, partial(self.twin.cancel, request, session, tokens))
+
+    # ---- operators, stores, time
+
+    @precondition(lambda self: self.twin.entries)
+    @rule(tiers=st.lists(TIER, max_size=2, unique=True), free=st.sampled_from([1, 1, 5, 14, 99]))
+    def evict(self, tiers: list[str], free: int) -> None:
+        request = self.question()
+        chosen = tuple(Tier[tier.upper()] for tier in tiers)
+        event = ev.EvictAsked(request, chosen, free, self.now)
+        self.happens(event, partial(self.twin.evict, request, tiers, free))
+
+    def damage(self, name: str, stale: bool) -> None:
+        generation = self.witness.index[key_of(name)].generation - stale
+        event = ev.EntryDamaged(key_of(name), generation, "a bit flipped", self.now)
+        self.happens(event, lambda: None if stale else self.twin.damage(name))
+
+    @precondition(lambda self: self.twin.tiers["ram"].limit < RAM_BYTES)
+    @rule(slabs=st.integers(1, 2))
+    def grow(self, slabs: int) -> None:
+        secured = min(self.twin.tiers["ram"].limit + slabs * RAM_SLAB_BYTES, RAM_BYTES)
+        self.twin.tiers["ram"].limit = secured
+        self.happens(ev.ArenaGrown(Tier.RAM, secured, self.now), lambda: None)
+
+    @rule(passed=st.sampled_from([1, 9, 20]))
+    def time_passes(self, passed: int) -> None:
+        """And nobody ticks: whatever comes next comes late."""
+        self.now += passed
+
+    @rule(
+        passed=st.sampled_from([0, 1, 9, 20, 45]),
+        flush=st.booleans(),
+        heard=st.sampled_from([True, True, False]),
+    )
+    def tick(self, passed: int, flush: bool, heard: bool = False) -> None:
+        self.now += passed
+        if heard:
+            for who in range(len(self.twin.sessions)):
+                self.heartbeat(who)
+        self.happens(ev.Tick(self.now, flush), partial(self.twin.tick, flush))
+
+    # ---- the end
+
+    def teardown(self) -> None:
+        """Everybody goes; whatever they held is free."""
+        if self.broken:
+            return  # what went wrong is told already
+        for session in sorted(self.twin.sessions):
+            event = ev.SessionLost(session, "the daemon stops", self.now)
+            self.happens(event, partial(self.twin.lose_session, session))
+        while self.commits:
+            self.commit(0, 10)
+        while self.tokens("doomed"):
+            self.stop(0, SaveOutcome.LOST)
+        self.tick(200, flush=True)
+        tables = self.state.tables
+        held = [tables.claims, tables.reservations, tables.in_flight, tables.waiting]
+        assert held == [{}, {}, {}, {}]
+        assert tables.timers == []
+        assert tables.unrecorded == {}
+        for ledger in tables.ledgers.values():
+            assert ledger.reserved_bytes == ledger.pinned_bytes == 0

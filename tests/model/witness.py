@@ -1,0 +1,258 @@
+"""Reads the effects of `MetaState` in order, and objects to what must never be ordered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, assert_never
+
+from prefixd.proto.keys import Key
+from prefixd.proto.vocabulary import Tier
+from prefixd.server import answers as an
+from prefixd.server import effects as fx
+from prefixd.server import events as ev
+from prefixd.server.state import MetaState
+from prefixd.server.tables import Entry
+from prefixd.tiers.store import Location
+
+#: Keys go by a letter in the twin and in the rules, so that a failing run can be read.
+NAMES = "abcdef"
+
+#: Who is allowed to write into, or read from, a byte of a tier.
+Owner = tuple[str, object]
+
+
+def key_of(name: str) -> Key:
+    return Key(name.encode() * 32)
+
+
+def keys_of(names: Iterable[str]) -> tuple[Key, ...]:
+    return tuple(map(key_of, names))
+
+
+def name_of(key: Key) -> str:
+    return chr(key[0])
+
+
+class Witness:
+    """Keeps what an executor of the effects would have: the index and the arenas."""
+
+    def __init__(self, state: MetaState) -> None:
+        self.state = state
+        self.outstanding: set[int] = set()
+        self.index: dict[bytes, Entry] = {}
+        #: entries of the shm tier whose row says that they are claimed
+        self.marked: set[Key] = set()
+        self.owners: dict[tuple[Tier, int], Owner] = {}
+        self.orders: dict[int, an.WriteOrder] = {}
+        self.claims: dict[int, tuple[bytes, ...]] = {}
+        self.generations: set[int] = set()
+        self.last_generation = 0
+
+    def asked(self, request: int) -> None:
+        self.outstanding.add(request)
+
+    def dropped(self, request: int) -> None:
+        self.outstanding.discard(request)
+
+    def sees(self, event: ev.Event, effects: list[fx.Effect]) -> None:
+        if isinstance(event, ev.SessionLost):
+            self.end_claims_of(event.session)
+        starting = isinstance(event, ev.TierRecovered)
+        for effect in effects:
+            self.sees_one(effect, event, starting)
+        for number in set(self.claims) - self.state.tables.claims.keys():
+            del self.claims[number]
+        tables = self.state.tables
+        if isinstance(event, ev.ClaimsInherited):
+            self.claims |= dict.fromkeys(tables.claims, event.keys)
+        assert self.claims.keys() == tables.claims.keys(), "a claim that nobody was told of"
+        assert self.outstanding == tables.waiting.keys()
+        pinned = {e.key for e in tables.entries.values() if e.pins and e.tier is Tier.SHM}
+        assert self.marked == pinned
+
+    def sees_one(self, effect: fx.Effect, event: ev.Event, starting: bool) -> None:
+        match effect:
+            case fx.Reply():
+                assert effect.request in self.outstanding, "answered twice, or nobody asked"
+                self.outstanding.remove(effect.request)
+                self.sees_answer(effect.answer)
+            case fx.IndexPut(entry):
+                assert entry.key not in self.index
+                assert entry.generation not in self.generations, "a generation came back"
+                self.generations.add(entry.generation)
+                self.index[entry.key] = entry
+                if not starting:
+                    (writer,) = (
+                        order
+                        for order in self.orders.values()
+                        if order.generation == entry.generation
+                    )
+                    self.free(entry.tier, writer.location, ("save", writer.token))
+                self.take(entry.tier, entry.location, ("entry", entry.key))
+            case fx.IndexDelete(key):
+                if starting and key not in self.index:
+                    return  # a row of an earlier start
+                assert key not in self.marked, "left while claimed"
+                entry = self.index.pop(key)
+                self.free(entry.tier, entry.location, ("entry", key))
+            case fx.IndexClaim(key, claimed):
+                assert self.index[key].tier is Tier.SHM
+                assert (key in self.marked) != claimed, "marked twice, or never"
+                self.marked ^= {key}
+            case fx.Erase():
+                for key in effect.keys:
+                    there = self.index.get(key)
+                    assert there is None or (starting and there.tier is not effect.tier)
+                    # Claims that end within this event, by themselves or with their session,
+                    # are gone from the tables at its end.
+                    live = self.state.tables.claims.keys() & self.claims.keys()
+                    assert not any(key in self.claims[number] for number in live), "pinned"
+            case fx.Commit():
+                assert set(effect.tokens) <= self.orders.keys()
+                assert isinstance(event, ev.WriteSealed)
+            case fx.StopWriting():
+                assert effect.token in self.orders
+            case fx.SaveEnded():
+                order = self.orders.pop(effect.token)
+                if effect.outcome is not ev.SaveOutcome.SAVED:
+                    self.free(order.tier, order.location, ("save", order.token))
+            case fx.Verify(entry):
+                assert self.index[entry.key] is entry
+            case fx.RecordUsage():
+                used = [usage.last_used_ns for usage in effect.usages]
+                assert used == sorted(set(used)), "not in order of use"
+                for usage in effect.usages:
+                    entry = self.index[usage.key]
+                    assert entry.tier is effect.tier
+                    # Whoever is woken in the same turn uses it again.
+                    assert entry.last_used_ns >= usage.last_used_ns
+            case fx.TellClaimLost():
+                del self.claims[effect.claim]
+            case fx.TellReservationLost():
+                assert self.orders[effect.token].key == effect.key
+            case _:
+                assert_never(effect)
+
+    def sees_answer(self, answer: an.Answer) -> None:
+        if isinstance(answer, an.ReserveAnswer):
+            for order in answer.results:
+                if isinstance(order, an.WriteOrder):
+                    assert order.generation > self.last_generation
+                    self.last_generation = order.generation
+                    self.orders[order.token] = order
+                    self.take(order.tier, order.location, ("save", order.token))
+        elif isinstance(answer, an.ClaimAnswer):
+            entries = [
+                entry
+                for entry, mine in zip(answer.results, answer.claimed, strict=True)
+                if mine and isinstance(entry, Entry)
+            ]
+            assert len(entries) == sum(answer.claimed)
+            for entry in entries:
+                assert self.index[entry.key] is entry, "claimed and not readable"
+            if answer.claim:
+                self.claims[answer.claim] = tuple(entry.key for entry in entries)
+
+    def end_claims_of(self, session: int) -> None:
+        for number in set(self.claims) - self.state.tables.claims.keys():
+            del self.claims[number]
+        assert all(c.session != session for c in self.state.tables.claims.values())
+
+    # ---- arenas
+
+    def take(self, tier: Tier, location: Location, owner: Owner) -> None:
+        for unit in units(location):
+            assert (tier, unit) not in self.owners, f"{owner} and {self.owners[tier, unit]}"
+            self.owners[tier, unit] = owner
+
+    def free(self, tier: Tier, location: Location, owner: Owner) -> None:
+        for unit in units(location):
+            assert self.owners.pop((tier, unit)) == owner
+
+
+def units(location: Location) -> list[int]:
+    pairs = zip(location[::2], location[1::2], strict=True)
+    return [unit for offset, length in pairs for unit in range(offset, offset + length)]
+
+
+# ---- what was said, as the twin says it
+
+
+def plain(effect: fx.Effect) -> tuple[Any, ...]:
+    match effect:
+        case fx.Reply(request, answer):
+            return ("reply", request, plain_answer(answer))
+        case fx.IndexPut(entry):
+            return ("put", name_of(entry.key))
+        case fx.IndexDelete(key):
+            return ("delete", name_of(key))
+        case fx.IndexClaim(key, claimed):
+            return ("mark", name_of(key), claimed)
+        case fx.Erase(tier, keys):
+            (key,) = keys
+            return ("erase", tier.label, name_of(key))
+        case fx.Commit(tier, tokens):
+            return ("commit", tier.label, list(tokens))
+        case fx.StopWriting(token):
+            return ("stop", token)
+        case fx.SaveEnded(token, outcome):
+            return ("ended", token, outcome.name.lower().replace("_", " "))
+        case fx.Verify(entry):
+            return ("verify", name_of(entry.key))
+        case fx.RecordUsage(tier, usages):
+            return ("usage", tier.label, [(name_of(usage.key), usage.hits) for usage in usages])
+        case fx.TellClaimLost(session, claim):
+            return ("claim lost", session, claim)
+        case fx.TellReservationLost(session, token, key):
+            return ("reservation lost", session, token, name_of(key))
+        case _:
+            assert_never(effect)
+
+
+def plain_answer(answer: an.Answer) -> tuple[Any, ...]:
+    match answer:
+        case an.Refused(error):
+            return ("refused", error.name)
+        case an.Opened(session):
+            return ("opened", session)
+        case an.LookupAnswer(results):
+            return ("lookup", [plain_found(found) for found in results])
+        case an.ClaimAnswer(claim, lease, results, claimed):
+            return ("claim", claim, lease, [plain_found(found) for found in results], list(claimed))
+        case an.ReleaseAnswer(results):
+            return ("release", [outcome.name.lower() for outcome in results])
+        case an.ReserveAnswer(ttl, results):
+            return ("reserve", ttl, [plain_reserved(reserved) for reserved in results])
+        case an.CancelAnswer(results):
+            return ("cancel", list(results))
+        case an.WriteOrder():
+            return plain_reserved(answer)
+        case an.EvictAnswer(results):
+            return ("evict", [(one.tier.label, one.entries, one.freed_bytes) for one in results])
+        case _:
+            assert_never(answer)
+
+
+def plain_found(found: an.Found) -> tuple[Any, ...] | None:
+    if found is None:
+        return None
+    if isinstance(found, an.FlightInfo):
+        return ("in flight", found.owner, found.age_ns)
+    return (
+        "entry",
+        name_of(found.key),
+        found.tier.label,
+        found.payload_bytes,
+        found.token_count,
+        found.payload_crc32c,
+    )
+
+
+def plain_reserved(reserved: an.Reserved) -> Any:
+    match reserved:
+        case an.WriteOrder(token, key, tier, _, _, _, payload_bytes, token_count):
+            return ("order", token, name_of(key), tier.label, payload_bytes, token_count)
+        case an.FlightInfo():
+            return plain_found(reserved)
+        case _:
+            return reserved.name.lower().replace("_", " ")
