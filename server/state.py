@@ -344,7 +344,8 @@ class MetaState:
         t.next_session += 1
         t.sessions[session.session] = session
         turn.set_timer(event.until_ns, Timer.SESSION, session.session)
-        claim = Claim(t.next_claim, session.session, entries, turn.now_ns, event.until_ns)
+        lease_ns = event.until_ns - turn.now_ns
+        claim = Claim(t.next_claim, session.session, entries, turn.now_ns, lease_ns)
         t.next_claim += 1
         t.claims[claim.claim] = claim
         session.claims.add(claim.claim)
