@@ -6,6 +6,7 @@ shm tier recovers. One transaction per event, however many entries the event mov
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeAlias
@@ -23,6 +24,11 @@ from .tables import Entry
 IndexChange: TypeAlias = IndexPut | IndexDelete | IndexClaim
 
 
+_MAX_READERS = 1024
+#: A cache line for each reader, and the header before them.
+_LOCK_FILE_BYTES = (_MAX_READERS + 64) * 64
+
+
 class IndexFailed(Exception):
     """The index could not take a change; what readers see may be stale."""
 
@@ -36,6 +42,7 @@ class Index:
     def __init__(self, directory: Path, incarnation: bytes, map_bytes: int) -> None:
         path = directory / INDEX_DIRECTORY
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _secure_lock_file(path / "lock.mdb")
         self._env = lmdb.open(
             str(path),
             map_size=map_bytes,
@@ -46,7 +53,7 @@ class Index:
             writemap=False,
             # Pages carry our rows only, and whoever reads them may read the payloads anyway.
             meminit=False,
-            max_readers=1024,
+            max_readers=_MAX_READERS,
         )
         self._put(INCARNATION_ROW, incarnation)
 
@@ -116,6 +123,16 @@ class Index:
 
     def close(self) -> None:
         self._env.close()
+
+
+def _secure_lock_file(path: Path) -> None:
+    """Give LMDB's table of readers its pages. It is written through a mapping: in a /dev/shm that
+    is full its first use would be a SIGBUS; like this it is an OSError, here and now."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, _LOCK_FILE_BYTES)
+    finally:
+        os.close(fd)
 
 
 def _row(entry: Entry) -> IndexRow:

@@ -78,6 +78,8 @@ class ShmStore(Store):
         self.verify_payloads: Final = verify_payloads
         try:
             directory.mkdir(mode=0o750, parents=True, exist_ok=True)
+            # LMDB would give it the mode of a file, in which nobody but root can look.
+            (directory / USAGE_DIRECTORY).mkdir(mode=0o700, exist_ok=True)
         except OSError as problem:
             raise StoreError(f"can't make the shm tier: {problem}") from None
         size_bytes = budget_bytes - budget_bytes % slab_bytes
