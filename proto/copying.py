@@ -51,6 +51,19 @@ _release_buffer = ctypes.pythonapi.PyBuffer_Release
 _release_buffer.argtypes = [ctypes.POINTER(_PyBuffer)]
 _release_buffer.restype = None
 
+_new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
+_new_bytearray.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]
+_new_bytearray.restype = ctypes.py_object
+
+
+def unset_bytearray(length_bytes: int) -> bytearray:
+    """A bytearray for somebody who writes all of it before anybody reads it.
+
+    What `bytearray(length_bytes)` does besides, zeroing it, takes as long as the copy into it.
+    """
+    made: bytearray = _new_bytearray(None, length_bytes)
+    return made
+
 
 @contextmanager
 def address_of(buffer: Buffer, *, writable: bool = False) -> Iterator[int]:

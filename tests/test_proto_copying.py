@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from prefixd.proto import copying
-from prefixd.proto.copying import RELEASE_BYTES, address_of, copy, copy_crc32c
+from prefixd.proto.copying import (
+    RELEASE_BYTES,
+    address_of,
+    copy,
+    copy_crc32c,
+    unset_bytearray,
+)
 from prefixd.proto.record import crc32c
 
 SIZES = [0, 1, RELEASE_BYTES - 1, RELEASE_BYTES, 512 * 2**10 + 1, 3 * 2**20 + 5]
@@ -88,3 +94,14 @@ def test_an_address_is_that_of_the_bytes_which_stay_exported() -> None:
     data.append(1)
     with pytest.raises(BufferError), address_of(b"read-only", writable=True):
         pytest.fail("a read-only buffer was taken for writing")
+
+
+@pytest.mark.parametrize("length_bytes", SIZES)
+def test_an_unset_bytearray_is_a_bytearray(length_bytes: int) -> None:
+    room = unset_bytearray(length_bytes)
+    assert type(room) is bytearray
+    assert len(room) == length_bytes
+    copy(memoryview(room), noise(length_bytes))
+    assert room == noise(length_bytes)
+    room += b"more"
+    assert room == noise(length_bytes) + b"more"

@@ -11,15 +11,14 @@ open within a process, the daemon's lock file keeps another daemon out.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import ClassVar, Final
 
 import lmdb
 
-from ..proto.copying import copy, copy_crc32c
+from ..proto.copying import copy, copy_crc32c, unset_bytearray
 from ..proto.disk import (
     CHUNK_BYTES,
     CHUNK_KEY_BYTES,
@@ -64,9 +63,6 @@ from .store import (
 MAX_READERS: Final = 1024
 #: Beyond the budget, whatever its size: room for batches that replace others.
 _MAP_SLACK_BYTES: Final = 64 * 2**20
-#: Chunks that are kept for the next writers. A new one is zeroed and then faulted in page by
-#: page: with 48 entries of 5 MiB in a batch, 1.5 GB/s are taken in; with spare ones 5.
-_SPARE_CHUNKS: Final = 64
 #: LMDB's own numbers: before a page's content, and before a row in it.
 _PAGE_HEADER_BYTES: Final = 16
 _ROW_HEADER_BYTES: Final = 8
@@ -90,11 +86,9 @@ class DiskWriter(EntryWriter):
     stored, and a client may still write to what it handed over.
     """
 
-    def __init__(self, head: RecordHead, spare: deque[bytearray]) -> None:
-        """`spare` are chunks that other writers no longer need."""
+    def __init__(self, head: RecordHead) -> None:
         self.head = head
         self.location = ()
-        self._spare = spare
         self.chunks: list[bytearray] = []
         self.crc = 0
         self.sealed = False
@@ -113,19 +107,12 @@ class DiskWriter(EntryWriter):
             )
         for index, part in chunk_ranges(self._written_bytes, len(view)):
             if index == len(self.chunks):
-                self.chunks.append(self._new_chunk(index))
-            length_bytes = part.stop - part.start
+                length_bytes = chunk_length(self.head.payload_bytes, index)
+                self.chunks.append(unset_bytearray(length_bytes))
             room = memoryview(self.chunks[index])[part]
-            self.crc = copy_crc32c(room, view[:length_bytes], self.crc)
-            view = view[length_bytes:]
-            self._written_bytes += length_bytes
-
-    def _new_chunk(self, index: int) -> bytearray:
-        length_bytes = chunk_length(self.head.payload_bytes, index)
-        if length_bytes == CHUNK_BYTES:
-            with suppress(IndexError):
-                return self._spare.pop()
-        return bytearray(length_bytes)
+            self.crc = copy_crc32c(room, view[: len(room)], self.crc)
+            view = view[len(room) :]
+            self._written_bytes += len(room)
 
     def seal(self) -> int:
         if self._written_bytes != self.head.payload_bytes:
@@ -186,7 +173,6 @@ class DiskStore(Store):
             (directory / "lock.mdb").chmod(mode | (mode & 0o040) >> 1 | 0o600)
             # Slots of clients that were killed would keep old pages from being reused.
             self._env.reader_check()
-        self._spare: deque[bytearray] = deque(maxlen=_SPARE_CHUNKS)
         self._page_bytes: Final[int] = self._env.stat()["psize"]
         # What is longer than this with its key gets pages of its own: two rows fit in a page.
         self._max_row_bytes: Final = (self._page_bytes - _PAGE_HEADER_BYTES) // 2 // 2 * 2 - 2
@@ -221,7 +207,7 @@ class DiskStore(Store):
     def writer(self, head: RecordHead, location: Location) -> EntryWriter:
         if location:
             raise ValueError("the disk tier is addressed by key")
-        return DiskWriter(head, self._spare)
+        return DiskWriter(head)
 
     def apply(self, sealed: Sequence[EntryWriter], erased: Iterable[Key]) -> None:
         writers: list[DiskWriter] = []
@@ -240,7 +226,6 @@ class DiskStore(Store):
                     self._erase(txn, writer.head.key)
                     self._insert(txn, writer)
         for writer in writers:
-            self._spare.extend(chunk for chunk in writer.chunks if len(chunk) == CHUNK_BYTES)
             writer.chunks = []
 
     def _insert(self, txn: lmdb.Transaction, writer: DiskWriter) -> None:
@@ -285,7 +270,7 @@ class DiskStore(Store):
                         f"chunk {index} of {head.key.hex()} is {found}, "
                         f"it should have {expected_bytes} bytes"
                     )
-                own = memoryview(bytearray(part.stop - part.start))
+                own = memoryview(unset_bytearray(part.stop - part.start))
                 copy(own, chunk[part])
                 views.append(own.toreadonly())
         return views
