@@ -31,6 +31,7 @@ class PrivateDaemon:
 
     def __init__(self, directory: Path, shm_directory: Path, flags: Sequence[str]) -> None:
         self.directory = directory
+        self.shm_directory = shm_directory
         self.log = directory / "log"
         self.address = f"unix:{directory / 'd.sock'}"
         self._command = [

@@ -86,11 +86,11 @@ def percent(part: float, whole: float) -> str:
 def size(count: float) -> str:
     """Bytes with three digits or so: `31.9MiB`, `880B`, `1.04GiB`."""
     rounded = float(round(count))
-    for name in ("B", "KiB", "MiB", "GiB"):
+    for name in ("B", "KiB", "MiB", "GiB", "TiB"):
         if rounded < 1000:
             return f"{rounded:.3g}{name}"
         rounded /= 1024
-    return f"{rounded:,.3g}TiB"
+    return f"{rounded:.3g}PiB"
 
 
 def age(duration_ns: int) -> str:

@@ -1,0 +1,224 @@
+"""What the daemon says, as JSON and as tables."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console, RenderableType
+
+from prefixd.client.ctl import render
+from prefixd.proto import prefixd_pb2 as pb
+
+KEY = bytes(range(32))
+SECOND = 1_000_000_000
+
+
+def drawn(view: RenderableType, width: int = 100, *, encoding: str = "utf-8") -> str:
+    """As a terminal of that width, without colours, would show it."""
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    Console(file=file, width=width, no_color=True).print(view)
+    file.flush()
+    file.seek(0)
+    return file.read()
+
+
+def tier_stats(tier: pb.Tier.ValueType = pb.TIER_RAM, **numbers: int) -> pb.TierStats:
+    return pb.TierStats(tier=tier, policy="lru", budget_bytes=1000, secured_bytes=1000, **numbers)
+
+
+def entry(**fields: int) -> pb.EntryDetail:
+    info = pb.EntryInfo(
+        tier=pb.TIER_SHM, payload_bytes=4096, token_count=512, reason=pb.SAVE_REASON_COLD
+    )
+    return pb.EntryDetail(key=KEY, info=info, stored_bytes=8192, **fields)
+
+
+# ---- JSON
+
+
+def test_a_message_becomes_json_with_every_field() -> None:
+    data = render.as_dict(
+        pb.StatsResponse(
+            daemon_version="1",
+            incarnation=b"\x01\xff",
+            tiers=[tier_stats(pb.TIER_DISK, entries=2**40)],
+            counters={"b": 2, "a": 1},
+        )
+    )
+    assert data["incarnation"] == "01ff"
+    assert data["tiers"][0]["tier"] == "disk"
+    assert data["tiers"][0]["entries"] == 2**40
+    assert data["tiers"][0]["hits"] == 0
+    assert list(data["counters"].items()) == [("a", 1), ("b", 2)]
+    assert data["sessions"] == 0
+    assert json.loads(json.dumps(data)) == data
+    assert set(data) == {field.name for field in pb.StatsResponse.DESCRIPTOR.fields}
+
+
+def test_nested_and_unset_messages() -> None:
+    data = render.as_dict(pb.InspectResponse(entry=entry()))
+    assert data["entry"]["key"] == KEY.hex()
+    assert data["entry"]["info"]["tier"] == "shm"
+    assert data["entry"]["info"]["reason"] == "cold"
+    assert data["entry"]["extents"] == []
+    assert render.as_dict(pb.InspectResponse())["entry"] is None
+
+
+def test_every_enumeration_has_words_and_the_unknown_stays_a_number() -> None:
+    assert [render.tier_label(number) for number in range(4)] == [
+        "unspecified", "ram", "shm", "disk",
+    ]  # fmt: skip
+    assert render.reason_label(pb.SAVE_REASON_SHUTDOWN) == "shutdown"
+    assert render.tier_label(99) == "99"
+
+
+# ---- numbers
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0B"), (999, "999B"), (4096, "4KiB"), (33_492_000, "31.9MiB"), (2**40, "1TiB"),
+     (1000 * 2**30, "0.977TiB"), (2**50, "1PiB")],
+)  # fmt: skip
+def test_sizes_are_short(count: int, text: str) -> None:
+    assert render.size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("duration_ns", "text"),
+    [(-5, "0s"), (0, "0s"), (850_900_000, "850ms"), (SECOND, "1s"), (184 * SECOND + 7, "3m4s")],
+)
+def test_ages_are_rough(duration_ns: int, text: str) -> None:
+    assert render.age(duration_ns) == text
+
+
+def test_nothing_of_nothing_has_no_percentage() -> None:
+    assert render.percent(0, 0) == "-"
+    assert render.percent(1, 8) == "12.5 %"
+
+
+# ---- bars
+
+
+def cells(bar: render.Bar, width: int, full: str = "━") -> int:
+    return drawn(bar, width).count(full)
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"), [(0, 0), (1, 1), (500, 5), (501, 6), (999, 10), (1000, 10), (2000, 10)]
+)
+def test_a_bar_shows_how_full(part: int, expected: int) -> None:
+    """A byte is seen, and a tier is not shown full before it is nearly so."""
+    assert cells(render.Bar(1000, [(part, "red")], max_width=10), 40) == expected
+
+
+def test_the_parts_of_a_bar_add_up() -> None:
+    tier = tier_stats(published_bytes=600, pinned_bytes=200, reserved_bytes=100)
+    assert cells(render.Bar.of_tier(tier, 10), 40) == 7
+    assert cells(render.Bar.of_tier(tier_stats(), 10), 40) == 0
+
+
+def test_a_bar_fits_where_it_is_put_and_needs_no_unicode() -> None:
+    bar = render.Bar(1000, [(500, "red")], max_width=30)
+    assert drawn(bar, 8).strip("\n") == "━━━━────"
+    assert drawn(bar, 8, encoding="ascii").strip("\n") == "####----"
+
+
+# ---- tables
+
+
+def stats() -> pb.StatsResponse:
+    return pb.StatsResponse(
+        daemon_version="1.2.3",
+        pid=7,
+        health="serving",
+        tiers=[
+            tier_stats(entries=3, published_bytes=500, saves=3, max_entries=9),
+            tier_stats(pb.TIER_SHM, recovered_entries=5, dropped_at_start=2, corrupt=1),
+        ],
+        counters={"prefixd_claims_total": 10, "prefixd_claims_empty_total": 1},
+    )
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_the_statistics_fit_the_terminal(width: int) -> None:
+    lines = drawn(render.stats_view(stats(), "unix:/x"), width).splitlines()
+    assert max(map(len, lines)) <= width
+
+
+def test_the_statistics_say_what_there_is() -> None:
+    text = drawn(render.stats_view(stats(), "unix:/x"), 120)
+    for word in ("1.2.3", "serving", "pid 7", "unix:/x", "50.0 %", "3 of 9"):
+        assert word in text
+    assert "shm: 5 entries (0B) came back at the start, 2 were dropped" in text
+    assert "shm: 1 entries were damaged and dropped" in text
+    assert "90.0 % of 10 claims found something" in text
+
+
+def test_hit_rates_are_silent_before_the_first_claim() -> None:
+    assert render.hit_rate_line({"prefixd_claims_total": 0}) is None
+
+
+def test_an_entry_says_everything() -> None:
+    response = pb.InspectResponse(
+        entry=entry(hits=3, pins=1, created_unix_ns=SECOND, last_used_unix_ns=3 * SECOND)
+    )
+    response.entry.extents.extend([4096, 8192])
+    text = drawn(render.entry_view(response, 5 * SECOND, verify=False))
+    assert KEY.hex() in text
+    for words in ("8KiB at 4096", "4s ago", "2s ago", "cold", "no layer table"):
+        assert words in text
+    assert "verified" not in text
+
+
+def test_verification_is_told_either_way() -> None:
+    good = pb.InspectResponse(entry=entry(), verified=True)
+    bad = pb.InspectResponse(entry=entry(), verified=True, problem="CRC32C differs")
+    assert "every byte matches" in drawn(render.entry_view(good, 0, verify=True))
+    assert "CRC32C differs" in drawn(render.entry_view(bad, 0, verify=True))
+
+
+def test_lists_name_owners_and_times() -> None:
+    claims = drawn(
+        render.claims_table(
+            [pb.ClaimDetail(claim_id=4, owner="vllm", keys=[KEY], age_ms=1500, lease_left_ms=9000)]
+        )
+    )
+    assert all(word in claims for word in ("vllm", "1s", "9s"))
+    reservations = drawn(
+        render.reservations_table(
+            [pb.ReservationDetail(key=KEY, owner="sglang", stage="writing", waiters=3)]
+        )
+    )
+    assert all(word in reservations for word in ("sglang", "writing", KEY.hex()[:16]))
+    sessions = drawn(render.sessions_table([pb.SessionDetail(owner="me", heartbeat_age_ms=2000)]))
+    assert "2s ago" in sessions
+
+
+def test_empty_lists_say_so() -> None:
+    assert drawn(render.claims_table([])).strip() == "no claims"
+    assert drawn(render.reservations_table([])).strip() == "no reservations"
+    assert drawn(render.sessions_table([])).strip() == "no sessions"
+
+
+@pytest.mark.parametrize(
+    ("admissible", "retryable", "verdict"),
+    [(True, False, "admissible"), (False, True, "not now, but later"), (False, False, "never")],
+)
+def test_a_preview_has_a_verdict(admissible: bool, retryable: bool, verdict: str) -> None:
+    preview = pb.PreviewResponse(
+        admissible=admissible, retryable=retryable, message="because", victims=[entry()]
+    )
+    text = drawn(render.preview_view(preview, "shm", 0))
+    assert f"shm: {verdict}" in text
+    assert "because" in text
+    assert "would evict 1 entries" in text
+
+
+def test_a_check_lists_its_problems() -> None:
+    bad = pb.CheckResponse(problems=["bytes do not add up"], entries=3)
+    assert "- bytes do not add up" in drawn(render.check_view(bad, deep=False))
+    good = pb.CheckResponse(entries=3, payloads_verified=3, payload_bytes_verified=4096)
+    assert "3 payloads (4KiB) read and verified" in drawn(render.check_view(good, deep=True))
