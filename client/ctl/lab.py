@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from .command import Common, ExitCode, fail, make_console, print_json
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def generate(
     output: OutputOption,
     requests: Annotated[int, typer.Option("--requests", "-n", min=1, help="How many.")] = 10_000,
     seed: Annotated[int, typer.Option("--seed", help="Same seed, same bytes.")] = 0,
-    block_tokens: BlockTokensOption = 512,
+    block_tokens: BlockTokensOption = DEFAULT_BLOCK_TOKENS,
     json_file: JsonFileOption = None,
 ) -> None:
     """Make an example trace for a workload.
@@ -106,7 +107,7 @@ def convert(
         ),
     ],
     output: OutputOption,
-    block_tokens: BlockTokensOption = 512,
+    block_tokens: BlockTokensOption = DEFAULT_BLOCK_TOKENS,
     bytes_per_token: Annotated[
         float, typer.Option(help="Text has no tokens: how many bytes stand for one.")
     ] = 4.0,
@@ -176,7 +177,7 @@ def convert(
 def analyze(
     ctx: typer.Context,
     trace: TraceArgument,
-    block_tokens: BlockTokensOption = 512,
+    block_tokens: BlockTokensOption = DEFAULT_BLOCK_TOKENS,
     limit: LimitOption = None,
     skip_bad: SkipBadOption = False,
     json_file: JsonFileOption = None,

@@ -28,9 +28,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol
 
+from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from ...proto.record import head_bytes_for, record_bytes
 from ...tiers.eviction.lru import LRU
-from .trace import DEFAULT_BLOCK_TOKENS, Request
+from .trace import Request
 
 HEADROOM = 0.2
 DEFAULT_WINDOW_MS = 10_000

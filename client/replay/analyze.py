@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .trace import DEFAULT_BLOCK_TOKENS, Request
+from ...proto.limits import DEFAULT_BLOCK_TOKENS
+from .trace import Request
 
 #: A prompt end that more requests than this go on from is a template (a system prompt, say),
 #: not a turn of somebody's session.

@@ -19,8 +19,9 @@ from itertools import count
 from math import inf
 from random import Random
 
+from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from .profiles import PROFILES, Profile, Turn
-from .trace import DEFAULT_BLOCK_TOKENS, Request
+from .trace import Request
 
 Piece = tuple[Hashable, int, int]
 

@@ -16,7 +16,8 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Any
 
-from .trace import DEFAULT_BLOCK_TOKENS, MAX_FIELD
+from ...proto.limits import DEFAULT_BLOCK_TOKENS
+from .trace import MAX_FIELD
 
 Record = dict[str, Any]
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
+from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from .source import STDIN, LineSource, TraceError
 
 __all__ = [
-    "DEFAULT_BLOCK_TOKENS",
     "Request",
     "TraceError",
     "TraceReader",
@@ -30,7 +30,6 @@ __all__ = [
     "write_trace",
 ]
 
-DEFAULT_BLOCK_TOKENS = 512
 #: Fields fit into a signed 64-bit integer, like everywhere else.
 MAX_FIELD = (1 << 63) - 1
 
