@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import lmdb
@@ -134,6 +135,22 @@ def test_readers_see_entries_whole_while_others_are_written(
     done.set()
     reader.join()
     assert not bad
+
+
+def test_commits_may_come_from_many_threads(opened: Callable[..., DiskStore]) -> None:
+    store = opened()
+
+    def work(first: int) -> None:
+        for number in range(first, first + 5):
+            save(store, number, payload_bytes=70_000)
+            assert is_whole(store, number, 70_000)
+            if number % 2:
+                store.apply([], [key(number)])
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(0, 100, 5)))
+    assert store.held_keys() == {key(number) for number in range(0, 100, 2)}
+    assert not store.recover({}, verify_payloads=True).dropped
 
 
 def test_a_writer_of_another_kind_or_unsealed_is_refused(opened: Callable[..., DiskStore]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -191,3 +193,20 @@ def test_everything_can_be_filled_and_emptied(sizes: list[int], rng: random.Rand
         allocator.free(location)
         allocator.check()
     assert allocator.allocate(sum(sizes) * SLAB) == (0, sum(sizes) * SLAB)
+
+
+def test_memory_is_that_of_its_arrays_whatever_comes_and_goes() -> None:
+    """13 bytes a slab, and what growing arrays have in reserve."""
+    slabs = 100_000
+    tracemalloc.start()
+    try:
+        allocator = ExtentAllocator(slabs * SLAB, SLAB)
+        live = [allocator.allocate(SLAB) for _ in range(slabs)]
+        random.Random(3).shuffle(live)
+        for location in live[::2]:
+            allocator.free(location)
+        del live, location
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < 16 * slabs
+    finally:
+        tracemalloc.stop()

@@ -41,7 +41,8 @@ class StoredEntry:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What a store found at start. `dropped` names what could not be adopted, with the reason."""
+    """What a store found at start, least recently used first. `dropped` names what could not be
+    adopted, with the reason."""
 
     entries: list[StoredEntry]
     dropped: list[tuple[Key, str]]
@@ -123,6 +124,7 @@ class Store(ABC):
         """A range of the payload, as read-only views in order (one per extent or chunk).
 
         Views into an arena stay valid as long as the entry is pinned; others own their bytes.
+        Of `head.token_ids` the length has to be right, for where a payload begins depends on it.
         Raises StoreError if the bytes are not there.
         """
 
