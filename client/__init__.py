@@ -1,25 +1,75 @@
-"""What an engine imports: the client, its results, its errors, and the words they use."""
+"""What an engine imports: the client, its results, its errors, and the words they use.
 
-from ..proto import errors as errors
-from ..proto.keys import Adapter as Adapter
-from ..proto.keys import Key as Key
-from ..proto.keys import Namespace as Namespace
-from ..proto.keys import context_hash as context_hash
-from ..proto.vocabulary import SaveReason as SaveReason
-from ..proto.vocabulary import Tier as Tier
-from .client import Client as Client
-from .hit import Hit as Hit
-from .policy import SavePolicy as SavePolicy
-from .results import ClaimMode as ClaimMode
-from .results import Entry as Entry
-from .results import Found as Found
-from .results import MissReason as MissReason
-from .results import Presence as Presence
-from .results import ReserveStatus as ReserveStatus
-from .results import RestoreResult as RestoreResult
-from .results import SaveOutcome as SaveOutcome
-from .results import SaveStatus as SaveStatus
-from .transport import ReserveItem as ReserveItem
-from .walk import BlockChain as BlockChain
-from .writing import Reservation as Reservation
-from .writing import SaveItem as SaveItem
+Each name is imported when it is asked for first: prefixctl lives below this package, and most of
+its commands need no gRPC.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..proto import errors as errors
+    from ..proto.keys import Adapter as Adapter
+    from ..proto.keys import Key as Key
+    from ..proto.keys import Namespace as Namespace
+    from ..proto.keys import context_hash as context_hash
+    from ..proto.vocabulary import SaveReason as SaveReason
+    from ..proto.vocabulary import Tier as Tier
+    from .aio import AsyncClient as AsyncClient
+    from .client import Client as Client
+    from .hit import Hit as Hit
+    from .policy import SavePolicy as SavePolicy
+    from .results import ClaimMode as ClaimMode
+    from .results import Entry as Entry
+    from .results import Found as Found
+    from .results import MissReason as MissReason
+    from .results import Presence as Presence
+    from .results import ReserveStatus as ReserveStatus
+    from .results import RestoreResult as RestoreResult
+    from .results import SaveOutcome as SaveOutcome
+    from .results import SaveStatus as SaveStatus
+    from .transport import ReserveItem as ReserveItem
+    from .walk import BlockChain as BlockChain
+    from .writing import Reservation as Reservation
+    from .writing import SaveItem as SaveItem
+
+#: Where each name comes from.
+_HOMES = {
+    "errors": "..proto",
+    "Adapter": "..proto.keys",
+    "Key": "..proto.keys",
+    "Namespace": "..proto.keys",
+    "context_hash": "..proto.keys",
+    "SaveReason": "..proto.vocabulary",
+    "Tier": "..proto.vocabulary",
+    "AsyncClient": ".aio",
+    "Client": ".client",
+    "Hit": ".hit",
+    "SavePolicy": ".policy",
+    "ClaimMode": ".results",
+    "Entry": ".results",
+    "Found": ".results",
+    "MissReason": ".results",
+    "Presence": ".results",
+    "ReserveStatus": ".results",
+    "RestoreResult": ".results",
+    "SaveOutcome": ".results",
+    "SaveStatus": ".results",
+    "ReserveItem": ".transport",
+    "BlockChain": ".walk",
+    "Reservation": ".writing",
+    "SaveItem": ".writing",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(home, __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
