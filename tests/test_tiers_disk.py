@@ -102,8 +102,8 @@ def test_what_was_acknowledged_survives_a_kill(
     batches = sum(line.endswith("\n") for line in lines)
     assert batches >= acknowledged
 
-    store = opened()
-    recovery = store.recover({}, verify_payloads=True)
+    store = opened(verify_payloads=True)
+    recovery = store.recover({})
     assert not recovery.dropped
     found = {entry.head.generation for entry in recovery.entries}
     assert found >= set(range(3 * batches))
@@ -150,7 +150,7 @@ def test_commits_may_come_from_many_threads(opened: Callable[..., DiskStore]) ->
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(work, range(0, 100, 5)))
     assert store.held_keys() == {key(number) for number in range(0, 100, 2)}
-    assert not store.recover({}, verify_payloads=True).dropped
+    assert not opened(verify_payloads=True).recover({}).dropped
 
 
 def test_a_writer_of_another_kind_or_unsealed_is_refused(opened: Callable[..., DiskStore]) -> None:
@@ -231,8 +231,8 @@ store.apply([], [key(0)])
 store.apply([], [key(1)])
 save(store, 6)
 store.close()
-store = DiskStore(directory, 256 * MIB)
-assert not store.recover({}, verify_payloads=True).dropped
+store = DiskStore(directory, 256 * MIB, verify_payloads=True)
+assert not store.recover({}).dropped
 assert store.held_keys() == {key(6)}
 """
 
@@ -407,7 +407,8 @@ def test_a_flipped_bit_is_found_by_verifying_or_by_its_reader(
     found = {entry.head.key: entry.payload_crc32c for entry in store.recover({}).entries}
     read = b"".join(store.read(head(1, 3 * MIB), (), 0, 3 * MIB))
     assert crc32c(read) != found[key(1)]
-    recovery = store.recover({}, verify_payloads=True)
+    store = opened(verify_payloads=True)
+    recovery = store.recover({})
     assert recovery.dropped == [(key(1), "the payload does not match its checksum")]
     assert store.held_keys() == {key(0)}
 

@@ -124,8 +124,9 @@ class DiskWriter(EntryWriter):
 class DiskStore(Store):
     """The environment in `directory`, which is made if it is not there.
 
-    `mode` is that of the data file; readers also need to write to the lock file, where LMDB
-    keeps its table of readers. Raises StoreError if it can't be opened.
+    `verify_payloads`: `recover` reads every payload and compares its checksum. `mode` is that of
+    the data file; readers also need to write to the lock file, where LMDB keeps its table of
+    readers. Raises StoreError if it can't be opened.
     """
 
     tier: ClassVar[Tier] = Tier.DISK
@@ -138,9 +139,11 @@ class DiskStore(Store):
         *,
         map_bytes: int = 0,
         sync: bool = True,
+        verify_payloads: bool = False,
         mode: int = 0o640,
     ) -> None:
         self.directory: Final = directory
+        self.verify_payloads: Final = verify_payloads
         with self._errors("open"):
             directory.mkdir(mode=0o750, parents=True, exist_ok=True)
             self._env = lmdb.open(
@@ -299,8 +302,6 @@ class DiskStore(Store):
     def recover(
         self,
         directory: Mapping[Key, Location],  # noqa: ARG002  # keeps its own
-        *,
-        verify_payloads: bool = False,
     ) -> Recovery:
         """Every entry whose head is whole and whose chunks are all there; the rest is erased.
 
@@ -328,8 +329,8 @@ class DiskStore(Store):
                 pages += self._own_pages(CHUNK_KEY_BYTES, last_bytes)
             found = txn.stat(self._chunks)
             whole = not dropped and found["entries"] == rows and found["overflow_pages"] == pages
-            if verify_payloads or not whole:
-                damages = [self._damage(txn, entry, verify_payloads) for entry in entries]
+            if self.verify_payloads or not whole:
+                damages = [self._damage(txn, entry) for entry in entries]
                 checked = list(zip(entries, damages, strict=True))
                 entries = [entry for entry, damage in checked if not damage]
                 dropped += [(entry.head.key, damage) for entry, damage in checked if damage]
@@ -338,9 +339,7 @@ class DiskStore(Store):
         entries.sort(key=lambda entry: (entry.last_used_ns, entry.head.created_ns))
         return Recovery(entries=entries, dropped=dropped)
 
-    def _damage(
-        self, txn: lmdb.Transaction[memoryview], entry: StoredEntry, verify_payload: bool
-    ) -> str:
+    def _damage(self, txn: lmdb.Transaction[memoryview], entry: StoredEntry) -> str:
         """What is wrong with an entry's chunks; nothing: an empty string."""
         head, crc = entry.head, 0
         for index in range(chunk_count(head.payload_bytes)):
@@ -349,9 +348,9 @@ class DiskStore(Store):
                 return f"chunk {index} is missing"
             if len(chunk) != chunk_length(head.payload_bytes, index):
                 return f"chunk {index} has {len(chunk)} bytes"
-            if verify_payload:
+            if self.verify_payloads:
                 crc = crc32c(chunk, crc)
-        if verify_payload and crc != entry.payload_crc32c:
+        if self.verify_payloads and crc != entry.payload_crc32c:
             return "the payload does not match its checksum"
         return ""
 
