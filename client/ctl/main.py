@@ -59,10 +59,11 @@ def version(ctl: Ctl) -> None:
     )
 
 
-admin.register(app)
-lab.register(app)
+# The panels of --help come in this order.
 replay.register(app)
+admin.register(app)
 command(app, "version", panel=admin.LOOK)(version)
+lab.register(app)
 
 
 def main() -> None:

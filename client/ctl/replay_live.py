@@ -105,12 +105,12 @@ def _summary(totals: Totals, title: str) -> Table:
         ("requests", f"{totals.requests:,} in {seconds:.1f} s ({per_second:,.0f}/s)"),
         (
             "hit rate by tokens",
-            f"{render.percent(totals.hit_tokens, totals.prompt_tokens)}  "
+            f"{100 * totals.hit_rate:.2f} %  "
             f"({totals.hit_tokens:,} of {totals.prompt_tokens:,} tokens)",
         ),
         (
             "hit rate by requests",
-            f"{render.percent(totals.requests_with_hit, totals.requests)}  "
+            f"{100 * totals.request_hit_rate:.2f} %  "
             f"({totals.requests_with_hit:,} of {totals.requests:,})",
         ),
         ("verified", f"{render.size(totals.verified_bytes)}, every byte of {totals.hit_blocks:,} "
