@@ -12,7 +12,7 @@ from ..proto.errors import LimitReached, UnknownReservation, UnknownTier
 from ..proto.keys import Key
 from ..proto.vocabulary import Tier
 from ..tiers.ledger import Admission
-from .answers import CancelAnswer, FlightInfo, Refused, ReserveAnswer, Reserved, WriteOrder
+from .answers import CancelAnswer, FlightInfo, ReserveAnswer, Reserved, WriteOrder
 from .effects import Commit, IndexPut, SaveEnded, StopWriting, TellReservationLost
 from .events import (
     CancelAsked,
@@ -158,11 +158,12 @@ def _order(r: Reservation) -> WriteOrder:
 # ---- write
 
 
-def began(turn: Turn, event: WriteBegan) -> WriteOrder | Refused:
+def began(turn: Turn, event: WriteBegan) -> WriteOrder:
     """The first byte for a reservation is here: where does it go?"""
     session = turn.session(event.session)
-    reservation = turn.tables.reservations.get(event.token)
-    if reservation is None or event.token not in session.tokens:
+    mine = event.token in session.tokens
+    reservation = turn.tables.reservations[event.token] if mine else None
+    if reservation is None or reservation.stage is Stage.DOOMED:
         raise Refusal(
             UnknownReservation(
                 f"reservation {event.token} expired, was cancelled or never was; reserve again"
@@ -301,8 +302,8 @@ def cancel(turn: Turn, asked: CancelAsked) -> CancelAnswer:
     session = turn.session(asked.session)
     results = []
     for token in asked.tokens:
-        reservation = turn.tables.reservations.get(token) if token in session.tokens else None
+        mine = token in session.tokens
         results.append(
-            reservation is not None and lose(turn, reservation, "it was cancelled", tell=False)
+            mine and lose(turn, turn.tables.reservations[token], "it was cancelled", tell=False)
         )
     return CancelAnswer(tuple(results))
