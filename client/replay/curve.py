@@ -1,0 +1,240 @@
+"""LRU hit tokens at every capacity: exact in one pass, or estimated from a sample.
+
+A block counts at capacity C only if it and all blocks before it in its request are among the
+C most recent different blocks when the request arrives, so the capacity that a prefix needs
+is the largest stack distance in it. Adding up the tokens by that capacity gives the curve:
+the LRU replay (`simulate`) at all capacities at once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from time import perf_counter
+from typing import Any
+
+from ...proto.limits import DEFAULT_BLOCK_TOKENS
+from ...tiers.eviction.sampled import SampledCurve, position_of_int
+from ...tiers.eviction.stack import StackDistances
+from .simulate import TouchOrder
+from .trace import Request
+
+#: Points of a curve as it is written or drawn.
+DEFAULT_POINTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """What an LRU cache of so many blocks would have hit."""
+
+    capacity_blocks: int
+    hit_tokens: int
+    hit_rate: float
+
+    def to_json(self, block_bytes: int | None = None) -> dict[str, Any]:
+        point: dict[str, Any] = {
+            "capacity_blocks": self.capacity_blocks,
+            "hit_tokens": self.hit_tokens,
+            "hit_rate": self.hit_rate,
+        }
+        if block_bytes is not None:
+            point["capacity_bytes"] = self.capacity_blocks * block_bytes
+        return point
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """How much of a trace a sampled curve saw: the share of the blocks, and how many."""
+
+    rate: float
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class LruCurve:
+    """Hit tokens of LRU as a function of the capacity: a staircase.
+
+    `capacities` ascend; from `capacities[i]` blocks on, `tokens[i]` tokens are hit, until the
+    next. Exact when `sample` is None, else an estimate. `seconds` is what measuring took.
+    """
+
+    touch_order: TouchOrder
+    block_tokens: int
+    requests: int
+    prompt_tokens: int
+    #: different blocks; of a sampled curve an estimate
+    unique_blocks: int
+    capacities: Sequence[int]
+    tokens: Sequence[int]
+    seconds: float
+    sample: Sample | None = None
+
+    def hit_tokens(self, capacity_blocks: int) -> int:
+        """Hit tokens at a capacity."""
+        index = bisect_right(self.capacities, capacity_blocks)
+        return self.tokens[index - 1] if index else 0
+
+    def hit_rate(self, capacity_blocks: int) -> float:
+        """Hit tokens at a capacity over all prompt tokens, 0 to 1."""
+        return self._rate(self.hit_tokens(capacity_blocks))
+
+    @property
+    def infinite_hit_tokens(self) -> int:
+        """What a cache without limits hits."""
+        return self.tokens[-1] if self.tokens else 0
+
+    def point(self, capacity_blocks: int) -> CurvePoint:
+        tokens = self.hit_tokens(capacity_blocks)
+        return CurvePoint(capacity_blocks, tokens, self._rate(tokens))
+
+    def points(self, most: int = DEFAULT_POINTS) -> list[CurvePoint]:
+        """At most so many points (2 at least), evenly spaced on a logarithmic axis from one
+        block to the least capacity that hits everything there is to hit."""
+        last = max(1, self.capacities[-1]) if self.capacities else 1
+        steps = max(2, most) - 1
+        return [
+            self.point(c) for c in sorted({round(last ** (i / steps)) for i in range(steps + 1)})
+        ]
+
+    def knee(self) -> CurvePoint | None:
+        """Where more memory starts to pay less than on average; None without any hit.
+
+        The point of the staircase that lies highest above the straight line from nothing to
+        the least capacity that hits everything (Satopää et al., 2011, both axes scaled to 1).
+        """
+        if not self.infinite_hit_tokens:
+            return None
+        capacity, tokens = self.capacities[-1], self.tokens[-1]
+        best = max(
+            range(len(self.capacities)),
+            key=lambda i: self.tokens[i] / tokens - self.capacities[i] / capacity,
+        )
+        return self.point(self.capacities[best])
+
+    def to_json(
+        self, *, most_points: int = DEFAULT_POINTS, block_bytes: int | None = None
+    ) -> dict[str, Any]:
+        knee = self.knee()
+        return {
+            "policy": "lru",
+            "touch_order": self.touch_order.value,
+            "unique_blocks": self.unique_blocks,
+            "seconds": self.seconds,
+            "knee": None if knee is None else knee.to_json(block_bytes),
+            "points": [point.to_json(block_bytes) for point in self.points(most_points)],
+        }
+
+    def _rate(self, tokens: int) -> float:
+        return tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CurveError:
+    """How far an estimated curve is from the exact one, in hit rate (0.01: one point)."""
+
+    mean_absolute_error: float
+    max_absolute_error: float
+
+
+def curve_of(
+    requests: Iterable[Request],
+    *,
+    block_tokens: int = DEFAULT_BLOCK_TOKENS,
+    touch_order: TouchOrder = TouchOrder.IN_ORDER,
+) -> LruCurve:
+    """The exact curve of requests, read once. Memory grows with the different blocks."""
+    runs = ((request.hash_ids, request.input_length) for request in requests)
+    return exact_curve(runs, block_tokens=block_tokens, touch_order=touch_order)
+
+
+def exact_curve(
+    runs: Iterable[tuple[Sequence[int], int]],
+    *,
+    block_tokens: int = DEFAULT_BLOCK_TOKENS,
+    touch_order: TouchOrder = TouchOrder.IN_ORDER,
+) -> LruCurve:
+    """The exact curve of (block ids, prompt tokens) runs, such as `TraceColumns`."""
+    stack: StackDistances[int] = StackDistances(root_mru=touch_order is TouchOrder.ROOT_MRU)
+    by_capacity: dict[int, int] = {}
+    requests = prompt_tokens = 0
+    access = stack.access
+    started = perf_counter()
+    for blocks, input_length in runs:
+        requests += 1
+        prompt_tokens += input_length
+        covered = 0
+        for capacity, count in access(blocks):
+            tokens = min(count * block_tokens, input_length)
+            by_capacity[capacity] = by_capacity.get(capacity, 0) + tokens - covered
+            covered = tokens
+    capacities = sorted(by_capacity)
+    tokens_so_far = list(accumulate(by_capacity[capacity] for capacity in capacities))
+    return LruCurve(
+        touch_order,
+        block_tokens,
+        requests,
+        prompt_tokens,
+        len(stack),
+        capacities,
+        tokens_so_far,
+        perf_counter() - started,
+    )
+
+
+def sampled_curve(
+    runs: Iterable[tuple[Sequence[int], int]],
+    *,
+    rate: float = 1.0,
+    max_blocks: int | None = None,
+    seed: int = 0,
+    block_tokens: int = DEFAULT_BLOCK_TOKENS,
+    touch_order: TouchOrder = TouchOrder.IN_ORDER,
+) -> LruCurve:
+    """The curve from a spatial sample of the blocks: fixed rate, or at most `max_blocks` of
+    them and the rate that this allows (`SampledCurve`). Another seed, another sample.
+
+    Raises ValueError for a rate outside (0, 1] or no room for a block.
+    """
+    shift = position_of_int(seed)
+    sample: SampledCurve[int] = SampledCurve(
+        lambda block: position_of_int(block + shift),
+        rate=rate,
+        max_keys=max_blocks,
+        root_mru=touch_order is TouchOrder.ROOT_MRU,
+    )
+    requests = prompt_tokens = 0
+    started = perf_counter()
+    for blocks, input_length in runs:
+        requests += 1
+        prompt_tokens += input_length
+        sample.access(blocks, _tokens_of(len(blocks), input_length, block_tokens))
+    estimate = sample.estimate()
+    return LruCurve(
+        touch_order,
+        block_tokens,
+        requests,
+        prompt_tokens,
+        round(len(sample) / sample.rate),
+        estimate.capacities,
+        [round(value) for value in estimate.values],
+        perf_counter() - started,
+        Sample(sample.rate, len(sample)),
+    )
+
+
+def curve_error(exact: LruCurve, estimate: LruCurve) -> CurveError:
+    """Compare two curves at the points of the exact one."""
+    errors = [
+        abs(point.hit_rate - estimate.hit_rate(point.capacity_blocks)) for point in exact.points()
+    ]
+    return CurveError(sum(errors) / len(errors), max(errors))
+
+
+def _tokens_of(blocks: int, input_length: int, block_tokens: int) -> list[int]:
+    """How many of a prompt's tokens each of its blocks has: the last may have fewer, or none."""
+    full, rest = divmod(input_length, block_tokens)
+    if blocks <= full:
+        return [block_tokens] * blocks
+    return [block_tokens] * full + [rest] + [0] * (blocks - full - 1)

@@ -1,0 +1,231 @@
+"""The offline replay: a trace against one policy at one capacity, exactly.
+
+A request hits the longest run h_0 ... h_{k-1} of its blocks that is resident when it arrives:
+from the first block, no skipping, looked up before anything of this request is admitted. Its
+hit tokens are min(k * block_tokens, input_length). Then all its blocks, repeats included, are
+accessed once each, first to last or (`TouchOrder.ROOT_MRU`) last to first, so that the root
+ends up as the most recent. Every block weighs 1.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from enum import StrEnum
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+from ...proto.limits import DEFAULT_BLOCK_TOKENS
+from ...tiers.eviction import make_policy
+from .columns import TraceColumns, TraceSummary
+
+#: Block references times cells below which starting processes takes longer than it saves.
+_WORTH_A_PROCESS = 2_000_000
+
+
+class TouchOrder(StrEnum):
+    """In which order a request's blocks are accessed once its hits are known."""
+
+    IN_ORDER = "in-order"
+    ROOT_MRU = "root-mru"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One replay to run. Raises ValueError for an unknown policy or a negative capacity."""
+
+    policy: str
+    capacity_blocks: int
+    touch_order: TouchOrder = TouchOrder.IN_ORDER
+
+    def __post_init__(self) -> None:
+        make_policy(self.policy, self.capacity_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """What one replay found. `seconds` is the replay alone, without reading the trace."""
+
+    cell: Cell
+    block_tokens: int
+    total_hit_tokens: int
+    total_prompt_tokens: int
+    final_cache_blocks: int
+    #: blocks that stopped being resident
+    evictions: int
+    ghost_blocks: int
+    accesses: int
+    #: how often the policy put a block into a queue or moved one, ghosts included
+    queue_moves: int
+    seconds: float
+    #: of all requests: the smallest hit tokens that at least this share of them stays within
+    hit_tokens_p10: int
+    hit_tokens_p50: int
+    hit_tokens_p90: int
+    #: prompt tokens and hit tokens of each request, in order
+    per_request: tuple[array[int], array[int]] | None = None
+
+    @property
+    def overall_hit_rate(self) -> float:
+        """Hit tokens of all requests over their prompt tokens, 0 to 1."""
+        return self.total_hit_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
+
+    @property
+    def moves_per_access(self) -> float:
+        return self.queue_moves / self.accesses if self.accesses else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """This replay's entry in the JSON document; `per_request` only if it was asked for."""
+        entry: dict[str, Any] = {
+            "policy": self.cell.policy,
+            "capacity_blocks": self.cell.capacity_blocks,
+            "touch_order": self.cell.touch_order.value,
+            "total_hit_tokens": self.total_hit_tokens,
+            "total_prompt_tokens": self.total_prompt_tokens,
+            "overall_hit_rate": self.overall_hit_rate,
+            "final_cache_blocks": self.final_cache_blocks,
+            "evictions": self.evictions,
+            "ghost_blocks": self.ghost_blocks,
+            "accesses": self.accesses,
+            "seconds": self.seconds,
+            "hit_tokens_per_request": {
+                "p10": self.hit_tokens_p10,
+                "p50": self.hit_tokens_p50,
+                "p90": self.hit_tokens_p90,
+            },
+            "queue_moves": self.queue_moves,
+            "moves_per_access": self.moves_per_access,
+        }
+        if self.per_request is not None:
+            entry["per_request"] = [
+                {"prompt_tokens": prompt, "hit_tokens": hit}
+                for prompt, hit in zip(*self.per_request, strict=True)
+            ]
+        return entry
+
+
+def replay(
+    trace: TraceColumns,
+    cell: Cell,
+    *,
+    block_tokens: int = DEFAULT_BLOCK_TOKENS,
+    per_request: bool = False,
+) -> ReplayResult:
+    """Replay a trace once. Raises ValueError when a block has no tokens."""
+    if block_tokens < 1:
+        raise ValueError(f"a block must have at least one token, got {block_tokens}")
+    policy = make_policy(cell.policy, cell.capacity_blocks)
+    root_mru = cell.touch_order is TouchOrder.ROOT_MRU
+    resident_run, access_run = policy.resident_run, policy.access_run
+    hit_tokens, prompt_tokens = array("q"), array("q")
+    hit_blocks = 0
+    started = perf_counter()
+    for blocks, input_length in trace:
+        hit_tokens.append(min(resident_run(blocks) * block_tokens, input_length))
+        prompt_tokens.append(input_length)
+        if root_mru:
+            blocks.reverse()
+        hit_blocks += access_run(blocks)
+    seconds = perf_counter() - started
+    # Every block of weight 1 fits into any capacity but 0.
+    admitted = trace.blocks - hit_blocks if cell.capacity_blocks else 0
+    ranked = sorted(hit_tokens)
+    return ReplayResult(
+        cell=cell,
+        block_tokens=block_tokens,
+        total_hit_tokens=sum(hit_tokens),
+        total_prompt_tokens=sum(prompt_tokens),
+        final_cache_blocks=len(policy),
+        evictions=admitted - len(policy),
+        ghost_blocks=policy.ghosts,
+        accesses=trace.blocks,
+        queue_moves=policy.moves,
+        seconds=seconds,
+        hit_tokens_p10=percentile(ranked, 10),
+        hit_tokens_p50=percentile(ranked, 50),
+        hit_tokens_p90=percentile(ranked, 90),
+        per_request=(prompt_tokens, hit_tokens) if per_request else None,
+    )
+
+
+def percentile(ranked: Sequence[int], percent: int) -> int:
+    """The nearest rank: the first of the ascending values with `percent` % at or below it.
+
+    0 when there are none.
+    """
+    return ranked[max(0, -(-len(ranked) * percent // 100) - 1)] if ranked else 0
+
+
+def replay_all(
+    trace: TraceColumns,
+    cells: Sequence[Cell],
+    *,
+    block_tokens: int = DEFAULT_BLOCK_TOKENS,
+    per_request: bool = False,
+    jobs: int = 1,
+    on_result: Callable[[ReplayResult], None] = lambda _result: None,
+) -> list[ReplayResult]:
+    """Replay every cell, in up to `jobs` processes; the results are in the cells' order.
+
+    `on_result` is called here for each as it is done. The processes are spawned and map one
+    copy of the trace, from a temporary folder that is gone on return; where the whole work
+    is too little for that, or `jobs` is 1, all is done in this process. (Scripts that spawn
+    must be importable, behind `if __name__ == "__main__"`.)
+    """
+    workers = min(jobs, len(cells), trace.blocks * len(cells) // _WORTH_A_PROCESS + 1)
+    if workers <= 1:
+        results = []
+        for cell in cells:
+            results.append(replay(trace, cell, block_tokens=block_tokens, per_request=per_request))
+            on_result(results[-1])
+        return results
+    done: dict[int, ReplayResult] = {}
+    with TemporaryDirectory(prefix="prefixd-replay-") as folder:
+        trace.save(Path(folder))
+        pool = ProcessPoolExecutor(
+            workers, get_context("spawn"), initializer=_start_worker, initargs=(folder,)
+        )
+        try:
+            futures = {
+                pool.submit(_replay_in_worker, cell, block_tokens, per_request): index
+                for index, cell in enumerate(cells)
+            }
+            for future in as_completed(futures):
+                done[futures[future]] = future.result()
+                on_result(future.result())
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return [done[index] for index in range(len(cells))]
+
+
+def available_jobs() -> int:
+    """How many processes this one may keep busy."""
+    return len(os.sched_getaffinity(0))
+
+
+#: in a worker: the trace that all its replays share
+_worker_trace: TraceColumns | None = None
+
+
+def _start_worker(folder: str) -> None:
+    global _worker_trace
+    # Ctrl-C is the parent's: it stops handing out work and waits for what is running.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _worker_trace = TraceColumns.map(Path(folder))
+
+
+def _replay_in_worker(cell: Cell, block_tokens: int, per_request: bool) -> ReplayResult:
+    assert _worker_trace is not None
+    return replay(_worker_trace, cell, block_tokens=block_tokens, per_request=per_request)
+
+
+def replay_document(summary: TraceSummary, results: Sequence[ReplayResult]) -> dict[str, Any]:
+    """The JSON document of `prefixctl replay`."""
+    return {"trace": summary.to_json(), "results": [result.to_json() for result in results]}
