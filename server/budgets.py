@@ -29,6 +29,8 @@ class TierPlan:
     max_entries: int
     #: of the arenas; the disk has none
     slab_bytes: int = 0
+    #: of saves on their way to a blocking store, which keeps them in memory; 0: not bounded
+    max_in_flight_bytes: int = 0
     directory: Path | None = None
 
 
@@ -107,7 +109,13 @@ def _plan_disk(disk: Disk, machine: Machine) -> TierPlan:
     )
     budget_bytes, why = _share(disk.budget_bytes, 1, *choices)
     return TierPlan(
-        Tier.DISK, budget_bytes, why, disk.policy, disk.max_entries, directory=disk.directory
+        Tier.DISK,
+        budget_bytes,
+        why,
+        disk.policy,
+        disk.max_entries,
+        max_in_flight_bytes=disk.max_in_flight_bytes,
+        directory=disk.directory,
     )
 
 

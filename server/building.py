@@ -41,7 +41,12 @@ def make_ledger(plan: TierPlan) -> Ledger:
     policy: EvictionPolicy[Key] = make_policy(plan.policy, plan.budget_bytes)
     extents = ExtentAllocator(0, plan.slab_bytes) if plan.slab_bytes else None
     return Ledger(
-        plan.tier, plan.budget_bytes, policy, max_entries=plan.max_entries, extents=extents
+        plan.tier,
+        plan.budget_bytes,
+        policy,
+        max_entries=plan.max_entries,
+        max_reserved_bytes=plan.max_in_flight_bytes,
+        extents=extents,
     )
 
 

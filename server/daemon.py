@@ -23,6 +23,7 @@ from ..proto.endpoints import socket_path
 from ..proto.errors import ConfigError, PrefixdError
 from ..proto.units import format_bytes
 from ..tiers.arena import Arena
+from ..tiers.heap import keep_large_blocks
 from ..tiers.store import Store, StoreError
 from . import building, recovery
 from .admin import AdminService
@@ -55,6 +56,7 @@ def main(argv: list[str] | None = None) -> None:
         config = load_config(sys.argv[1:] if argv is None else argv)
     except ConfigError as problem:
         sys.exit(_complain(str(problem), 2))
+    keep_large_blocks()
     configure_logs(config.log.level, config.log.format)
     try:
         with ExitStack() as stack:

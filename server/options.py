@@ -184,6 +184,9 @@ class Disk(Section):
     directory: Directory
     """Where the LMDB environment lies; `auto`: $STATE_DIRECTORY (systemd), /var/lib/prefixd (root),
     $XDG_STATE_HOME/prefixd or ~/.local/state/prefixd."""
+    max_in_flight_bytes: Size = Field(2**30, alias="max_in_flight", ge=2**20)
+    """Saves on their way to the disk at once; they are in the daemon's memory until they are
+    there, and more are told to try again."""
     sync: bool = True
     """fsync before a save is acknowledged. Without it a power loss takes the last saves."""
 

@@ -42,12 +42,14 @@ class Ledger:
         policy: EvictionPolicy[Key],
         *,
         max_entries: int = 0,
+        max_reserved_bytes: int = 0,
         extents: ExtentAllocator | None = None,
     ) -> None:
         self.tier = tier
         self.budget_bytes = budget_bytes
         self.limit_bytes = budget_bytes if extents is None else extents.capacity_bytes
         self.max_entries = max_entries
+        self.max_reserved_bytes = max_reserved_bytes
         self.policy = policy
         self.extents = extents
         self.published_bytes = 0
@@ -73,6 +75,14 @@ class Ledger:
         """Can `entries` new entries of `stored_bytes` in all be reserved?"""
         if stored_bytes > self.budget_bytes or (self.max_entries and entries > self.max_entries):
             return Admission.TOO_LARGE
+        reserved_bytes = self.reserved_bytes + stored_bytes
+        # One entry may be larger than that by itself; it then has to be alone.
+        if (
+            self.max_reserved_bytes
+            and self.reservations
+            and reserved_bytes > self.max_reserved_bytes
+        ):
+            return Admission.NO_ROOM
         if self.fits_after(stored_bytes, entries, 0, 0):
             return Admission.FITS
         unpinned_entries = self.entries - self.pinned_entries
