@@ -7,16 +7,69 @@ shows as a number comes from that data, and says from where: `data-figure` is th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from ... import __version__
 from ...proto.units import format_bytes
 from .charts import curve_chart, label, mark
+from .curve import DEFAULT_POINTS, CurveError, LruCurve, curve_error
 from .page import SCRIPT, STYLE
+from .simulate import ReplayResult
 
 Json = Mapping[str, Any]
 Format = Callable[[Any], str]
+
+
+def report_data(
+    title: str,
+    trace: Json,
+    curve: LruCurve,
+    *,
+    results: Sequence[ReplayResult] = (),
+    sampled: Sequence[LruCurve] = (),
+    block_bytes: int | None = None,
+    most_points: int = DEFAULT_POINTS,
+) -> dict[str, Any]:
+    """What `prefixctl curve` writes as JSON, and what the page and the plots are drawn from.
+
+    `trace` is a `TraceSummary` as JSON. `block_bytes` adds sizes to the capacities. Sampled
+    curves are compared with `curve`, at its points.
+    """
+    prompt_tokens = trace["prompt_tokens"]
+    best = trace["infinite_hit_tokens"] / prompt_tokens if prompt_tokens else 0.0
+    return {
+        "title": title,
+        "prefixd_version": __version__,
+        "block_tokens": curve.block_tokens,
+        "block_bytes": block_bytes,
+        "trace": {**trace, "infinite_hit_rate": best},
+        "curve": _curve_json(curve, most_points, block_bytes),
+        "sampled": [
+            {
+                **_curve_json(estimate, most_points, block_bytes),
+                **_error_json(curve_error(curve, estimate)),
+            }
+            for estimate in sampled
+        ],
+        "results": [result.to_json() for result in results],
+    }
+
+
+def _curve_json(curve: LruCurve, most_points: int, block_bytes: int | None) -> dict[str, Any]:
+    written = curve.to_json(most_points=most_points, block_bytes=block_bytes)
+    if curve.sample is not None:
+        written["sample_rate"] = curve.sample.rate
+        written["sampled_blocks"] = curve.sample.blocks
+    return written
+
+
+def _error_json(error: CurveError) -> dict[str, float]:
+    return {
+        "mean_absolute_error": error.mean_absolute_error,
+        "max_absolute_error": error.max_absolute_error,
+    }
 
 
 def count(value: float) -> str:
