@@ -97,7 +97,13 @@ def _plan_shm(shm: Shm, machine: Machine) -> TierPlan:
     )
     budget_bytes, why = _share(shm.budget_bytes, shm.slab_bytes, *choices)
     return TierPlan(
-        Tier.SHM, budget_bytes, why, shm.policy, shm.max_entries, shm.slab_bytes, shm.directory
+        Tier.SHM,
+        budget_bytes,
+        why,
+        shm.policy,
+        shm.max_entries,
+        shm.slab_bytes,
+        directory=shm.directory,
     )
 
 

@@ -49,6 +49,7 @@ from .events import (
     Tick,
     WriteStopped,
 )
+from .garbage import Freezer
 from .index import Index, IndexChange, IndexFailed
 from .staging import Staging
 from .state import MetaState
@@ -123,6 +124,7 @@ class Core:
             for tier, store in stores.items()
             if store.blocking
         }
+        self._freezer = Freezer()
         self._flusher = self._loop.call_later(FLUSH_INTERVAL_S, self._flush)
 
     # ---- in
@@ -332,6 +334,8 @@ class Core:
     # ---- time
 
     def _flush(self) -> None:
+        counters = self.state.tables.tier_counters.values()
+        self._freezer.published(sum(c.saves + c.recovered_entries for c in counters))
         self.post(Tick(self.clock.now_ns(), flush=True))
         self._flusher = self._loop.call_later(FLUSH_INTERVAL_S, self._flush)
 
