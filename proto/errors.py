@@ -155,6 +155,13 @@ class UnknownStaging(PrefixdError):
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
+class CurveDisabled(PrefixdError):
+    """The daemon keeps no live hit curve."""
+
+    name = "curve_disabled"
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
 class UnknownEntry(PrefixdError):
     """No such key is published."""
 

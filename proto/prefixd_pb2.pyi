@@ -1214,7 +1214,7 @@ class StagedPart(google.protobuf.message.Message):
 Global___StagedPart: typing_extensions.TypeAlias = StagedPart
 
 @typing.final
-class StagedRequest(google.protobuf.message.Message):
+class SaveStagedRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
@@ -1234,10 +1234,10 @@ class StagedRequest(google.protobuf.message.Message):
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["header", b"header", "parts", b"parts"]) -> None: ...
 
-Global___StagedRequest: typing_extensions.TypeAlias = StagedRequest
+Global___SaveStagedRequest: typing_extensions.TypeAlias = SaveStagedRequest
 
 @typing.final
-class StagedResponse(google.protobuf.message.Message):
+class SaveStagedResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PARTS_COPIED_FIELD_NUMBER: builtins.int
@@ -1255,7 +1255,7 @@ class StagedResponse(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["parts_copied", b"parts_copied", "results", b"results"]) -> None: ...
 
-Global___StagedResponse: typing_extensions.TypeAlias = StagedResponse
+Global___SaveStagedResponse: typing_extensions.TypeAlias = SaveStagedResponse
 
 @typing.final
 class CancelRequest(google.protobuf.message.Message):
@@ -1890,6 +1890,82 @@ class EvictResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["results", b"results"]) -> None: ...
 
 Global___EvictResponse: typing_extensions.TypeAlias = EvictResponse
+
+@typing.final
+class CurveRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: builtins.int
+    BUDGET_BYTES_FIELD_NUMBER: builtins.int
+    tier: Global___Tier.ValueType
+    @property
+    def budget_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """empty: a quarter, half, once, twice and four times its own"""
+
+    def __init__(
+        self,
+        *,
+        tier: Global___Tier.ValueType = ...,
+        budget_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "tier", b"tier"]) -> None: ...
+
+Global___CurveRequest: typing_extensions.TypeAlias = CurveRequest
+
+@typing.final
+class CurvePoint(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BUDGET_BYTES_FIELD_NUMBER: builtins.int
+    HIT_TOKENS_FIELD_NUMBER: builtins.int
+    budget_bytes: builtins.int
+    hit_tokens: builtins.int
+    def __init__(
+        self,
+        *,
+        budget_bytes: builtins.int = ...,
+        hit_tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "hit_tokens", b"hit_tokens"]) -> None: ...
+
+Global___CurvePoint: typing_extensions.TypeAlias = CurvePoint
+
+@typing.final
+class CurveResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POINTS_FIELD_NUMBER: builtins.int
+    BUDGET_BYTES_FIELD_NUMBER: builtins.int
+    HIT_TOKENS_FIELD_NUMBER: builtins.int
+    TOTAL_TOKENS_FIELD_NUMBER: builtins.int
+    SAMPLED_KEYS_FIELD_NUMBER: builtins.int
+    SAMPLED_TOKENS_FIELD_NUMBER: builtins.int
+    budget_bytes: builtins.int
+    """that there is"""
+    hit_tokens: builtins.int
+    """what really hit, with it"""
+    total_tokens: builtins.int
+    """everything that was looked for in this tier"""
+    sampled_keys: builtins.int
+    sampled_tokens: builtins.int
+    """so many of total_tokens are keys of the sample, about"""
+    @property
+    def points(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CurvePoint]:
+        """one for each budget asked for"""
+
+    def __init__(
+        self,
+        *,
+        points: collections.abc.Iterable[Global___CurvePoint] | None = ...,
+        budget_bytes: builtins.int = ...,
+        hit_tokens: builtins.int = ...,
+        total_tokens: builtins.int = ...,
+        sampled_keys: builtins.int = ...,
+        sampled_tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "hit_tokens", b"hit_tokens", "points", b"points", "sampled_keys", b"sampled_keys", "sampled_tokens", b"sampled_tokens", "total_tokens", b"total_tokens"]) -> None: ...
+
+Global___CurveResponse: typing_extensions.TypeAlias = CurveResponse
 
 @typing.final
 class GcRequest(google.protobuf.message.Message):

@@ -71,8 +71,8 @@ class CacheStub(object):
                 _registered_method=True)
         self.SaveStaged = channel.stream_stream(
                 '/prefixd.v1.Cache/SaveStaged',
-                request_serializer=prefixd__pb2.StagedRequest.SerializeToString,
-                response_deserializer=prefixd__pb2.StagedResponse.FromString,
+                request_serializer=prefixd__pb2.SaveStagedRequest.SerializeToString,
+                response_deserializer=prefixd__pb2.SaveStagedResponse.FromString,
                 _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/prefixd.v1.Cache/Cancel',
@@ -218,8 +218,8 @@ def add_CacheServicer_to_server(servicer, server):
             ),
             'SaveStaged': grpc.stream_stream_rpc_method_handler(
                     servicer.SaveStaged,
-                    request_deserializer=prefixd__pb2.StagedRequest.FromString,
-                    response_serializer=prefixd__pb2.StagedResponse.SerializeToString,
+                    request_deserializer=prefixd__pb2.SaveStagedRequest.FromString,
+                    response_serializer=prefixd__pb2.SaveStagedResponse.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
@@ -446,8 +446,8 @@ class Cache(object):
             request_iterator,
             target,
             '/prefixd.v1.Cache/SaveStaged',
-            prefixd__pb2.StagedRequest.SerializeToString,
-            prefixd__pb2.StagedResponse.FromString,
+            prefixd__pb2.SaveStagedRequest.SerializeToString,
+            prefixd__pb2.SaveStagedResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -564,6 +564,11 @@ class AdminStub(object):
                 request_serializer=prefixd__pb2.EvictRequest.SerializeToString,
                 response_deserializer=prefixd__pb2.EvictResponse.FromString,
                 _registered_method=True)
+        self.Curve = channel.unary_unary(
+                '/prefixd.v1.Admin/Curve',
+                request_serializer=prefixd__pb2.CurveRequest.SerializeToString,
+                response_deserializer=prefixd__pb2.CurveResponse.FromString,
+                _registered_method=True)
         self.Gc = channel.unary_unary(
                 '/prefixd.v1.Admin/Gc',
                 request_serializer=prefixd__pb2.GcRequest.SerializeToString,
@@ -641,6 +646,15 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Curve(self, request, context):
+        """What the hit rate of a tier would be at other budgets, estimated from a sample of its keys
+        (LRU order, all accesses since the start). Errors: INVALID_ARGUMENT (tier, batch),
+        FAILED_PRECONDITION (the sample is switched off).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Gc(self, request, context):
         """Reaps what is expired and drops whatever a store or the index holds that no entry owns.
         """
@@ -697,6 +711,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Evict,
                     request_deserializer=prefixd__pb2.EvictRequest.FromString,
                     response_serializer=prefixd__pb2.EvictResponse.SerializeToString,
+            ),
+            'Curve': grpc.unary_unary_rpc_method_handler(
+                    servicer.Curve,
+                    request_deserializer=prefixd__pb2.CurveRequest.FromString,
+                    response_serializer=prefixd__pb2.CurveResponse.SerializeToString,
             ),
             'Gc': grpc.unary_unary_rpc_method_handler(
                     servicer.Gc,
@@ -927,6 +946,33 @@ class Admin(object):
             '/prefixd.v1.Admin/Evict',
             prefixd__pb2.EvictRequest.SerializeToString,
             prefixd__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Curve(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.Admin/Curve',
+            prefixd__pb2.CurveRequest.SerializeToString,
+            prefixd__pb2.CurveResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -150,16 +150,16 @@ _CacheSaveType = typing_extensions.TypeVar(
 _CacheSaveStagedType = typing_extensions.TypeVar(
     '_CacheSaveStagedType',
     grpc.StreamStreamMultiCallable[
-        prefixd_pb2.StagedRequest,
-        prefixd_pb2.StagedResponse,
+        prefixd_pb2.SaveStagedRequest,
+        prefixd_pb2.SaveStagedResponse,
     ],
     grpc.aio.StreamStreamMultiCallable[
-        prefixd_pb2.StagedRequest,
-        prefixd_pb2.StagedResponse,
+        prefixd_pb2.SaveStagedRequest,
+        prefixd_pb2.SaveStagedResponse,
     ],
     default=grpc.StreamStreamMultiCallable[
-        prefixd_pb2.StagedRequest,
-        prefixd_pb2.StagedResponse,
+        prefixd_pb2.SaveStagedRequest,
+        prefixd_pb2.SaveStagedResponse,
     ],
 )
 
@@ -227,8 +227,8 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
             prefixd_pb2.SaveResponse,
         ],
         grpc.StreamStreamMultiCallable[
-            prefixd_pb2.StagedRequest,
-            prefixd_pb2.StagedResponse,
+            prefixd_pb2.SaveStagedRequest,
+            prefixd_pb2.SaveStagedResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             prefixd_pb2.CancelRequest,
@@ -271,8 +271,8 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
             prefixd_pb2.SaveResponse,
         ],
         grpc.aio.StreamStreamMultiCallable[
-            prefixd_pb2.StagedRequest,
-            prefixd_pb2.StagedResponse,
+            prefixd_pb2.SaveStagedRequest,
+            prefixd_pb2.SaveStagedResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             prefixd_pb2.CancelRequest,
@@ -372,8 +372,8 @@ CacheAsyncStub: typing_extensions.TypeAlias = CacheStub[
         prefixd_pb2.SaveResponse,
     ],
     grpc.aio.StreamStreamMultiCallable[
-        prefixd_pb2.StagedRequest,
-        prefixd_pb2.StagedResponse,
+        prefixd_pb2.SaveStagedRequest,
+        prefixd_pb2.SaveStagedResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.CancelRequest,
@@ -463,9 +463,9 @@ class CacheServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
     def SaveStaged(
         self,
-        request_iterator: _MaybeAsyncIterator[prefixd_pb2.StagedRequest],
+        request_iterator: _MaybeAsyncIterator[prefixd_pb2.SaveStagedRequest],
         context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[prefixd_pb2.StagedResponse], collections.abc.AsyncIterator[prefixd_pb2.StagedResponse]]:
+    ) -> typing.Union[collections.abc.Iterator[prefixd_pb2.SaveStagedResponse], collections.abc.AsyncIterator[prefixd_pb2.SaveStagedResponse]]:
         """Save for clients on this host: the bytes lie in the session's staging memory (handed over at
         Welcome.handoff_socket), the parts only say where. Every message with parts is answered by
         the number of parts that the daemon has copied, whose room is the client's again; the last
@@ -624,6 +624,22 @@ _AdminEvictType = typing_extensions.TypeVar(
     ],
 )
 
+_AdminCurveType = typing_extensions.TypeVar(
+    '_AdminCurveType',
+    grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.CurveRequest,
+        prefixd_pb2.CurveResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.CurveRequest,
+        prefixd_pb2.CurveResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.CurveRequest,
+        prefixd_pb2.CurveResponse,
+    ],
+)
+
 _AdminGcType = typing_extensions.TypeVar(
     '_AdminGcType',
     grpc.UnaryUnaryMultiCallable[
@@ -656,7 +672,7 @@ _AdminCheckType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminPreviewType, _AdminEvictType, _AdminGcType, _AdminCheckType]):
+class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminPreviewType, _AdminEvictType, _AdminCurveType, _AdminGcType, _AdminCheckType]):
     """---- operators"""
 
     @typing.overload
@@ -692,6 +708,10 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
         grpc.UnaryUnaryMultiCallable[
             prefixd_pb2.EvictRequest,
             prefixd_pb2.EvictResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            prefixd_pb2.CurveRequest,
+            prefixd_pb2.CurveResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             prefixd_pb2.GcRequest,
@@ -738,6 +758,10 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
             prefixd_pb2.EvictResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            prefixd_pb2.CurveRequest,
+            prefixd_pb2.CurveResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             prefixd_pb2.GcRequest,
             prefixd_pb2.GcResponse,
         ],
@@ -779,6 +803,12 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
     Errors: INVALID_ARGUMENT (size, tier).
     """
 
+    Curve: _AdminCurveType
+    """What the hit rate of a tier would be at other budgets, estimated from a sample of its keys
+    (LRU order, all accesses since the start). Errors: INVALID_ARGUMENT (tier, batch),
+    FAILED_PRECONDITION (the sample is switched off).
+    """
+
     Gc: _AdminGcType
     """Reaps what is expired and drops whatever a store or the index holds that no entry owns."""
 
@@ -817,6 +847,10 @@ AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.EvictRequest,
         prefixd_pb2.EvictResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.CurveRequest,
+        prefixd_pb2.CurveResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.GcRequest,
@@ -901,6 +935,17 @@ class AdminServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[prefixd_pb2.EvictResponse, collections.abc.Awaitable[prefixd_pb2.EvictResponse]]:
         """Evicts the next victims of each tier until at least so many bytes are free of them.
         Errors: INVALID_ARGUMENT (size, tier).
+        """
+
+    @abc.abstractmethod
+    def Curve(
+        self,
+        request: prefixd_pb2.CurveRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixd_pb2.CurveResponse, collections.abc.Awaitable[prefixd_pb2.CurveResponse]]:
+        """What the hit rate of a tier would be at other budgets, estimated from a sample of its keys
+        (LRU order, all accesses since the start). Errors: INVALID_ARGUMENT (tier, batch),
+        FAILED_PRECONDITION (the sample is switched off).
         """
 
     @abc.abstractmethod

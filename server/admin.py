@@ -9,7 +9,7 @@ from itertools import islice
 from ..proto import limits
 from ..proto import prefixd_pb2 as pb
 from ..proto import prefixd_pb2_grpc as rpc
-from ..proto.errors import InvalidSize, UnknownEntry
+from ..proto.errors import CurveDisabled, InvalidSize, UnknownEntry
 from ..proto.keys import Key
 from ..tiers.ledger import Admission, Ledger
 from . import messages
@@ -23,6 +23,7 @@ from .sessions import ServiceConfig
 from .tables import Entry
 
 _DEFAULT_PAGE_ENTRIES = 100
+_DEFAULT_QUARTERS = (1, 2, 4, 8, 16)
 
 
 class AdminService(rpc.AdminServicer):
@@ -218,6 +219,31 @@ class AdminService(rpc.AdminServicer):
             entry = entries[key]
             freed_bytes += entry.stored_bytes
             yield entry
+
+    @answering
+    async def Curve(self, request: pb.CurveRequest, context: Context) -> pb.CurveResponse:
+        t = self._core.state.tables
+        tier = messages.tier_of(request.tier, t.ledgers)
+        if tier not in t.curves:
+            raise CurveDisabled("this daemon samples no curve; set server.curve_keys")
+        own_bytes = t.ledgers[tier].budget_bytes
+        budgets = tuple(request.budget_bytes) or tuple(
+            own_bytes * quarters // 4 for quarters in _DEFAULT_QUARTERS
+        )
+        if len(budgets) > limits.MAX_BATCH_KEYS:
+            raise InvalidSize(f"at most {limits.MAX_BATCH_KEYS} budgets go into one call")
+        curve = t.curves[tier].estimate()
+        return pb.CurveResponse(
+            points=[
+                pb.CurvePoint(budget_bytes=budget, hit_tokens=round(curve.at(budget)))
+                for budget in budgets
+            ],
+            budget_bytes=own_bytes,
+            hit_tokens=t.tier_counters[tier].hit_tokens,
+            total_tokens=round(curve.total),
+            sampled_keys=curve.keys,
+            sampled_tokens=round(curve.total * curve.rate),
+        )
 
     @answering
     async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:

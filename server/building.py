@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 from ..proto.keys import Key
@@ -52,7 +53,7 @@ def make_ledger(plan: TierPlan) -> Ledger:
 
 def make_state(plan: Plan, stores: Mapping[Tier, Store], now_ns: int) -> MetaState:
     return MetaState(
-        plan.config.sessions.state_config(),
+        replace(plan.config.sessions.state_config(), curve_keys=plan.config.server.curve_keys),
         {tier: make_ledger(tier_plan) for tier, tier_plan in plan.tiers.items()},
         {tier: store.stored_bytes for tier, store in stores.items()},
         frozenset(tier for tier, store in stores.items() if store.blocking),

@@ -140,6 +140,8 @@ class Server(Section):
     """Threads that copy, commit and verify beside the event loop."""
     staging_bytes: Size = Field(64 * 2**20, alias="staging", ge=2**20, le=2**40)
     """Memory through which one client on this host hands over its saves; each has its own."""
+    curve_keys: int = Field(8192, ge=0, le=10**7)
+    """Keys that each tier samples for `prefixctl curve --live`, about 400 bytes each; 0: none."""
     drain_timeout_ns: Duration = Field(10_000 * _MS, alias="drain_timeout", ge=0)
     """How long a stop waits for saves and reads in flight."""
 

@@ -74,6 +74,7 @@ def claim(turn: Turn, asked: ClaimAsked) -> ClaimAnswer | None:
     session.claims.add(taken.claim)
     turn.set_timer(turn.now_ns + taken.lease_ns, Timer.CLAIM, taken.claim)
     _count_hits(turn, taken.entries)
+    turn.observe_entries(taken.entries)
     return ClaimAnswer(taken.claim, asked.lease_ns, tuple(results), claimed)
 
 
@@ -130,10 +131,10 @@ def release(turn: Turn, asked: ReleaseAsked) -> ReleaseAnswer:
 
 def touched(turn: Turn, event: KeysTouched) -> None:
     """Reads that needed no claim are accesses like others."""
-    for key in event.keys:
-        entry = turn.tables.entries.get(key)
-        if entry is None:
-            continue
+    found = (turn.tables.entries.get(key) for key in event.keys)
+    read = [entry for entry in found if entry is not None]
+    turn.observe_entries(reversed(read))
+    for entry in read:
         turn.use(entry)
         turn.tables.counters.touches += 1
         counters = turn.tables.tier_counters[entry.tier]

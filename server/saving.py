@@ -69,7 +69,25 @@ def reserve(
     results = tuple(
         _reserve_item(turn, asked, session, item, batch, footprint) for item in asked.items
     )
+    _observe(turn, asked, results, footprint)
     return ReserveAnswer(asked.ttl_ns, results)
+
+
+def _observe(
+    turn: Turn, asked: ReserveAsked, results: tuple[Reserved, ...], footprint: Footprint
+) -> None:
+    """What is saved was looked for and not found, as a rule: a miss that a larger tier might
+    have hit. What is there already, but not claimed, is an access too."""
+    if not turn.tables.curves:
+        return
+    entries = turn.tables.entries
+    missed = [
+        (item.key, item.token_count, footprint(item.payload_bytes, len(item.token_ids)))
+        for item, result in zip(asked.items, results, strict=True)
+        if isinstance(result, WriteOrder) or result is SaveOutcome.NO_ROOM
+    ]
+    turn.observe(asked.tier, missed)
+    turn.observe_entries(entries[item.key] for item in asked.items if item.key in entries)
 
 
 def _reserve_item(

@@ -316,8 +316,8 @@ class CacheService(rpc.CacheServicer):
         return pb.SaveResponse(results=results)
 
     async def SaveStaged(
-        self, request_iterator: AsyncIterator[pb.StagedRequest], context: Context
-    ) -> AsyncGenerator[pb.StagedResponse, None]:
+        self, request_iterator: AsyncIterator[pb.SaveStagedRequest], context: Context
+    ) -> AsyncGenerator[pb.SaveStagedResponse, None]:
         try:
             with self._core.working():
                 async with aclosing(self._save_staged(request_iterator)) as responses:
@@ -327,15 +327,15 @@ class CacheService(rpc.CacheServicer):
             await abort(context, error)
 
     async def _save_staged(
-        self, requests: AsyncIterator[pb.StagedRequest]
-    ) -> AsyncGenerator[pb.StagedResponse, None]:
+        self, requests: AsyncIterator[pb.SaveStagedRequest]
+    ) -> AsyncGenerator[pb.SaveStagedResponse, None]:
         first = await first_message(requests)
         staging = self._core.stagings.get(first.header.session.session_id)
         if staging is None:
             raise UnknownStaging("this session has no staging memory; save over gRPC")
         answer, incoming = await self._begin_save(first)
         with incoming.to_the_end():
-            request: pb.StagedRequest | None = first
+            request: pb.SaveStagedRequest | None = first
             while request is not None:
                 pieces = [
                     Piece(
@@ -349,12 +349,12 @@ class CacheService(rpc.CacheServicer):
                 ]
                 await incoming.feed(pieces)
                 if request.parts:
-                    yield pb.StagedResponse(parts_copied=len(request.parts))
+                    yield pb.SaveStagedResponse(parts_copied=len(request.parts))
                 request = await anext(requests, None)
-        yield pb.StagedResponse(results=await _save_results(answer, incoming))
+        yield pb.SaveStagedResponse(results=await _save_results(answer, incoming))
 
     async def _begin_save(
-        self, first: pb.SaveRequest | pb.StagedRequest
+        self, first: pb.SaveRequest | pb.SaveStagedRequest
     ) -> tuple[ReserveAnswer, Incoming]:
         """Reserve what the first message asks for, and open what is granted."""
         if not first.HasField("header"):

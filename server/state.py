@@ -13,6 +13,7 @@ from typing import assert_never
 
 from ..proto.errors import LimitReached, UnknownSession, UnknownTier
 from ..proto.vocabulary import SaveReason, Tier
+from ..tiers.eviction.sampled import SampledCurve, position_of_bytes
 from ..tiers.ledger import Admission, Ledger
 from ..tiers.store import StoredEntry, Usage
 from . import checking, reading, saving
@@ -67,6 +68,11 @@ class MetaState:
     ) -> None:
         self.tables = Tables(config, dict(ledgers), stamp_ns)
         self.tables.tier_counters = {tier: TierCounters() for tier in ledgers}
+        if config.curve_keys:
+            self.tables.curves = {
+                tier: SampledCurve(position_of_bytes, max_keys=config.curve_keys, root_mru=True)
+                for tier in ledgers
+            }
         self._footprints = dict(footprints)
         self._blocking = blocking
 

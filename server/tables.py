@@ -13,6 +13,7 @@ from typing import assert_never
 from ..proto import limits
 from ..proto.keys import Key
 from ..proto.vocabulary import SaveReason, Tier
+from ..tiers.eviction.sampled import SampledCurve
 from ..tiers.ledger import Ledger
 from ..tiers.store import Location
 from .events import ClaimAsked, LookupAsked, ReserveAsked
@@ -224,6 +225,8 @@ class StateConfig:
     max_claims_per_session: int = limits.MAX_CLAIMS_PER_SESSION
     max_reservations_per_session: int = limits.MAX_RESERVATIONS_PER_SESSION
     max_waiters: int = limits.MAX_WAITERS
+    #: keys that the live hit curve of a tier samples; 0: there is none
+    curve_keys: int = 0
 
 
 @dataclass(slots=True)
@@ -245,6 +248,8 @@ class Tables:
     in_flight: dict[Key, Reservation] = field(default_factory=dict)
     #: by request number; each is in `waiters` of all its reservations
     waiting: dict[int, Waiting] = field(default_factory=dict)
+    #: what hits every capacity of a tier would have had, from a sample of its keys
+    curves: dict[Tier, SampledCurve[Key]] = field(default_factory=dict)
     #: entries whose use is not yet recorded by their store, in order of use
     unrecorded: dict[Key, Entry] = field(default_factory=dict)
     #: a heap of what may be due when. Everything that can run out is in it; what ended before

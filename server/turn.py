@@ -7,7 +7,7 @@ event, the effects so far, and the few moves that several of them need.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..proto.errors import PrefixdError, UnknownSession
@@ -93,6 +93,24 @@ class Turn:
         self._mark_used(entry)
         entry.hits += 1
         self.ledger(entry).policy.hit(entry.key)
+
+    def observe(self, tier: Tier, accesses: Sequence[tuple[Key, int, int]]) -> None:
+        """Show accesses (key, tokens, stored bytes; root first) to the tier's hit curve, those
+        that hit as well as those that did not and are saved now."""
+        curve = self.tables.curves.get(tier)
+        if curve is not None and accesses:
+            keys, tokens, stored_bytes = zip(*accesses, strict=True)
+            curve.access(keys, tokens, stored_bytes)
+
+    def observe_entries(self, entries: Iterable[Entry]) -> None:
+        """Show hits to the curves of their tiers."""
+        if self.tables.curves:
+            by_tier: dict[Tier, list[tuple[Key, int, int]]] = {}
+            for entry in entries:
+                access = (entry.key, entry.token_count, entry.stored_bytes)
+                by_tier.setdefault(entry.tier, []).append(access)
+            for tier, accesses in by_tier.items():
+                self.observe(tier, accesses)
 
     def refresh(self, entry: Entry) -> None:
         """Most recent from now on, without being an access."""

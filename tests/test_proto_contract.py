@@ -49,6 +49,8 @@ COUNTS = {
     "expired_reservations",
     "orphan_records",
     "orphan_index_rows",
+    "sampled_keys",
+    "parts_copied",
     "payloads_verified",
     "payload_bytes_verified",
 }
