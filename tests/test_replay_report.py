@@ -195,6 +195,17 @@ def test_a_curve_without_knee_or_hits() -> None:
     assert "hit rate at the knee" not in page.texts
 
 
+def test_an_estimate_says_so() -> None:
+    data = report_data(results=[], sampled=[])
+    data["curve"]["sample_rate"] = 0.02
+    page = Page(render_report(data))
+    text = " ".join(page.texts)
+    assert ("curve.sample_rate", "2.00 %") in [figure[:2] for figure in page.figures]
+    assert "LRU, estimated" in text
+    assert "exact" not in text
+    assert "The line is exact" in " ".join(Page(render_report(report_data())).texts)
+
+
 def test_the_marks_are_where_their_values_are() -> None:
     data = report_data()
     svg = charts.curve_chart(data, 900, 430)
@@ -242,25 +253,27 @@ def test_axis_labels() -> None:
 def test_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     data = report_data()
-    plots.write_plot(data, tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
+    plots.write_plot(data, tmp_path / "a", "png")
+    assert (tmp_path / "a").read_bytes().startswith(b"\x89PNG\r\n")
     for name in ("a.svg", "b.svg"):
-        plots.write_plot(data, tmp_path / name)
+        plots.write_plot(data, tmp_path / name, "svg")
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     texts = " ".join(ElementTree.parse(tmp_path / "a.svg").getroot().itertext())
     assert "unlimited 37.89 %" in texts
     assert "knee 8,000 blocks" in texts
     for policy in ("LRU", "LFU", "FIFO", "S3-FIFO", "ARC"):
         assert policy in texts
-    plots.write_plot(report_data(results=[], block_bytes=1 << 20), tmp_path / "c.svg")
-    with pytest.raises(ValueError, match="'xyz' is no picture format"):
-        plots.write_plot(data, tmp_path / "c.xyz")
+    plots.write_plot(report_data(results=[], block_bytes=1 << 20), tmp_path / "c.svg", "svg")
+    texts = " ".join(ElementTree.parse(tmp_path / "c.svg").getroot().itertext())
+    assert "1 GiB" in texts
+    with pytest.raises(FileNotFoundError):
+        plots.write_plot(data, tmp_path / "absent" / "a.png", "png")
 
 
 def test_plots_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(plots.PlotsUnavailable, match=r"pip install 'prefixd\[plots\]'"):
-        plots.write_plot(report_data(), tmp_path / "a.png")
+        plots.write_plot(report_data(), tmp_path / "a.png", "png")
 
 
 def test_the_report_in_chromium(tmp_path: Path) -> None:

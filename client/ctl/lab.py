@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
+from typer.core import TyperCommand
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from .command import Common, ExitCode, fail, make_console, print_json
@@ -55,13 +56,32 @@ JsonFileOption = Annotated[
 ]
 
 
+class JsonCommand(TyperCommand):
+    """Lets `--json` stand alone for `--json -`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = []
+        for argument, following in zip(args, [*args[1:], "--"], strict=True):
+            given.append(argument)
+            if argument == "--json" and following.startswith("-") and following != STDOUT:
+                given.append(STDOUT)
+        return super().parse_args(ctx, given)
+
+
 def register(app: typer.Typer) -> None:
     """Add the lab's commands to prefixctl."""
+    from . import lab_curve  # which uses this module
+
     trace = typer.Typer(no_args_is_help=True, help="Make and convert request traces.")
-    trace.command("generate")(generate)
-    trace.command("convert")(convert)
+    trace.command("generate", cls=JsonCommand)(generate)
+    trace.command("convert", cls=JsonCommand)(convert)
     app.add_typer(trace, name="trace", rich_help_panel=LAB)
-    app.command("analyze", rich_help_panel=LAB)(analyze)
+    for name, function in (
+        ("analyze", analyze),
+        ("curve", lab_curve.curve),
+        ("advise", lab_curve.advise),
+    ):
+        app.command(name, cls=JsonCommand, rich_help_panel=LAB)(function)
 
 
 def generate(
@@ -75,9 +95,11 @@ def generate(
 ) -> None:
     """Make an example trace for a workload.
 
-    [bold]chatbot[/]: one product, a long system prompt, short chats. [bold]multi-turn[/]: long
-    working sessions. [bold]rag[/]: questions over retrieved documents. [bold]code[/]:
-    completions while typing. [bold]batch[/]: one instruction over many documents.
+    [bold]chatbot[/]: one product, a long system prompt, short chats.
+    [bold]multi-turn[/]: long working sessions.
+    [bold]rag[/]: questions over retrieved documents.
+    [bold]code[/]: completions while typing.
+    [bold]batch[/]: one instruction over many documents.
     [bold]random[/]: nothing in common.
     """
     from ..replay import generate as generator
@@ -137,9 +159,10 @@ def convert(
 ) -> None:
     """Turn a request file of another kind into a trace.
 
-    Reads what vLLM and SGLang benchmarks, OpenAI requests and batch files, ShareGPT dialogues,
-    Bailian traces and gateway logs hold. Blocks get their ids from chained SHA-256 hashes of
-    token ids or, without a tokeniser, of the text's bytes.
+    Reads what vLLM and SGLang benchmarks, OpenAI requests and batch files,
+    ShareGPT dialogues, Bailian traces and gateway logs hold. Blocks get their ids
+    from chained SHA-256 hashes of token ids or, without a tokeniser, of the
+    text's bytes.
     """
     from ..replay.analyze import Summary
     from ..replay.convert import Converter, ConvertOptions
@@ -184,8 +207,8 @@ def analyze(
 ) -> None:
     """Show what a trace offers a prefix cache.
 
-    Unique, shared and reusable blocks, shared-prefix lengths, reuse distances, popularity,
-    session depth, and what a cache without limits would save.
+    Unique, shared and reusable blocks, shared-prefix lengths, reuse distances,
+    popularity, session depth, and what a cache without limits would save.
     """
     from ..replay import analyze as analysis
     from ..replay.trace import read_trace
@@ -249,7 +272,9 @@ def write_text(path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        fail(
-            f"{path}: cannot be written: {(error.strerror or str(error)).lower()}",
-            ExitCode.BAD_INPUT,
-        )
+        fail(cannot_write(path, error), ExitCode.BAD_INPUT)
+
+
+def cannot_write(path: str, error: OSError) -> str:
+    """The sentence about a file that cannot be written."""
+    return f"{path}: cannot be written: {(error.strerror or str(error)).lower()}"

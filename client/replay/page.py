@@ -26,7 +26,7 @@ h2 { font-size: 18px; margin: 40px 0 6px; }
 p { margin: 6px 0; max-width: 70ch; }
 .soft { color: var(--soft); }
 .cards {
-  display: grid; grid-template-columns: repeat(auto-fit, minmax(max(145px, 30%), 1fr));
+  display: grid; grid-template-columns: repeat(auto-fit, minmax(max(160px, 30%), 1fr));
   gap: 10px; margin: 20px 0;
 }
 .card {

@@ -5,15 +5,14 @@ Input is the data of the HTML report. The same data gives the same SVG, byte for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .charts import label, short_blocks, short_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Json = Mapping[str, Any]
 
@@ -46,19 +45,14 @@ class PlotsUnavailable(ValueError):
         super().__init__("plots need matplotlib: pip install 'prefixd[plots]'")
 
 
-def write_plot(data: Json, path: Path | str) -> None:
-    """Draw the data into a file whose name ends in .png or .svg (or another format that
-    matplotlib writes).
-
-    Raises PlotsUnavailable without matplotlib, ValueError for an unknown format, OSError.
-    """
+def write_plot(data: Json, path: Path | str, kind: Literal["png", "svg"]) -> None:
+    """Draw the data into a file. Raises PlotsUnavailable without matplotlib, OSError."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         raise PlotsUnavailable from None
 
-    kind = Path(path).suffix.removeprefix(".").lower() or "png"
     has_results = bool(data["results"])
     with matplotlib.rc_context(_SETTINGS):
         figure = Figure(figsize=(9, 7.2 if has_results else 4.8), dpi=160, layout="constrained")
@@ -68,15 +62,9 @@ def write_plot(data: Json, path: Path | str) -> None:
         else:
             upper = figure.subplots()
         _curve(upper, data)
-        _save(figure, path, kind)
-
-
-def _save(figure: Figure, path: Path | str, kind: str) -> None:
-    if kind not in figure.canvas.get_supported_filetypes():
-        raise ValueError(f"{path}: {kind!r} is no picture format; use .png or .svg")
-    # No date inside: the same data, the same file.
-    metadata = {"Date": None} if kind == "svg" else None
-    figure.savefig(path, format=kind, metadata=metadata)
+        # No date inside: the same data, the same file.
+        metadata = {"Date": None} if kind == "svg" else None
+        figure.savefig(path, format=kind, metadata=metadata)
 
 
 def _curve(axes: Axes, data: Json) -> None:
@@ -94,22 +82,17 @@ def _curve(axes: Axes, data: Json) -> None:
         color=_INK,
         fontsize=9,
     )
-    for sampled in data["sampled"]:
-        axes.plot(
-            [p["capacity_blocks"] for p in sampled["points"]],
-            [100 * p["hit_rate"] for p in sampled["points"]],
-            color=_SOFT,
-            linewidth=1.2,
-            linestyle="--",
-            label=f"sampled, {100 * sampled['sample_rate']:g} % of the blocks",
-        )
-    axes.plot(
-        [p["capacity_blocks"] for p in points],
-        [100 * p["hit_rate"] for p in points],
+    _line(
+        axes,
+        points,
+        "LRU, estimated" if "sample_rate" in data["curve"] else "LRU, every capacity",
         color=COLOURS["lru"],
         linewidth=2.2,
-        label="LRU, every capacity",
+        zorder=2.5,
     )
+    for sampled in data["sampled"]:
+        name = f"sampled, {100 * sampled['sample_rate']:.4g} % of the blocks"
+        _line(axes, sampled["points"], name, color=_SOFT, linewidth=1.2, linestyle="--")
     _knee(axes, data["curve"]["knee"])
     for policy in dict.fromkeys(result["policy"] for result in data["results"]):
         of_policy = [r for r in data["results"] if r["policy"] == policy]
@@ -139,6 +122,11 @@ def _curve(axes: Axes, data: Json) -> None:
     axes.grid(axis="y", color=_LINE)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, 0.9), fontsize=9)
+
+
+def _line(axes: Axes, points: Sequence[Json], name: str, **style: Any) -> None:
+    capacities = [point["capacity_blocks"] for point in points]
+    axes.plot(capacities, [100 * point["hit_rate"] for point in points], label=name, **style)
 
 
 def _knee(axes: Axes, knee: Json | None) -> None:

@@ -142,10 +142,11 @@ def _cards(data: Json) -> str:
         ("unlimited hit rate", "trace.infinite_hit_rate", percent),
     ]
     if data["curve"]["knee"] is not None:
-        figures.append(("knee, blocks", "curve.knee.capacity_blocks", count))
+        if data["block_bytes"]:
+            figures.append(("memory at the knee", "curve.knee.capacity_bytes", format_bytes))
+        else:
+            figures.append(("blocks at the knee", "curve.knee.capacity_blocks", count))
         figures.append(("hit rate at the knee", "curve.knee.hit_rate", percent))
-        if data.get("block_bytes"):
-            figures.insert(5, ("knee, memory", "curve.knee.capacity_bytes", format_bytes))
     cards = "".join(
         f'<div class="card"><b>{_figure(data, path, form)}</b>'
         f'<span class="name">{name}</span></div>'
@@ -155,7 +156,15 @@ def _cards(data: Json) -> str:
 
 
 def _curve(data: Json) -> str:
-    legend = [_legend_line("", "LRU, every capacity")]
+    estimated = "sample_rate" in data["curve"]
+    line = "LRU, estimated" if estimated else "LRU, every capacity"
+    origin = (
+        f"estimated from {_figure(data, 'curve.sample_rate', percent)} of the blocks, and least "
+        "sure where a cache holds only a few of them"
+        if estimated
+        else "exact: one pass over the trace gives LRU at every capacity"
+    )
+    legend = [_legend_line("", line)]
     for index in range(len(data["sampled"])):
         rate = _figure(data, f"sampled.{index}.sample_rate", percent)
         error = _figure(data, f"sampled.{index}.mean_absolute_error", percent)
@@ -170,8 +179,8 @@ def _curve(data: Json) -> str:
     )
     return (
         "<h2>Hit rate by capacity</h2>"
-        "<p>The share of prompt tokens that need no prefill. The line is exact: one pass over "
-        "the trace gives LRU at every capacity. Marks are single replays.</p>"
+        f"<p>The share of prompt tokens that need no prefill. The line is {origin}. "
+        "Marks are single replays.</p>"
         f'{charts}<ul class="legend">{"".join(legend)}</ul>'
     )
 
