@@ -1,0 +1,155 @@
+"""A client that is killed, or falls silent, holds nothing for long, and nobody waits for it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from prefixd.client import Client, Key, Presence, SaveItem, SaveReason, SaveStatus, Tier
+from prefixd.client.ctl.connection import AdminConnection
+from prefixd.client.ctl.private import PrivateDaemon
+
+from ..daemon import eventually, private_daemon
+
+HEARTBEAT_S = 4.0
+PUBLISHED = [Key(bytes([number]) * 32) for number in range(1, 6)]
+RESERVED = [Key(bytes([number]) * 32) for number in range(100, 103)]
+
+#: Claims everything that is published, reserves what is not, says so, and stays.
+HOLDER = f"""
+import sys, time
+from prefixd.client import Client, ReserveItem, SaveReason, Tier
+published = [bytes([n]) * 32 for n in range(1, 6)]
+reserved = [bytes([n]) * 32 for n in range(100, 103)]
+client = Client(sys.argv[1], name="holder")
+hit = client.longest_run(published)
+items = [ReserveItem(key, 10_000, 512) for key in reserved]
+held = client.reserve(items, tier=Tier.SHM, reason=SaveReason.COLD)
+assert len(hit) == {len(PUBLISHED)} and all(one.granted for one in held)
+print("holding", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def daemon(request: pytest.FixtureRequest) -> Iterator[PrivateDaemon]:
+    """Expects heartbeats as often as the test says, else every four seconds."""
+    heartbeat_s = getattr(request, "param", HEARTBEAT_S)
+    with private_daemon(f"--sessions.heartbeat={heartbeat_s * 1000:.0f}ms") as running:
+        yield running
+
+
+@pytest.fixture
+def admin(daemon: PrivateDaemon) -> Iterator[AdminConnection]:
+    with daemon.admin() as connection:
+        yield connection
+
+
+@pytest.fixture
+def client(daemon: PrivateDaemon) -> Iterator[Client]:
+    with Client(daemon.address, name="witness") as connected:
+        items = [SaveItem(key, bytes(1000), 512) for key in PUBLISHED]
+        outcomes = connected.save_many(items, tier=Tier.RAM, reason=SaveReason.EVICT)
+        assert [outcome.status for outcome in outcomes] == [SaveStatus.SAVED] * len(PUBLISHED)
+        yield connected
+
+
+@pytest.fixture
+def holder(daemon: PrivateDaemon, client: Client) -> Iterator[subprocess.Popen[str]]:
+    assert client.connected
+    command = [sys.executable, "-c", HOLDER, daemon.address]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "holding\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def holds_nothing(admin: AdminConnection) -> bool:
+    stats = admin.stats()
+    owners = {session.owner for session in admin.sessions().sessions}
+    return not (stats.claims or stats.reservations or any("holder" in owner for owner in owners))
+
+
+def test_what_a_killed_client_held_is_free_within_two_heartbeats(
+    admin: AdminConnection, holder: subprocess.Popen[str]
+) -> None:
+    (claim,) = admin.claims().claims
+    assert "holder" in claim.owner
+    assert {bytes(key) for key in claim.keys} == set(PUBLISHED)
+    held = admin.reservations().reservations
+    assert {bytes(reservation.key) for reservation in held} == set(RESERVED)
+    before = admin.stats()
+    assert [tier.pinned_entries for tier in before.tiers] == [len(PUBLISHED), 0, 0]
+    assert before.tiers[1].reserved_bytes > 0
+
+    holder.kill()
+    killed_s = time.monotonic()
+    eventually(lambda: holds_nothing(admin), within_s=2 * HEARTBEAT_S)
+
+    assert time.monotonic() - killed_s <= 2 * HEARTBEAT_S
+    after = admin.stats()
+    assert [tier.pinned_entries for tier in after.tiers] == [0, 0, 0]
+    assert after.tiers[1].reserved_bytes == 0
+    assert admin.check(deep=True).problems == []
+
+
+@pytest.mark.parametrize("daemon", [0.1], indirect=True)
+def test_what_a_silent_client_held_is_free_as_well(
+    admin: AdminConnection, holder: subprocess.Popen[str]
+) -> None:
+    """Its connection stands and nobody is at the other end: only the heartbeats tell."""
+    holder.send_signal(signal.SIGSTOP)
+    eventually(lambda: holds_nothing(admin))
+    assert admin.check(deep=True).problems == []
+
+
+def test_whoever_waits_for_its_save_is_answered_at_once(
+    admin: AdminConnection, client: Client, holder: subprocess.Popen[str]
+) -> None:
+    """With a miss, long before the wait is over."""
+    wait_ms = 60_000
+    (found,) = client.probe(RESERVED[:1], wait_ms=1)
+    assert found.presence is Presence.IN_FLIGHT
+    assert "holder" in found.owner
+
+    with ThreadPoolExecutor(2) as threads:
+        probing = threads.submit(client.probe, RESERVED[:1], wait_ms=wait_ms)
+        claiming = threads.submit(client.longest_run, RESERVED[1:], wait_ms=wait_ms)
+        eventually(lambda: admin.stats().waiters == 2)
+        started_s = time.monotonic()
+        holder.kill()
+        (answer,) = probing.result()
+        hit = claiming.result()
+        assert time.monotonic() - started_s < wait_ms / 1e3 / 2
+
+    assert answer.presence is Presence.ABSENT
+    assert not hit
+    assert admin.stats().waiters == 0
+    assert admin.check(deep=False).problems == []
+
+
+def test_its_reservation_goes_to_whoever_waits_to_save(
+    admin: AdminConnection, client: Client, holder: subprocess.Popen[str]
+) -> None:
+    """Single-flight prefill survives the death of the one that computed."""
+    item = SaveItem(RESERVED[0], bytes(10_000), 512)
+
+    def in_flight() -> SaveStatus:
+        (outcome,) = client.save_many([item], tier=Tier.SHM, reason=SaveReason.EVICT)
+        return outcome.status
+
+    assert in_flight() is SaveStatus.IN_FLIGHT
+    holder.kill()
+    eventually(lambda: holds_nothing(admin))
+    assert in_flight() is SaveStatus.SAVED

@@ -1,0 +1,181 @@
+"""kill -9 of the daemon: what was acknowledged on shm and disk comes back, and clients go on."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from prefixd.client import Client, Key, SaveItem, SaveReason, SaveStatus, Tier
+from prefixd.client.ctl.connection import AdminConnection
+from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.client.replay.blocks import BlockPayloads, keys_of_ids, replay_namespace
+from prefixd.client.replay.generate import generate
+from prefixd.client.replay.live import LiveOptions, LiveReplay
+from prefixd.client.replay.outcome import Totals
+
+from ..daemon import eventually, private_daemon
+
+BLOCK_BYTES = 20_000
+PAYLOADS = BlockPayloads(BLOCK_BYTES)
+#: Of blocks that no replay uses.
+ROOT = replay_namespace(BLOCK_BYTES, 512, "witness").root
+
+
+@pytest.fixture
+def daemon() -> Iterator[PrivateDaemon]:
+    """RAM and shm evict all the time; disk keeps everything, so that what it acknowledged has to
+    be there."""
+    with private_daemon(ram="2MiB", shm="3MiB", disk="512MiB") as running:
+        yield running
+
+
+class Witness:
+    """Saves one block after the other to disk, and remembers what was acknowledged."""
+
+    def __init__(self, address: str) -> None:
+        self.acknowledged: list[int] = []
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(address,))
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self, address: str) -> None:
+        with Client(address, name="witness", deadline_ms=2_000) as client:
+            block_id = 0
+            while not self._stopping.is_set():
+                block_id += 1
+                (key,) = keys_of_ids(ROOT, [block_id])
+                items = [SaveItem(key, PAYLOADS.payload(block_id), 512)]
+                (outcome,) = client.save_many(items, tier=Tier.DISK, reason=SaveReason.SHUTDOWN)
+                if outcome.status is SaveStatus.SAVED:
+                    self.acknowledged.append(block_id)
+
+
+def start_up_report(daemon: PrivateDaemon) -> dict[str, dict[str, int]]:
+    """What the daemon logged at its last start, by tier."""
+    lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
+    return {line["tier"]: line for line in lines if line["event"] == "tier_recovered"}
+
+
+def holds_nothing(admin: AdminConnection) -> bool:
+    """Is nobody left, and with them whatever they held?
+
+    But for what may still be read through maps from before the restart, which the daemon pins
+    itself for as long as a lease may last.
+    """
+    stats = admin.stats()
+    held = [*admin.sessions().sessions, *admin.claims().claims]
+    strangers = {one.owner for one in held} - {"readers from before the restart"}
+    return not (strangers or stats.reservations or stats.waiters)
+
+
+def read_back(client: Client, keys: list[Key]) -> list[bytes]:
+    with client.claim(keys) as hit:
+        assert hit.keys == keys, "not everything is there"
+        buffers = [bytearray(entry.payload_bytes) for entry in hit.entries]
+        assert hit.restore_into(buffers)
+        return [bytes(buffer) for buffer in buffers]
+
+
+def test_a_killed_daemon_in_the_middle_of_a_replay(daemon: PrivateDaemon) -> None:
+    requests = list(generate("multi-turn", requests=300, seed=11))
+    witness = Witness(daemon.address)
+    counted_by_the_dead: list[int] = []
+
+    def kill_once(totals: Totals) -> None:
+        if totals.requests < 100 or counted_by_the_dead:
+            return
+        counted_by_the_dead.append(len(witness.acknowledged))
+        daemon.kill()
+        daemon.start()
+
+    try:
+        options = LiveOptions(daemon.address, workers=4, tiers=tuple(Tier), block_bytes=BLOCK_BYTES)
+        totals = LiveReplay(requests, options, kill_once).run()
+    finally:
+        witness.stop()
+
+    assert totals.mismatches == 0
+    assert totals.requests == len(requests), "the workers reconnected by themselves and finished"
+    assert totals.good
+    assert totals.reconnects >= 4
+    assert totals.unavailable_requests >= 1
+    assert counted_by_the_dead[0] > 0
+    assert len(witness.acknowledged) > counted_by_the_dead[0], "the witness reconnected, too"
+
+    with daemon.admin() as admin:
+        stats = admin.stats()
+        tiers = {Tier(t.tier).label: t for t in stats.tiers}
+        report = start_up_report(daemon)
+        for label, tier in tiers.items():
+            assert report[label]["entries"] == tier.recovered_entries
+            assert report[label]["payload_bytes"] == tier.recovered_bytes
+            assert report[label]["dropped"] == tier.dropped_at_start
+        assert tiers["ram"].recovered_entries == 0
+        assert tiers["shm"].recovered_entries > 0
+        assert tiers["disk"].recovered_entries >= counted_by_the_dead[0]
+        assert admin.check(deep=True).problems == []
+        eventually(lambda: holds_nothing(admin))
+
+    with Client(daemon.address) as client:
+        acknowledged = witness.acknowledged
+        keys = keys_of_ids(ROOT, acknowledged)
+        for start in range(0, len(keys), 500):
+            payloads = read_back(client, keys[start : start + 500])
+            for block_id, payload in zip(acknowledged[start : start + 500], payloads, strict=True):
+                assert PAYLOADS.matches(block_id, payload), block_id
+
+
+def test_an_idle_daemon_comes_back_as_it_was_killed(daemon: PrivateDaemon) -> None:
+    """The same entries, in the same order of eviction, with the same bytes; only RAM is empty."""
+    with Client(daemon.address) as client:
+        for tier in Tier:
+            ids = range(100 * tier, 100 * tier + 40)
+            for block_id, key in zip(ids, keys_of_ids(ROOT, ids), strict=True):
+                items = [SaveItem(key, PAYLOADS.payload(block_id), 512)]
+                client.save_many(items, tier=tier, reason=SaveReason.EVICT)
+    with daemon.admin() as admin:
+        before = {tier: list(admin.all_entries(tier)) for tier in Tier}
+        incarnation = admin.stats().incarnation
+    assert all(len(entries) == 40 for entries in before.values())
+
+    daemon.kill()
+    daemon.start()
+
+    with daemon.admin() as admin:
+        stats = admin.stats()
+        assert stats.incarnation != incarnation
+        assert [t.recovered_entries for t in stats.tiers] == [0, 40, 40]
+        assert [t.recovered_bytes for t in stats.tiers] == [0, 40 * BLOCK_BYTES, 40 * BLOCK_BYTES]
+        assert [t.entries for t in stats.tiers] == [0, 40, 40]
+        for tier in (Tier.SHM, Tier.DISK):
+            after = list(admin.all_entries(tier))
+            assert [e.key for e in after] == [e.key for e in before[tier]]
+            assert [e.info for e in after] == [e.info for e in before[tier]]
+        assert admin.check(deep=True).problems == []
+
+
+def test_a_daemon_killed_again_and_again_serves_only_whole_entries(daemon: PrivateDaemon) -> None:
+    """Killed in the middle of saves: nothing partial is ever visible, nothing is left behind."""
+    witness = Witness(daemon.address)
+    try:
+        for _ in range(3):
+            seen = len(witness.acknowledged)
+            eventually(lambda seen=seen: len(witness.acknowledged) > seen + 5)  # type: ignore[misc]
+            daemon.kill()
+            daemon.start()
+            with daemon.admin() as admin:
+                assert admin.check(deep=True).problems == []
+    finally:
+        witness.stop()
+    with Client(daemon.address) as client, daemon.admin() as admin:
+        keys = keys_of_ids(ROOT, witness.acknowledged)
+        for block_id, payload in zip(witness.acknowledged, read_back(client, keys), strict=True):
+            assert PAYLOADS.matches(block_id, payload), block_id
+        assert admin.gc().orphan_records == 0
