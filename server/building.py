@@ -39,7 +39,9 @@ def make_store(plan: TierPlan, *, verify_at_start: bool, sync: bool) -> Store:
 
 def make_ledger(plan: TierPlan) -> Ledger:
     """The books of one tier. An arena's room grows from nothing as its pages are secured."""
-    policy: EvictionPolicy[Key] = make_policy(plan.policy, plan.budget_bytes)
+    policy: EvictionPolicy[Key] = make_policy(
+        plan.policy, plan.budget_bytes, max_ghosts=plan.max_entries or None
+    )
     extents = ExtentAllocator(0, plan.slab_bytes) if plan.slab_bytes else None
     return Ledger(
         plan.tier,

@@ -150,10 +150,12 @@ def make_room(turn: Turn, tier: Tier, key: Key, stored_bytes: int) -> SaveOutcom
     if admission is Admission.NO_ROOM:
         t.counters.no_room_refusals += 1
         return SaveOutcome.NO_ROOM
-    ledger.policy.prepare(key, stored_bytes)
-    while ledger.admission(stored_bytes) is not Admission.FITS:
+    ledger.prepare(key, stored_bytes)
+    while ledger.wants_eviction(key, stored_bytes):
         victim = ledger.next_victim(key)
-        assert victim is not None, "the ledger promised room that no eviction can make"
+        if victim is None:
+            assert ledger.admission(stored_bytes) is Admission.FITS, "the ledger promised room"
+            break
         turn.evict(t.entries[victim])
     return None
 

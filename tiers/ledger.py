@@ -150,6 +150,17 @@ class Ledger:
         self.pinned_entries -= 1
         self.policy.unpin(key)
 
+    def prepare(self, key: Key, stored_bytes: int) -> None:
+        """A key that is not there is about to be reserved."""
+        self.policy.prepare(key, stored_bytes)
+
+    def wants_eviction(self, key: Key, stored_bytes: int) -> bool:
+        """Has somebody to leave before this prepared key is reserved: for the budget, or for the
+        shares that the policy gives its queues, in which what is reserved counts already?"""
+        return self.admission(stored_bytes) is not Admission.FITS or self.policy.crowded(
+            key, self.reserved_bytes + stored_bytes
+        )
+
     def next_victim(self, incoming: Key | None = None) -> Key | None:
         """Take the next victim out of the eviction order; `forget` has to follow."""
         return self.policy.evict(incoming)
