@@ -93,10 +93,8 @@ class S3FIFO(EvictionPolicy[K]):
             weight = 0
         else:
             small_gives = self._small.weight + weight > self._small_share
-        first, second = self._evict_small, self._evict_main
-        if not small_gives:
-            first, second = second, first
-        victim = first() or second()
+        victim = None if small_gives else self._evict_main()
+        victim = victim or self._evict_small()
         if victim is None:
             return None
         self._promote(weight)
@@ -107,7 +105,10 @@ class S3FIFO(EvictionPolicy[K]):
         return key
 
     def _evict_small(self) -> tuple[K, int] | None:
-        """Advance S until a key leaves the cache: its head, or one of M that makes room."""
+        """Advance S until a key leaves the cache: its head, or one of M that makes room for it.
+
+        From M too when S has nothing (any more) to give.
+        """
         small, main = self._small, self._main
         while (head := small.head()) is not None:
             key, weight = head
@@ -118,7 +119,7 @@ class S3FIFO(EvictionPolicy[K]):
                 if (victim := self._evict_main()) is not None:
                     return victim
             return small.pop()
-        return None
+        return self._evict_main()
 
     def _evict_main(self) -> tuple[K, int] | None:
         """Take the first key without hits from M; those before it lose one and requeue."""
@@ -152,15 +153,18 @@ class S3FIFO(EvictionPolicy[K]):
 
     def _remember(self, key: K, weight: int, incoming: K | None) -> None:
         ghosts = self._ghosts
-        limit = self._main_share
+        if weight > self._main_share:
+            return  # it would only make G forget everybody else
         if incoming is not None:
-            # Still listed, as its admission may yet fail, but it does not count any more.
-            limit += ghosts.line[incoming]
+            # It leaves G, but only for good if its admission works out: it does not count now.
+            incoming_weight = ghosts.remove(incoming)
         ghosts.append(key, weight)
         self.moves += 1
         most = len(ghosts) if self.max_ghosts is None else self.max_ghosts
-        while ghosts.weight > limit or len(ghosts) > most:
+        while ghosts.weight > self._main_share or len(ghosts) > most:
             ghosts.pop()
+        if incoming is not None:
+            ghosts.append(incoming, incoming_weight)
 
     def admit(self, key: K, weight: int) -> None:
         if key in self._ghosts:
@@ -203,21 +207,20 @@ class S3FIFO(EvictionPolicy[K]):
 
         def evict_main() -> None:
             nonlocal moves
-            while True:
-                key = pop_main(False)[0]
-                moves += 1
-                count = frequency.pop(key, 0)
-                if not count:
-                    remember(key)
-                    return
+            while count := frequency.pop(key := pop_main(False)[0], 0):
                 if count > 1:
                     frequency[key] = count - 1
                 main[key] = 1
+                moves += 1
+            remember(key)
 
         def remember(key: K) -> None:
-            ghosts[key] = 1
-            if len(ghosts) > main_share:
-                pop_ghost(False)
+            nonlocal moves
+            if main_share:
+                ghosts[key] = 1
+                moves += 1
+                if len(ghosts) > main_share:
+                    pop_ghost(False)
 
         for key in keys:
             if key in small or key in main:
@@ -233,11 +236,11 @@ class S3FIFO(EvictionPolicy[K]):
             else:
                 if len(small) == small_share:
                     head = pop_small(False)[0]
-                    moves += 1
                     if head in frequency and main_share:
                         if len(main) == main_share:
                             evict_main()
                         main[head] = 1
+                        moves += 1
                     else:
                         frequency.pop(head, None)
                         remember(head)
