@@ -7,12 +7,11 @@ from dataclasses import replace
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
-from random import Random
 
 import pytest
 
 from prefixd.client.replay.generate import BlockIds, generate
-from prefixd.client.replay.profiles import PROFILES, Arrivals, Lengths, geometric, zipf
+from prefixd.client.replay.profiles import PROFILES, Arrivals
 from prefixd.client.replay.trace import Request, format_request, read_trace, write_trace
 
 NAMES = sorted(PROFILES)
@@ -153,25 +152,3 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="at least one token"):
         generate("rag", requests=1, block_tokens=0)
     assert list(generate("rag", requests=0)) == []
-
-
-def test_distributions() -> None:
-    random = Random(1)
-    lengths = [Lengths(100, 0.5, 50, 200).draw(random) for _ in range(4000)]
-    assert min(lengths) == 50
-    assert max(lengths) == 200
-    assert sorted(lengths)[2000] == pytest.approx(100, rel=0.05)
-    turns = [geometric(random, 3.5) for _ in range(4000)]
-    assert min(turns) == 1
-    assert sum(turns) / 4000 == pytest.approx(3.5, rel=0.05)
-    assert geometric(random, 1) == 1
-    ranks = [zipf(random, 50, 1.0) for _ in range(4000)]
-    assert min(ranks) == 0
-    assert max(ranks) < 50
-    assert ranks.count(0) / ranks.count(1) == pytest.approx(2, rel=0.15)
-    for variation in (0.2, 1.0, 1.5):
-        gaps = [Arrivals(4.0, variation).gap_s(random) for _ in range(4000)]
-        mean = sum(gaps) / 4000
-        deviation = (sum((gap - mean) ** 2 for gap in gaps) / 4000) ** 0.5
-        assert mean == pytest.approx(0.25, rel=0.1)
-        assert deviation / mean == pytest.approx(variation, rel=0.15)

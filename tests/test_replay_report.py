@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from prefixd.client.replay import charts, plots
+from prefixd.client.replay.page import SCRIPT, STYLE
 from prefixd.client.replay.report import count, percent, render_report, value_at
 from prefixd.proto.units import format_bytes
 
@@ -147,6 +148,25 @@ def test_the_best_policy_of_a_row_stands_out() -> None:
     indexes = [int(index) for index in best]
     assert [POLICIES[i % 5] for i in indexes if i >= 5] == ["lru"] * 3
     assert [i for i in indexes if i < 5] == [0, 1, 2, 3, 4]  # capacity 0: all the same
+
+
+def test_style_and_script_know_the_page_they_are_for() -> None:
+    html = render_report(report_data())
+    page = Page(html)
+    classes = {
+        word
+        for _, name, value in page.attributes
+        if name == "class"
+        for word in (value or "").split()
+    }
+    # The ones that only name things for a reader of the source.
+    for name in set(" ".join(classes).split()) - {"lru-curve", "s-0"}:
+        assert f".{name}" in STYLE, name
+    for name in re.findall(r'getElementById\("(\w+)"\)', SCRIPT):
+        assert f'id="{name}"' in html
+    for name in re.findall(r'querySelector(?:All)?\("(\w+)\.(\w+)"\)', SCRIPT):
+        assert f'<{name[0]} class="{name[1]}"' in html
+    assert "</" not in SCRIPT + STYLE
 
 
 def test_titles_cannot_break_out() -> None:
