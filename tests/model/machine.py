@@ -27,7 +27,7 @@ from .witness import NAMES, Witness, key_of, keys_of, name_of, plain
 LIMITS = TwinLimits(sessions=3, claims=3, reservations=4, waiters=3, lost_after=90)
 RAM_BYTES, RAM_SECURED_BYTES, RAM_SLAB_BYTES = 40, 24, 4
 SHM_BYTES, SHM_SLAB_BYTES, SHM_ENTRIES = 40, 2, 2
-DISK_BYTES = 30
+DISK_BYTES, DISK_IN_FLIGHT_BYTES = 30, 20
 #: Of these some are exactly, and some just above, what a tier can take.
 PAYLOADS = st.sampled_from([1, 1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 12, 14, 28, 29, 37, 38, 40, 41])
 
@@ -87,7 +87,12 @@ class MetaStateMachine(RuleBasedStateMachine):
                 max_entries=SHM_ENTRIES,
                 extents=ExtentAllocator(SHM_BYTES, SHM_SLAB_BYTES),
             ),
-            Tier.DISK: Ledger(Tier.DISK, DISK_BYTES, LRU(DISK_BYTES)),
+            Tier.DISK: Ledger(
+                Tier.DISK,
+                DISK_BYTES,
+                LRU(DISK_BYTES),
+                max_reserved_bytes=DISK_IN_FLIGHT_BYTES,
+            ),
         }
         self.state = MetaState(
             StateConfig(
@@ -104,9 +109,9 @@ class MetaStateMachine(RuleBasedStateMachine):
         )
         self.twin = Twin(
             {
-                "ram": TwinTier(RAM_BYTES, RAM_SECURED_BYTES, 0, ram_cost, slow=False),
-                "shm": TwinTier(SHM_BYTES, SHM_BYTES, SHM_ENTRIES, shm_cost, slow=False),
-                "disk": TwinTier(DISK_BYTES, DISK_BYTES, 0, disk_cost, slow=True),
+                "ram": TwinTier(RAM_BYTES, RAM_SECURED_BYTES, 0, ram_cost, False, 0),
+                "shm": TwinTier(SHM_BYTES, SHM_BYTES, SHM_ENTRIES, shm_cost, False, 0),
+                "disk": TwinTier(DISK_BYTES, DISK_BYTES, 0, disk_cost, True, DISK_IN_FLIGHT_BYTES),
             },
             LIMITS,
         )

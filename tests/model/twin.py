@@ -24,6 +24,7 @@ class TwinTier:
     cap: int  # entries; 0: as many as fit
     cost: Callable[[int, int], int]  # payload and token id bytes -> bytes of the budget
     slow: bool  # says later whether it could
+    in_flight: int  # bytes that may be reserved at once, but for one save alone; 0: all of them
 
 
 @dataclass(frozen=True)
@@ -253,6 +254,9 @@ class Twin:
             return "too large"
         used, entries = self.used(tier)
         free, gone = self.unpinned(tier)
+        reserved = [save["cost"] for save in self.saves.values() if save["tier"] == tier]
+        if rules.in_flight and reserved and sum(reserved) + cost > rules.in_flight:
+            return "no room"
         if used - free + cost > rules.limit or (rules.cap and entries - gone + 1 > rules.cap):
             return "no room"
         while used + cost > rules.limit or (rules.cap and entries + 1 > rules.cap):
