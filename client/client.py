@@ -7,7 +7,6 @@ what is below it, such as a key of the wrong length or a client that was closed.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from types import TracebackType
@@ -26,6 +25,8 @@ from .benefit import LoadSpeeds, MinBenefit
 from .counters import Counters, Snapshot
 from .deadline import Deadline
 from .hit import Hit
+from .local.transport import LocalTransport
+from .owner import Owner
 from .policy import SavePolicy
 from .reading import VERIFY_CHOICES, Reader, Verify
 from .remote import RemoteTransport
@@ -98,20 +99,28 @@ class Client(Saves):
             raise InvalidSize(f"max_pending_saves is at least 0, not {max_pending_saves}")
         if verify not in VERIFY_CHOICES:
             raise CallerError(f"verify is one of {', '.join(VERIFY_CHOICES)}, not {verify!r}")
-        self._pid = os.getpid()
+        self._owner = Owner()
         self._closed = True  # until there is something to close
-        self._deadline_ms = deadline_ms
+        self.deadline_ms = deadline_ms
+        self.evict_save_timeout_ms = evict_save_timeout_ms
         self._counters = counters or Counters()
         self.policy = policy or SavePolicy()
         #: How fast each tier loads, as measured on restores.
         self.speeds = LoadSpeeds()
         benefit = MinBenefit(self.speeds, prefill_tokens_per_s, min_benefit_ms)
-        self._transport = transport or RemoteTransport(
-            address, name, counters=self._counters, connect_timeout_ms=connect_timeout_ms
+        self._transport = transport or LocalTransport(
+            RemoteTransport(
+                address, name, counters=self._counters, connect_timeout_ms=connect_timeout_ms
+            )
         )
         self._closed = False
         self._reader = Reader(
-            self._transport, self._counters, self.speeds, verify=verify, deadline_ms=deadline_ms
+            self._transport,
+            self._counters,
+            self.speeds,
+            self._owner,
+            verify=verify,
+            deadline_ms=deadline_ms,
         )
         self._searcher = Searcher(
             self._transport, self._reader, self._counters, benefit, lease_ms=lease_ms
@@ -119,6 +128,7 @@ class Client(Saves):
         self._writer = Writer(
             self._transport,
             self._counters,
+            self._owner,
             deadline_ms=deadline_ms,
             evict_save_timeout_ms=evict_save_timeout_ms,
             max_pending_saves=max_pending_saves,
@@ -149,7 +159,7 @@ class Client(Saves):
         if claim:
             hit = self._searcher.claim(keys, counts, ClaimMode.FIRST, wait_ms, deadline)
         else:
-            hit = self._searcher.look(keys, counts, wait_ms, deadline)
+            hit = self._searcher.look(keys, counts, ClaimMode.FIRST, wait_ms, deadline)
         return hit or None
 
     def resume(
@@ -202,11 +212,13 @@ class Client(Saves):
         self,
         keys: BlockChain | Sequence[Key],
         *,
+        claim: bool = True,
         wait_ms: int = 0,
         deadline_ms: int | None = None,
     ) -> Hit:
         """The blocks of a chain up to the first that is missing, claimed, in one rpc; empty (and
-        false) when that is block 0.
+        false) when that is block 0. `claim` False only looks: on the daemon's host without any
+        rpc, and hashing no more blocks than there are.
 
         Only the complete blocks of a `BlockChain` are looked for, and only as many as one call
         takes (4,096 unless the daemon says less).
@@ -215,10 +227,12 @@ class Client(Saves):
         most = self._transport.max_batch_keys
         counts: list[int | None] | None = None
         if isinstance(keys, BlockChain):
-            wanted = keys[: min(keys.whole_blocks, most)]
+            wanted = keys.whole(most)
             counts = [keys.block_tokens] * len(wanted)
         else:
             wanted = checked_keys(keys[:most], most)
+        if not claim:
+            return self._searcher.look(wanted, counts, ClaimMode.RUN, wait_ms, deadline)
         return self._searcher.claim(wanted, counts, ClaimMode.RUN, wait_ms, deadline)
 
     def claim(
@@ -286,10 +300,11 @@ class Client(Saves):
     def close(self, *, flush_ms: int | None = None) -> None:
         """Finish the pending saves (within `flush_ms`, None: `deadline_ms`; the rest is dropped)
         and leave the daemon, which releases whatever this client still holds. Idempotent."""
-        if self._closed or os.getpid() != self._pid:
-            self._closed = True
+        if self._closed:
             return
         self._closed = True
+        if not self._owner.is_here:
+            return  # in a fork there is nothing to leave
         self._writer.close(flush_ms)
         self._transport.close()
         self._writer.join()
@@ -306,23 +321,19 @@ class Client(Saves):
         self.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and os.getpid() == self._pid:
+        if not getattr(self, "_closed", True) and self._owner.is_here:
             warnings.warn("a client was never closed", ResourceWarning, source=self, stacklevel=1)
             self.close(flush_ms=0)
 
     def _check_usable(self) -> None:
         if self._closed:
             raise ClientClosed("this client is closed")
-        if os.getpid() != self._pid:
-            raise CallerError(
-                f"this client belongs to process {self._pid}, of which this one is a fork: "
-                "make a client in each process, and spawn workers rather than forking them"
-            )
+        self._owner.check()
 
     def _begin(self, deadline_ms: int | None, wait_ms: int = 0) -> Deadline:
         """Every call begins here: may it, and until when."""
         self._check_usable()
         if not 0 <= wait_ms <= MAX_WAIT_MS:
             raise InvalidSize(f"a wait is in 0 ... {MAX_WAIT_MS} ms, not {wait_ms}")
-        within_ms = self._deadline_ms if deadline_ms is None else deadline_ms
+        within_ms = self.deadline_ms if deadline_ms is None else deadline_ms
         return Deadline(within_ms + wait_ms)

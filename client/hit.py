@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from collections.abc import Sequence
@@ -43,7 +42,6 @@ class Hit:
     ) -> None:
         """Made by the client. `holding` None: nothing is pinned."""
         self._reader = reader
-        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._given_back = False
         #: The claim; its first entries are these.
@@ -126,6 +124,23 @@ class Hit:
         restored = self._reader.restore(self, [index], [buffer], deadline_ms)
         return bytes(buffer) if restored else None
 
+    def views(self, index: int) -> list[memoryview] | None:
+        """The payload of claimed entry `index` where it lies, read-only and without a copy; None:
+        it can't be reached (another host, the disk tier), restore it.
+
+        One view as a rule, several where the tier was fragmented. Good until the hit is
+        released, if `release()` then says that the claim was held until now. Not verified.
+        Raises CallerError for a hit that is not claimed.
+        """
+        found = self._reader.views(self, [self.entries[index]])
+        return None if found is None else found[0]
+
+    @property
+    def buffers(self) -> list[memoryview] | None:
+        """The views of all entries in their order; None: some can't be reached. See `views`."""
+        found = self._reader.views(self, self.entries)
+        return None if found is None else [view for views in found for view in views]
+
     def layer(self, index: int, layer: int, *, deadline_ms: int | None = None) -> bytes | None:
         """One layer of entry `index`, without moving the others; None: a miss.
 
@@ -190,8 +205,7 @@ class Hit:
         holding = self.holding
         if holding is None or self._given_back or holding.why_lost is not None:
             return
-        if os.getpid() != self._pid:
-            return  # a copy made by fork: the claim is the parent's
-        self._given_back = True
+        if not self._reader.owner.is_here:
+            return  # a copy in a fork: the claim is that of the original
         self._reader.forget(holding)
         warnings.warn(f"{self!r} was never released", ResourceWarning, source=self, stacklevel=1)

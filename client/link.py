@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Final
 from weakref import WeakValueDictionary
@@ -21,6 +21,7 @@ from ..proto import prefixd_pb2 as pb
 from ..proto.errors import DaemonUnavailable, from_grpc
 from ..proto.limits import SESSION_LOST_AFTER_INTERVALS
 from .connection import Connection
+from .results import Entry
 
 logger = logging.getLogger("prefixd.client")
 
@@ -33,7 +34,7 @@ MAX_UNANSWERED: Final = SESSION_LOST_AFTER_INTERVALS * BEATS_PER_INTERVAL
 class Holding:
     """A claim or a reservation: valid until it is given back, lost, or its session ends."""
 
-    __slots__ = ("__weakref__", "link", "number", "why_lost")
+    __slots__ = ("__weakref__", "entries", "link", "number", "why_lost")
 
     def __init__(self, link: Link, number: int, why_lost: str | None) -> None:
         self.link = link
@@ -41,6 +42,8 @@ class Holding:
         self.number = number
         #: What took it away, as a sentence; None while it is held.
         self.why_lost = why_lost
+        #: What a claim pins.
+        self.entries: Sequence[Entry] = ()
 
 
 class Holdings:
@@ -129,18 +132,25 @@ class Link:
         """Say something on the session stream, soon. Callable from a finalizer."""
         self._outbox.put(request)
 
+    def leave(self, why: str) -> None:
+        """Tell the daemon that this was all. It ends the session, and with it the events."""
+        self._ended(why)
+        self._outbox.put(None)
+        self._welcomed.set()
+
     def close(self, why: str) -> None:
         """End session and connection: the daemon releases what was held, calls under way fail.
 
         Idempotent; the first reason stays.
         """
+        self.leave(why)
+        self._events.cancel()
+        self.connection.close()
+
+    def _ended(self, why: str) -> None:
         self.why_ended = self.why_ended or why
         self.claims.end(self.why_ended)
         self.reservations.end(self.why_ended)
-        self._outbox.put(None)
-        self._welcomed.set()
-        self._events.cancel()
-        self.connection.close()
 
     def _requests(self, hello: pb.Hello, welcome_within_s: float) -> Iterator[pb.SessionRequest]:
         """What gRPC sends, in its own thread."""
@@ -172,5 +182,5 @@ class Link:
 
     def _give_up(self, why: str) -> None:
         """From gRPC's thread: the thread that reads the events does the rest."""
-        self.why_ended = self.why_ended or why
+        self._ended(why)
         self._events.cancel()

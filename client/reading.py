@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
+from ..proto.copying import copy, copy_crc32c
 from ..proto.errors import CallerError, InvalidSize, PrefixdError, UnknownEntry
 from ..proto.keys import Key
-from ..proto.record import crc32c
 from ..proto.vocabulary import Tier
 from .benefit import LoadSpeeds
 from .buffers import byte_view
 from .counters import Counters
 from .deadline import Deadline
 from .link import Holding
+from .owner import Owner
 from .results import ClaimMode, Entry, MissReason, RestoreResult, miss_reason
 from .transport import Range, Transport
 
@@ -37,6 +38,7 @@ class Reader:
         transport: Transport,
         counters: Counters,
         speeds: LoadSpeeds,
+        owner: Owner,
         *,
         verify: Verify,
         deadline_ms: int,
@@ -45,6 +47,8 @@ class Reader:
         self._transport = transport
         self._counters = counters
         self._speeds = speeds
+        #: In which process a hit may be used.
+        self.owner = owner
         self._verify: Verify = verify
         self._deadline_ms = deadline_ms
         self._clock = clock
@@ -57,6 +61,7 @@ class Reader:
         deadline_ms: int | None,
     ) -> RestoreResult:
         """Entries `indices` of the hit into `buffers`; see `Hit.restore_into`."""
+        self.owner.check()
         hit.check_readable()
         if len(indices) > len(hit):
             raise InvalidSize(f"{len(indices)} buffers for a hit of {len(hit)} entries")
@@ -64,12 +69,12 @@ class Reader:
         views = _target_views(entries, buffers)
         restore = Restore(entries, views, self._verify, self._clock)
         stopped: MissReason | None = None
-        if entries:
+        if entries and not self._restored_in_place(hit, entries, restore):
             deadline = self._deadline(deadline_ms, sum(e.payload_bytes for e in entries))
             try:
                 with self._pinned(hit, indices, deadline) as (claim, places):
                     ranges = [
-                        Range(place, 0, entry.payload_bytes)
+                        Range(entry, place, 0, entry.payload_bytes)
                         for place, entry in zip(places, entries, strict=True)
                     ]
                     self._transport.read(claim, ranges, restore, deadline)
@@ -80,6 +85,24 @@ class Reader:
         result = restore.result([hit.token_counts[index] for index in indices], stopped)
         self._account(restore, result)
         return result
+
+    def _restored_in_place(self, hit: Hit, entries: Sequence[Entry], restore: Restore) -> bool:
+        """Copy what nobody pinned from where it lies, if it can be reached and stays the same
+        meanwhile; else whoever asks reads it again, under a claim."""
+        if hit.holding is not None or not all(self._transport.copy(entries, restore)):
+            restore.forget()
+            return False
+        # Leaf first, so that the root of a chain is the most recent of it.
+        self._transport.touch([entry.key for entry in reversed(entries)])
+        return True
+
+    def views(self, hit: Hit, entries: Sequence[Entry]) -> list[list[memoryview]] | None:
+        """The payloads of claimed entries where they lie; see `Hit.views`."""
+        self.owner.check()
+        hit.check_readable()
+        if hit.holding is None:
+            raise CallerError("views need a claim: what nobody pinned may be written over")
+        return self._transport.views(hit.holding, entries)
 
     def read_range(
         self,
@@ -92,12 +115,14 @@ class Reader:
         token_ids: bool = False,
     ) -> bytes | None:
         """Some bytes of one entry, not verified; None: a miss."""
+        self.owner.check()
         hit.check_readable()
         collect = Collect()
         deadline = self._deadline(deadline_ms, length_bytes)
         try:
             with self._pinned(hit, [index], deadline) as (claim, (place,)):
-                wanted = Range(place, offset_bytes, length_bytes, token_ids)
+                entry = hit.entries[index]
+                wanted = Range(entry, place, offset_bytes, length_bytes, token_ids)
                 self._transport.read(claim, [wanted], collect, deadline)
         except CallerError:
             raise
@@ -112,6 +137,7 @@ class Reader:
 
     def release(self, hits: Sequence[Hit], deadline_ms: int | None) -> list[bool]:
         """Give back the claims of all of `hits` in one call; see `Hit.release`."""
+        self.owner.check()
         held = [(hit, claim) for hit in hits if (claim := hit.take_holding()) is not None]
         if held:
             answers = [False] * len(held)
@@ -212,9 +238,10 @@ class Restore:
         end_bytes = offset_bytes + len(data)
         if offset_bytes != self._received[index] or end_bytes > len(view):
             raise PrefixdError("the daemon sent bytes that are not the next ones")
-        view[offset_bytes:end_bytes] = data
         if self._check[index]:
-            self._crcs[index] = crc32c(data, self._crcs[index])
+            self._crcs[index] = copy_crc32c(view[offset_bytes:end_bytes], data, self._crcs[index])
+        else:
+            copy(view[offset_bytes:end_bytes], data)
         self._received[index] = end_bytes
         if end_bytes == len(view):
             self._finish(index)
@@ -232,6 +259,15 @@ class Restore:
             seconds + now_s - self._since_s,
         )
         self._since_s = now_s
+
+    def forget(self) -> None:
+        """What came so far does not count: everything comes again."""
+        self._received = [0] * len(self._views)
+        self._crcs = [0] * len(self._views)
+        self._misses.clear()
+        self._whole.clear()
+        self._loaded.clear()
+        self._since_s = self._clock()
 
     @property
     def whole(self) -> list[Entry]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypeVar
@@ -37,6 +37,7 @@ from .backoff import Backoff
 from .counters import Counters
 from .deadline import Deadline
 from .link import Holding, Link
+from .local.staging import StagedSave, StagingMemory
 from .results import (
     ClaimMode,
     Entry,
@@ -93,6 +94,15 @@ class RemoteTransport:
     def connected(self) -> bool:
         return self._keeper.current is not None
 
+    @property
+    def current(self) -> Link | None:
+        """The session in use, if there is one at this moment."""
+        return self._keeper.current
+
+    def link(self, deadline: Deadline) -> Link:
+        """The session in use; waits for the first one. Raises PrefixdError."""
+        return self._keeper.link(deadline)
+
     def wait(self, deadline: Deadline) -> bool:
         return self._keeper.wait(deadline)
 
@@ -131,6 +141,8 @@ class RemoteTransport:
                     entries.append(_entry(keys[position], result.entry))
                 elif result.presence == pb.PRESENCE_IN_FLIGHT:
                     in_flight = True
+        if holding is not None:
+            holding.entries = entries
         return Claimed(holding, positions, entries, in_flight)
 
     def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
@@ -140,7 +152,7 @@ class RemoteTransport:
             claim_id=claim.number,
             ranges=[
                 pb.ReadRange(
-                    index=wanted.entry,
+                    index=wanted.place,
                     offset_bytes=wanted.offset_bytes,
                     length_bytes=wanted.length_bytes,
                     token_ids=wanted.token_ids,
@@ -181,9 +193,35 @@ class RemoteTransport:
             for claim in claims
         ]
 
+    def give_back(self, claims: Sequence[Holding]) -> None:
+        """Release claims of the current session without waiting for the answer."""
+        link = self._keeper.current
+        numbers = [claim.number for claim in claims if claim.link is link]
+        if link is not None and numbers:
+            link.send(pb.SessionRequest(give_back=pb.GiveBack(claim_ids=numbers)))
+
     def forget(self, claim: Holding) -> None:
         give_back = pb.GiveBack(claim_ids=[claim.number])
         claim.link.send(pb.SessionRequest(give_back=give_back))
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        link = self._keeper.current
+        if link is not None and keys:
+            link.send(pb.SessionRequest(touch=pb.Touch(keys=keys)))
+
+    def find(
+        self, _keys: Iterable[Key], _mode: ClaimMode, _deadline: Deadline
+    ) -> list[tuple[int, Entry]] | None:
+        return None
+
+    def copy(self, entries: Sequence[Entry], _sink: Sink) -> list[bool]:
+        return [False] * len(entries)
+
+    def views(self, _claim: Holding, _entries: Sequence[Entry]) -> list[list[memoryview]] | None:
+        return None
+
+    def refused(self) -> dict[str, str]:
+        return {"everything": "this connection is gRPC only"}
 
     def suspect(self, keys: Sequence[Key]) -> None:
         link = self._keeper.current
@@ -275,6 +313,39 @@ class RemoteTransport:
             return [
                 _outcome(saving.item.key, result)
                 for saving, result in zip(items, response.results, strict=True)
+            ]
+
+    def save_staged(
+        self,
+        memory: StagingMemory,
+        items: Sequence[Saving],
+        terms: SaveTerms,
+        deadline: Deadline,
+    ) -> list[SaveOutcome]:
+        """`save` with the payloads in staging memory of this session. One rpc."""
+        header = _header([saving.item for saving in items], terms)
+        payloads = [saving.payload for saving in items]
+
+        def send(link: Link, timeout_s: float) -> list[pb.SaveResult]:
+            header.session.CopyFrom(link.ref)
+            staged = StagedSave(memory, header, payloads, deadline)
+            call = link.connection.stub.SaveStaged(staged.requests(), timeout=timeout_s)
+            results: list[pb.SaveResult] = []
+            try:
+                for response in call:
+                    if response.parts_copied:
+                        staged.answered()
+                    results.extend(response.results)
+            finally:
+                call.cancel()  # no effect once it has ended
+                staged.abandon()
+            return results
+
+        _, results = self._call("SaveStaged", deadline, send)
+        with _understanding():
+            return [
+                _outcome(saving.item.key, result)
+                for saving, result in zip(items, results, strict=True)
             ]
 
     # ---- calling
@@ -386,4 +457,5 @@ def _header(items: Sequence[ReserveItem], terms: SaveTerms) -> pb.SaveHeader:
         ancestors=terms.ancestors,
         wait_ms=terms.wait_ms,
         ttl_ms=terms.ttl_ms,
+        touched=terms.touched,
     )

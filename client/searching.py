@@ -81,29 +81,39 @@ class Searcher:
         self,
         keys: Sequence[Key],
         token_counts: Sequence[int | None] | None,
+        mode: ClaimMode,
         wait_ms: int,
         deadline: Deadline,
     ) -> Hit:
-        """The first key that is present, not pinned; one rpc, or none without keys."""
+        """What `mode` wants of the keys, not pinned; in place if possible, else one rpc."""
         self._counters.add("lookups")
         if not keys:
             return self._miss(MissReason.ABSENT)
+        gap = MissReason.ABSENT
         try:
-            found = self._transport.lookup(keys, wait_ms, deadline)
+            # The index knows nothing of saves in flight: whoever waits for those has to ask.
+            found = None if wait_ms else self._transport.find(keys, mode, deadline)
+            if found is None:
+                answers = self._transport.lookup(list(keys), wait_ms, deadline)
+                found = _wanted(answers, mode)
+                if any(answer.presence is Presence.IN_FLIGHT for answer in answers):
+                    gap = MissReason.IN_FLIGHT
         except CallerError:
             raise
         except PrefixdError as problem:
             return self._miss(miss_reason(problem))
-        for position, each in enumerate(found):
-            if each.entry is not None:
-                counts = _counts([each.entry], [position], token_counts)
-                if not self._benefit.worth([each.entry], counts):
-                    return self._miss(MissReason.SLOW)
-                hit = Hit(self._reader, [each.entry], counts)
-                self._counters.hit(hit.entries, hit.token_counts)
-                return hit
-        in_flight = any(each.presence is Presence.IN_FLIGHT for each in found)
-        return self._miss(MissReason.IN_FLIGHT if in_flight else MissReason.ABSENT)
+        if not found:
+            return self._miss(gap)
+        entries = [entry for _, entry in found]
+        counts = _counts(entries, [position for position, _ in found], token_counts)
+        worth = self._benefit.worth(entries, counts)
+        if not worth:
+            return self._miss(MissReason.SLOW)
+        complete = mode is ClaimMode.FIRST or len(entries) == len(keys)
+        miss = MissReason.SLOW if worth < len(entries) else None if complete else gap
+        hit = Hit(self._reader, entries[:worth], counts[:worth], miss=miss)
+        self._counters.hit(hit.entries, hit.token_counts)
+        return hit
 
     def probe(self, keys: Sequence[Key], wait_ms: int, deadline: Deadline) -> list[Found]:
         """What is known of each key; nothing of any of them when the call fails."""
@@ -118,6 +128,19 @@ class Searcher:
     def _miss(self, reason: MissReason) -> Hit:
         self._counters.miss(reason)
         return Hit(self._reader, miss=reason)
+
+
+def _wanted(answers: Sequence[Found], mode: ClaimMode) -> list[tuple[int, Entry]]:
+    """Positions and entries that `mode` wants of what was looked up."""
+    wanted: list[tuple[int, Entry]] = []
+    for position, answer in enumerate(answers):
+        if answer.entry is not None:
+            wanted.append((position, answer.entry))
+            if mode is ClaimMode.FIRST:
+                break
+        elif mode is ClaimMode.RUN:
+            break
+    return wanted
 
 
 def checked_keys(keys: Sequence[Key], max_keys: int) -> list[Key]:

@@ -25,7 +25,9 @@ logger = logging.getLogger("prefixd.client")
 
 #: What connecting may take before the daemon counts as down.
 DEFAULT_CONNECT_TIMEOUT_MS: Final = 1_000
-#: How long `close` waits for the thread, which by then has nothing to wait for itself.
+#: How long `close` gives the daemon to end the session in order.
+_LEAVE_S: Final = 0.25
+#: How long it then waits for the thread, which has nothing to wait for itself any more.
 _JOIN_S: Final = 5.0
 
 
@@ -116,9 +118,13 @@ class SessionKeeper:
             link = self._link
             self._changed.notify_all()
         self._closing.set()
+        joinable = self._thread is not threading.current_thread()  # finalizers run anywhere
         if link is not None:
+            link.leave("the client was closed")
+            if joinable:
+                self._thread.join(_LEAVE_S)
             link.close("the client was closed")
-        if self._thread is not threading.current_thread():  # as a finalizer it may run anywhere
+        if joinable:
             self._thread.join(_JOIN_S)
 
     # ---- the thread
@@ -150,7 +156,7 @@ class SessionKeeper:
     def _failed(self, why: str) -> None:
         with self._changed:
             if self._state is _State.CONNECTING:
-                logger.warning("no daemon at %s: %s; trying on", self.address, why)
+                logger.warning("no daemon at %s: %s; will keep trying", self.address, why)
             self._why_down = why
         self._enter(_State.DOWN)
 

@@ -6,7 +6,7 @@ A transport moves questions and bytes and has no opinion: what goes wrong it rai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from ..proto.keys import Key
@@ -30,8 +30,9 @@ class Claimed(NamedTuple):
 class Range(NamedTuple):
     """Bytes to read of one entry of a claim: of its payload, or of its token ids."""
 
+    entry: Entry
     #: Among the entries that the claim got, counted from 0.
-    entry: int
+    place: int
     offset_bytes: int
     length_bytes: int
     token_ids: bool = False
@@ -74,6 +75,8 @@ class SaveTerms(NamedTuple):
     wait_ms: int = 0
     #: How long a reservation lasts; 0: the daemon's own.
     ttl_ms: int = 0
+    #: What was read in place and not told yet, to count before the save makes room.
+    touched: Sequence[Key] = ()
 
 
 class Granted(NamedTuple):
@@ -103,6 +106,28 @@ class Transport(Protocol):
 
     def wait(self, deadline: Deadline) -> bool:
         """Wait for a session. False: closed. Raises DeadlineExceeded."""
+
+    # ---- in place: without asking the daemon, where that is possible
+
+    def find(
+        self, keys: Iterable[Key], mode: ClaimMode, deadline: Deadline
+    ) -> list[tuple[int, Entry]] | None:
+        """What `mode` wants of the keys, with their positions, pinned by nobody; None: this
+        can't be said without asking. Takes no more keys than it needs."""
+
+    def copy(self, entries: Sequence[Entry], sink: Sink) -> list[bool]:
+        """Hand whole payloads that nobody pinned to `sink`. True: what it got is the entry's."""
+
+    def views(self, claim: Holding, entries: Sequence[Entry]) -> list[list[memoryview]] | None:
+        """Claimed payloads where they lie; None: not all of them can be reached."""
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """Entries were read in place: one access each, in this order, told some time soon."""
+
+    def refused(self) -> dict[str, str]:
+        """What can't be done in place, with the reasons."""
+
+    # ---- by asking
 
     def lookup(self, keys: Sequence[Key], wait_ms: int, deadline: Deadline) -> list[Found]:
         """What is known of each key."""

@@ -8,6 +8,7 @@ walk goes forward and stops at the first block that is missing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, overload
 
 from ..proto.errors import InvalidSize, InvalidTokens
@@ -102,8 +103,15 @@ class BlockChain(Sequence[Key]):
         return [self._keys[position] for position in wanted]
 
     def __iter__(self) -> Iterator[Key]:
+        keys = self._keys
         for index in range(len(self)):
-            yield self[index]
+            if index == len(keys):
+                keys.append(next(self._rest))
+            yield keys[index]
+
+    def whole(self, most: int) -> Sequence[Key]:
+        """The complete blocks, at most so many, as lazily as the chain itself."""
+        return _Head(self, min(self.whole_blocks, most))
 
     @property
     def keys(self) -> list[Key]:
@@ -119,3 +127,27 @@ class BlockChain(Sequence[Key]):
     def _hash_up_to(self, last: int) -> None:
         while len(self._keys) <= last:
             self._keys.append(next(self._rest))
+
+
+class _Head(Sequence[Key]):
+    """The first keys of a chain, hashed when they are asked for."""
+
+    def __init__(self, chain: BlockChain, count: int) -> None:
+        self._chain = chain
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Key: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Key]: ...
+    def __getitem__(self, index: int | slice) -> Key | list[Key]:
+        wanted = range(self._count)[index]
+        if isinstance(wanted, int):
+            return self._chain[wanted]
+        return [self._chain[position] for position in wanted]
+
+    def __iter__(self) -> Iterator[Key]:
+        return islice(self._chain, self._count)

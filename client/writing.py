@@ -24,6 +24,7 @@ from .buffers import byte_view
 from .counters import Counters
 from .deadline import Deadline
 from .link import Holding
+from .owner import Owner
 from .results import ReserveStatus, SaveOutcome, SaveStatus, failed_saves
 from .saving import SaveQueue
 from .transport import Granted, ReserveItem, SaveTerms, Saving, Transport
@@ -124,6 +125,7 @@ class Writer:
         self,
         transport: Transport,
         counters: Counters,
+        owner: Owner,
         *,
         deadline_ms: int,
         evict_save_timeout_ms: int,
@@ -131,6 +133,7 @@ class Writer:
     ) -> None:
         self._transport = transport
         self._counters = counters
+        self._owner = owner
         self._deadline_ms = deadline_ms
         self._evict_save_timeout_ms = evict_save_timeout_ms
         self._queue = SaveQueue(max_pending_saves)
@@ -197,6 +200,7 @@ class Writer:
         self, writes: Sequence[tuple[Reservation, Payload]], deadline_ms: int | None
     ) -> list[SaveOutcome]:
         """See `Client.write`."""
+        self._owner.check()
         if not writes or len({id(reservation) for reservation, _ in writes}) < len(writes):
             raise InvalidBatch("a write has at least one reservation, and each of them once")
         payloads = []
@@ -227,6 +231,7 @@ class Writer:
 
     def cancel(self, reservations: Sequence[Reservation], deadline_ms: int | None) -> list[bool]:
         """See `Client.cancel`."""
+        self._owner.check()
         holdings = [reservation.take() for reservation in reservations]
         held = [holding for holding in holdings if holding is not None]
         if not held:

@@ -1,0 +1,358 @@
+"""The asyncio twin of the client: the same methods as coroutines, and no logic of its own.
+
+Each call runs on the synchronous client, in one of a few threads. That is no detour: gRPC's
+asyncio stack takes as long for a call as its synchronous one, most of a call is waiting, which
+leaves other threads alone (bytes are copied a chunk of 1 MiB at a time), and one implementation
+can't disagree with itself. Asynchronous saves need no thread: they never block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import TYPE_CHECKING, Final
+
+from ..proto.keys import Key, Namespace
+from ..proto.limits import (
+    DEFAULT_BLOCK_TOKENS,
+    DEFAULT_DEADLINE_MS,
+    DEFAULT_EVICT_SAVE_TIMEOUT_MS,
+)
+from ..proto.vocabulary import SaveReason, Tier
+from .aio_hit import AsyncHit, AsyncReservation, Runner
+from .benefit import LoadSpeeds
+from .client import DEFAULT_MAX_PENDING_SAVES, Client
+from .counters import Counters, Snapshot
+from .policy import SavePolicy
+from .reading import Verify
+from .results import ClaimMode, Found, RestoreResult, SaveOutcome
+from .session import DEFAULT_CONNECT_TIMEOUT_MS
+from .transport import ReserveItem, Transport
+from .walk import BlockChain
+from .writing import SaveItem
+
+if TYPE_CHECKING:
+    from ..proto.keys import Tokens
+    from .buffers import Payload
+
+DEFAULT_MAX_CONCURRENCY: Final = 8
+
+
+class AsyncClient:
+    """`client.Client` with coroutines. Close it with `async with`, or with `close`."""
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        name: str | None = None,
+        deadline_ms: int = DEFAULT_DEADLINE_MS,
+        connect_timeout_ms: int = DEFAULT_CONNECT_TIMEOUT_MS,
+        evict_save_timeout_ms: int = DEFAULT_EVICT_SAVE_TIMEOUT_MS,
+        lease_ms: int = 0,
+        policy: SavePolicy | None = None,
+        verify: Verify = "always",
+        prefill_tokens_per_s: float | None = None,
+        min_benefit_ms: float = 0.0,
+        max_pending_saves: int = DEFAULT_MAX_PENDING_SAVES,
+        transport: Transport | None = None,
+        counters: Counters | None = None,
+        max_concurrency: int = DEFAULT_MAX_CONCURRENCY,
+    ) -> None:
+        """As `Client`. `max_concurrency`: calls under way at a time; others wait their turn,
+        within their deadline."""
+        self._runner = Runner(max_concurrency, deadline_ms)
+        self._client = Client(
+            address,
+            name=name,
+            deadline_ms=deadline_ms,
+            connect_timeout_ms=connect_timeout_ms,
+            evict_save_timeout_ms=evict_save_timeout_ms,
+            lease_ms=lease_ms,
+            policy=policy,
+            verify=verify,
+            prefill_tokens_per_s=prefill_tokens_per_s,
+            min_benefit_ms=min_benefit_ms,
+            max_pending_saves=max_pending_saves,
+            transport=transport,
+            counters=counters,
+        )
+
+    # ---- looking for state
+
+    async def longest_prefix(
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        *,
+        claim: bool = True,
+        exact_end: bool = False,
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> AsyncHit | None:
+        """`Client.longest_prefix`."""
+        hit = await self._runner.run(
+            self._client.longest_prefix,
+            namespace,
+            tokens,
+            claim=claim,
+            exact_end=exact_end,
+            wait_ms=wait_ms,
+            deadline_ms=deadline_ms,
+        )
+        return None if hit is None else AsyncHit(hit, self._runner)
+
+    async def resume(
+        self,
+        parent_key: Key,
+        tokens: Tokens,
+        wait_ms: int | None = None,
+        *,
+        namespace: Namespace,
+        exact_end: bool = False,
+        deadline_ms: int | None = None,
+    ) -> AsyncHit | None:
+        """`Client.resume`."""
+        hit = await self._runner.run(
+            self._client.resume,
+            parent_key,
+            tokens,
+            wait_ms,
+            namespace=namespace,
+            exact_end=exact_end,
+            deadline_ms=deadline_ms,
+        )
+        return None if hit is None else AsyncHit(hit, self._runner)
+
+    def chain(
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        block_tokens: int = DEFAULT_BLOCK_TOKENS,
+        *,
+        include_partial: bool = False,
+    ) -> BlockChain:
+        """`Client.chain`; no coroutine, for it asks nobody."""
+        return self._client.chain(namespace, tokens, block_tokens, include_partial=include_partial)
+
+    async def longest_run(
+        self,
+        keys: BlockChain | Sequence[Key],
+        *,
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> AsyncHit:
+        """`Client.longest_run`."""
+        hit = await self._runner.run(
+            self._client.longest_run, keys, wait_ms=wait_ms, deadline_ms=deadline_ms
+        )
+        return AsyncHit(hit, self._runner)
+
+    async def claim(
+        self,
+        keys: Sequence[Key],
+        *,
+        mode: ClaimMode = ClaimMode.ANY,
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> AsyncHit:
+        """`Client.claim`."""
+        hit = await self._runner.run(
+            self._client.claim, keys, mode=mode, wait_ms=wait_ms, deadline_ms=deadline_ms
+        )
+        return AsyncHit(hit, self._runner)
+
+    async def probe(
+        self, keys: Sequence[Key], *, wait_ms: int = 0, deadline_ms: int | None = None
+    ) -> list[Found]:
+        """`Client.probe`."""
+        return await self._runner.run(
+            self._client.probe, keys, wait_ms=wait_ms, deadline_ms=deadline_ms
+        )
+
+    # ---- restoring it
+
+    async def restore_into(
+        self, hit: AsyncHit, buffers: Sequence[Payload], *, deadline_ms: int | None = None
+    ) -> RestoreResult:
+        """`Client.restore_into`."""
+        return await self._runner.run(
+            self._client.restore_into, hit.hit, buffers, deadline_ms=deadline_ms
+        )
+
+    async def release_many(
+        self, hits: Sequence[AsyncHit], *, deadline_ms: int | None = None
+    ) -> list[bool]:
+        """`Client.release_many`."""
+        return await self._runner.run(
+            self._client.release_many, [hit.hit for hit in hits], deadline_ms=deadline_ms
+        )
+
+    # ---- saving it
+
+    async def save(
+        self,
+        key: Key,
+        payload: Payload,
+        *,
+        tier: Tier,
+        reason: SaveReason,
+        token_count: int = 0,
+        layer_count: int = 0,
+        token_ids: Tokens | bytes | None = None,
+        ancestors: Sequence[Key] = (),
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> SaveOutcome:
+        """`Client.save`; see `save_many` here."""
+        item = SaveItem(key, payload, token_count, layer_count, token_ids)
+        outcomes = await self.save_many(
+            [item],
+            tier=tier,
+            reason=reason,
+            ancestors=ancestors,
+            wait_ms=wait_ms,
+            deadline_ms=deadline_ms,
+        )
+        return outcomes[0]
+
+    async def save_many(
+        self,
+        items: Sequence[SaveItem],
+        *,
+        tier: Tier,
+        reason: SaveReason,
+        ancestors: Sequence[Key] = (),
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> list[SaveOutcome]:
+        """`Client.save_many`, to be awaited whatever the reason.
+
+        Make a task of it to go on meanwhile: asynchronous saves take their place in the queue
+        when it starts. A save that is cancelled before its turn is not done.
+        """
+        if isinstance(reason, SaveReason) and reason.asynchronous:
+            saving = self._client.save_many(
+                items,
+                tier=tier,
+                reason=reason,
+                ancestors=ancestors,
+                wait_ms=wait_ms,
+                deadline_ms=deadline_ms,
+            )
+        else:
+            saving = await self._runner.run(
+                self._client.save_many,
+                items,
+                tier=tier,
+                reason=reason,
+                ancestors=ancestors,
+                wait_ms=wait_ms,
+                deadline_ms=self._client.evict_save_timeout_ms
+                if deadline_ms is None
+                else deadline_ms,
+            )
+        return await asyncio.wrap_future(saving) if isinstance(saving, Future) else saving
+
+    async def reserve(
+        self,
+        items: Sequence[ReserveItem],
+        *,
+        tier: Tier,
+        reason: SaveReason,
+        ancestors: Sequence[Key] = (),
+        wait_ms: int = 0,
+        ttl_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> list[AsyncReservation]:
+        """`Client.reserve`."""
+        reservations = await self._runner.run(
+            self._client.reserve,
+            items,
+            tier=tier,
+            reason=reason,
+            ancestors=ancestors,
+            wait_ms=wait_ms,
+            ttl_ms=ttl_ms,
+            deadline_ms=deadline_ms,
+        )
+        return [AsyncReservation(each, self._runner) for each in reservations]
+
+    async def write(
+        self,
+        writes: Sequence[tuple[AsyncReservation, Payload]],
+        *,
+        deadline_ms: int | None = None,
+    ) -> list[SaveOutcome]:
+        """`Client.write`."""
+        return await self._runner.run(
+            self._client.write,
+            [(each.reservation, payload) for each, payload in writes],
+            deadline_ms=deadline_ms,
+        )
+
+    async def cancel(
+        self, reservations: Sequence[AsyncReservation], *, deadline_ms: int | None = None
+    ) -> list[bool]:
+        """`Client.cancel`."""
+        return await self._runner.run(
+            self._client.cancel,
+            [each.reservation for each in reservations],
+            deadline_ms=deadline_ms,
+        )
+
+    async def flush(self, *, deadline_ms: int | None = None) -> bool:
+        """`Client.flush`."""
+        return await self._runner.run(self._client.flush, deadline_ms=deadline_ms)
+
+    # ---- this client
+
+    @property
+    def policy(self) -> SavePolicy:
+        return self._client.policy
+
+    @property
+    def speeds(self) -> LoadSpeeds:
+        return self._client.speeds
+
+    @property
+    def deadline_ms(self) -> int:
+        return self._client.deadline_ms
+
+    @property
+    def evict_save_timeout_ms(self) -> int:
+        return self._client.evict_save_timeout_ms
+
+    @property
+    def counters(self) -> Snapshot:
+        """`Client.counters`."""
+        return self._client.counters
+
+    @property
+    def connected(self) -> bool:
+        """`Client.connected`."""
+        return self._client.connected
+
+    async def wait_connected(self, *, deadline_ms: int | None = None) -> bool:
+        """`Client.wait_connected`."""
+        return await self._runner.run(self._client.wait_connected, deadline_ms=deadline_ms)
+
+    async def close(self, *, flush_ms: int | None = None) -> None:
+        """`Client.close`. Calls under way end as misses."""
+        # Not one of the threads of the calls: those may all be waiting for the daemon.
+        with ThreadPoolExecutor(1, thread_name_prefix="prefixd-aio-close") as closer:
+            await asyncio.wrap_future(closer.submit(self._client.close, flush_ms=flush_ms))
+        self._runner.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()

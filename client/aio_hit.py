@@ -1,0 +1,227 @@
+"""What the asyncio client gives back: hits and reservations with coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from ..proto.errors import InvalidSize
+from ..proto.keys import Key
+from .hit import Hit
+from .results import Entry, MissReason, ReserveStatus, RestoreResult, SaveOutcome
+from .transport import ReserveItem
+from .writing import Reservation
+
+if TYPE_CHECKING:
+    from .buffers import Payload
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Runner:
+    """Runs blocking calls in a bounded number of threads."""
+
+    def __init__(self, max_concurrency: int, deadline_ms: int) -> None:
+        """`deadline_ms` is that of calls which have none of their own."""
+        if max_concurrency < 1:
+            raise InvalidSize(f"max_concurrency is at least 1, not {max_concurrency}")
+        self._deadline_ms = deadline_ms
+        self._threads = ThreadPoolExecutor(max_concurrency, thread_name_prefix="prefixd-aio")
+
+    async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """`call(...)` in a thread. Its `deadline_ms` counts from now, not from when a thread is
+        free.
+
+        When the awaiting task is cancelled, the call goes on to its end, and what it claims or
+        reserves is given back.
+        """
+        given = kwargs.get("deadline_ms")
+        within_ms = given if isinstance(given, int) else self._deadline_ms
+        asked_s = time.monotonic()
+
+        def work() -> T:
+            waited_ms = round((time.monotonic() - asked_s) * 1e3)
+            kwargs["deadline_ms"] = within_ms - waited_ms
+            return call(*args, **kwargs)
+
+        future = self._threads.submit(work)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(_give_back)
+            raise
+
+    def close(self) -> None:
+        """Wait for the threads, which have nothing to wait for once the client is closed."""
+        self._threads.shutdown(wait=True)
+
+
+def _give_back(future: Future[T]) -> None:
+    """Nobody wants the result of a call any more."""
+    if future.cancelled() or future.exception() is not None:
+        return
+    result = future.result()
+    if isinstance(result, Hit):
+        result.release()
+    elif isinstance(result, list):
+        for each in result:
+            if isinstance(each, Reservation):
+                each.cancel()
+
+
+class AsyncHit:
+    """`hit.Hit` with coroutines. Release it with `async with`, or with `release`."""
+
+    def __init__(self, hit: Hit, runner: Runner) -> None:
+        """Made by the client."""
+        self.hit = hit
+        self._runner = runner
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return self.hit.entries
+
+    @property
+    def token_counts(self) -> tuple[int, ...]:
+        return self.hit.token_counts
+
+    @property
+    def miss(self) -> MissReason | None:
+        return self.hit.miss
+
+    @property
+    def keys(self) -> list[Key]:
+        return self.hit.keys
+
+    @property
+    def token_count(self) -> int:
+        return self.hit.token_count
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.hit.payload_bytes
+
+    @property
+    def claimed(self) -> bool:
+        return self.hit.claimed
+
+    @property
+    def lost(self) -> bool:
+        return self.hit.lost
+
+    @property
+    def released(self) -> bool:
+        return self.hit.released
+
+    def __len__(self) -> int:
+        return len(self.hit)
+
+    def __bool__(self) -> bool:
+        return bool(self.hit)
+
+    def __repr__(self) -> str:
+        return f"<Async{repr(self.hit)[1:]}"
+
+    async def restore_into(
+        self, buffers: Sequence[Payload], *, deadline_ms: int | None = None
+    ) -> RestoreResult:
+        """`Hit.restore_into`. When it is cancelled, it may go on writing into the buffers until
+        its deadline."""
+        return await self._runner.run(self.hit.restore_into, buffers, deadline_ms=deadline_ms)
+
+    async def read(self, index: int, *, deadline_ms: int | None = None) -> bytes | None:
+        """`Hit.read`."""
+        return await self._runner.run(self.hit.read, index, deadline_ms=deadline_ms)
+
+    async def layer(
+        self, index: int, layer: int, *, deadline_ms: int | None = None
+    ) -> bytes | None:
+        """`Hit.layer`."""
+        return await self._runner.run(self.hit.layer, index, layer, deadline_ms=deadline_ms)
+
+    async def token_ids(self, index: int, *, deadline_ms: int | None = None) -> bytes | None:
+        """`Hit.token_ids`."""
+        return await self._runner.run(self.hit.token_ids, index, deadline_ms=deadline_ms)
+
+    async def release(self, *, deadline_ms: int | None = None) -> bool:
+        """`Hit.release`."""
+        return await self._runner.run(self.hit.release, deadline_ms=deadline_ms)
+
+    async def __aenter__(self) -> AsyncHit:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.release()
+
+
+class AsyncReservation:
+    """`writing.Reservation` with coroutines; cancelled by the end of an `async with`."""
+
+    def __init__(self, reservation: Reservation, runner: Runner) -> None:
+        """Made by the client."""
+        self.reservation = reservation
+        self._runner = runner
+
+    @property
+    def item(self) -> ReserveItem:
+        return self.reservation.item
+
+    @property
+    def key(self) -> Key:
+        return self.reservation.key
+
+    @property
+    def status(self) -> ReserveStatus:
+        return self.reservation.status
+
+    @property
+    def owner(self) -> str:
+        return self.reservation.owner
+
+    @property
+    def age_ms(self) -> int:
+        return self.reservation.age_ms
+
+    @property
+    def message(self) -> str:
+        return self.reservation.message
+
+    @property
+    def granted(self) -> bool:
+        return self.reservation.granted
+
+    @property
+    def lost(self) -> bool:
+        return self.reservation.lost
+
+    def __repr__(self) -> str:
+        return f"<Async{repr(self.reservation)[1:]}"
+
+    async def write(self, payload: Payload, *, deadline_ms: int | None = None) -> SaveOutcome:
+        """`Reservation.write`."""
+        return await self._runner.run(self.reservation.write, payload, deadline_ms=deadline_ms)
+
+    async def cancel(self, *, deadline_ms: int | None = None) -> bool:
+        """`Reservation.cancel`."""
+        return await self._runner.run(self.reservation.cancel, deadline_ms=deadline_ms)
+
+    async def __aenter__(self) -> AsyncReservation:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.cancel()

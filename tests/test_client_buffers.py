@@ -1,0 +1,137 @@
+"""What counts as a payload, and that it is never copied."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from array import array
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefixd.client.buffers import byte_view
+from prefixd.proto.errors import CallerError, InvalidSize
+
+BUFFERS: list[Any] = [
+    bytearray(12),
+    memoryview(bytearray(12)),
+    memoryview(bytearray(12)).cast("I"),
+    array("f", [0.0, 0.0, 0.0]),
+    (ctypes.c_int * 3)(),
+    np.zeros(6, np.float16),
+    np.zeros((3, 4), np.uint8),
+    np.zeros((), np.float32),
+    np.zeros(3, ">f4"),
+    np.zeros(2, [("a", "<u2"), ("b", "<f4")]),
+    np.zeros(2, "M8[s]"),
+    np.zeros((4, 4), np.uint8)[1:3],
+]
+
+
+def raw_bytes(buffer: Any) -> bytes:
+    return buffer.tobytes() if isinstance(buffer, np.ndarray) else bytes(buffer)
+
+
+@pytest.mark.parametrize("buffer", BUFFERS, ids=lambda buffer: type(buffer).__name__)
+def test_any_contiguous_buffer_is_seen_as_bytes_in_place(buffer: Any) -> None:
+    view = byte_view(buffer, writable=True)
+    assert (view.format, view.ndim, view.itemsize) == ("B", 1, 1)
+    assert view.nbytes == len(raw_bytes(buffer))
+    view[0], view[-1] = 7, 9
+    raw = raw_bytes(buffer)
+    assert (raw[0], raw[-1]) == (7, 9)
+
+
+def test_bytes_are_a_payload_but_nothing_to_restore_into() -> None:
+    assert byte_view(b"abc").tobytes() == b"abc"
+    with pytest.raises(InvalidSize, match="read-only"):
+        byte_view(b"abc", writable=True)
+    with pytest.raises(InvalidSize, match="read-only"):
+        byte_view(np.broadcast_to(np.uint8(1), (1,)), writable=True)
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [np.zeros((4, 4))[:, :2], np.zeros(8)[::2], np.asfortranarray(np.zeros((3, 4)))],
+    ids=["columns", "every second", "Fortran order"],
+)
+def test_a_payload_lies_together_in_c_order(buffer: Any) -> None:
+    with pytest.raises(InvalidSize, match="contiguous"):
+        byte_view(buffer)
+
+
+def test_a_payload_is_not_empty() -> None:
+    with pytest.raises(InvalidSize, match="at least one byte"):
+        byte_view(b"")
+
+
+@pytest.mark.parametrize("thing", [None, 5, "text", [1, 2], object()])
+def test_anything_else_is_the_callers_mistake(thing: object) -> None:
+    with pytest.raises(CallerError, match=type(thing).__name__):
+        byte_view(thing)
+
+
+class FakeTensor:
+    """What `byte_view` needs of a tensor. Numbers that numpy lacks have no `numpy()`."""
+
+    def __init__(self, data: np.ndarray[Any, Any], *, has_numpy: bool = False) -> None:
+        self._data = data
+        self._has_numpy = has_numpy
+        self.ndim = data.ndim
+
+    def detach(self) -> FakeTensor:
+        return self
+
+    def reshape(self, length: int) -> FakeTensor:
+        return FakeTensor(self._data.reshape(length))
+
+    def view(self, dtype: type) -> FakeTensor:
+        if not self._data.flags.c_contiguous:
+            raise RuntimeError("view needs contiguous memory")
+        return FakeTensor(self._data.view(dtype), has_numpy=True)
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        if not self._has_numpy:
+            raise TypeError("Got unsupported ScalarType BFloat16")
+        return self._data
+
+
+@pytest.fixture
+def fake_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = ModuleType("fake_torch")
+    library.uint8 = np.uint8  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fake_torch", library)
+    monkeypatch.setattr(FakeTensor, "__module__", "fake_torch.tensors")
+
+
+@pytest.mark.usefixtures("fake_torch")
+def test_a_tensor_of_numbers_that_numpy_lacks_is_seen_as_bytes() -> None:
+    data = np.zeros((2, 3), np.uint16)
+    view = byte_view(FakeTensor(data), writable=True)
+    view[0] = 1
+    assert view.nbytes == 12
+    assert data[0, 0] == 1
+
+
+@pytest.mark.usefixtures("fake_torch")
+def test_a_tensor_of_one_number_is_seen_as_bytes() -> None:
+    assert byte_view(FakeTensor(np.zeros((), np.uint16))).nbytes == 2
+
+
+@pytest.mark.usefixtures("fake_torch")
+def test_a_tensor_that_does_not_lie_together_is_refused() -> None:
+    with pytest.raises(CallerError, match="contiguous buffer in CPU memory"):
+        byte_view(FakeTensor(np.zeros((4, 4), np.uint16)[:, :2]))
+
+
+def test_torch_tensors() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        tensor = torch.zeros(2, 4, dtype=dtype, requires_grad=dtype is torch.float32)
+        view = byte_view(tensor, writable=True)
+        view[:] = bytes(range(view.nbytes))
+        assert bytes(tensor.detach().view(torch.uint8).numpy()) == bytes(range(view.nbytes))
+    with pytest.raises(CallerError):
+        byte_view(torch.zeros(2, device="meta"))

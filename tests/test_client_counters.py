@@ -1,0 +1,79 @@
+"""What is counted, and that it is all there from the start."""
+
+from __future__ import annotations
+
+import threading
+
+from prefixd.client.counters import Counters
+from prefixd.client.results import Entry, MissReason, SaveOutcome, SaveStatus
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.keys import Key
+from prefixd.proto.vocabulary import SaveReason, Tier
+
+KEY = Key(b"k" * 32)
+
+
+def entry(tier: Tier, payload_bytes: int) -> Entry:
+    return Entry(KEY, tier, payload_bytes, 512, 0, 0, 0, 1, SaveReason.COLD)
+
+
+def test_everything_is_there_from_the_start() -> None:
+    snapshot = Counters().snapshot()
+    assert snapshot["misses"] == {reason.value: 0 for reason in MissReason}
+    assert snapshot["saves"] == {status.label: 0 for status in SaveStatus}
+    assert snapshot["rpcs"] == {
+        method.name: 0 for method in pb.DESCRIPTOR.services_by_name["Cache"].methods
+    }
+    scalars = [value for value in snapshot.values() if not isinstance(value, dict)]
+    assert scalars
+    assert not any(scalars)
+
+
+def test_each_count_goes_where_it_belongs() -> None:
+    counters = Counters()
+    counters.add("lookups", 2)
+    counters.rpc("Claim")
+    counters.miss(MissReason.SLOW, 3)
+    counters.hit([entry(Tier.RAM, 10), entry(Tier.DISK, 20)], [100, 200])
+    counters.restored([entry(Tier.SHM, 5), entry(Tier.SHM, 6)])
+    counters.saves(
+        [SaveOutcome(KEY, SaveStatus.SAVED), SaveOutcome(KEY, SaveStatus.PRESENT)], [7, 8]
+    )
+    snapshot = counters.snapshot()
+    expected = {
+        "lookups": 2,
+        "hits": 1,
+        "hit_entries": 2,
+        "hit_tokens": 300,
+        "restored_entries": 2,
+        "restored_bytes": 11,
+        "saved_entries": 1,
+        "saved_bytes": 7,
+    }
+    assert {name: snapshot[name] for name in expected} == expected
+    assert snapshot["rpcs"]["Claim"] == 1  # type: ignore[index]
+    assert snapshot["misses"]["slow"] == 3  # type: ignore[index]
+    assert snapshot["hit_tokens_by_tier"] == {"ram": 100, "shm": 0, "disk": 200}
+    assert snapshot["restored_bytes_by_tier"] == {"ram": 0, "shm": 11, "disk": 0}
+    assert snapshot["saves"]["saved"] == snapshot["saves"]["present"] == 1  # type: ignore[index]
+
+
+def test_a_snapshot_is_the_callers_own() -> None:
+    counters = Counters()
+    snapshot = counters.snapshot()
+    snapshot["rpcs"]["Claim"] = 99  # type: ignore[index]
+    counters.rpc("Claim")
+    assert counters.snapshot()["rpcs"]["Claim"] == 1  # type: ignore[index]
+
+
+def test_threads_lose_no_count() -> None:
+    counters = Counters()
+    threads = [
+        threading.Thread(target=lambda: [counters.add("lookups") for _ in range(2_000)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counters.snapshot()["lookups"] == 8_000
