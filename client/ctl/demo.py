@@ -7,7 +7,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,12 +20,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ...proto import prefixd_pb2 as pb
+from ...proto.endpoints import MAX_SOCKET_PATH_BYTES
 from ...proto.units import format_bytes, parse_bytes
 from ...proto.vocabulary import Tier
 from ..replay.generate import generate
 from ..replay.live import LiveOptions, LiveReplay
 from ..replay.outcome import Totals
-from ..replay.trace import Request
 from . import render
 from .connection import AdminConnection
 from .live import TierBoard, live_view
@@ -79,38 +79,31 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     """
     with ExitStack() as stack:
         stack.enter_context(_unwound_by_signals())
-        directory = stack.enter_context(_temporary(None))
-        shm = stack.enter_context(_temporary(SHM) if SHM.is_dir() else nullcontext(directory))
+        directory, shm_directory = stack.enter_context(_directories())
         console.print(_introduction(options, directory))
         flags = [f"--{tier.label}.budget={budget}" for tier, budget in BUDGETS.items()]
         # A block takes whole slabs: its bytes and the head and tail of its record.
         flags += [f"--{tier}.slab=4KiB" for tier in ("ram", "shm")]
-        daemon = stack.enter_context(PrivateDaemon(directory, shm / "tier", flags))
+        daemon = stack.enter_context(PrivateDaemon(directory, shm_directory, flags))
         admin = stack.enter_context(daemon.admin())
-        requests = list(generate(PROFILE, requests=options.requests, seed=options.seed))
-        totals = _replay(console, admin, requests, daemon.address, options.workers)
+        totals = _replay(console, admin, daemon.address, options)
         result = DemoResult(totals, admin.stats(), admin.check(deep=True))
         console.print(_ending(result))
         return result
 
 
-def _replay(
-    console: Console,
-    admin: AdminConnection,
-    requests: list[Request],
-    address: str,
-    workers: int,
-) -> Totals:
+def _replay(console: Console, admin: AdminConnection, address: str, options: DemoOptions) -> Totals:
     """Replay, with the tiers in view."""
+    requests = generate(PROFILE, requests=options.requests, seed=options.seed)
     live = LiveOptions(
         address=address,
-        workers=workers,
+        workers=options.workers,
         tiers=tuple(BUDGETS),
         block_bytes=BLOCK_BYTES,
         reconnect_wait_s=5.0,
     )
     board = TierBoard()
-    picture = Picture(board, len(requests), drawn=console.is_terminal)
+    picture = Picture(board, options.requests, drawn=console.is_terminal)
     every_s = DRAW_EVERY_S if console.is_terminal else LINE_EVERY_S
     due_s = time.monotonic() + every_s
 
@@ -181,13 +174,20 @@ def _ending(result: DemoResult) -> RenderableType:
 
 
 @contextmanager
-def _temporary(parent: Path | None) -> Iterator[Path]:
-    """A directory of our own with a short path, gone in the end."""
-    path = Path(tempfile.mkdtemp(prefix="prefixd-demo-", dir=parent))
+def _directories() -> Iterator[tuple[Path, Path]]:
+    """One for everything, with a path short enough for a socket, and one of the same name for
+    the shm tier; both gone in the end."""
+    parent = Path(tempfile.gettempdir())
+    if len(str(parent)) > MAX_SOCKET_PATH_BYTES // 2:
+        parent = Path("/tmp")
+    directory = Path(tempfile.mkdtemp(prefix="prefixd-demo-", dir=parent))
+    shm_directory = (SHM if SHM.is_dir() else directory) / directory.name
     try:
-        yield path
+        shm_directory.mkdir(mode=0o700)
+        yield directory, shm_directory
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(shm_directory, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager

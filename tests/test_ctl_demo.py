@@ -1,0 +1,96 @@
+"""The demonstration: what a newcomer sees, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+SHM = Path("/dev/shm")
+
+
+@contextmanager
+def demo(directory: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Running, with its temporary files below `directory`."""
+    with subprocess.Popen(
+        [Path(sys.executable).with_name("prefixctl"), "demo", "--workers", "2", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(directory)},
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """For its temporary files; the path is short, as that of a socket in it must be."""
+    path = Path(tempfile.mkdtemp(prefix="pd-", dir="/tmp"))
+    yield path
+    shutil.rmtree(path)
+
+
+def name_of_its_directories(directory: Path) -> str:
+    (made,) = directory.iterdir()
+    assert (SHM / made.name).is_dir()
+    return made.name
+
+
+def test_it_shows_what_it_does_and_ends_with_no_mismatches(directory: Path) -> None:
+    with demo(directory, "--requests", "60") as process:
+        shown, complaints = process.communicate()
+    assert process.returncode == 0, shown + complaints
+    assert shown.splitlines()[-1] == "0 mismatches"
+    for words in (
+        "A private daemon with three small tiers",
+        "60 of 60",
+        "everything adds up",
+        "hit rate by tokens",
+        "hit tokens",
+    ):
+        assert words in shown
+    for tier in ("ram", "shm", "disk"):
+        assert f" {tier} " in shown
+    assert list(directory.iterdir()) == []
+
+
+def test_it_can_be_read_by_a_program(directory: Path) -> None:
+    with demo(directory, "--requests", "20", "--json") as process:
+        shown, _ = process.communicate()
+    assert process.returncode == 0
+    data = json.loads(shown)
+    assert data["replay"]["mismatches"] == 0
+    assert data["replay"]["requests"] == 20
+    assert data["check"]["problems"] == []
+    assert [tier["tier"] for tier in data["stats"]["tiers"]] == ["ram", "shm", "disk"]
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_it_cleans_up_when_it_is_stopped(
+    directory: Path, number: signal.Signals, status: int
+) -> None:
+    with demo(directory, "--requests", "100000") as process:
+        assert process.stdout is not None
+        next(line for line in process.stdout if " of 100,000 " in line)
+        name = name_of_its_directories(directory)
+        process.send_signal(number)
+        rest, complaints = process.communicate()
+        assert process.returncode == status, complaints
+    assert list(directory.iterdir()) == []
+    assert not (SHM / name).exists()
+    # Interrupted, it shows what it has seen until then.
+    assert ("stopped before the end" in rest) is (number == signal.SIGINT)
