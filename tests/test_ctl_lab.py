@@ -86,7 +86,7 @@ def test_convert(tmp_path: Path) -> None:
     assert [r.hash_ids for r in read_trace(output)] == [(0, 1), (0,)]
     result = ctl(*arguments)
     assert "2 by token_ids" in result.stdout
-    assert "note: 1 bad records skipped" in result.stderr
+    assert "note: 1 bad record skipped" in result.stderr
 
 
 def test_convert_reads_standard_input(tmp_path: Path) -> None:

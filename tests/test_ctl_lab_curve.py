@@ -131,6 +131,10 @@ def test_advise(trace: Path) -> None:
     by_size = json_of("advise", trace, "--bytes-per-token", "2KiB", "--fraction-of-best", "0.5")
     assert by_size["bytes_per_token"] == 2048
     assert by_size["wanted_hit_rate"] == pytest.approx(by_size["best_hit_rate"] / 2)
+    from_stdin = CliRunner().invoke(
+        app, ["advise", "-", "--bytes-per-token", "2KiB", "--json"], input=trace.read_bytes()
+    )
+    assert json.loads(from_stdin.stdout)["unique_blocks"] == by_size["unique_blocks"]
     tight = ctl("advise", trace, "--bytes-per-token", "1MiB", "--ram", "600MiB")
     assert "find no room within these limits" in " ".join(tight.stdout.split())
 

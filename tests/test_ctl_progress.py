@@ -43,6 +43,18 @@ def test_counting_passes_the_items_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(progress.counting([], 0, "nothing")) == []
 
 
+def test_rereading_reads_again_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = looked_at(monkeypatch)
+    path = tmp_path / "t.jsonl"
+    requests = [Request(n, 512, 1, (n,)) for n in range(10)]
+    write_trace(path, requests)
+    again = progress.Rereading(read_trace(path), "one pass", "another")
+    for _ in range(3):
+        assert list(again) == requests
+    assert "one pass" in terminal.getvalue()
+    assert "another" in terminal.getvalue()
+
+
 def test_a_pipe_sees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = StringIO()
     monkeypatch.setattr(sys, "stderr", pipe)

@@ -109,6 +109,13 @@ def test_the_block_size_changes_the_cut_and_nothing_else() -> None:
     assert unlimited_hit_rate(fine) > unlimited_hit_rate(coarse)
 
 
+def test_the_rate_moves_arrivals_and_nothing_else() -> None:
+    slow = list(generate("rag", requests=300, seed=1, sessions_per_s=1.0))
+    fast = list(generate("rag", requests=300, seed=1, sessions_per_s=10.0))
+    assert [r.hash_ids for r in slow] == [r.hash_ids for r in fast]
+    assert slow[-1].timestamp_ms == pytest.approx(10 * fast[-1].timestamp_ms, rel=0.01)
+
+
 def test_a_longer_trace_has_the_sessions_of_a_shorter_one() -> None:
     """The shorter one ends with whole sessions, but for the last of them."""
     short = {format_request(r)[:40] for r in generate("batch", requests=400, seed=9)}
@@ -151,4 +158,6 @@ def test_bad_arguments() -> None:
         generate("rag", requests=-1)
     with pytest.raises(ValueError, match="at least one token"):
         generate("rag", requests=1, block_tokens=0)
+    with pytest.raises(ValueError, match="must be above 0"):
+        generate("rag", requests=1, sessions_per_s=0)
     assert list(generate("rag", requests=0)) == []

@@ -152,7 +152,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
     assert len(list(reader)) == 3
     assert reader.bad_lines == 1
     assert str(reader.first_bad) == str(caught.value)
-    assert reader.warnings() == [f"1 bad lines skipped; the first: {caught.value}"]
+    assert reader.warnings() == [f"1 bad line skipped; the first: {caught.value}"]
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:

@@ -90,6 +90,10 @@ def generate(
     output: OutputOption,
     requests: Annotated[int, typer.Option("--requests", "-n", min=1, help="How many.")] = 10_000,
     seed: Annotated[int, typer.Option("--seed", help="Same seed, same bytes.")] = 0,
+    sessions_per_s: Annotated[
+        float | None,
+        typer.Option(help="How many sessions begin in a second; each profile has its own rate."),
+    ] = None,
     block_tokens: BlockTokensOption = DEFAULT_BLOCK_TOKENS,
     json_file: JsonFileOption = None,
 ) -> None:
@@ -110,7 +114,13 @@ def generate(
 
     target = json_target(ctx, json_file, taken=output == STDOUT)
     with bad_input():
-        made = generator.generate(profile, requests=requests, seed=seed, block_tokens=block_tokens)
+        made = generator.generate(
+            profile,
+            requests=requests,
+            seed=seed,
+            block_tokens=block_tokens,
+            sessions_per_s=sessions_per_s,
+        )
         summary = Summary(block_tokens)
         write_trace(output, summary.watch(counting(made, requests, f"making {profile}")))
     data = {"profile": profile, "seed": seed, "output": output, **summary.to_json()}
@@ -172,7 +182,7 @@ def convert(
 
     target = json_target(ctx, json_file, taken=output == STDOUT)
     with bad_input():
-        if source != STDOUT and Path(source) == Path(output):
+        if source != STDOUT and Path(source).resolve() == Path(output).resolve():
             raise ValueError(f"{output} is the file to read; write the trace to another one")
         options = ConvertOptions(
             block_tokens,

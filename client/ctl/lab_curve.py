@@ -225,7 +225,7 @@ def advise(
     from ..replay.curve import curve_of
     from ..replay.trace import read_trace
     from . import lab_views as views
-    from .progress import reading
+    from .progress import Rereading, reading
 
     target = lab.json_target(ctx, json_file)
     limits = {"ram": ram, "shm": shm, "disk": disk}
@@ -233,7 +233,11 @@ def advise(
         size = _token_bytes(bytes_per_token, model_shape)
         wanted = None if hit_rate is None else _share(hit_rate)
         reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
-        requests = list(reading(reader, "reading"))
+        requests = (
+            list(reading(reader, "reading"))
+            if trace == lab.STDOUT  # which can be read once only
+            else Rereading(reader, "measuring", "dividing", "reordering")
+        )
         found = adviser.advise(
             requests,
             lambda given: curve_of(given, block_tokens=block_tokens),

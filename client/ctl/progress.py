@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from rich.progress import (
     BarColumn,
@@ -45,6 +45,19 @@ def reading(source: Measured[T], what: str) -> Iterator[T]:
                 progress.update(task, completed=source.consumed_bytes)
             yield item
         progress.update(task, completed=source.consumed_bytes, total=source.consumed_bytes)
+
+
+class Rereading(Generic[T]):
+    """A file that is read once for every time it is iterated, each time with its bar."""
+
+    def __init__(self, source: Measured[T], *whats: str) -> None:
+        self._source = source
+        self._whats = list(whats)
+
+    def __iter__(self) -> Iterator[T]:
+        """With the next of `whats`; the last one stays."""
+        what = self._whats.pop(0) if len(self._whats) > 1 else self._whats[0]
+        return reading(self._source, what)
 
 
 def counting(items: Iterable[T], total: int, what: str) -> Iterator[T]:

@@ -43,7 +43,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from .shapes import ConvertOptions, Prompt, prompts, time_ms
-from .source import MAX_LINE_BYTES, LineSource, Stream, TraceError
+from .source import MAX_LINE_BYTES, LineSource, Stream, TraceError, display_name
 from .trace import Request
 
 __all__ = ["ConvertOptions", "Converter"]
@@ -145,11 +145,12 @@ class Converter:
         """What a user of the result should know about the input, one sentence each."""
         notes = []
         if self.first_bad is not None:
-            notes.append(f"{self.bad_records:,} bad records skipped; the first: {self.first_bad}")
+            records = "record" if self.bad_records == 1 else "records"
+            notes.append(f"{self.bad_records:,} bad {records} skipped; the first: {self.first_bad}")
         if self.backwards:
             notes.append(
-                f"{self.path}: {self.backwards:,} of {self.requests:,} requests have a time "
-                "before an earlier request's; they keep their place and get its time"
+                f"{display_name(self.path)}: {self.backwards:,} of {self.requests:,} requests "
+                "have a time before an earlier request's; they keep their place and get its time"
             )
         return notes
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from math import inf
 from random import Random
@@ -66,17 +67,24 @@ def generate(
     requests: int,
     seed: int = 0,
     block_tokens: int = DEFAULT_BLOCK_TOKENS,
+    sessions_per_s: float | None = None,
 ) -> Iterator[Request]:
     """Exactly `requests` requests of a profile (or the name of one), in order of arrival.
 
-    Streamed: memory grows with the sessions in flight and the different blocks. Raises
-    ValueError for an unknown profile, a negative number of requests or an empty block.
+    `sessions_per_s` replaces the profile's own rate; prompts stay the same. Streamed: memory
+    grows with the sessions in flight and the different blocks. Raises ValueError for an
+    unknown profile, a negative number of requests, an empty block, a rate that is none.
     """
     if isinstance(profile, str):
         if profile not in PROFILES:
             known = ", ".join(PROFILES)
             raise ValueError(f"there is no profile {profile!r}; the profiles are {known}")
         profile = PROFILES[profile]
+    if sessions_per_s is not None:
+        if not 0 < sessions_per_s < inf:
+            raise ValueError(f"sessions per second must be above 0, got {sessions_per_s}")
+        arrivals = replace(profile.arrivals, sessions_per_s=sessions_per_s)
+        profile = replace(profile, arrivals=arrivals)
     if requests < 0:
         raise ValueError(f"the number of requests must not be negative, got {requests}")
     if block_tokens < 1:

@@ -33,6 +33,11 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _UTF8_BOM = b"\xef\xbb\xbf"
 
 
+def display_name(path: str) -> str:
+    """A path as sentences have it."""
+    return "standard input" if path == STDIN else path
+
+
 class TraceError(ValueError):
     """A trace that cannot be read: which file, which line, what is wrong with it.
 
@@ -46,7 +51,7 @@ class TraceError(ValueError):
         self.problem = problem
 
     def __str__(self) -> str:
-        name = "standard input" if self.path == STDIN else self.path
+        name = display_name(self.path)
         where = f"{name}:{self.line_number}" if self.line_number else name
         return f"{where}: {self.problem}"
 

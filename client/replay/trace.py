@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
-from .source import STDIN, LineSource, TraceError
+from .source import STDIN, LineSource, TraceError, display_name
 
 __all__ = [
     "Request",
@@ -114,10 +114,11 @@ class TraceReader:
         """What a reader of the results should know about the input, one sentence each."""
         notes = []
         if self.first_bad is not None:
-            notes.append(f"{self.bad_lines:,} bad lines skipped; the first: {self.first_bad}")
+            lines = "line" if self.bad_lines == 1 else "lines"
+            notes.append(f"{self.bad_lines:,} bad {lines} skipped; the first: {self.first_bad}")
         if self.length_mismatches:
             notes.append(
-                f"{self.path}: input_length disagrees with the number of ids at "
+                f"{display_name(self.path)}: input_length disagrees with the number of ids at "
                 f"{self.block_tokens} tokens a block in {self.length_mismatches:,} of "
                 f"{self.requests:,} requests; hit tokens are capped at input_length"
             )
