@@ -24,9 +24,8 @@ def sample(saved_bytes: int = 0, evictions: int = 0, incarnation: bytes = b"1") 
         budget_bytes=1000,
         published_bytes=500,
         saved_bytes=saved_bytes,
-        read_bytes=2 * saved_bytes,
         evictions=evictions,
-        hits=7,
+        hits=7 + saved_bytes,
     )
     return pb.StatsResponse(incarnation=incarnation, tiers=[tier])
 
@@ -42,7 +41,7 @@ def test_rates_are_between_the_last_two_samples() -> None:
     board.take(sample(), 1.0)
     assert board.rates(pb.TIER_RAM) == Rates()
     board.take(sample(saved_bytes=1000, evictions=4), 3.0)
-    assert board.rates(pb.TIER_RAM) == Rates(500.0, 1000.0, 2.0)
+    assert board.rates(pb.TIER_RAM) == Rates(500.0, 500.0, 2.0)
     board.take(sample(saved_bytes=1000, evictions=4), 4.0)
     assert board.rates(pb.TIER_RAM) == Rates()
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Rates:
     """What a tier did per second between two samples."""
 
+    hits: float = 0.0
     saved_bytes: float = 0.0
-    read_bytes: float = 0.0
     evictions: float = 0.0
 
 
@@ -54,7 +54,7 @@ class TierBoard:
         return self._rates.get(tier, Rates())
 
     def __rich__(self) -> RenderableType:
-        numbers = ("full", "budget", "entries", "hits", "evictions", "saved/s", "read/s")
+        numbers = ("full", "budget", "entries", "hits", "evictions", "hits/s", "saved/s")
         table = render.make_table("tier", "", *numbers, right=numbers)
         table.caption = "bright: claimed   plain: cached   white: being saved"
         table.caption_justify = "left"
@@ -68,8 +68,8 @@ class TierBoard:
                 f"{t.entries:,}",
                 f"{t.hits:,}",
                 f"{t.evictions:,}",
+                f"{rates.hits:,.0f}",
                 render.size(rates.saved_bytes),
-                render.size(rates.read_bytes),
             )
         return table
 
@@ -86,8 +86,8 @@ class TierBoard:
 
 def _rates(old: pb.TierStats, new: pb.TierStats, seconds: float) -> Rates:
     return Rates(
+        (new.hits - old.hits) / seconds,
         (new.saved_bytes - old.saved_bytes) / seconds,
-        (new.read_bytes - old.read_bytes) / seconds,
         (new.evictions - old.evictions) / seconds,
     )
 

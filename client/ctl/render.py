@@ -223,7 +223,7 @@ def budget_table(stats: pb.StatsResponse) -> Table:
 
 def activity_table(stats: pb.StatsResponse) -> RenderableType:
     """What the tiers did since the daemon started, and what is unusual about it."""
-    numbers = ("hits", "hit tokens", "read", "saves", "saved", "evictions", "evicted")
+    numbers = ("hits", "hit tokens", "read by rpc", "saves", "saved", "evictions", "evicted")
     table = make_table("tier", *numbers, right=numbers)
     notes: list[RenderableType] = []
     for t in stats.tiers:

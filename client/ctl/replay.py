@@ -237,7 +237,7 @@ def _replay_live(
 
 def demo(
     ctl: Ctl,
-    requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 1_200,
+    requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 2_400,
     workers: Annotated[int, typer.Option(min=1, max=64, help="Client processes.")] = 3,
     seed: Annotated[int, typer.Option(help="Of the traffic.")] = 0,
 ) -> None:
