@@ -83,6 +83,7 @@ class FakeDaemon:
     def __init__(self, address: str, *, heartbeat_interval_ms: int = 2_000) -> None:
         self.address = address
         self.heartbeat_interval_ms = heartbeat_interval_ms
+        self.port = 0
         self.max_message_bytes = MAX_MESSAGE_BYTES
         self.chunk_bytes = CHUNK_BYTES
         self.max_payload_bytes = 2**40
@@ -124,7 +125,7 @@ class FakeDaemon:
         self._threads = ThreadPoolExecutor(32, thread_name_prefix="fake-daemon")
         self._server = grpc.server(self._threads, options=options)
         rpc.add_CacheServicer_to_server(_Servicer(self), self._server)
-        self._server.add_insecure_port(self.address)
+        self.port = self._server.add_insecure_port(self.address)
         self._server.start()
         return self
 
