@@ -1,0 +1,154 @@
+"""Sampled curves: exact at rate 1, close below it, and never larger than they may be."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from hashlib import sha256
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefixd.tiers.eviction.sampled import (
+    POSITIONS,
+    SampledCurve,
+    position_of_bytes,
+    position_of_int,
+)
+from prefixd.tiers.eviction.stack import StackDistances
+
+
+def chains(seed: int, requests: int = 3000) -> list[list[int]]:
+    """Conversations that grow by a few blocks a turn, some far more popular than others."""
+    chance = random.Random(seed)
+    length = Counter[int]()
+    found = []
+    for _ in range(requests):
+        talk = int(1500 * chance.random() ** 2)
+        length[talk] += chance.randrange(1, 5)
+        found.append([0, 1, *(1000 * talk + 2 + n for n in range(length[talk] % 30))])
+    return found
+
+
+def exact_hits(runs: list[list[int]], capacity: int) -> int:
+    stack = StackDistances[int]()
+    hits = 0
+    for run in runs:
+        hits += max((count for needed, count in stack.access(run) if needed <= capacity), default=0)
+    return hits
+
+
+def test_positions_spread_evenly() -> None:
+    for position in (position_of_int, lambda n: position_of_bytes(sha256(b"%d" % n).digest())):
+        tenths = Counter(position(number) * 10 // POSITIONS for number in range(50_000))
+        assert set(tenths) == set(range(10))
+        assert all(4_700 < count < 5_300 for count in tenths.values())
+    assert position_of_bytes(bytes([1] + [0] * 31)) == 1 << 56
+    assert position_of_int(-5) != position_of_int(5)
+
+
+@given(st.lists(st.lists(st.integers(0, 30), max_size=8), max_size=50))
+@settings(deadline=None)
+def test_everything_sampled_is_exact(runs: list[list[int]]) -> None:
+    curve = SampledCurve(position_of_int)
+    for run in runs:
+        curve.access(run)
+    estimate = curve.estimate()
+    assert (estimate.rate, estimate.total) == (1.0, sum(map(len, runs)))
+    for capacity in range(35):  # distances are only rounded above 255
+        assert estimate.at(capacity) == exact_hits(runs, capacity)
+
+
+def errors(settings: dict[str, Any], capacities: list[int]) -> list[list[float]]:
+    """Per capacity the errors of twelve samples of one trace, as shares of all accesses."""
+    runs = chains(1)
+    wanted = [exact_hits(runs, capacity) for capacity in capacities]
+    found: list[list[float]] = [[] for _ in capacities]
+    for seed in range(12):
+        curve = SampledCurve[int](lambda key, s=seed: position_of_int(key + 7919 * s), **settings)
+        for run in runs:
+            curve.access(run)
+        estimate = curve.estimate()
+        for row, capacity, hits in zip(found, capacities, wanted, strict=True):
+            row.append((estimate.at(capacity) - hits) / estimate.total)
+    return found
+
+
+@pytest.mark.parametrize("settings", [{"rate": 0.25}, {"max_keys": 1000}])
+def test_samples_err_little_and_to_both_sides(settings: dict[str, Any]) -> None:
+    for row in errors(settings, [100, 300, 1000, 3000]):
+        assert max(map(abs, row)) < 0.06
+        assert abs(sum(row)) / len(row) < 0.015
+        assert min(row) < 0 < max(row)
+
+
+def test_a_fixed_rate_samples_that_part_of_the_keys() -> None:
+    runs = chains(5)
+    curve = SampledCurve(position_of_int, rate=0.1)
+    for run in runs:
+        curve.access(run)
+    different = len({key for run in runs for key in run})
+    assert 0.9 * 0.1 * different < len(curve) < 1.1 * 0.1 * different
+    assert curve.rate == pytest.approx(0.1)
+
+
+def test_a_bounded_sample_lowers_its_rate() -> None:
+    curve = SampledCurve(position_of_int, max_keys=500)
+    rates = []
+    for run in chains(2):
+        curve.access(run)
+        rates.append(curve.rate)
+        assert len(curve) <= 500
+        assert len(curve._highest) == len(curve)
+    assert rates == sorted(rates, reverse=True)
+    assert (rates[0], rates[-1]) == (1.0, pytest.approx(500 / 7000, rel=0.2))
+    assert (curve.estimate().keys, curve.estimate().rate) == (len(curve), rates[-1])
+
+
+def test_values_and_weights_scale_the_axes() -> None:
+    runs = chains(3, requests=300)
+    plain, scaled = (SampledCurve(position_of_int, rate=0.5) for _ in range(2))
+    for run in runs:
+        plain.access(run)
+        scaled.access(run, [512] * len(run), [64] * len(run))
+    one, other = plain.estimate(), scaled.estimate()
+    assert other.total == 512 * one.total
+    for capacity in range(0, 128, 5):
+        assert other.at(64 * capacity) == pytest.approx(512 * one.at(capacity))
+
+
+def test_estimates_are_monotonous_and_within_the_total() -> None:
+    curve = SampledCurve(position_of_int, rate=0.02)
+    assert curve.estimate().at(10) == 0.0
+    for run in chains(4, requests=400):
+        curve.access(run)
+        estimate = curve.estimate()
+        assert estimate.capacities == sorted(set(estimate.capacities))
+        assert estimate.values == sorted(estimate.values)
+        assert estimate.values[0] >= 0
+        assert estimate.values[-1] <= estimate.total
+
+
+def test_keys_that_share_a_position_leave_together() -> None:
+    curve = SampledCurve[int](lambda key: key // 10, max_keys=15)
+    curve.access(list(range(20)))
+    assert len(curve) == 10
+    curve.access(list(range(10, 20)))
+    assert len(curve) == 10
+    nowhere = SampledCurve[int](lambda _key: 0, max_keys=2)
+    nowhere.access([1, 2, 3, 4])
+    assert len(nowhere) <= 2
+    assert nowhere.rate > 0
+
+
+@pytest.mark.parametrize("rate", [0.0, -0.1, 1.5, float("nan")])
+def test_bad_rates(rate: float) -> None:
+    with pytest.raises(ValueError, match="sampling rate must be above 0 and at most 1"):
+        SampledCurve(position_of_int, rate=rate)
+
+
+def test_bad_bound() -> None:
+    with pytest.raises(ValueError, match="room for at least one key, got 0"):
+        SampledCurve(position_of_int, max_keys=0)
