@@ -67,6 +67,8 @@ def _work(pipe: Connection, options: LiveOptions, number: int) -> None:
     gave_up = False
     with Client(options.address, name=f"replay-{number}") as client:
         replayer = Replayer(client, options)
+        # Connecting is no part of the first request. Whoever is not there is missed by it.
+        client.wait_connected()
         pipe.send(Ready())
         while not gave_up and (request := pipe.recv()) is not None:
             try:
