@@ -21,6 +21,7 @@ from ...proto.errors import RecordError
 from ...proto.index import INCARNATION_ROW, IndexRow, unpack_row
 from ...proto.keys import Key
 from ...proto.vocabulary import Tier
+from ..results import Entry
 from .environments import Environment
 from .staging import StagingMemory
 
@@ -161,12 +162,13 @@ class LocalNode:
                 return position, unpack_row(data)
         return None
 
-    def unchanged(self, keys: Sequence[Key], rows: Sequence[IndexRow]) -> list[bool]:
-        """Is each key's row still of the same generation?"""
-        return [
-            data is not None and unpack_row(data).generation == row.generation
-            for data, row in zip(self._found(keys), rows, strict=True)
-        ]
+    def unchanged(self, entries: Sequence[Entry]) -> bool:
+        """Are the rows of all entries still of the same generation?"""
+        rows = self.rows(entry.key for entry in entries)
+        return all(
+            row is not None and row.generation == entry.generation
+            for row, entry in zip(rows, entries, strict=True)
+        )
 
     def _found(self, keys: Iterable[Key]) -> Iterator[bytes | None]:
         """What the index holds under keys, one by one, in one read transaction."""

@@ -85,9 +85,9 @@ class StagedSave:
         self._slots: deque[int] = deque()
         self._filling: int | None = None
 
-    def requests(self) -> Iterator[pb.StagedRequest]:
+    def requests(self) -> Iterator[pb.SaveStagedRequest]:
         """What gRPC sends, in its own thread: fills slots while the daemon empties others."""
-        request = pb.StagedRequest(header=self._header)
+        request = pb.SaveStagedRequest(header=self._header)
         used_bytes = 0
         for item, payload in enumerate(self._payloads):
             crc, offset_bytes = 0, 0
@@ -108,11 +108,11 @@ class StagedSave:
                 )
                 if used_bytes == self._memory.slot_bytes:
                     yield self._send(request)
-                    request = pb.StagedRequest()
+                    request = pb.SaveStagedRequest()
         if request.parts:
             yield self._send(request)
 
-    def _send(self, request: pb.StagedRequest) -> pb.StagedRequest:
+    def _send(self, request: pb.SaveStagedRequest) -> pb.SaveStagedRequest:
         assert self._filling is not None
         self._slots.append(self._filling)
         self._filling = None

@@ -1,0 +1,362 @@
+"""The client's way to a daemon on the same host: what can be done in place is, the rest is gRPC.
+
+Looking up, reading and staging saves go through what the daemon handed over (`node.LocalNode`);
+claims, reservations and everything else through the remote transport that this one wraps. Where
+the hand-over, or a part of it, is refused, that part goes over gRPC as well, with the same
+results.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import lmdb
+
+from ...proto import handoff
+from ...proto.errors import ClaimLost, MalformedMessage, PrefixdError, RecordError
+from ...proto.index import IndexRow
+from ...proto.keys import Key
+from ...proto.vocabulary import SaveReason, Tier
+from ..deadline import Deadline
+from ..link import Holding, Link
+from ..remote import RemoteTransport
+from ..results import ClaimMode, Entry, Found, Presence, SaveOutcome
+from ..transport import Claimed, Granted, Range, ReserveItem, SaveTerms, Saving, Sink
+from .node import LocalNode
+
+logger = logging.getLogger("prefixd.client")
+
+#: Less than this is sent faster than it is staged: a call over gRPC moves about 1 GB/s.
+MIN_STAGED_BYTES: Final = 512 * 2**10
+#: Reads that were not told yet; more are told at once.
+MAX_UNTOLD_READS: Final = 512
+
+_TIERS: Final = {int(tier): tier for tier in Tier}
+_REASONS: Final = {int(reason): reason for reason in SaveReason}
+
+
+class LocalTransport:
+    """`transport.Transport` over shared memory where it can be. Thread-safe."""
+
+    def __init__(self, remote: RemoteTransport) -> None:
+        """Owns `remote` from now on."""
+        self._remote = remote
+        self._lock = threading.Lock()
+        #: The session that `_node` was handed over to.
+        self._link: Link | None = None
+        self._node: LocalNode | None = None
+        self._untold: list[Key] = []
+        self._closed = False
+
+    # ---- the node
+
+    @contextmanager
+    def _using(self) -> Iterator[LocalNode | None]:
+        """The node of the current session, which is not taken away meanwhile; or None."""
+        node = self._current()
+        if node is None:
+            yield None
+            return
+        with node.using() as usable:
+            yield node if usable else None
+
+    def _current(self) -> LocalNode | None:
+        link = self._remote.current
+        if link is self._link:
+            return self._node
+        with self._lock:
+            if link is self._link or self._closed:
+                return self._node
+            old, self._node, self._link = self._node, None, link
+            self._untold.clear()
+            if old is not None:
+                old.close()
+            if link is not None:
+                self._node = _hand_over(link)
+            return self._node
+
+    def refused(self) -> dict[str, str]:
+        with self._using() as node:
+            if node is None:
+                why = "there is no hand-over from this daemon"
+                return dict.fromkeys((handoff.INDEX, handoff.STAGING), why)
+            return dict(node.refused)
+
+    # ---- in place
+
+    def find(
+        self, keys: Iterable[Key], mode: ClaimMode, deadline: Deadline
+    ) -> list[tuple[int, Entry]] | None:
+        self._remote.link(deadline)
+        with self._using() as node:
+            if node is None or not node.indexed:
+                return None
+            try:
+                return _find(node, keys, mode)
+            except (lmdb.Error, RecordError) as problem:
+                logger.warning("the index can't be read: %s", problem)
+                return None
+
+    def copy(self, entries: Sequence[Entry], sink: Sink) -> list[bool]:
+        with self._using() as node:
+            if node is None:
+                return [False] * len(entries)
+            keys = [entry.key for entry in entries]
+            try:
+                rows = node.rows(keys)
+                copied = [
+                    _copy(node, number, entry, row, sink)
+                    for number, (entry, row) in enumerate(zip(entries, rows, strict=True))
+                ]
+                again = node.rows(keys)
+            except (lmdb.Error, RecordError) as problem:
+                logger.warning("can't read in place: %s", problem)
+                return [False] * len(entries)
+        return [
+            done and row is not None and row.generation == entry.generation
+            for done, row, entry in zip(copied, again, entries, strict=True)
+        ]
+
+    def views(self, claim: Holding, entries: Sequence[Entry]) -> list[list[memoryview]] | None:
+        with self._using() as node:
+            if node is None or claim.why_lost is not None:
+                return None
+            views: list[list[memoryview]] = []
+            rows = node.rows([entry.key for entry in entries])
+            for entry, row in zip(entries, rows, strict=True):
+                if row is None or row.generation != entry.generation:
+                    return None
+                if row.tier not in node.arenas:
+                    return None
+                views.append(node.views(row, 0, row.payload_bytes))
+            return views
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        with self._lock:
+            self._untold += keys
+            if len(self._untold) < MAX_UNTOLD_READS:
+                return
+            told, self._untold = self._untold, []
+        self._remote.touch(told)
+
+    def _take_untold(self) -> list[Key]:
+        with self._lock:
+            told, self._untold = self._untold, []
+            return told
+
+    # ---- the read side
+
+    @property
+    def max_batch_keys(self) -> int:
+        return self._remote.max_batch_keys
+
+    @property
+    def connected(self) -> bool:
+        return self._remote.connected
+
+    def wait(self, deadline: Deadline) -> bool:
+        return self._remote.wait(deadline)
+
+    def lookup(self, keys: Sequence[Key], wait_ms: int, deadline: Deadline) -> list[Found]:
+        """In place unless it is to wait: the index does not know what is in flight."""
+        if not wait_ms:
+            found = self.find(keys, ClaimMode.ANY, deadline)
+            if found is not None:
+                answers = [Found(Presence.ABSENT)] * len(keys)
+                for position, entry in found:
+                    answers[position] = Found(Presence.PRESENT, entry)
+                return answers
+        return self._remote.lookup(keys, wait_ms, deadline)
+
+    def claim(
+        self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, lease_ms: int, deadline: Deadline
+    ) -> Claimed:
+        """Only for what the index has: a miss costs the daemon nothing."""
+        if not wait_ms:
+            found = self.find(keys, mode, deadline)
+            if found == []:
+                return Claimed(None, [], [], in_flight=False)
+            if found is not None and mode is ClaimMode.RUN:
+                keys = keys[: len(found)]
+        return self._remote.claim(keys, mode, wait_ms, lease_ms, deadline)
+
+    def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
+        """In place what can be, the rest over gRPC; both under the claim."""
+        rest: list[int] = []
+        with self._using() as node:
+            for number, wanted in enumerate(ranges):
+                if node is None or not _read(node, number, wanted, sink):
+                    rest.append(number)
+        if rest:
+            self._remote.read(
+                claim,
+                [ranges[number] for number in rest],
+                lambda number, offset, data: sink(rest[number], offset, data),
+                deadline,
+            )
+        if claim.why_lost is not None:
+            raise ClaimLost(claim.why_lost)
+
+    def release(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
+        """Without waiting, where the index proves that nothing of it was taken away: while a row
+        stands, nothing else is written to its extents."""
+        with self._using() as node:
+            unchanged = (
+                node is not None
+                and node.indexed
+                and all(
+                    claim.why_lost is None and node.unchanged(claim.entries) for claim in claims
+                )
+            )
+        if not unchanged:
+            return self._remote.release(claims, deadline)
+        self._remote.give_back(claims)
+        return [True] * len(claims)
+
+    def forget(self, claim: Holding) -> None:
+        self._remote.forget(claim)
+
+    def suspect(self, keys: Sequence[Key]) -> None:
+        self._remote.suspect(keys)
+
+    # ---- the write side
+
+    def reserve(
+        self, items: Sequence[ReserveItem], terms: SaveTerms, deadline: Deadline
+    ) -> list[Granted]:
+        return self._remote.reserve(items, self._with_reads(terms), deadline)
+
+    def cancel(self, reservations: Sequence[Holding], deadline: Deadline) -> list[bool]:
+        return self._remote.cancel(reservations, deadline)
+
+    def write(
+        self,
+        reservations: Sequence[tuple[Holding, Key]],
+        payloads: Sequence[memoryview],
+        deadline: Deadline,
+    ) -> list[SaveOutcome]:
+        return self._remote.write(reservations, payloads, deadline)
+
+    def save(
+        self, items: Sequence[Saving], terms: SaveTerms, deadline: Deadline
+    ) -> list[SaveOutcome]:
+        """Through staging memory when that is faster."""
+        terms = self._with_reads(terms)
+        if sum(len(saving.payload) for saving in items) >= MIN_STAGED_BYTES:
+            with self._using() as node:
+                if node is not None and node.staging is not None:
+                    return self._remote.save_staged(node.staging, items, terms, deadline)
+        return self._remote.save(items, terms, deadline)
+
+    def _with_reads(self, terms: SaveTerms) -> SaveTerms:
+        """A save makes room: what was read before it has to count before it."""
+        return terms._replace(touched=self._take_untold())
+
+    def close(self) -> None:
+        if untold := self._take_untold():
+            self._remote.touch(untold)
+        self._remote.close()
+        with self._lock:
+            self._closed = True
+            node, self._node = self._node, None
+        if node is not None:
+            node.close()
+
+
+# ---- the hand-over
+
+
+def _hand_over(link: Link) -> LocalNode | None:
+    """Ask the daemon of `link` for its descriptors. None: it has none for us."""
+    path = link.welcome.handoff_socket
+    if not path:
+        return None
+    request = handoff.Request(link.ref.incarnation, link.ref.session_id, os.getpid())
+    try:
+        reply, fds = handoff.ask(path, request, timeout_s=2.0)
+        node = LocalNode(reply, fds, link.ref.incarnation)
+    except (OSError, MalformedMessage, PrefixdError) as problem:
+        logger.info("no local fast path: %s", problem)
+        return None
+    for feature, why in node.refused.items():
+        logger.info("no local fast path for %s: %s", feature, why)
+    return node
+
+
+# ---- rows
+
+
+def _entry(key: Key, row: IndexRow) -> Entry:
+    return Entry(
+        key,
+        _TIERS[row.tier],
+        row.payload_bytes,
+        row.token_count,
+        row.payload_crc32c,
+        row.layer_count,
+        row.token_ids_bytes,
+        row.generation,
+        _REASONS[row.reason],
+    )
+
+
+def _find(node: LocalNode, keys: Iterable[Key], mode: ClaimMode) -> list[tuple[int, Entry]]:
+    match mode:
+        case ClaimMode.RUN:
+            return [(i, _entry(key, row)) for i, (key, row) in enumerate(node.run(keys))]
+        case ClaimMode.FIRST:
+            wanted = list(keys)
+            first = node.first(wanted)
+            return [] if first is None else [(first[0], _entry(wanted[first[0]], first[1]))]
+        case ClaimMode.ANY:
+            wanted = list(keys)
+            rows = enumerate(zip(wanted, node.rows(wanted), strict=True))
+            return [(i, _entry(key, row)) for i, (key, row) in rows if row is not None]
+
+
+def _copy(node: LocalNode, number: int, entry: Entry, row: IndexRow | None, sink: Sink) -> bool:
+    """Hand a whole payload to `sink` from where it lies. False: it is not there any more."""
+    if row is None or row.generation != entry.generation or not node.readable(row.tier):
+        return False
+    _pour(node, number, entry.key, row, 0, row.payload_bytes, sink)
+    return True
+
+
+def _read(node: LocalNode, number: int, wanted: Range, sink: Sink) -> bool:
+    """The same for a range, under a claim. False: not from here."""
+    entry = wanted.entry
+    if wanted.token_ids or not node.readable(entry.tier):
+        return False
+    try:
+        (row,) = node.rows([entry.key])
+        if row is None or row.generation != entry.generation:
+            return False
+        _pour(node, number, entry.key, row, wanted.offset_bytes, wanted.length_bytes, sink)
+    except (lmdb.Error, RecordError) as problem:
+        logger.warning("can't read %s in place: %s", entry.key.hex(), problem)
+        return False
+    return True
+
+
+def _pour(
+    node: LocalNode,
+    number: int,
+    key: Key,
+    row: IndexRow,
+    offset_bytes: int,
+    length_bytes: int,
+    sink: Sink,
+) -> None:
+    if row.tier == Tier.DISK:
+        for done_bytes, chunk in node.disk_chunks(key, offset_bytes, length_bytes):
+            sink(number, done_bytes, chunk)
+        return
+    done_bytes = 0
+    for view in node.views(row, offset_bytes, length_bytes):
+        sink(number, done_bytes, view)
+        done_bytes += len(view)
