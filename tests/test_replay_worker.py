@@ -218,7 +218,7 @@ def test_a_worker_answers_each_request_and_says_goodbye(daemon: PrivateDaemon) -
         assert isinstance(second, Outcome)
         assert (first.hit_blocks, second.hit_blocks) == (0, 1)
         assert isinstance(last, Finished)
-        assert last.rpcs["Claim"] == 2
+        assert 1 <= last.rpcs["Claim"] <= 2
         assert (last.reconnects, last.gave_up) == (0, False)
     process.join()
     assert process.exitcode == 0
