@@ -141,12 +141,13 @@ class AsyncClient:
         self,
         keys: BlockChain | Sequence[Key],
         *,
+        claim: bool = True,
         wait_ms: int = 0,
         deadline_ms: int | None = None,
     ) -> AsyncHit:
         """`Client.longest_run`."""
         hit = await self._runner.run(
-            self._client.longest_run, keys, wait_ms=wait_ms, deadline_ms=deadline_ms
+            self._client.longest_run, keys, claim=claim, wait_ms=wait_ms, deadline_ms=deadline_ms
         )
         return AsyncHit(hit, self._runner)
 
@@ -171,6 +172,10 @@ class AsyncClient:
         return await self._runner.run(
             self._client.probe, keys, wait_ms=wait_ms, deadline_ms=deadline_ms
         )
+
+    async def exists(self, keys: Sequence[Key], *, deadline_ms: int | None = None) -> list[bool]:
+        """`Client.exists`."""
+        return await self._runner.run(self._client.exists, keys, deadline_ms=deadline_ms)
 
     # ---- restoring it
 

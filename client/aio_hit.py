@@ -118,6 +118,10 @@ class AsyncHit:
     def released(self) -> bool:
         return self.hit.released
 
+    @property
+    def buffers(self) -> list[memoryview] | None:
+        return self.hit.buffers
+
     def __len__(self) -> int:
         return len(self.hit)
 
@@ -137,6 +141,10 @@ class AsyncHit:
     async def read(self, index: int, *, deadline_ms: int | None = None) -> bytes | None:
         """`Hit.read`."""
         return await self._runner.run(self.hit.read, index, deadline_ms=deadline_ms)
+
+    async def views(self, index: int) -> list[memoryview] | None:
+        """`Hit.views`."""
+        return await self._runner.run(self.hit.views, index)
 
     async def layer(
         self, index: int, layer: int, *, deadline_ms: int | None = None

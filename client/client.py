@@ -263,6 +263,16 @@ class Client(Saves):
         checked = checked_keys(keys, self._transport.max_batch_keys)
         return self._searcher.probe(checked, wait_ms, deadline)
 
+    def exists(self, keys: Sequence[Key], *, deadline_ms: int | None = None) -> list[bool]:
+        """Which of `keys` are published; none of them when the daemon can't be asked.
+
+        Moves nothing, like `probe`, and says nothing else. On the daemon's host without any
+        rpc. Raises InvalidKey, InvalidBatch.
+        """
+        deadline = self._begin(deadline_ms)
+        checked = checked_keys(keys, self._transport.max_batch_keys)
+        return self._searcher.exist(checked, deadline)
+
     # ---- restoring it
 
     def restore_into(

@@ -145,6 +145,32 @@ class RemoteTransport:
             holding.entries = entries
         return Claimed(holding, positions, entries, in_flight)
 
+    def claim_known(
+        self, entries: Sequence[Entry], lease_ms: int, deadline: Deadline
+    ) -> Holding | None:
+        """Pin entries that an index told of. None: some of them are no longer the same; then
+        nothing is pinned."""
+        request = pb.ClaimRequest(
+            keys=[entry.key for entry in entries],
+            mode=pb.CLAIM_MODE_ANY,
+            lease_ms=lease_ms,
+            brief=True,
+        )
+
+        def ask(link: Link, timeout_s: float) -> pb.ClaimResponse:
+            request.session.CopyFrom(link.ref)
+            return link.connection.stub.Claim(request, timeout=timeout_s)
+
+        link, response = self._call("Claim", deadline, ask)
+        if not response.claim_id:
+            return None
+        holding = link.claims.hold(link, response.claim_id)
+        holding.entries = entries
+        if list(response.generations) == [entry.generation for entry in entries]:
+            return holding
+        self.give_back([holding])
+        return None
+
     def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
         link = self._holder(claim)
         request = pb.ReadRequest(
@@ -203,6 +229,9 @@ class RemoteTransport:
     def forget(self, claim: Holding) -> None:
         give_back = pb.GiveBack(claim_ids=[claim.number])
         claim.link.send(pb.SessionRequest(give_back=give_back))
+
+    def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
+        return [found.present for found in self.lookup(keys, 0, deadline)]
 
     def touch(self, keys: Sequence[Key]) -> None:
         link = self._keeper.current

@@ -115,6 +115,16 @@ class Searcher:
         self._counters.hit(hit.entries, hit.token_counts)
         return hit
 
+    def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
+        """Which keys are published; none when the daemon can't be asked."""
+        try:
+            return self._transport.exist(keys, deadline)
+        except CallerError:
+            raise
+        except PrefixdError as problem:
+            self._counters.miss(miss_reason(problem))
+            return [False] * len(keys)
+
     def probe(self, keys: Sequence[Key], wait_ms: int, deadline: Deadline) -> list[Found]:
         """What is known of each key; nothing of any of them when the call fails."""
         try:

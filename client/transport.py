@@ -127,6 +127,9 @@ class Transport(Protocol):
     def refused(self) -> dict[str, str]:
         """What can't be done in place, with the reasons."""
 
+    def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
+        """Which keys are published. In place if possible, else by asking."""
+
     # ---- by asking
 
     def lookup(self, keys: Sequence[Key], wait_ms: int, deadline: Deadline) -> list[Found]:

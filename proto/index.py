@@ -22,8 +22,7 @@ A reader that copies the bytes and then finds a row of the same generation has a
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from .errors import RecordError
 from .record import head_bytes_for
@@ -40,8 +39,7 @@ INDEX_DIRECTORY: Final = "index"
 _FIXED: Final = struct.Struct("<BBHIIIQQ")
 
 
-@dataclass(frozen=True, slots=True)
-class IndexRow:
+class IndexRow(NamedTuple):
     """See the table above. `location` is offset, length, offset, length ..."""
 
     tier: int
@@ -75,11 +73,24 @@ def pack_row(row: IndexRow) -> bytes:
     return fixed + struct.pack(f"<{len(row.location)}Q", *row.location)
 
 
+def unpack_fixed(data: bytes | memoryview) -> tuple[int, int, int, int, int, int, int, int]:
+    """Everything before the extents, in the order of the table. Raises `RecordError`."""
+    try:
+        return _FIXED.unpack_from(data)
+    except struct.error:
+        raise RecordError(f"an index row of {len(data)} bytes") from None
+
+
+def generation_of(data: bytes | memoryview) -> int:
+    """Of a stored row. Raises `RecordError`."""
+    return unpack_fixed(data)[6]
+
+
 def unpack_row(data: bytes | memoryview) -> IndexRow:
     """Read a row. Raises `RecordError` where it has no row's length."""
     extents_bytes = len(data) - _FIXED.size
     if extents_bytes < 0 or extents_bytes % 16:
         raise RecordError(f"an index row of {len(data)} bytes")
-    tier, reason, layers, tokens, crc32c, ids_bytes, generation, payload = _FIXED.unpack_from(data)
+    tier, reason, layers, tokens, crc32c, ids_bytes, generation, payload = unpack_fixed(data)
     location = struct.unpack_from(f"<{extents_bytes // 8}Q", data, _FIXED.size)
     return IndexRow(tier, reason, layers, tokens, crc32c, ids_bytes, generation, payload, location)

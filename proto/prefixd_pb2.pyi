@@ -705,10 +705,13 @@ class ClaimRequest(google.protobuf.message.Message):
     MODE_FIELD_NUMBER: builtins.int
     WAIT_MS_FIELD_NUMBER: builtins.int
     LEASE_MS_FIELD_NUMBER: builtins.int
+    BRIEF_FIELD_NUMBER: builtins.int
     mode: Global___ClaimMode.ValueType
     wait_ms: builtins.int
     lease_ms: builtins.int
     """0: the longest there is, claim_lease_ms of Welcome"""
+    brief: builtins.bool
+    """The client knows the entries from the index: tell their generations instead of results."""
     @property
     def session(self) -> Global___SessionRef: ...
     @property
@@ -721,9 +724,10 @@ class ClaimRequest(google.protobuf.message.Message):
         mode: Global___ClaimMode.ValueType = ...,
         wait_ms: builtins.int = ...,
         lease_ms: builtins.int = ...,
+        brief: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["keys", b"keys", "lease_ms", b"lease_ms", "mode", b"mode", "session", b"session", "wait_ms", b"wait_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["brief", b"brief", "keys", b"keys", "lease_ms", b"lease_ms", "mode", b"mode", "session", b"session", "wait_ms", b"wait_ms"]) -> None: ...
 
 Global___ClaimRequest: typing_extensions.TypeAlias = ClaimRequest
 
@@ -757,19 +761,27 @@ class ClaimResponse(google.protobuf.message.Message):
     CLAIM_ID_FIELD_NUMBER: builtins.int
     LEASE_MS_FIELD_NUMBER: builtins.int
     RESULTS_FIELD_NUMBER: builtins.int
+    GENERATIONS_FIELD_NUMBER: builtins.int
     claim_id: builtins.int
     """0: nothing was there to claim, nothing needs to be released"""
     lease_ms: builtins.int
     @property
-    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClaimResult]: ...
+    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClaimResult]:
+        """none, if brief"""
+
+    @property
+    def generations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """if brief: of what each key got; 0: not claimed"""
+
     def __init__(
         self,
         *,
         claim_id: builtins.int = ...,
         lease_ms: builtins.int = ...,
         results: collections.abc.Iterable[Global___ClaimResult] | None = ...,
+        generations: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["claim_id", b"claim_id", "lease_ms", b"lease_ms", "results", b"results"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claim_id", b"claim_id", "generations", b"generations", "lease_ms", b"lease_ms", "results", b"results"]) -> None: ...
 
 Global___ClaimResponse: typing_extensions.TypeAlias = ClaimResponse
 

@@ -166,6 +166,17 @@ def claim_response(answer: ClaimAnswer) -> pb.ClaimResponse:
     )
 
 
+def brief_claim_response(answer: ClaimAnswer) -> pb.ClaimResponse:
+    return pb.ClaimResponse(
+        claim_id=answer.claim,
+        lease_ms=answer.lease_ns // 1_000_000,
+        generations=[
+            found.generation if claimed and isinstance(found, Entry) else 0
+            for found, claimed in zip(answer.results, answer.claimed, strict=True)
+        ],
+    )
+
+
 _RESERVE_STATUS = {
     SaveOutcome.PRESENT: pb.RESERVE_STATUS_PRESENT,
     SaveOutcome.TOO_LARGE: pb.RESERVE_STATUS_TOO_LARGE,

@@ -146,7 +146,10 @@ class CacheService(rpc.CacheServicer):
             wait_until_ns=self._wait_until(now_ns, request.wait_ms),
             now_ns=now_ns,
         )
-        return messages.claim_response(await core.ask(question, ClaimAnswer))
+        answer = await core.ask(question, ClaimAnswer)
+        if request.brief:
+            return messages.brief_claim_response(answer)
+        return messages.claim_response(answer)
 
     @answering
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:

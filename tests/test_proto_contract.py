@@ -61,6 +61,7 @@ NAMES = {
     "token",
     "tokens",  # of reservations
     "generation",
+    "generations",
     "sequence",
     "pid",
     "payload_crc32c",

@@ -11,14 +11,14 @@ import mmap
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Final
+from contextlib import suppress
+from typing import Any, Final
 
 import lmdb
 
 from ...proto import disk, handoff
 from ...proto.errors import RecordError
-from ...proto.index import INCARNATION_ROW, IndexRow, unpack_row
+from ...proto.index import INCARNATION_ROW, IndexRow, generation_of, unpack_row
 from ...proto.keys import Key
 from ...proto.vocabulary import Tier
 from ..results import Entry
@@ -109,79 +109,72 @@ class LocalNode:
         """Can entries of that tier be read here?"""
         return tier in self.arenas or (tier == Tier.DISK and self._disk is not None)
 
-    @contextmanager
-    def using(self) -> Iterator[bool]:
-        """Around everything that looks at the node's memory: it is not taken away meanwhile.
-
-        False: it was closed already.
-        """
+    def enter(self) -> bool:
+        """Before anything that looks at the node's memory, which is not taken away before
+        `leave`. False: it was closed already, and there is nothing to leave."""
         with self._lock:
-            usable = not self._closing
-            self._users += usable
-        try:
-            yield usable
-        finally:
-            if usable:
-                with self._lock:
-                    self._users -= 1
-                    last = self._closing and not self._users
-                if last:
-                    self._close()
+            if self._closing:
+                return False
+            self._users += 1
+            return True
 
-    # ---- looking up
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._closing and not self._users
+        if last:
+            self._close()
 
-    def rows(self, keys: Iterable[Key]) -> list[IndexRow | None]:
-        """The rows of keys, all of one moment; None where there is none."""
-        return [None if data is None else unpack_row(data) for data in self._found(keys)]
+    # ---- looking up: what the index holds under keys, all of one moment
 
-    def present(self, keys: Iterable[Key]) -> list[bool]:
-        """Which keys are there, all of one moment."""
-        return [data is not None for data in self._found(keys)]
+    def get(self, keys: Iterable[Key]) -> list[bytes | None]:
+        """The packed rows of keys; None where there is none."""
+        with self._begin() as txn:
+            if txn.get(INCARNATION_ROW) != self._incarnation:
+                # Another start writes it now: what it says is of arenas that we don't have.
+                return [None for _ in keys]
+            return [txn.get(key) for key in keys]
 
-    def run(self, keys: Iterable[Key]) -> list[tuple[Key, IndexRow]]:
-        """Keys and rows up to the first key that is not there. `keys` may be lazy: no more than
-        one key beyond the last hit is taken."""
-        found: list[tuple[Key, IndexRow]] = []
-        taken: list[Key] = []
-
-        def remembered() -> Iterator[Key]:
+    def get_run(self, keys: Iterable[Key]) -> list[tuple[Key, bytes]]:
+        """Keys and packed rows up to the first key that is not there; `keys` may be lazy, no
+        more than one beyond the last hit is taken."""
+        found: list[tuple[Key, bytes]] = []
+        with self._begin() as txn:
+            if txn.get(INCARNATION_ROW) != self._incarnation:
+                return found
             for key in keys:
-                taken.append(key)
-                yield key
-
-        for data in self._found(remembered()):
-            if data is None:
-                break
-            found.append((taken[-1], unpack_row(data)))
+                data = txn.get(key)
+                if data is None:
+                    break
+                found.append((key, data))
         return found
 
-    def first(self, keys: Sequence[Key]) -> tuple[int, IndexRow] | None:
-        """The first key that is there, as its position, with its row."""
-        for position, data in enumerate(self._found(keys)):
-            if data is not None:
-                return position, unpack_row(data)
+    def get_first(self, keys: Iterable[Key]) -> tuple[int, Key, bytes] | None:
+        """The first key that is there, with its position and its packed row."""
+        with self._begin() as txn:
+            if txn.get(INCARNATION_ROW) == self._incarnation:
+                for position, key in enumerate(keys):
+                    data = txn.get(key)
+                    if data is not None:
+                        return position, key, data
         return None
+
+    def _begin(self) -> Any:
+        # Not typed: what it reads is bytes here, and would be views with other arguments.
+        assert self._index is not None, "asked without an index"
+        return self._index.lmdb.begin()
+
+    def rows(self, keys: Iterable[Key]) -> list[IndexRow | None]:
+        """The rows of keys; None where there is none."""
+        return [None if data is None else unpack_row(data) for data in self.get(keys)]
 
     def unchanged(self, entries: Sequence[Entry]) -> bool:
         """Are the rows of all entries still of the same generation?"""
-        rows = self.rows(entry.key for entry in entries)
+        found = self.get(entry.key for entry in entries)
         return all(
-            row is not None and row.generation == entry.generation
-            for row, entry in zip(rows, entries, strict=True)
+            data is not None and generation_of(data) == entry.generation
+            for data, entry in zip(found, entries, strict=True)
         )
-
-    def _found(self, keys: Iterable[Key]) -> Iterator[bytes | None]:
-        """What the index holds under keys, one by one, in one read transaction."""
-        if self._index is None:
-            return
-        with self._index.lmdb.begin() as txn:
-            if txn.get(INCARNATION_ROW) != self._incarnation:
-                # Another start writes it now: what it says is of arenas that we don't have.
-                for _ in keys:
-                    yield None
-                return
-            for key in keys:
-                yield txn.get(key)
 
     # ---- reading
 

@@ -11,15 +11,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import lmdb
 
 from ...proto import handoff
 from ...proto.errors import ClaimLost, MalformedMessage, PrefixdError, RecordError
-from ...proto.index import IndexRow
+from ...proto.index import IndexRow, generation_of, unpack_fixed
 from ...proto.keys import Key
 from ...proto.vocabulary import SaveReason, Tier
 from ..deadline import Deadline
@@ -36,6 +35,8 @@ MIN_STAGED_BYTES: Final = 512 * 2**10
 #: Reads that were not told yet; more are told at once.
 MAX_UNTOLD_READS: Final = 512
 
+#: What a damaged or closed environment, or a row of another version, raises.
+_UNREADABLE: Final = (lmdb.Error, RecordError, KeyError)
 _TIERS: Final = {int(tier): tier for tier in Tier}
 _REASONS: Final = {int(reason): reason for reason in SaveReason}
 
@@ -55,15 +56,18 @@ class LocalTransport:
 
     # ---- the node
 
-    @contextmanager
-    def _using(self) -> Iterator[LocalNode | None]:
-        """The node of the current session, which is not taken away meanwhile; or None."""
-        node = self._current()
-        if node is None:
-            yield None
-            return
-        with node.using() as usable:
-            yield node if usable else None
+    def _enter(self, deadline: Deadline | None = None) -> LocalNode | None:
+        """The node of the current session, for use until its `leave`; None: there is none.
+
+        With a deadline, waits for a session if there is none yet. Raises PrefixdError.
+        """
+        link = self._link
+        if link is None or link.why_ended:
+            if deadline is not None:
+                self._remote.link(deadline)
+            self._current()
+        node = self._node
+        return node if node is not None and node.enter() else None
 
     def _current(self) -> LocalNode | None:
         link = self._remote.current
@@ -81,60 +85,79 @@ class LocalTransport:
             return self._node
 
     def refused(self) -> dict[str, str]:
-        with self._using() as node:
-            if node is None:
-                why = "there is no hand-over from this daemon"
-                return dict.fromkeys((handoff.INDEX, handoff.STAGING), why)
-            return dict(node.refused)
+        node = self._enter()
+        if node is None:
+            why = "there is no hand-over from this daemon"
+            return dict.fromkeys((handoff.INDEX, handoff.STAGING), why)
+        node.leave()
+        return dict(node.refused)
 
     # ---- in place
 
     def find(
         self, keys: Iterable[Key], mode: ClaimMode, deadline: Deadline
     ) -> list[tuple[int, Entry]] | None:
-        self._remote.link(deadline)
-        with self._using() as node:
-            if node is None or not node.indexed:
-                return None
+        node = self._enter(deadline)
+        if node is None:
+            return None
+        try:
+            return _find(node, keys, mode) if node.indexed else None
+        except _UNREADABLE as problem:
+            logger.warning("the index can't be read: %s", problem)
+            return None
+        finally:
+            node.leave()
+
+    def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
+        node = self._enter(deadline)
+        if node is not None:
             try:
-                return _find(node, keys, mode)
-            except (lmdb.Error, RecordError) as problem:
+                if node.indexed:
+                    return [data is not None for data in node.get(keys)]
+            except _UNREADABLE as problem:
                 logger.warning("the index can't be read: %s", problem)
-                return None
+            finally:
+                node.leave()
+        return self._remote.exist(keys, deadline)
 
     def copy(self, entries: Sequence[Entry], sink: Sink) -> list[bool]:
-        with self._using() as node:
-            if node is None:
-                return [False] * len(entries)
+        node = self._enter()
+        if node is None:
+            return [False] * len(entries)
+        try:
             keys = [entry.key for entry in entries]
-            try:
-                rows = node.rows(keys)
-                copied = [
-                    _copy(node, number, entry, row, sink)
-                    for number, (entry, row) in enumerate(zip(entries, rows, strict=True))
-                ]
-                again = node.rows(keys)
-            except (lmdb.Error, RecordError) as problem:
-                logger.warning("can't read in place: %s", problem)
-                return [False] * len(entries)
-        return [
-            done and row is not None and row.generation == entry.generation
-            for done, row, entry in zip(copied, again, entries, strict=True)
-        ]
+            copied = [
+                _copy(node, number, entry, row, sink)
+                for number, (entry, row) in enumerate(zip(entries, node.rows(keys), strict=True))
+            ]
+            return [
+                done and data is not None and generation_of(data) == entry.generation
+                for done, data, entry in zip(copied, node.get(keys), entries, strict=True)
+            ]
+        except _UNREADABLE as problem:
+            logger.warning("can't read in place: %s", problem)
+            return [False] * len(entries)
+        finally:
+            node.leave()
 
     def views(self, claim: Holding, entries: Sequence[Entry]) -> list[list[memoryview]] | None:
-        with self._using() as node:
-            if node is None or claim.why_lost is not None:
-                return None
+        node = self._enter()
+        if node is None:
+            return None
+        try:
             views: list[list[memoryview]] = []
-            rows = node.rows([entry.key for entry in entries])
-            for entry, row in zip(entries, rows, strict=True):
+            for entry, row in zip(entries, node.rows(e.key for e in entries), strict=True):
                 if row is None or row.generation != entry.generation:
                     return None
                 if row.tier not in node.arenas:
                     return None
                 views.append(node.views(row, 0, row.payload_bytes))
-            return views
+            return views if claim.why_lost is None else None
+        except _UNREADABLE as problem:
+            logger.warning("can't read in place: %s", problem)
+            return None
+        finally:
+            node.leave()
 
     def touch(self, keys: Sequence[Key]) -> None:
         with self._lock:
@@ -176,22 +199,26 @@ class LocalTransport:
     def claim(
         self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, lease_ms: int, deadline: Deadline
     ) -> Claimed:
-        """Only for what the index has: a miss costs the daemon nothing."""
-        if not wait_ms:
-            found = self.find(keys, mode, deadline)
-            if found == []:
-                return Claimed(None, [], [], in_flight=False)
-            if found is not None and mode is ClaimMode.RUN:
-                keys = keys[: len(found)]
+        """Only of what the index has: a miss costs the daemon nothing."""
+        found = None if wait_ms else self.find(keys, mode, deadline)
+        if found == []:
+            return Claimed(None, [], [], in_flight=False)
+        if found:
+            positions, entries = [position for position, _ in found], [entry for _, entry in found]
+            holding = self._remote.claim_known(entries, lease_ms, deadline)
+            if holding is not None:
+                return Claimed(holding, positions, entries, in_flight=False)
         return self._remote.claim(keys, mode, wait_ms, lease_ms, deadline)
 
     def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
         """In place what can be, the rest over gRPC; both under the claim."""
-        rest: list[int] = []
-        with self._using() as node:
-            for number, wanted in enumerate(ranges):
-                if node is None or not _read(node, number, wanted, sink):
-                    rest.append(number)
+        rest = list(range(len(ranges)))
+        node = self._enter()
+        if node is not None:
+            try:
+                rest = [n for n, wanted in enumerate(ranges) if not _read(node, n, wanted, sink)]
+            finally:
+                node.leave()
         if rest:
             self._remote.read(
                 claim,
@@ -205,18 +232,23 @@ class LocalTransport:
     def release(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
         """Without waiting, where the index proves that nothing of it was taken away: while a row
         stands, nothing else is written to its extents."""
-        with self._using() as node:
-            unchanged = (
-                node is not None
-                and node.indexed
-                and all(
-                    claim.why_lost is None and node.unchanged(claim.entries) for claim in claims
-                )
-            )
-        if not unchanged:
+        if not self._unchanged(claims):
             return self._remote.release(claims, deadline)
         self._remote.give_back(claims)
         return [True] * len(claims)
+
+    def _unchanged(self, claims: Sequence[Holding]) -> bool:
+        node = self._enter()
+        if node is None:
+            return False
+        try:
+            return node.indexed and all(
+                claim.why_lost is None and node.unchanged(claim.entries) for claim in claims
+            )
+        except _UNREADABLE:
+            return False
+        finally:
+            node.leave()
 
     def forget(self, claim: Holding) -> None:
         self._remote.forget(claim)
@@ -248,9 +280,13 @@ class LocalTransport:
         """Through staging memory when that is faster."""
         terms = self._with_reads(terms)
         if sum(len(saving.payload) for saving in items) >= MIN_STAGED_BYTES:
-            with self._using() as node:
-                if node is not None and node.staging is not None:
-                    return self._remote.save_staged(node.staging, items, terms, deadline)
+            node = self._enter(deadline)
+            if node is not None:
+                try:
+                    if node.staging is not None:
+                        return self._remote.save_staged(node.staging, items, terms, deadline)
+                finally:
+                    node.leave()
         return self._remote.save(items, terms, deadline)
 
     def _with_reads(self, terms: SaveTerms) -> SaveTerms:
@@ -291,32 +327,24 @@ def _hand_over(link: Link) -> LocalNode | None:
 # ---- rows
 
 
-def _entry(key: Key, row: IndexRow) -> Entry:
+def _entry(key: Key, data: bytes) -> Entry:
+    tier, reason, layers, tokens, crc32c, ids_bytes, generation, payload = unpack_fixed(data)
     return Entry(
-        key,
-        _TIERS[row.tier],
-        row.payload_bytes,
-        row.token_count,
-        row.payload_crc32c,
-        row.layer_count,
-        row.token_ids_bytes,
-        row.generation,
-        _REASONS[row.reason],
+        key, _TIERS[tier], payload, tokens, crc32c, layers, ids_bytes, generation, _REASONS[reason]
     )
 
 
 def _find(node: LocalNode, keys: Iterable[Key], mode: ClaimMode) -> list[tuple[int, Entry]]:
     match mode:
         case ClaimMode.RUN:
-            return [(i, _entry(key, row)) for i, (key, row) in enumerate(node.run(keys))]
+            return [(i, _entry(key, data)) for i, (key, data) in enumerate(node.get_run(keys))]
         case ClaimMode.FIRST:
-            wanted = list(keys)
-            first = node.first(wanted)
-            return [] if first is None else [(first[0], _entry(wanted[first[0]], first[1]))]
+            first = node.get_first(keys)
+            return [] if first is None else [(first[0], _entry(first[1], first[2]))]
         case ClaimMode.ANY:
             wanted = list(keys)
-            rows = enumerate(zip(wanted, node.rows(wanted), strict=True))
-            return [(i, _entry(key, row)) for i, (key, row) in rows if row is not None]
+            found = enumerate(zip(wanted, node.get(wanted), strict=True))
+            return [(i, _entry(key, data)) for i, (key, data) in found if data is not None]
 
 
 def _copy(node: LocalNode, number: int, entry: Entry, row: IndexRow | None, sink: Sink) -> bool:
@@ -337,7 +365,7 @@ def _read(node: LocalNode, number: int, wanted: Range, sink: Sink) -> bool:
         if row is None or row.generation != entry.generation:
             return False
         _pour(node, number, entry.key, row, wanted.offset_bytes, wanted.length_bytes, sink)
-    except (lmdb.Error, RecordError) as problem:
+    except _UNREADABLE as problem:
         logger.warning("can't read %s in place: %s", entry.key.hex(), problem)
         return False
     return True
