@@ -1,9 +1,8 @@
-"""What the daemon says, as JSON and as tables."""
+"""What the daemon says, as tables for people."""
 
 from __future__ import annotations
 
 import io
-import json
 
 import pytest
 from rich.console import Console, RenderableType
@@ -33,45 +32,6 @@ def entry(**fields: int) -> pb.EntryDetail:
         tier=pb.TIER_SHM, payload_bytes=4096, token_count=512, reason=pb.SAVE_REASON_COLD
     )
     return pb.EntryDetail(key=KEY, info=info, stored_bytes=8192, **fields)
-
-
-# ---- JSON
-
-
-def test_a_message_becomes_json_with_every_field() -> None:
-    data = render.as_dict(
-        pb.StatsResponse(
-            daemon_version="1",
-            incarnation=b"\x01\xff",
-            tiers=[tier_stats(pb.TIER_DISK, entries=2**40)],
-            counters={"b": 2, "a": 1},
-        )
-    )
-    assert data["incarnation"] == "01ff"
-    assert data["tiers"][0]["tier"] == "disk"
-    assert data["tiers"][0]["entries"] == 2**40
-    assert data["tiers"][0]["hits"] == 0
-    assert list(data["counters"].items()) == [("a", 1), ("b", 2)]
-    assert data["sessions"] == 0
-    assert json.loads(json.dumps(data)) == data
-    assert set(data) == {field.name for field in pb.StatsResponse.DESCRIPTOR.fields}
-
-
-def test_nested_and_unset_messages() -> None:
-    data = render.as_dict(pb.InspectResponse(entry=entry()))
-    assert data["entry"]["key"] == KEY.hex()
-    assert data["entry"]["info"]["tier"] == "shm"
-    assert data["entry"]["info"]["reason"] == "cold"
-    assert data["entry"]["extents"] == []
-    assert render.as_dict(pb.InspectResponse())["entry"] is None
-
-
-def test_every_enumeration_has_words_and_the_unknown_stays_a_number() -> None:
-    assert [render.tier_label(number) for number in range(4)] == [
-        "unspecified", "ram", "shm", "disk",
-    ]  # fmt: skip
-    assert render.reason_label(pb.SAVE_REASON_SHUTDOWN) == "shutdown"
-    assert render.tier_label(99) == "99"
 
 
 # ---- numbers

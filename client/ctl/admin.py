@@ -56,7 +56,7 @@ def stats(
     ] = False,
 ) -> None:
     """Show budgets, hits, saves and evictions of the tiers."""
-    from . import render
+    from . import messages, render
 
     with ctl.connect() as daemon:
         if watch is not None:
@@ -64,7 +64,7 @@ def stats(
             return
         response = daemon.stats()
         if ctl.as_json:
-            print_json(render.as_dict(response))
+            print_json(messages.as_dict(response))
             return
         console = make_console()
         console.print(render.stats_view(response, daemon.address))
@@ -73,13 +73,13 @@ def stats(
 
 
 def _watch(ctl: Ctl, daemon: AdminConnection, interval_s: float) -> None:
-    from . import render
+    from . import messages
     from .live import watch
 
     try:
         if ctl.as_json:
             while True:
-                print_json(render.as_dict(daemon.stats()), indent=None)
+                print_json(messages.as_dict(daemon.stats()), indent=None)
                 time.sleep(interval_s)
         watch(daemon, make_console(), interval_s)
     except KeyboardInterrupt:
@@ -95,7 +95,7 @@ def ls(
     ] = 0,
 ) -> None:
     """List entries, next victim first; pinned entries come last."""
-    from . import render
+    from . import messages, render
 
     with ctl.connect() as daemon:
         present = daemon.stats().tiers
@@ -108,7 +108,7 @@ def ls(
         listed = [
             {
                 "tier": t.label,
-                "entries": [render.as_dict(entry) for entry in entries],
+                "entries": [messages.as_dict(entry) for entry in entries],
                 "next_cursor": next_cursor,
             }
             for t, entries, next_cursor in pages
@@ -137,12 +137,12 @@ def inspect(
 
     Exits 1 when --verify finds damage.
     """
-    from . import render
+    from . import messages, render
 
     with ctl.connect(LONG_TIMEOUT_S if verify else DEFAULT_TIMEOUT_S) as daemon:
         response = daemon.inspect(find_key(daemon, key), verify=verify)
     ctl.show(
-        render.as_dict(response),
+        messages.as_dict(response),
         lambda: render.entry_view(response, time.time_ns(), verify=verify),
     )
     if verify and (response.problem or not response.verified):
@@ -188,29 +188,29 @@ def find_key(daemon: AdminConnection, text: str) -> bytes:
 
 def claims(ctl: Ctl) -> None:
     """List who holds entries, since when, and for how long still."""
-    from . import render
+    from . import messages, render
 
     with ctl.connect() as daemon:
         response = daemon.claims()
-    ctl.show(render.as_dict(response), lambda: render.claims_table(response.claims))
+    ctl.show(messages.as_dict(response), lambda: render.claims_table(response.claims))
 
 
 def reservations(ctl: Ctl) -> None:
     """List saves that are not published yet, and their stage."""
-    from . import render
+    from . import messages, render
 
     with ctl.connect() as daemon:
         response = daemon.reservations()
-    ctl.show(render.as_dict(response), lambda: render.reservations_table(response.reservations))
+    ctl.show(messages.as_dict(response), lambda: render.reservations_table(response.reservations))
 
 
 def sessions(ctl: Ctl) -> None:
     """List connected clients and how much each holds."""
-    from . import render
+    from . import messages, render
 
     with ctl.connect() as daemon:
         response = daemon.sessions()
-    ctl.show(render.as_dict(response), lambda: render.sessions_table(response.sessions))
+    ctl.show(messages.as_dict(response), lambda: render.sessions_table(response.sessions))
 
 
 def preview(
@@ -228,12 +228,12 @@ def preview(
 
     Changes nothing. Exits 1 when it could not be admitted now.
     """
-    from . import render
+    from . import messages, render
 
     with ctl.connect() as daemon:
         response = daemon.preview(Tier[tier.name], payload, entries)
     ctl.show(
-        render.as_dict(response),
+        messages.as_dict(response),
         lambda: render.preview_view(response, tier.value, time.time_ns()),
     )
     if not response.admissible:
@@ -257,7 +257,7 @@ def evict(
 
     Never evicts what is in use. Exits 1 when less than SIZE could be freed.
     """
-    from . import render
+    from . import messages, render
 
     with ctl.connect(LONG_TIMEOUT_S) as daemon:
         if dry_run:
@@ -265,7 +265,7 @@ def evict(
             rows = [(t.label, *_victims(daemon, t, free)) for t in tiers]
         else:
             results = daemon.evict(free, _chosen(tier)).results
-            rows = [(render.tier_label(r.tier), r.entries, r.freed_bytes) for r in results]
+            rows = [(messages.tier_label(r.tier), r.entries, r.freed_bytes) for r in results]
     data: dict[str, Any] = {
         "dry_run": dry_run,
         "results": [
@@ -290,11 +290,11 @@ def _victims(daemon: AdminConnection, tier: Tier, free_bytes: int) -> tuple[int,
 
 def gc(ctl: Ctl) -> None:
     """Reap what expired, and drop what no entry owns."""
-    from . import render
+    from . import messages, render
 
     with ctl.connect(LONG_TIMEOUT_S) as daemon:
         response = daemon.gc()
-    ctl.show(render.as_dict(response), lambda: render.gc_table(response))
+    ctl.show(messages.as_dict(response), lambda: render.gc_table(response))
 
 
 def check(
@@ -307,11 +307,11 @@ def check(
 
     Exits 1 when something is wrong.
     """
-    from . import render
+    from . import messages, render
 
     with ctl.connect(LONG_TIMEOUT_S) as daemon:
         response = daemon.check(deep=deep)
-    ctl.show(render.as_dict(response), lambda: render.check_view(response, deep=deep))
+    ctl.show(messages.as_dict(response), lambda: render.check_view(response, deep=deep))
     if response.problems:
         raise typer.Exit(ExitCode.PROBLEM)
 

@@ -26,7 +26,7 @@ from ...proto.vocabulary import Tier
 from ..replay.generate import generate
 from ..replay.live import LiveOptions, LiveReplay
 from ..replay.outcome import Totals
-from . import render
+from . import messages, render
 from .connection import AdminConnection
 from .live import TierBoard, live_view
 from .private import PrivateDaemon
@@ -67,8 +67,8 @@ class DemoResult:
         """For JSON."""
         return {
             "replay": self.totals.as_dict(),
-            "stats": render.as_dict(self.stats),
-            "check": render.as_dict(self.checked),
+            "stats": messages.as_dict(self.stats),
+            "check": messages.as_dict(self.checked),
         }
 
 

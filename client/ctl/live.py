@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ...proto import prefixd_pb2 as pb
-from . import render
+from . import messages, render
 
 if TYPE_CHECKING:
     from .connection import AdminConnection
@@ -78,7 +78,7 @@ class TierBoard:
         if self.stats is None:
             return ""
         return "   ".join(
-            f"{render.tier_label(t.tier)} {render.percent(render.used_bytes(t), t.budget_bytes)}"
+            f"{messages.tier_label(t.tier)} {render.percent(render.used_bytes(t), t.budget_bytes)}"
             f" full, {t.hits:,} hits, {t.evictions:,} evicted"
             for t in self.stats.tiers
         )

@@ -1,16 +1,10 @@
-"""What the daemon says, as JSON for programs and as tables for people.
-
-JSON has the field names of prefixd.proto, which carry their units: bytes are hexadecimal,
-enumerations are the words that people write (`ram`, `cold`), what is unset is null.
-"""
+"""What the daemon says, as tables for people."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
-from google.protobuf.message import Message
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
@@ -21,61 +15,13 @@ from rich.text import Text
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.units import format_bytes, format_duration
+from .messages import as_dict, reason_label, tier_label
 
 BAR_MIN_WIDTH: Final = 8
 #: Hexadecimal digits of a key that are shown in a table.
 KEY_DIGITS: Final = 16
 NS_PER_MS: Final = 1_000_000
 TIER_STYLES: Final = {"ram": "cyan", "shm": "magenta", "disk": "yellow"}
-
-
-# ---- for programs
-
-
-def as_dict(message: Message) -> dict[str, Any]:
-    """A message with all its fields, defaults included."""
-    return {field.name: _value(message, field) for field in message.DESCRIPTOR.fields}
-
-
-def _value(message: Message, field: Any) -> Any:  # descriptors have two classes, by backend
-    value = getattr(message, field.name)
-    if field.message_type is not None and field.message_type.GetOptions().map_entry:
-        return dict(sorted(value.items()))
-    if field.is_repeated:
-        return [_scalar(item, field) for item in value]
-    if field.message_type is not None and not message.HasField(field.name):
-        return None
-    return _scalar(value, field)
-
-
-def _scalar(value: Any, field: Any) -> Any:
-    if isinstance(value, Message):
-        return as_dict(value)
-    if field.enum_type is not None:
-        return enum_label(field.enum_type, value)
-    return value.hex() if isinstance(value, bytes) else value
-
-
-def enum_label(enum: Any, number: int) -> str:
-    """`TIER_RAM` as `ram`; a number of a later version stays a number."""
-    known = enum.values_by_number.get(number)
-    if known is None:
-        return str(number)
-    prefix = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", enum.name).upper() + "_"
-    return str(known.name.removeprefix(prefix).lower())
-
-
-def tier_label(tier: int) -> str:
-    """The name that people write: `ram`, `shm`, `disk`."""
-    return enum_label(pb.Tier.DESCRIPTOR, tier)
-
-
-def reason_label(reason: int) -> str:
-    """The name that people write: `cold`, `continued`, ..."""
-    return enum_label(pb.SaveReason.DESCRIPTOR, reason)
-
-
-# ---- for people
 
 
 def percent(part: float, whole: float) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperCommand
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from ...proto.vocabulary import SaveReason, Tier
@@ -20,22 +19,10 @@ DEFAULT_BLOCK_BYTES: Final = 4096
 DEFAULT_RECONNECT_WAIT_S: Final = 60.0
 
 
-class ReplayCommand(TyperCommand):
-    """Lets `--json` stand alone for `--json -`, as with every other command."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = []
-        for argument, following in zip(args, [*args[1:], "--"], strict=True):
-            given.append(argument)
-            if argument == "--json" and following.startswith("--"):
-                given.append(lab.STDOUT)
-        return super().parse_args(ctx, given)
-
-
 def register(app: typer.Typer) -> None:
     """Add `demo` and `replay`."""
     command(app, "demo", panel="Start here")(demo)
-    command(app, "replay", panel=lab.LAB, cls=ReplayCommand, own_json=True)(replay)
+    command(app, "replay", panel=lab.LAB, cls=lab.JsonCommand, own_json=True)(replay)
 
 
 def replay(
@@ -121,6 +108,14 @@ def replay(
             rich_help_panel=LIVE,
         ),
     ] = None,
+    path: Annotated[
+        PathName | None,
+        typer.Option(
+            help="local (unless named): read in place what the daemon hands over; grpc: everything "
+            "by rpc, under claims.",
+            rich_help_panel=LIVE,
+        ),
+    ] = None,
     salt: Annotated[
         str | None,
         typer.Option(help="Replays with other salts share nothing.", rich_help_panel=LIVE),
@@ -155,6 +150,7 @@ def replay(
         "tier": tier,
         "reason": reason,
         "speed": speed,
+        "path": path,
         "salt": salt,
         "reconnect_wait": reconnect_wait,
     }
@@ -215,6 +211,7 @@ def _replay_live(
         block_tokens=common["block_tokens"],
         salt=options.get("salt", ""),
         speed=options.get("speed", 0.0),
+        in_place=options.get("path", PathName.LOCAL) is PathName.LOCAL,
         reconnect_wait_s=options.get("reconnect_wait", DEFAULT_RECONNECT_WAIT_S),
     )
     reader = read_trace(
