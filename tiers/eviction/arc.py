@@ -172,7 +172,9 @@ class ARC(EvictionPolicy[K]):
             return super().access_run(keys)
         recent, frequent = self._recent, self._frequent
         recent_ghosts, frequent_ghosts = self._recent_ghosts.line, self._frequent_ghosts.line
-        touch, capacity, p, hits, demotions = frequent.move_to_end, self.capacity, self.p, 0, 0
+        pop_recent, pop_frequent, touch = recent.popitem, frequent.popitem, frequent.move_to_end
+        capacity, p, hits, demotions = self.capacity, self.p, 0, 0
+        room = capacity - self.used
         for key in keys:
             if key in frequent:
                 touch(key)
@@ -190,23 +192,25 @@ class ARC(EvictionPolicy[K]):
             elif key in frequent_ghosts:
                 ghosts = frequent_ghosts
                 p = max(p - max(1.0, len(recent_ghosts) / len(ghosts)), 0.0)
-            if len(recent) + len(frequent) == capacity:
+            if room:
+                room -= 1
+            else:
                 excess = len(recent) - p
                 recent_gives = excess > 0 or (excess == 0 and ghosts is frequent_ghosts)
                 if recent and (recent_gives or not frequent):
-                    recent_ghosts[recent.popitem(False)[0]] = 1
+                    recent_ghosts[pop_recent(False)[0]] = 1
                 else:
-                    frequent_ghosts[frequent.popitem(False)[0]] = 1
+                    frequent_ghosts[pop_frequent(False)[0]] = 1
                 demotions += 1
             if ghosts is not None:
                 del ghosts[key]
                 frequent[key] = 1
                 continue
             recent[key] = 1
-            remembered = len(recent_ghosts) + len(frequent_ghosts)
-            if len(recent) + len(recent_ghosts) > capacity:
+            seen_once = len(recent) + len(recent_ghosts)
+            if seen_once > capacity:
                 recent_ghosts.popitem(False)
-            elif len(recent) + len(frequent) + remembered > 2 * capacity:
+            elif seen_once + len(frequent) + len(frequent_ghosts) > 2 * capacity:
                 frequent_ghosts.popitem(False)
         self.p = p
         self.used = len(recent) + len(frequent)
