@@ -57,6 +57,7 @@ class AsyncClient:
         prefill_tokens_per_s: float | None = None,
         min_benefit_ms: float = 0.0,
         max_pending_saves: int = DEFAULT_MAX_PENDING_SAVES,
+        local: bool = True,
         transport: Transport | None = None,
         counters: Counters | None = None,
         max_concurrency: int = DEFAULT_MAX_CONCURRENCY,
@@ -76,6 +77,7 @@ class AsyncClient:
             prefill_tokens_per_s=prefill_tokens_per_s,
             min_benefit_ms=min_benefit_ms,
             max_pending_saves=max_pending_saves,
+            local=local,
             transport=transport,
             counters=counters,
         )

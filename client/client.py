@@ -71,6 +71,7 @@ class Client(Saves):
         prefill_tokens_per_s: float | None = None,
         min_benefit_ms: float = 0.0,
         max_pending_saves: int = DEFAULT_MAX_PENDING_SAVES,
+        local: bool = True,
         transport: Transport | None = None,
         counters: Counters | None = None,
     ) -> None:
@@ -81,8 +82,9 @@ class Client(Saves):
         `verify`: whose CRC32C is checked on restore: `always`, `disk` (what comes from disk),
         `never`. `prefill_tokens_per_s`: how fast the engine computes; hits that are estimated to
         load slower, or to save less than `min_benefit_ms`, are left out. `max_pending_saves`:
-        asynchronous saves beyond are dropped. `transport`, and the `counters` that it counts in,
-        replace gRPC to `address`.
+        asynchronous saves beyond are dropped. `local`: do in place what can be done in place, on
+        the daemon's host; else everything over gRPC. `transport`, and the `counters` that it
+        counts in, replace both.
 
         Raises CallerError for a setting that can't be.
         """
@@ -108,11 +110,13 @@ class Client(Saves):
         #: How fast each tier loads, as measured on restores.
         self.speeds = LoadSpeeds()
         benefit = MinBenefit(self.speeds, prefill_tokens_per_s, min_benefit_ms)
-        self._transport = transport or LocalTransport(
-            RemoteTransport(
+        if transport is None:
+            transport = remote = RemoteTransport(
                 address, name, counters=self._counters, connect_timeout_ms=connect_timeout_ms
             )
-        )
+            if local:
+                transport = LocalTransport(remote)
+        self._transport = transport
         self._closed = False
         self._reader = Reader(
             self._transport,

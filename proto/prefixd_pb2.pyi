@@ -136,7 +136,7 @@ class _ReleaseStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     RELEASE_STATUS_UNSPECIFIED: _ReleaseStatus.ValueType  # 0
     RELEASE_STATUS_RELEASED: _ReleaseStatus.ValueType  # 1
     RELEASE_STATUS_ALREADY: _ReleaseStatus.ValueType  # 2
-    """was released before; nothing changed"""
+    """nobody holds it any more; nothing changed"""
     RELEASE_STATUS_LOST: _ReleaseStatus.ValueType  # 3
     """lease over or revoked: what was read under it must be thrown away"""
     RELEASE_STATUS_UNKNOWN: _ReleaseStatus.ValueType  # 4
@@ -147,7 +147,7 @@ class ReleaseStatus(_ReleaseStatus, metaclass=_ReleaseStatusEnumTypeWrapper): ..
 RELEASE_STATUS_UNSPECIFIED: ReleaseStatus.ValueType  # 0
 RELEASE_STATUS_RELEASED: ReleaseStatus.ValueType  # 1
 RELEASE_STATUS_ALREADY: ReleaseStatus.ValueType  # 2
-"""was released before; nothing changed"""
+"""nobody holds it any more; nothing changed"""
 RELEASE_STATUS_LOST: ReleaseStatus.ValueType  # 3
 """lease over or revoked: what was read under it must be thrown away"""
 RELEASE_STATUS_UNKNOWN: ReleaseStatus.ValueType  # 4

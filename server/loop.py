@@ -20,7 +20,7 @@ from ..proto.keys import Key
 from ..proto.record import RecordHead, crc32c
 from ..proto.vocabulary import Tier
 from ..tiers.store import EntryWriter, Store, StoreError, StoreFull
-from .answers import Answer, Refused, WriteOrder
+from .answers import Answer, ClaimAnswer, Refused, ReserveAnswer, WriteOrder
 from .clock import Clock
 from .committer import CommitResult, Committer
 from .effects import (
@@ -39,14 +39,19 @@ from .effects import (
     Verify,
 )
 from .events import (
+    CancelAsked,
+    ClaimAsked,
     CommitFailed,
     Committed,
     EntryDamaged,
     Event,
     Question,
+    ReleaseAsked,
     RequestDropped,
+    ReserveAsked,
     SaveOutcome,
     Tick,
+    WriteBegan,
     WriteStopped,
 )
 from .garbage import Freezer
@@ -146,11 +151,29 @@ class Core:
         except asyncio.CancelledError:
             self._replies.pop(question.request, None)
             self.post(RequestDropped(question.request, self.clock.now_ns()))
+            if reply.done() and not reply.cancelled():
+                self._undo(question, reply.result())
             raise
         if isinstance(answer, Refused):
             raise answer.error
         assert isinstance(answer, expect)
         return answer
+
+    def _undo(self, question: Question, answer: Answer) -> None:
+        """Whoever asked is gone, and will never use what was granted."""
+        now_ns = self.clock.now_ns()
+        match question, answer:
+            case ClaimAsked(), ClaimAnswer() if answer.claim:
+                claims = (answer.claim,)
+                self.post(ReleaseAsked(self.next_request(), question.session, claims, now_ns))
+            case ReserveAsked(), ReserveAnswer():
+                orders = [r for r in answer.results if isinstance(r, WriteOrder)]
+                tokens = tuple(order.token for order in orders)
+                # What is being written ends when somebody says that nobody writes it.
+                self.post(CancelAsked(self.next_request(), question.session, tokens, now_ns))
+            case WriteBegan(), WriteOrder():
+                tokens = (answer.token,)
+                self.post(CancelAsked(self.next_request(), question.session, tokens, now_ns))
 
     def post(self, event: Event) -> None:
         """Apply an event, and whatever events its effects bring about, in order."""
@@ -203,7 +226,11 @@ class Core:
     # ---- writes
 
     def begin_write(self, order: WriteOrder) -> Write:
-        """Open the store's writer for a reservation that is being written from now on."""
+        """Open the store's writer for a reservation that is being written from now on.
+
+        If it was lost since it was granted, the write has ended already.
+        """
+        ended: asyncio.Future[SaveEnded] = self._loop.create_future()
         head = RecordHead(
             key=order.key,
             generation=order.generation,
@@ -216,8 +243,12 @@ class Core:
             token_ids=order.token_ids,
         )
         writer = self.stores[order.tier].writer(head, order.location)
-        write = Write(order, writer, self._loop.create_future())
-        self.writes[order.token] = write
+        write = Write(order, writer, ended)
+        if order.token in self.state.tables.reservations:
+            self.writes[order.token] = write
+        else:
+            why = "the reservation was lost before its bytes came"
+            ended.set_result(SaveEnded(order.token, SaveOutcome.LOST, why))
         return write
 
     def stop_write(self, write: Write, outcome: SaveOutcome, why: str) -> None:
@@ -257,10 +288,14 @@ class Core:
                 writes = [(token, self.writes[token].writer) for token in effect.tokens]
                 self._committers[effect.tier].commit(writes)
             case StopWriting():
-                write = self.writes[effect.token]
-                write.stopping = True
-                if not write.busy:
-                    self.stop_write(write, SaveOutcome.LOST, "the reservation was lost")
+                write = self.writes.get(effect.token)
+                if write is not None:
+                    write.stopping = True
+                if write is None or not write.busy:
+                    # Nobody writes at this moment, or ever began to.
+                    why = "the reservation was lost"
+                    now_ns = self.clock.now_ns()
+                    self.post(WriteStopped(effect.token, SaveOutcome.LOST, why, now_ns))
             case SaveEnded():
                 ended = self.writes.pop(effect.token, None)
                 if ended is not None and not ended.ended.done():

@@ -144,7 +144,7 @@ def touched(turn: Turn, event: KeysTouched) -> None:
 
 def suspected(turn: Turn, event: KeysSuspected) -> None:
     """A reader saw a wrong checksum; the bytes are read again before anything is dropped."""
-    for key in event.keys:
+    for key in dict.fromkeys(event.keys):
         entry = turn.tables.entries.get(key)
         if entry is not None:
             turn.tables.counters.suspects += 1

@@ -147,9 +147,20 @@ class CacheService(rpc.CacheServicer):
             now_ns=now_ns,
         )
         answer = await core.ask(question, ClaimAnswer)
+        context.add_done_callback(
+            lambda done: self._release_unseen(question, answer, done)  # type: ignore[arg-type]  # the stub wants a class of its own
+        )
         if request.brief:
             return messages.brief_claim_response(answer)
         return messages.claim_response(answer)
+
+    def _release_unseen(self, asked: ClaimAsked, answer: ClaimAnswer, context: Context) -> None:
+        """A claim whose client gave up before the answer came would stay as long as its session."""
+        if answer.claim and context.cancelled():
+            core = self._core
+            claims = (answer.claim,)
+            now_ns = core.clock.now_ns()
+            core.post(ReleaseAsked(core.next_request(), asked.session, claims, now_ns))
 
     @answering
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
@@ -200,6 +211,9 @@ class CacheService(rpc.CacheServicer):
                     part.data = await self._bytes(entry, wanted, offset + sent_bytes, piece_bytes)
                 except StoreError as problem:
                     part.status = pb.READ_STATUS_UNREADABLE
+                    yield pending
+                    pending, pending_bytes = pb.ReadResponse(), 0
+                    # Ends the claim, and with it this read: nothing of the rest is sent.
                     self._damaged(entry, str(problem))
                     break
                 self._core.state.tables.tier_counters[entry.tier].read_bytes += piece_bytes

@@ -58,6 +58,13 @@ class TierChoice(StrEnum):
     ALL = "all"
 
 
+class PathName(StrEnum):
+    """How a client gets at bytes on the daemon's host."""
+
+    LOCAL = "local"
+    GRPC = "grpc"
+
+
 class ReasonName(StrEnum):
     """The save reasons as people write them."""
 

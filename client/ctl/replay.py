@@ -10,7 +10,7 @@ from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from ...proto.vocabulary import SaveReason, Tier
 from . import lab
 from .command import Ctl, ExitCode, command, make_console, print_json
-from .options import ReasonName, TierChoice, parse_seconds, parse_size
+from .options import PathName, ReasonName, TierChoice, parse_seconds, parse_size
 
 OFFLINE: Final = "Without --live: through the policies, no daemon needed"
 LIVE: Final = "With --live: through a running daemon, with real bytes"

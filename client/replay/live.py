@@ -38,7 +38,9 @@ class LiveOptions:
 
     `tiers`: where to save; of several, the request's first missing block chooses one.
     `speed` 0: as fast as possible; 1: as the timestamps say; 10: ten times faster.
-    `reconnect_wait_s`: how long a worker waits, in all, for a daemon that went away.
+    `in_place`: walk and read without asking the daemon, where it hands its memory over; else
+    everything over gRPC, under claims. `reconnect_wait_s`: how long a worker waits, in all, for
+    a daemon that went away.
     Raises CallerError for what is out of range.
     """
 
@@ -50,6 +52,7 @@ class LiveOptions:
     block_tokens: int = DEFAULT_BLOCK_TOKENS
     salt: str = ""
     speed: float = 0.0
+    in_place: bool = False
     reconnect_wait_s: float = 60.0
 
     def __post_init__(self) -> None:

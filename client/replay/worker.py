@@ -65,7 +65,8 @@ def work(pipe: Connection, options: LiveOptions, number: int) -> None:
 
 def _work(pipe: Connection, options: LiveOptions, number: int) -> None:
     gave_up = False
-    with Client(options.address, name=f"replay-{number}") as client:
+    name = f"replay-{number}"
+    with Client(options.address, name=name, local=options.in_place) as client:
         replayer = Replayer(client, options)
         # Connecting is no part of the first request. Whoever is not there is missed by it.
         client.wait_connected()
@@ -88,7 +89,8 @@ class Replayer:
 
     The order of a request is what makes the hit tokens exact: claim the longest run that is
     there, read and verify it while it is pinned, save the blocks behind it and name the run as
-    their ancestors, so that the daemon touches the whole chain leaf first, and release.
+    their ancestors, so that the daemon touches the whole chain leaf first, and release. In place
+    nothing is claimed: what is read stays the same while it is copied, or is read again.
     """
 
     def __init__(self, client: Client, options: LiveOptions) -> None:
@@ -120,7 +122,7 @@ class Replayer:
             ids = list(dict.fromkeys(request.hash_ids))
             keys = keys_of_ids(self._root, ids)
         with _timed(outcome, "claim"):
-            hit = self._client.longest_run(keys)
+            hit = self._client.longest_run(keys, claim=not self._options.in_place)
         with hit:
             outcome.unavailable = hit.miss in _NO_ANSWER
             good = self._restore(hit, ids, outcome)
