@@ -36,10 +36,12 @@ def test_a_link_says_hello_and_knows_its_welcome(daemon: FakeDaemon, link: Link)
     assert link.welcome.daemon_version == "fake"
 
 
-def test_what_the_daemon_refuses_is_raised(daemon: FakeDaemon, link: Link) -> None:
+def test_what_the_daemon_refuses_is_raised(daemon: FakeDaemon) -> None:
     daemon.fail("Session", LimitReached("too many sessions"))
+    link = Link(Connection(daemon.address, 5_000), pb.Hello(), 5.0)
     with pytest.raises(LimitReached, match="too many sessions"):
-        Link(link.connection, pb.Hello(), 5.0).open()
+        link.open()
+    link.close("the test is over")
 
 
 def test_a_session_that_ends_in_order_ends_its_events(daemon: FakeDaemon, link: Link) -> None:
