@@ -11,7 +11,6 @@ from rich.progress import (
     Progress,
     TaskProgressColumn,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
@@ -41,12 +40,10 @@ def run_live(reader: TraceReader, options: LiveOptions) -> Totals:
 def _progress(reader: TraceReader) -> Iterator[Callable[[Totals], None]]:
     console = make_console(stderr=True)
     with Progress(
-        TextColumn("replaying"),
-        BarColumn(),
+        BarColumn(bar_width=16),
         TaskProgressColumn(),
         TextColumn("{task.fields[figures]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        TimeRemainingColumn(compact=True),
         console=console,
         disable=not console.is_terminal,
         transient=True,
