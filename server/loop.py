@@ -248,6 +248,8 @@ class Core:
             self.writes[order.token] = write
         else:
             why = "the reservation was lost before its bytes came"
+            # Its room may be somebody else's by now: what still comes is not written there.
+            write.stopping = True
             ended.set_result(SaveEnded(order.token, SaveOutcome.LOST, why))
         return write
 
