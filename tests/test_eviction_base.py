@@ -8,6 +8,7 @@ looked past. They know weights and pins, and the shares that S3-FIFO gives its q
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -379,6 +380,29 @@ def test_a_run_equals_single_accesses(name: str, ids: list[int], capacity: int, 
         )  # fmt: skip
     assert list(policy.keys()) == list(single.keys())
     assert list(policy.victims()) == list(single.victims())
+
+
+@names
+@pytest.mark.parametrize("capacity", [1, 2, 3, 5, 8, 13, 30])
+def test_long_streams_equal_the_twin_one_by_one_and_in_runs(name: str, capacity: int) -> None:
+    chance = random.Random(capacity)
+    for universe in (capacity + 1, 2 * capacity, 5 * capacity):
+        ids = [int(chance.paretovariate(1)) % universe for _ in range(700)]
+        ids += [chance.randrange(universe) for _ in range(700)]
+        single, run, twin = (
+            make_policy(name, capacity),
+            make_policy(name, capacity),
+            TWINS[name](capacity),
+        )
+        for start in range(0, len(ids), 7):
+            part = ids[start : start + 7]
+            hits = [single.access(key) for key in part]
+            assert hits == [twin.access(key, 1)[0] for key in part]
+            assert run.access_run(part) == sum(hits)
+            assert list(run.keys()) == list(single.keys())
+            assert (run.moves, run.ghosts) == (single.moves, single.ghosts)
+            assert (single.used, single.ghosts) == (twin.used(), twin.ghosts())
+            assert residents(single) == sorted(twin.weight)
 
 
 @names

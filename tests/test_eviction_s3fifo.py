@@ -56,6 +56,14 @@ def test_two_blocks_step_by_step() -> None:
     assert cache.ghosts == 1
 
 
+def test_a_return_from_g_leaves_s_alone() -> None:
+    cache = S3FIFO[int](2)
+    replay(cache, [1, 1, 2, 3, 3])
+    assert state(cache) == ([3], [1], [2])
+    cache.access(2)  # M makes room for 2, not for the warm 3
+    assert state(cache) == ([3], [2], [1])
+
+
 def test_without_a_main_queue_a_warm_block_is_evicted() -> None:
     cache = S3FIFO[int](1)
     assert replay(cache, [1, 1, 1, 2, 1, 1]) == [0, 1, 1, 0, 0, 1]
@@ -91,6 +99,21 @@ def test_a_caller_that_never_asks_may_fill_s_with_everything() -> None:
     assert cache.evict(10) == 1  # 0 moved to M, which has room
     cache.admit(10, 1)
     assert state(cache)[1:] == ([0], [1])
+
+
+def test_a_full_m_gives_for_a_return_from_g_even_if_s_is_over_its_share() -> None:
+    cache = S3FIFO[int](10)
+    replay(cache, [0, 1, *(key for key in range(2, 11) for _ in range(2)), 11])
+    assert state(cache) == ([11], list(range(2, 11)), [0, 1])
+    cache.admit(12, 1)
+    cache.prepare(0, 1)
+    assert cache.evict(0) == 2
+    cache.admit(0, 1)
+    assert state(cache) == ([11, 12], [*range(3, 11), 0], [1, 2])
+    cache.remove(5)
+    cache.remove(6)
+    cache.prepare(1, 1)
+    assert cache.evict(1) == 11  # M has room now: S gives what it has too much
 
 
 def test_a_heavy_key_may_have_s_for_itself() -> None:

@@ -162,6 +162,24 @@ def test_samples_of_the_conversation_trace(
     assert curve.prompt_tokens == exact.prompt_tokens
 
 
+@orders
+@given(
+    runs=st.lists(
+        st.tuples(st.lists(st.integers(0, 15), max_size=8).map(tuple), st.integers(0, 60)),
+        max_size=40,
+    )
+)
+@settings(deadline=None)
+def test_a_sample_of_everything_is_exact(order: TouchOrder, runs: Runs) -> None:
+    exact = exact_curve(runs, block_tokens=10, touch_order=order)
+    sampled = sampled_curve(runs, block_tokens=10, touch_order=order)
+    for capacity in range(18):
+        assert sampled.hit_tokens(capacity) == exact.hit_tokens(capacity)
+    assert (sampled.unique_blocks, sampled.prompt_tokens) == (
+        exact.unique_blocks, exact.prompt_tokens,
+    )  # fmt: skip
+
+
 def test_seeds_choose_the_sample() -> None:
     runs: Runs = [(tuple(range(n % 50, n % 50 + 20)), 2000) for n in range(200)]
     curves = [sampled_curve(runs, rate=0.3, seed=seed, block_tokens=100) for seed in (1, 1, 2)]

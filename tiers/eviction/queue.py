@@ -73,7 +73,8 @@ class PinnableQueue(Queue[K]):
         self._parked: dict[K, tuple[int, int]] = {}
         #: key -> (place, weight): parked once, unpinned since; may be pinned anew
         self._back: dict[K, tuple[int, int]] = {}
-        #: (place, key) of all in `_back`, and of some that were removed from it
+        #: (place, key) of all in `_back`, and of some that were removed from it; nothing is
+        #: parked before it is empty, so no key is in it twice
         self._heap: list[tuple[int, K]] = []
         self._places = 0
 
@@ -95,14 +96,13 @@ class PinnableQueue(Queue[K]):
 
     def head(self) -> tuple[K, int] | None:
         """The oldest key that is not pinned, with its weight; None when there is none."""
-        pinned, heap, line = self._pinned, self._heap, self.line
+        pinned, heap, back, line = self._pinned, self._heap, self._back, self.line
         while heap:
-            place, key = heap[0]
-            entry = self._back.get(key)
-            if entry is not None and entry[0] == place:
+            key = heap[0][1]
+            if key in back:
                 if key not in pinned:
-                    return key, entry[1]
-                self._parked[key] = self._back.pop(key)
+                    return key, back[key][1]
+                self._parked[key] = back.pop(key)
             heappop(heap)
         while line:
             key = next(iter(line))
