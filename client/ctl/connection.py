@@ -128,6 +128,11 @@ class AdminConnection:
         request = pb.EvictRequest(free_bytes=free_bytes, tiers=[wire_tier(tier) for tier in tiers])
         return self._call(self._admin.Evict, request)
 
+    def curve(self, tier: Tier, budgets_bytes: Sequence[int] = ()) -> pb.CurveResponse:
+        """What a tier would hit at these budgets; at a quarter to four times its own if empty."""
+        request = pb.CurveRequest(tier=wire_tier(tier), budget_bytes=budgets_bytes)
+        return self._call(self._admin.Curve, request)
+
     def gc(self) -> pb.GcResponse:
         return self._call(self._admin.Gc, pb.GcRequest())
 

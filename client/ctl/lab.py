@@ -1,7 +1,7 @@
 """The policy lab's commands: make, convert and analyse traces; curves and advice.
 
-None of them needs a daemon. Every one takes `--json FILE` (`-`: standard output) beside the
-tables that people read.
+None of them needs a daemon, but for `curve --live`. Every one takes `--json FILE` (`-`: standard
+output) beside the tables that people read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
-from .command import Common, ExitCode, fail, make_console, print_json
+from .command import Common, ExitCode, command, fail, make_console, print_json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -61,7 +61,7 @@ class JsonCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = []
-        for argument, following in zip(args, [*args[1:], "--"], strict=True):
+        for argument, following in zip(args, [*args, "--"][1:], strict=True):
             given.append(argument)
             if argument == "--json" and following.startswith("-") and following != STDOUT:
                 given.append(STDOUT)
@@ -76,12 +76,9 @@ def register(app: typer.Typer) -> None:
     trace.command("generate", cls=JsonCommand)(generate)
     trace.command("convert", cls=JsonCommand)(convert)
     app.add_typer(trace, name="trace", rich_help_panel=LAB)
-    for name, function in (
-        ("analyze", analyze),
-        ("curve", lab_curve.curve),
-        ("advise", lab_curve.advise),
-    ):
-        app.command(name, cls=JsonCommand, rich_help_panel=LAB)(function)
+    app.command("analyze", cls=JsonCommand, rich_help_panel=LAB)(analyze)
+    command(app, "curve", panel=LAB, cls=JsonCommand, own_json=True)(lab_curve.curve)
+    app.command("advise", cls=JsonCommand, rich_help_panel=LAB)(lab_curve.advise)
 
 
 def generate(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import typer
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from . import lab
-from .options import parse_seconds, parse_size
+from .command import Ctl
+from .options import TierName, parse_seconds, parse_size
 
 PICTURES = "Pictures and pages"
 COMPARE = "Policies beside the curve"
 SAMPLE = "Sampling"
+LIVE = "With --live: what a running daemon has seen"
 LIMITS = "What there is of each tier; without any of these, all is RAM"
 WANTED = "What is wanted"
 
@@ -22,8 +26,16 @@ PictureOption = Annotated[
 
 
 def curve(
-    ctx: typer.Context,
-    trace: lab.TraceArgument,
+    ctl: Ctl,
+    trace: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TRACE",
+            help="A trace in the Mooncake format: plain, gzip or zstd; - reads standard input. "
+            "None with --live.",
+            show_default=False,
+        ),
+    ] = None,
     block_tokens: lab.BlockTokensOption = DEFAULT_BLOCK_TOKENS,
     block_bytes: Annotated[
         int | None,
@@ -57,7 +69,8 @@ def curve(
         str | None,
         typer.Option(
             metavar="SIZE,...",
-            help="The same in bytes, with --block-bytes: 64GiB,1TiB.",
+            help="The same in bytes, with --block-bytes: 64GiB,1TiB. With --live: the budgets "
+            "to estimate.",
             rich_help_panel=COMPARE,
         ),
     ] = None,
@@ -106,17 +119,42 @@ def curve(
         str | None,
         typer.Option(metavar="FILE", help="One page with all of it.", rich_help_panel=PICTURES),
     ] = None,
+    live: Annotated[
+        bool,
+        typer.Option(
+            "--live",
+            help="What the tiers of a running daemon would hit at other budgets.",
+            rich_help_panel=LIVE,
+        ),
+    ] = False,
+    tier: Annotated[
+        list[TierName] | None,
+        typer.Option("--tier", help="Which tier; may be repeated.", rich_help_panel=LIVE),
+    ] = None,
     json_file: lab.JsonFileOption = None,
 ) -> None:
     """Show the hit rate at every capacity.
 
-    One pass gives the exact hit tokens of LRU for every number of blocks, and
-    the knee, where more memory starts to pay less. Other policies are replayed
-    at single capacities.
+    One pass over a trace gives the exact hit tokens of LRU for every number of
+    blocks, and the knee, where more memory starts to pay less. Other policies are
+    replayed at single capacities.
+
+    With --live, from what a running daemon was asked for since its start: the
+    hit rate of each tier at its budget, and what LRU would have hit at a quarter,
+    half, twice and four times that, estimated from a sample of its keys.
     """
+    given = {name: value for name, value in locals().items() if value != _DEFAULTS[name]}
+    target = lab.STDOUT if json_file is None and ctl.as_json else json_file
+    if live:
+        _refuse(set(given) - {"ctl", "live", "tier", "capacity", "json_file"}, "goes without")
+        _curve_live(ctl, [name.value for name in tier or ()], capacity, target)
+        return
+    _refuse(set(given) & {"tier"}, "needs")
+    if trace is None:
+        raise typer.BadParameter("a curve needs a trace, or --live")
+
     from .replay_offline import ALL_POLICIES, DEFAULT_FRACTIONS, curve_view, run_curve
 
-    target = lab.json_target(ctx, json_file)
     if html is not None and not sample_only and not (capacity_blocks or capacity):
         capacity_fraction = capacity_fraction or DEFAULT_FRACTIONS
     with lab.bad_input():
@@ -141,6 +179,29 @@ def curve(
         _write_pictures(data, png, svg, html)
     lab.warn(notes)
     lab.show(data, target, lambda: curve_view(data))
+
+
+_DEFAULTS = {name: each.default for name, each in inspect.signature(curve).parameters.items()}
+
+
+def _refuse(names: set[str], verb: str) -> None:
+    """An option that would silently do nothing is a mistake."""
+    for name in sorted(names):
+        shown = "TRACE" if name == "trace" else f"--{name.replace('_', '-')}"
+        raise typer.BadParameter(f"{shown} {verb} --live")
+
+
+def _curve_live(ctl: Ctl, tiers: Sequence[str], capacity: str | None, target: str | None) -> None:
+    from ...proto.units import parse_bytes
+    from ...proto.vocabulary import Tier
+    from .live_curve import live_curves, live_view
+    from .replay_offline import parse_list
+
+    with lab.bad_input():
+        budgets_bytes = [parse_bytes(size) for size in parse_list("size", capacity, str)]
+    with ctl.connect() as daemon:
+        data = live_curves(daemon, [Tier[name.upper()] for name in tiers], budgets_bytes)
+    lab.show(data, target, lambda: live_view(data, by_size=bool(budgets_bytes)))
 
 
 def _write_pictures(
