@@ -84,13 +84,14 @@ def requests() -> list[Request]:
     return list(generate("multi-turn", requests=250, seed=3, block_tokens=512))
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("tier", list(Tier))
 def test_one_worker_hits_exactly_what_lru_hits(
-    daemon: PrivateDaemon, requests: list[Request], tier: Tier
+    daemon: PrivateDaemon, requests: list[Request], tier: Tier, in_place: bool
 ) -> None:
     with daemon.admin() as admin:
         before = admin.stats()
-        totals = replay(daemon, requests, tiers=(tier,))
+        totals = replay(daemon, requests, tiers=(tier,), in_place=in_place)
         after = admin.stats()
     assert totals.hit_tokens == lru_hit_tokens(requests, SLOTS) > 0
     assert totals.mismatches == 0

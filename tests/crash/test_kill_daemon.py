@@ -83,7 +83,8 @@ def read_back(client: Client, keys: list[Key]) -> list[bytes]:
         return [bytes(buffer) for buffer in buffers]
 
 
-def test_a_killed_daemon_in_the_middle_of_a_replay(daemon: PrivateDaemon) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_killed_daemon_in_the_middle_of_a_replay(daemon: PrivateDaemon, in_place: bool) -> None:
     requests = list(generate("multi-turn", requests=300, seed=11))
     witness = Witness(daemon.address)
     counted_by_the_dead: list[int] = []
@@ -96,7 +97,9 @@ def test_a_killed_daemon_in_the_middle_of_a_replay(daemon: PrivateDaemon) -> Non
         daemon.start()
 
     try:
-        options = LiveOptions(daemon.address, workers=4, tiers=tuple(Tier), block_bytes=BLOCK_BYTES)
+        options = LiveOptions(
+            daemon.address, workers=4, tiers=tuple(Tier), block_bytes=BLOCK_BYTES, in_place=in_place
+        )
         totals = LiveReplay(requests, options, kill_once).run()
     finally:
         witness.stop()
