@@ -18,9 +18,9 @@ from .events import EntryDamaged, EvictAsked, Tick
 from .loop import Core
 from .metrics import counters_dict
 from .recovery import collect_garbage
-from .service import Context, answering
 from .sessions import ServiceConfig
 from .tables import Entry
+from .wire import Context
 
 _DEFAULT_PAGE_ENTRIES = 100
 _DEFAULT_QUARTERS = (1, 2, 4, 8, 16)
@@ -36,7 +36,6 @@ class AdminService(rpc.AdminServicer):
 
     # ---- what there is
 
-    @answering
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
         core = self._core
         t = core.state.tables
@@ -82,7 +81,6 @@ class AdminService(rpc.AdminServicer):
             dropped_at_start=counters.dropped_at_start,
         )
 
-    @answering
     async def ListEntries(
         self, request: pb.ListEntriesRequest, context: Context
     ) -> pb.ListEntriesResponse:
@@ -105,7 +103,6 @@ class AdminService(rpc.AdminServicer):
         yield from (entries[key] for key in ledger.victims())
         yield from (e for e in entries.values() if e.tier is ledger.tier and e.pins)
 
-    @answering
     async def Inspect(self, request: pb.InspectRequest, context: Context) -> pb.InspectResponse:
         (key,) = messages.keys_of("key", [request.key])
         entry = self._core.state.tables.entries.get(key)
@@ -115,7 +112,6 @@ class AdminService(rpc.AdminServicer):
         problem = await self._verify(entry) if request.verify else ""
         return pb.InspectResponse(entry=detail, verified=request.verify, problem=problem)
 
-    @answering
     async def ListClaims(
         self, request: pb.ListClaimsRequest, context: Context
     ) -> pb.ListClaimsResponse:
@@ -138,7 +134,6 @@ class AdminService(rpc.AdminServicer):
             )
         return pb.ListClaimsResponse(claims=claims)
 
-    @answering
     async def ListReservations(
         self, request: pb.ListReservationsRequest, context: Context
     ) -> pb.ListReservationsResponse:
@@ -163,7 +158,6 @@ class AdminService(rpc.AdminServicer):
             ]
         )
 
-    @answering
     async def ListSessions(
         self, request: pb.ListSessionsRequest, context: Context
     ) -> pb.ListSessionsResponse:
@@ -184,7 +178,6 @@ class AdminService(rpc.AdminServicer):
 
     # ---- room
 
-    @answering
     async def Preview(self, request: pb.PreviewRequest, context: Context) -> pb.PreviewResponse:
         t = self._core.state.tables
         tier = messages.tier_of(request.tier, t.ledgers)
@@ -220,7 +213,6 @@ class AdminService(rpc.AdminServicer):
             freed_bytes += entry.stored_bytes
             yield entry
 
-    @answering
     async def Curve(self, request: pb.CurveRequest, context: Context) -> pb.CurveResponse:
         t = self._core.state.tables
         tier = messages.tier_of(request.tier, t.ledgers)
@@ -245,7 +237,6 @@ class AdminService(rpc.AdminServicer):
             sampled_tokens=round(curve.total * curve.rate),
         )
 
-    @answering
     async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:
         core = self._core
         if request.free_bytes == 0:
@@ -270,7 +261,6 @@ class AdminService(rpc.AdminServicer):
 
     # ---- order
 
-    @answering
     async def Gc(self, request: pb.GcRequest, context: Context) -> pb.GcResponse:
         core = self._core
         counters = core.state.tables.counters
@@ -284,7 +274,6 @@ class AdminService(rpc.AdminServicer):
             orphan_index_rows=rows,
         )
 
-    @answering
     async def Check(self, request: pb.CheckRequest, context: Context) -> pb.CheckResponse:
         core = self._core
         problems = core.state.check() + self._index_problems()

@@ -41,6 +41,7 @@ from .metrics import serve_metrics
 from .options import Config
 from .service import CacheService
 from .sessions import ServiceConfig
+from .wire import add_service
 
 log = structlog.get_logger("prefixd")
 
@@ -189,9 +190,10 @@ class _Securing:
         )
 
 
-async def _serve_rpcs(
-    core: Core, config: Config, service_config: ServiceConfig, stop: asyncio.Event
-) -> None:
+def make_server(
+    core: Core, service_config: ServiceConfig
+) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
+    """A server with every service, and what its health service says. It listens nowhere yet."""
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
@@ -201,13 +203,24 @@ async def _serve_rpcs(
         ]
     )
     checker = health.aio.HealthServicer()
-    prefixd_pb2_grpc.add_CacheServicer_to_server(CacheService(core, service_config), server)
-    prefixd_pb2_grpc.add_AdminServicer_to_server(AdminService(core, service_config), server)
+    add_service(
+        server, prefixd_pb2_grpc.add_CacheServicer_to_server, CacheService(core, service_config)
+    )
+    add_service(
+        server, prefixd_pb2_grpc.add_AdminServicer_to_server, AdminService(core, service_config)
+    )
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)
     names = [service.full_name for service in prefixd_pb2.DESCRIPTOR.services_by_name.values()]
     reflection.enable_server_reflection(
         [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server
     )
+    return server, checker
+
+
+async def _serve_rpcs(
+    core: Core, config: Config, service_config: ServiceConfig, stop: asyncio.Event
+) -> None:
+    server, checker = make_server(core, service_config)
     addresses = _listen(server, config)
     await server.start()
     watching = asyncio.ensure_future(_watch_health(core, checker))
