@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Final
 
 import grpc
@@ -27,13 +28,22 @@ class Connection:
         self._save: grpc.StreamUnaryMultiCallable[bytes, pb.SaveResponse] = (
             self.channel.stream_unary(f"/{service}/Save", None, pb.SaveResponse.FromString)
         )
+        self._save_whole: grpc.UnaryUnaryMultiCallable[bytes, pb.SaveWholeResponse] = (
+            self.channel.unary_unary(f"/{service}/SaveWhole", None, pb.SaveWholeResponse.FromString)
+        )
         self._write: grpc.StreamUnaryMultiCallable[bytes, pb.WriteResponse] = (
             self.channel.stream_unary(f"/{service}/Write", None, pb.WriteResponse.FromString)
         )
 
-    def save(self, messages: Iterator[bytes], timeout_s: float) -> pb.SaveResponse:
-        """`Cache.Save` of encoded SaveRequests. Raises grpc.RpcError."""
-        return self._save(messages, timeout=timeout_s)
+    def save(
+        self, messages: Iterator[bytes], timeout_s: float
+    ) -> pb.SaveResponse | pb.SaveWholeResponse:
+        """`Cache.Save` of encoded SaveRequests, `SaveWhole` if there is but one. Raises
+        grpc.RpcError."""
+        first, second = next(messages), next(messages, None)
+        if second is None:
+            return self._save_whole(first, timeout=timeout_s)
+        return self._save(chain((first, second), messages), timeout=timeout_s)
 
     def write(self, messages: Iterator[bytes], timeout_s: float) -> pb.WriteResponse:
         """`Cache.Write` of encoded WriteRequests. Raises grpc.RpcError."""

@@ -319,7 +319,7 @@ class RemoteTransport:
         labels = [pb.WritePart(item=index) for index in range(len(items))]
         payloads = [saving.payload for saving in items]
 
-        def send(link: Link, timeout_s: float) -> pb.SaveResponse:
+        def send(link: Link, timeout_s: float) -> pb.SaveResponse | pb.SaveWholeResponse:
             header.session.CopyFrom(link.ref)
             opening = pb.SaveRequest(header=header).SerializeToString()
             max_message_bytes = link.welcome.max_message_bytes or MAX_MESSAGE_BYTES

@@ -1197,6 +1197,45 @@ class SaveResponse(google.protobuf.message.Message):
 Global___SaveResponse: typing_extensions.TypeAlias = SaveResponse
 
 @typing.final
+class SaveWholeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    @property
+    def header(self) -> Global___SaveHeader: ...
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WritePart]:
+        """of every item all of them"""
+
+    def __init__(
+        self,
+        *,
+        header: Global___SaveHeader | None = ...,
+        parts: collections.abc.Iterable[Global___WritePart] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "parts", b"parts"]) -> None: ...
+
+Global___SaveWholeRequest: typing_extensions.TypeAlias = SaveWholeRequest
+
+@typing.final
+class SaveWholeResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: builtins.int
+    @property
+    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SaveResult]: ...
+    def __init__(
+        self,
+        *,
+        results: collections.abc.Iterable[Global___SaveResult] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["results", b"results"]) -> None: ...
+
+Global___SaveWholeResponse: typing_extensions.TypeAlias = SaveWholeResponse
+
+@typing.final
 class StagedPart(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import grpc
 import structlog
 
 from ..proto import limits
@@ -19,12 +17,10 @@ from ..proto.errors import (
     InvalidSize,
     LimitReached,
     MalformedMessage,
-    PrefixdError,
     UnknownClaim,
     UnknownReservation,
     UnknownSession,
     UnknownStaging,
-    metadata_of,
 )
 from ..tiers.store import StoreError
 from . import messages
@@ -51,39 +47,17 @@ from .incoming import Incoming, Piece
 from .loop import Core, head_of
 from .sessions import ServiceConfig, SessionStream, first_message
 from .tables import Entry
+from .wire import Context
 
 log = structlog.get_logger("prefixd.service")
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Q = TypeVar("Q")
-R = TypeVar("R")
 
 _CLAIM_MODES = {
     pb.CLAIM_MODE_RUN: ClaimMode.RUN,
     pb.CLAIM_MODE_FIRST: ClaimMode.FIRST,
     pb.CLAIM_MODE_ANY: ClaimMode.ANY,
 }
-
-
-async def abort(context: Context, error: PrefixdError) -> None:
-    """End an rpc with an error of ours. Never returns."""
-    await context.abort(error.code, str(error), metadata_of(error))
-
-
-def answering(
-    method: Callable[[Any, Q, Context], Awaitable[R]],
-) -> Callable[[Any, Q, Context], Awaitable[R]]:
-    """Turn what an rpc raises into its status."""
-
-    @functools.wraps(method)
-    async def rpc_method(self: Any, request: Q, context: Context) -> R:
-        try:
-            return await method(self, request, context)
-        except PrefixdError as error:
-            await abort(context, error)
-            raise
-
-    return rpc_method
 
 
 class CacheService(rpc.CacheServicer):
@@ -103,16 +77,12 @@ class CacheService(rpc.CacheServicer):
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
     ) -> AsyncGenerator[pb.SessionEvent, None]:
         stream = SessionStream(self._core, self._config)
-        try:
-            async with aclosing(stream.run(request_iterator)) as events:
-                async for event in events:
-                    yield event
-        except PrefixdError as error:
-            await abort(context, error)
+        async with aclosing(stream.run(request_iterator)) as events:
+            async for event in events:
+                yield event
 
     # ---- read side
 
-    @answering
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
         core = self._core
         now_ns = core.clock.now_ns()
@@ -126,7 +96,6 @@ class CacheService(rpc.CacheServicer):
         answer = await core.ask(question, LookupAnswer)
         return messages.lookup_response(answer, self._config.incarnation)
 
-    @answering
     async def Claim(self, request: pb.ClaimRequest, context: Context) -> pb.ClaimResponse:
         core = self._core
         now_ns = core.clock.now_ns()
@@ -162,7 +131,6 @@ class CacheService(rpc.CacheServicer):
             now_ns = core.clock.now_ns()
             core.post(ReleaseAsked(core.next_request(), asked.session, claims, now_ns))
 
-    @answering
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
         core = self._core
         messages.batch_of("claim_ids", request.claim_ids)
@@ -178,14 +146,12 @@ class CacheService(rpc.CacheServicer):
     async def Read(
         self, request: pb.ReadRequest, context: Context
     ) -> AsyncGenerator[pb.ReadResponse, None]:
-        try:
-            with self._core.working():
-                async for response in self._read(request):
+        with self._core.working():
+            async with aclosing(self._read(request)) as responses:
+                async for response in responses:
                     yield response
-        except PrefixdError as error:
-            await abort(context, error)
 
-    async def _read(self, request: pb.ReadRequest) -> AsyncIterator[pb.ReadResponse]:
+    async def _read(self, request: pb.ReadRequest) -> AsyncGenerator[pb.ReadResponse, None]:
         session = self._session(request.session)
         messages.batch_of("ranges", request.ranges)
         self._claimed(session, request.claim_id)
@@ -291,7 +257,6 @@ class CacheService(rpc.CacheServicer):
         )
         return await core.ask(question, ReserveAnswer)
 
-    @answering
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
         answer = await self._reserve(request.header, begin=False)
         return pb.ReserveResponse(
@@ -299,7 +264,6 @@ class CacheService(rpc.CacheServicer):
             ttl_ms=answer.ttl_ns // 1_000_000,
         )
 
-    @answering
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
         core = self._core
         messages.batch_of("tokens", request.tokens)
@@ -311,7 +275,6 @@ class CacheService(rpc.CacheServicer):
         )
         return pb.CancelResponse(cancelled=(await core.ask(question, CancelAnswer)).results)
 
-    @answering
     async def Save(
         self, request_iterator: AsyncIterator[pb.SaveRequest], context: Context
     ) -> pb.SaveResponse:
@@ -319,29 +282,30 @@ class CacheService(rpc.CacheServicer):
         answer, incoming = await self._begin_save(first)
 
         async def take(request: pb.SaveRequest) -> None:
-            await incoming.feed(
-                [
-                    Piece(p.item, p.data, p.last, p.payload_crc32c, p.offset_bytes)
-                    for p in request.parts
-                    if _granted(p.item, answer, incoming)
-                ]
-            )
+            await incoming.feed(_pieces(request.parts, answer, incoming))
 
         with self._core.working():
             await _receive(incoming, first, request_iterator, take)
             results = await _save_results(answer, incoming)
         return pb.SaveResponse(results=results)
 
+    async def SaveWhole(
+        self, request: pb.SaveWholeRequest, context: Context
+    ) -> pb.SaveWholeResponse:
+        answer, incoming = await self._begin_save(request)
+        with self._core.working():
+            with incoming.to_the_end():
+                await incoming.feed(_pieces(request.parts, answer, incoming))
+            results = await _save_results(answer, incoming)
+        return pb.SaveWholeResponse(results=results)
+
     async def SaveStaged(
         self, request_iterator: AsyncIterator[pb.SaveStagedRequest], context: Context
     ) -> AsyncGenerator[pb.SaveStagedResponse, None]:
-        try:
-            with self._core.working():
-                async with aclosing(self._save_staged(request_iterator)) as responses:
-                    async for response in responses:
-                        yield response
-        except PrefixdError as error:
-            await abort(context, error)
+        with self._core.working():
+            async with aclosing(self._save_staged(request_iterator)) as responses:
+                async for response in responses:
+                    yield response
 
     async def _save_staged(
         self, requests: AsyncIterator[pb.SaveStagedRequest]
@@ -371,7 +335,7 @@ class CacheService(rpc.CacheServicer):
         yield pb.SaveStagedResponse(results=await _save_results(answer, incoming))
 
     async def _begin_save(
-        self, first: pb.SaveRequest | pb.SaveStagedRequest
+        self, first: pb.SaveRequest | pb.SaveWholeRequest | pb.SaveStagedRequest
     ) -> tuple[ReserveAnswer, Incoming]:
         """Reserve what the first message asks for, and open what is granted."""
         if not first.HasField("header"):
@@ -383,7 +347,6 @@ class CacheService(rpc.CacheServicer):
                 incoming.add(number, self._core.begin_write(reserved))
         return answer, incoming
 
-    @answering
     async def Write(
         self, request_iterator: AsyncIterator[pb.WriteRequest], context: Context
     ) -> pb.WriteResponse:
@@ -435,6 +398,16 @@ def _granted(item: int, answer: ReserveAnswer, incoming: Incoming) -> bool:
     if item >= len(answer.results):
         raise MalformedMessage(f"a part names item {item}, which is not there")
     return item in incoming
+
+
+def _pieces(
+    parts: Iterable[pb.WritePart], answer: ReserveAnswer, incoming: Incoming
+) -> list[Piece]:
+    return [
+        Piece(p.item, p.data, p.last, p.payload_crc32c, p.offset_bytes)
+        for p in parts
+        if _granted(p.item, answer, incoming)
+    ]
 
 
 async def _save_results(answer: ReserveAnswer, incoming: Incoming) -> list[pb.SaveResult]:
