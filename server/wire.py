@@ -26,10 +26,10 @@ from ..tiers.store import StoreError, StoreFull
 
 log = structlog.get_logger("prefixd.wire")
 
-Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 S = TypeVar("S")
 
-_Handler: TypeAlias = grpc.RpcMethodHandler[Any, Any]
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Behaviour: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 
 
