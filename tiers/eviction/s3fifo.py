@@ -31,6 +31,8 @@ class S3FIFO(EvictionPolicy[K]):
     S and M keep to their shares even when the other has room: `crowded` says so. A key that
     is heavier than S's share may have S for itself. When all of a full queue is pinned,
     the other has to give. A pinned key keeps its place and counts in its queue's share.
+
+    libCacheSim's S3FIFO differs in seven rules: see `tests/test_eviction_peers.py`.
     """
 
     name: ClassVar[str] = "s3fifo"
