@@ -1,9 +1,19 @@
-"""For every test: examples that are the same at each run, on a machine of any speed."""
+"""For all tests: an environment that says nothing of the terminal or the machine they run on."""
 
 from __future__ import annotations
 
-from hypothesis import settings
+from collections.abc import Iterator
 
-# No deadline: an example that takes long says something of the machine, not of the code.
-settings.register_profile("prefixd", deadline=None, derandomize=True, database=None)
-settings.load_profile("prefixd")
+import pytest
+
+#: What would change a table or find a daemon that is not a test's own. pytest-xdist, for one,
+#: claims a terminal of 80 columns.
+FOREIGN = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PREFIXD_ADDRESS")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def plain_environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in FOREIGN:
+            patch.delenv(name, raising=False)
+        yield

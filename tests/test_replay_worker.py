@@ -21,7 +21,7 @@ from prefixd.client.results import MissReason, RestoreResult
 from prefixd.client.writing import SaveItem
 from prefixd.proto.vocabulary import SaveReason, Tier
 
-from .daemon import private_daemon
+from .daemon import eventually, private_daemon
 
 BLOCK_BYTES = 4096
 
@@ -34,8 +34,10 @@ def daemon() -> Iterator[PrivateDaemon]:
 
 @pytest.fixture
 def client(daemon: PrivateDaemon) -> Iterator[Client]:
-    with Client(daemon.address) as connected, daemon.admin() as admin:
+    with Client(daemon.address) as connected:
         yield connected
+    with daemon.admin() as admin:
+        eventually(lambda: not admin.stats().sessions)
         assert admin.claims().claims == []
         admin.evict(2**40, [])
 
