@@ -34,8 +34,8 @@ class Runner:
         self._threads = ThreadPoolExecutor(max_concurrency, thread_name_prefix="prefixd-aio")
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """`call(...)` in a thread. Its `deadline_ms` counts from now, not from when a thread is
-        free.
+        """`call(...)` in a thread. Its `deadline_ms`, where it has one, counts from now and not
+        from when a thread is free.
 
         When the awaiting task is cancelled, the call goes on to its end, and what it claims or
         reserves is given back.
@@ -45,8 +45,9 @@ class Runner:
         asked_s = time.monotonic()
 
         def work() -> T:
-            waited_ms = round((time.monotonic() - asked_s) * 1e3)
-            kwargs["deadline_ms"] = within_ms - waited_ms
+            if "deadline_ms" in kwargs:
+                waited_ms = round((time.monotonic() - asked_s) * 1e3)
+                kwargs["deadline_ms"] = within_ms - waited_ms
             return call(*args, **kwargs)
 
         future = self._threads.submit(work)

@@ -8,6 +8,7 @@ what is below it, such as a key of the wrong length or a client that was closed.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
@@ -102,7 +103,7 @@ class Client(Saves):
         if verify not in VERIFY_CHOICES:
             raise CallerError(f"verify is one of {', '.join(VERIFY_CHOICES)}, not {verify!r}")
         self._owner = Owner()
-        self._closed = True  # until there is something to close
+        self._closed = False
         self.deadline_ms = deadline_ms
         self.evict_save_timeout_ms = evict_save_timeout_ms
         self._counters = counters or Counters()
@@ -117,7 +118,6 @@ class Client(Saves):
             if local:
                 transport = LocalTransport(remote)
         self._transport = transport
-        self._closed = False
         self._reader = Reader(
             self._transport,
             self._counters,
@@ -136,6 +136,11 @@ class Client(Saves):
             deadline_ms=deadline_ms,
             evict_save_timeout_ms=evict_save_timeout_ms,
             max_pending_saves=max_pending_saves,
+        )
+
+        # Not __del__: at the end of the program that runs when the threads are gone already.
+        self._finalizer = weakref.finalize(
+            self, _forgotten, self._owner, self._writer, self._transport
         )
 
     # ---- looking for state
@@ -317,6 +322,7 @@ class Client(Saves):
         if self._closed:
             return
         self._closed = True
+        self._finalizer.detach()
         if not self._owner.is_here:
             return  # in a fork there is nothing to leave
         self._writer.close(flush_ms)
@@ -334,11 +340,6 @@ class Client(Saves):
     ) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and self._owner.is_here:
-            warnings.warn("a client was never closed", ResourceWarning, source=self, stacklevel=1)
-            self.close(flush_ms=0)
-
     def _check_usable(self) -> None:
         if self._closed:
             raise ClientClosed("this client is closed")
@@ -351,3 +352,12 @@ class Client(Saves):
             raise InvalidSize(f"a wait is in 0 ... {MAX_WAIT_MS} ms, not {wait_ms}")
         within_ms = self.deadline_ms if deadline_ms is None else deadline_ms
         return Deadline(within_ms + wait_ms)
+
+
+def _forgotten(owner: Owner, writer: Writer, transport: Transport) -> None:
+    """A client was dropped, or the program ends, without its being closed."""
+    if owner.is_here:
+        warnings.warn("a client was never closed", ResourceWarning, stacklevel=1)
+        writer.close(0)
+        transport.close()
+        writer.join()

@@ -215,9 +215,11 @@ class FakeDaemon:
             )
 
     def wait_until(self, condition: Callable[[], object]) -> None:
-        """Wait until something is true of this daemon; fails when it never is."""
+        """Wait until something is true of this daemon, or it is stopped; else fails."""
         with self.changed:
-            assert self.changed.wait_for(lambda: bool(condition()), PATIENCE_S), "it never was"
+            assert self.changed.wait_for(lambda: self._server is None or condition(), PATIENCE_S), (
+                "it never was"
+            )
 
     # ---- how it works
 
@@ -521,30 +523,39 @@ class _Servicer(rpc.CacheServicer):
     def Save(
         self, request_iterator: Iterator[pb.SaveRequest], context: grpc.ServicerContext
     ) -> pb.SaveResponse:
+        results = _answer(context, lambda: self._saved(request_iterator))
+        return self._mangled("Save", pb.SaveResponse(results=results))
+
+    def SaveWhole(
+        self, request: pb.SaveWholeRequest, context: grpc.ServicerContext
+    ) -> pb.SaveWholeResponse:
+        """Counted, failed and held back as a Save: which of the two it is concerns nobody."""
+        results = _answer(context, lambda: self._saved(iter([request])))
+        return self._mangled("Save", pb.SaveWholeResponse(results=results))
+
+    def _saved(
+        self, requests: Iterator[pb.SaveRequest | pb.SaveWholeRequest]
+    ) -> list[pb.SaveResult]:
         d = self._d
-
-        def answer() -> pb.SaveResponse:
-            first = next(request_iterator)
-            d._enter("Save", first.header.session)
+        first = next(requests)
+        d._enter("Save", first.header.session)
+        with d.changed:
+            reserved = d._reserve(first.header)
+        results: dict[int, pb.SaveResult] = {}
+        for request in itertools.chain([first], requests):
+            d.message_bytes.append(request.ByteSize())
             with d.changed:
-                reserved = d._reserve(first.header)
-            results: dict[int, pb.SaveResult] = {}
-            for request in itertools.chain([first], request_iterator):
-                d.message_bytes.append(request.ByteSize())
-                with d.changed:
-                    for part in request.parts:
-                        if reserved[part.item].status == pb.RESERVE_STATUS_GRANTED:
-                            result = d._take(reserved[part.item].token, part)
-                            if result is not None:
-                                results[part.item] = result
-            for item, answer in enumerate(reserved):
-                if answer.status != pb.RESERVE_STATUS_GRANTED:
-                    results[item] = pb.SaveResult(
-                        status=pb.SaveStatus.ValueType(answer.status), in_flight=answer.in_flight
-                    )
-            return pb.SaveResponse(results=[results[item] for item in range(len(reserved))])
-
-        return self._mangled("Save", _answer(context, answer))
+                for part in request.parts:
+                    if reserved[part.item].status == pb.RESERVE_STATUS_GRANTED:
+                        result = d._take(reserved[part.item].token, part)
+                        if result is not None:
+                            results[part.item] = result
+        for item, answer in enumerate(reserved):
+            if answer.status != pb.RESERVE_STATUS_GRANTED:
+                results[item] = pb.SaveResult(
+                    status=pb.SaveStatus.ValueType(answer.status), in_flight=answer.in_flight
+                )
+        return [results[item] for item in range(len(reserved))]
 
     def _mangled(self, name: str, message: Any) -> Any:
         return self._d._mangle.get(name, lambda same: same)(message)
