@@ -1,13 +1,18 @@
-"""For all tests: an environment that says nothing of the terminal or the machine they run on."""
+"""For every test: examples that are the same at each run, on a machine of any speed, and an
+environment that says nothing of the terminal or of a daemon that is not a test's own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
-#: What would change a table or find a daemon that is not a test's own. pytest-xdist, for one,
-#: claims a terminal of 80 columns.
+# No deadline: an example that takes long says something of the machine, not of the code.
+settings.register_profile("prefixd", deadline=None, derandomize=True, database=None)
+settings.load_profile("prefixd")
+
+#: pytest-xdist, for one, claims a terminal of 80 columns.
 FOREIGN = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PREFIXD_ADDRESS")
 
 
