@@ -577,9 +577,11 @@ def keys(count: int, start: int = 0) -> list[bytes]:
 
 def payloads(sizes_bytes: Sequence[int], seed: int = 0) -> list[bytes]:
     """Bytes that differ by place and by payload."""
+    period = 251
     return [
-        bytes((seed + 31 * number + 7 * place + (place >> 8)) % 256 for place in range(256))
-        * (size // 256)
-        + bytes(size % 256)
+        (
+            bytes((seed + 31 * number + 7 * place) % period for place in range(period))
+            * (size // period + 1)
+        )[:size]
         for number, size in enumerate(sizes_bytes)
     ]
