@@ -292,7 +292,7 @@ class Writer:
 
 def _saving(item: SaveItem) -> Saving:
     payload = byte_view(item.payload)
-    token_ids = item.token_ids or b""
+    token_ids = b"" if item.token_ids is None else item.token_ids
     if not isinstance(token_ids, bytes):
         token_ids = bytes(token_bytes(token_ids))
     check_layout(len(payload), item.layer_count)
