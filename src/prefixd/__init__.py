@@ -4,9 +4,16 @@ The four sub-packages live at the top of the repository and are linked in here, 
 nothing called ``server`` or ``client`` lands in anyone's site-packages.
 """
 
-from importlib.metadata import PackageNotFoundError, version
+from __future__ import annotations
 
-try:
-    __version__ = version("prefixd")
-except PackageNotFoundError:  # imported from a source tree that was never installed
-    __version__ = "0+unknown"
+
+def __getattr__(name: str) -> str:
+    """`__version__`, looked up when it is asked for: that takes as long as all else together."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("prefixd")
+    except PackageNotFoundError:  # imported from a source tree that was never installed
+        return "0+unknown"
