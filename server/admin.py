@@ -10,11 +10,11 @@ from ..proto import limits
 from ..proto import prefixd_pb2 as pb
 from ..proto import prefixd_pb2_grpc as rpc
 from ..proto.errors import CurveDisabled, InvalidSize, UnknownEntry
-from ..proto.keys import Key
 from ..tiers.ledger import Admission, Ledger
 from . import messages
 from .answers import EvictAnswer
-from .events import EntryDamaged, EvictAsked, Tick
+from .effects import IndexClaim, IndexDelete, IndexPut
+from .events import EvictAsked, Tick
 from .loop import Core
 from .metrics import counters_dict
 from .recovery import collect_garbage
@@ -276,7 +276,7 @@ class AdminService(rpc.AdminServicer):
 
     async def Check(self, request: pb.CheckRequest, context: Context) -> pb.CheckResponse:
         core = self._core
-        problems = core.state.check() + self._index_problems()
+        problems = [*core.state.check(), *self._index_problems()]
         verified = verified_bytes = 0
         if request.deep:
             for entry in list(core.state.tables.entries.values()):
@@ -294,18 +294,21 @@ class AdminService(rpc.AdminServicer):
             payload_bytes_verified=verified_bytes,
         )
 
-    def _index_problems(self) -> list[str]:
+    def _index_problems(self) -> Iterator[str]:
         """The index has to say what the state says, no more and no less."""
-        entries = self._core.state.tables.entries
-        listed = self._core.index.keys()
-        problems = [f"the index lacks {key.hex()}" for key in entries.keys() - listed]
-        problems += [f"the index lists {key.hex()}" for key in listed - entries.keys()]
-        for key in listed & entries.keys():
-            row = self._core.index.get(key)
-            entry = entries[key]
-            if row is None or (row.generation, row.location) != (entry.generation, entry.location):
-                problems.append(f"the index has another place for {key.hex()}")
-        return problems
+        index = self._core.index
+        if index.problem is not None:
+            yield f"the index is behind: {index.problem}"
+        if index.revoked:
+            return
+        for change in index.differences(self._core.state.tables.entries):
+            match change:
+                case IndexPut():
+                    yield f"the index lacks {change.entry.key.hex()}, or has something else for it"
+                case IndexDelete():
+                    yield f"the index lists {change.key.hex()}, which is not there"
+                case IndexClaim():
+                    yield f"the index is wrong about a claim on {change.key.hex()}"
 
     async def _verify(self, entry: Entry) -> str:
         """Read an entry; damaged ones are dropped. Evicted meanwhile: nothing to say."""
@@ -313,8 +316,7 @@ class AdminService(rpc.AdminServicer):
         problem = await core.read_problem(entry)
         if not problem or not entry.published:
             return ""
-        now_ns = core.clock.now_ns()
-        core.post(EntryDamaged(Key(entry.key), entry.generation, problem, now_ns))
+        core.damaged(entry, problem)
         return problem
 
 

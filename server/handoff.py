@@ -12,7 +12,6 @@ import os
 import socket
 import struct
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +32,8 @@ log = structlog.get_logger("prefixd.handoff")
 _BACKLOG = 128
 #: A client that connected says what it wants within this time.
 _PATIENCE_S = 5.0
+#: Without descriptors left nobody can be accepted; they are asked to wait this long.
+_PAUSE_S = 1.0
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
@@ -50,6 +51,11 @@ class _Package:
         self.fds.append(fd)
         if own:
             self.own.append(fd)
+
+    def refuse(self, why: str) -> None:
+        """Nothing for this client."""
+        names = (handoff.RAM, handoff.SHM, handoff.INDEX, handoff.DISK, handoff.STAGING)
+        self.reply = handoff.Reply(refused=dict.fromkeys(names, why))
 
     def close(self) -> None:
         for fd in self.own:
@@ -74,6 +80,7 @@ class Handoff:
         self._staging_bytes = staging_bytes
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._pause: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Bind and listen. The socket's directory is locked: what lies there is a leftover."""
@@ -82,60 +89,77 @@ class Handoff:
         self._socket.bind(self.path)
         Path(self.path).chmod(0o600)
         self._socket.listen(_BACKLOG)
-        asyncio.get_running_loop().add_reader(self._socket, self._accept)
+        self._listen()
 
     def close(self) -> None:
+        """Nobody is served any more, not even who is being served."""
         asyncio.get_running_loop().remove_reader(self._socket)
+        if self._pause is not None:
+            self._pause.cancel()
         self._socket.close()
         Path(self.path).unlink(missing_ok=True)
         for task in self._tasks:
             task.cancel()
 
+    def _listen(self) -> None:
+        self._pause = None
+        asyncio.get_running_loop().add_reader(self._socket, self._accept)
+
     def _accept(self) -> None:
-        with suppress(BlockingIOError):
+        loop = asyncio.get_running_loop()
+        try:
             connection, _ = self._socket.accept()
-            task = asyncio.get_running_loop().create_task(self._serve(connection))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        except (BlockingIOError, ConnectionError):
+            return  # it went away again
+        except OSError as problem:
+            # Who waits is still there: the loop would come back at once, again and again.
+            log.error("handoff_paused", why=str(problem))
+            loop.remove_reader(self._socket)
+            self._pause = loop.call_later(_PAUSE_S, self._listen)
+            return
+        task = loop.create_task(self._serve(connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         with connection:
             connection.setblocking(False)
+            package = _Package()
             try:
                 async with asyncio.timeout(_PATIENCE_S):
                     packet = await loop.sock_recv(connection, handoff.PACKET_BYTES)
-                package = self._pack(connection, packet)
-            except (OSError, TimeoutError, MalformedMessage) as problem:
-                log.warning("handoff_refused", why=str(problem))
-                return
-            try:
+                self._pack(connection, packet, package)
                 # A new connection has room for one packet: this never blocks.
                 socket.send_fds(connection, [handoff.pack(package.reply)], package.fds)
-            except OSError as problem:
-                log.warning("handoff_failed", why=str(problem))
+            except (OSError, TimeoutError, MalformedMessage) as problem:
+                log.warning("handoff_refused", why=str(problem))
             finally:
                 package.close()
 
-    def _pack(self, connection: socket.socket, packet: bytes) -> _Package:
+    def _pack(self, connection: socket.socket, packet: bytes, package: _Package) -> None:
+        """Fill a package for whoever sent the packet. Raises MalformedMessage, OSError."""
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(raw)
         if uid not in (os.geteuid(), 0):
             raise MalformedMessage(f"user {uid} is not the one that runs this daemon")
         request = handoff.unpack(handoff.Request, packet)
         if request.incarnation != self._incarnation:
-            return _refuse("the session belongs to another start of the daemon")
-        if request.session not in self._core.state.tables.sessions:
-            return _refuse(f"session {request.session} ended or never was")
-        if request.pid != pid:
-            return _refuse(
+            package.refuse("the session belongs to another start of the daemon")
+        elif not self._is_session(request.session):
+            package.refuse(f"session {request.session} ended or never was")
+        elif request.pid != pid:
+            package.refuse(
                 f"the client calls itself process {request.pid}, the kernel knows it as {pid}: "
                 "it lives in another PID namespace (in Kubernetes set shareProcessNamespace)"
             )
-        return self._package(request.session)
+        else:
+            self._fill(package, request.session)
 
-    def _package(self, session: int) -> _Package:
-        package = _Package()
+    def _is_session(self, number: object) -> bool:
+        return isinstance(number, int) and number in self._core.state.tables.sessions
+
+    def _fill(self, package: _Package, session: int) -> None:
         sizes = {"ram_bytes": 0, "shm_bytes": 0, "staging_bytes": 0}
         refused: dict[str, str] = {}
 
@@ -149,9 +173,11 @@ class Handoff:
             except OSError as problem:
                 refused[name] = str(problem)
 
-        attempt(
-            handoff.INDEX, lambda: directory(handoff.INDEX, self._shm_directory / INDEX_DIRECTORY)
-        )
+        if self._core.index.revoked:
+            refused[handoff.INDEX] = f"it is not kept at the moment: {self._core.index.problem}"
+        else:
+            index = self._shm_directory / INDEX_DIRECTORY
+            attempt(handoff.INDEX, lambda: directory(handoff.INDEX, index))
         for tier, name in ((Tier.RAM, handoff.RAM), (Tier.SHM, handoff.SHM)):
             store = self._core.stores.get(tier)
             arena = None if store is None else arena_of(store)
@@ -179,9 +205,3 @@ class Handoff:
 
         attempt(handoff.STAGING, staging)
         package.reply = handoff.Reply(package.reply.descriptors, refused=refused, **sizes)
-        return package
-
-
-def _refuse(why: str) -> _Package:
-    names = (handoff.RAM, handoff.SHM, handoff.INDEX, handoff.DISK, handoff.STAGING)
-    return _Package(handoff.Reply(refused=dict.fromkeys(names, why)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from ..proto.errors import InvalidSize, MalformedMessage, PrefixdError
@@ -59,8 +59,8 @@ class _Feed:
             return
         try:
             writer.write(piece.data)
-        except StoreError as problem:
-            self.problem = (SaveOutcome.FAILED, str(problem))
+        except (StoreError, MemoryError) as problem:
+            self.problem = (SaveOutcome.FAILED, str(problem) or "there is no memory for it")
             return
         if piece.last:
             self._last(piece)
@@ -122,7 +122,10 @@ class Incoming:
         try:
             return await asyncio.shield(copying)
         except asyncio.CancelledError:
-            await asyncio.wait([copying])
+            # However often: a stop cancels what a client that is gone cancelled already.
+            while not copying.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([copying])
             raise
         finally:
             for feed in feeds:

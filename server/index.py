@@ -2,79 +2,106 @@
 
 It is what readers on this host walk without asking anybody, and the directory from which the
 shm tier recovers. One transaction per event, however many entries the event moved.
+
+Readers trust it: a row that stands says that nothing was written to its extents. Where a row
+can't be removed (a full /dev/shm), nobody may believe the index any more, and that has to work
+without any room: `revoke` overwrites the incarnation, by which readers know their daemon, in the
+pages that hold it. `mend` brings the index up to date and gives it back its incarnation.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import lmdb
+import structlog
 
+from ..proto.errors import RecordError
 from ..proto.index import CLAIMED, INCARNATION_ROW, INDEX_DIRECTORY, IndexRow, pack_row, unpack_row
 from ..proto.keys import Key
 from ..proto.limits import KEY_BYTES
 from ..proto.vocabulary import Tier
-from ..tiers.store import Location
+from ..tiers.store import Location, StoreError
 from .effects import IndexClaim, IndexDelete, IndexPut
 from .tables import Entry
 
+log = structlog.get_logger("prefixd.index")
+
 IndexChange: TypeAlias = IndexPut | IndexDelete | IndexClaim
 
-
-_MAX_READERS = 1024
+_MAX_READERS: Final = 1024
 #: A cache line for each reader, and the header before them.
-_LOCK_FILE_BYTES = (_MAX_READERS + 64) * 64
+_LOCK_FILE_BYTES: Final = (_MAX_READERS + 64) * 64
+#: What a file is that LMDB can't make anything of: nothing in it can be saved.
+_RUBBISH: Final = (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.CorruptedError)
 
 
-class IndexFailed(Exception):
-    """The index could not take a change; what readers see may be stale."""
+class IndexFailed(StoreError):
+    """The index could not be opened or changed; of the change nothing was done."""
 
 
 class Index:
     """The one writer of the index. Not thread-safe: it belongs to the event loop.
 
-    `map_bytes` bounds what it may grow to; the file is only as large as its rows.
+    `map_bytes` bounds what it may grow to; the file is only as large as its rows. An index that
+    is damaged is replaced by an empty one. Raises IndexFailed if there can't be one.
     """
 
     def __init__(self, directory: Path, incarnation: bytes, map_bytes: int) -> None:
+        #: why it does not say what the state says; None: it does
+        self.problem: str | None = None
+        #: Does nobody believe it?
+        self.revoked = False
+        self._incarnation = incarnation
         path = directory / INDEX_DIRECTORY
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _secure_lock_file(path / "lock.mdb")
-        self._env = lmdb.open(
-            str(path),
-            map_size=map_bytes,
-            # It lies in memory and dies with the node: there is nothing to sync to.
-            sync=False,
-            metasync=False,
-            # A store into a mapped page of a full /dev/shm would be a SIGBUS; a write is ENOSPC.
-            writemap=False,
-            # Pages carry our rows only, and whoever reads them may read the payloads anyway.
-            meminit=False,
-            max_readers=_MAX_READERS,
-        )
-        self._put(INCARNATION_ROW, incarnation)
+        with ExitStack() as opened, _failing(f"open the index {path}"):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _secure_lock_file(path / "lock.mdb")
+            self._env = _open(path, map_bytes)
+            opened.callback(self._env.close)
+            self._put(INCARNATION_ROW, incarnation)
+            # Kept open: when it is needed there may be no descriptor left.
+            self._fd = os.open(path / "data.mdb", os.O_RDWR | os.O_CLOEXEC)
+            opened.pop_all()
 
     def _put(self, key: bytes, value: bytes) -> None:
         with self._env.begin(write=True) as txn:
             txn.put(key, value)
 
-    def locations(self, tier: Tier) -> dict[Key, Location]:
-        """Where the entries of one tier lie, as it stands."""
-        found: dict[Key, Location] = {}
+    # ---- what it says
+
+    def rows(self) -> Iterator[tuple[Key, bytes]]:
+        """Every key that a reader would find, with its row as it is stored."""
         with self._env.begin() as txn:
             for key, data in txn.cursor():
                 if len(key) == KEY_BYTES:
-                    row = unpack_row(data)
-                    if row.tier == tier:
-                        found[Key(key)] = row.location
-        return found
+                    yield Key(key), data
 
-    def delete(self, keys: Iterable[Key]) -> None:
-        """Forget keys that no entry owns. Raises IndexFailed."""
-        self.apply(IndexDelete(key) for key in keys)
+    def keys(self) -> set[Key]:
+        """Every key that a reader would find."""
+        return {key for key, _ in self.rows()}
+
+    def get(self, key: Key) -> IndexRow | None:
+        with self._env.begin() as txn:
+            data = txn.get(key)
+            return None if data is None else unpack_row(data)
+
+    def locations(self, tier: Tier) -> dict[Key, Location]:
+        """Where the entries of one tier lie, as far as that can be read."""
+        found: dict[Key, Location] = {}
+        for key, data in self.rows():
+            try:
+                row = unpack_row(data)
+            except RecordError:
+                continue
+            if row.tier == tier:
+                found[key] = row.location
+        return found
 
     def claimed(self) -> set[Key]:
         """The entries that were claimed when the index was last written."""
@@ -89,40 +116,142 @@ class Index:
                         found.add(Key(key[len(CLAIMED) :]))
             return found
 
+    def differences(self, entries: Mapping[Key, Entry]) -> list[IndexChange]:
+        """What has to change for it to say exactly what the state says."""
+        changes: list[IndexChange] = []
+        listed = dict(self.rows())
+        changes += (IndexDelete(key) for key in listed.keys() - entries.keys())
+        changes += (
+            IndexPut(entry)
+            for key, entry in entries.items()
+            if listed.get(key) != pack_row(_row(entry))
+        )
+        pinned = {key for key, entry in entries.items() if entry.pins and entry.tier is Tier.SHM}
+        claimed = self.claimed()
+        changes += (IndexClaim(key, claimed=False) for key in claimed - pinned)
+        changes += (IndexClaim(key, claimed=True) for key in pinned - claimed)
+        return changes
+
+    # ---- changes
+
+    def change(self, changes: list[IndexChange]) -> None:
+        """Make changes, in order, in one transaction; whatever fails is left to `mend`.
+
+        Never raises, and when it returns, no reader finds what was deleted.
+        """
+        if self.revoked:
+            return
+        try:
+            self.apply(changes)
+        except IndexFailed as failure:
+            self.problem = str(failure)
+            log.error("index_failed", error=str(failure), changes=len(changes))
+            self._delete_or_revoke([c for c in changes if isinstance(c, IndexDelete)])
+
+    def _delete_or_revoke(self, deletions: list[IndexDelete]) -> None:
+        """An entry that is missing is a miss; one that stands is believed."""
+        if not deletions:
+            return
+        try:
+            self.apply(deletions)
+        except IndexFailed:
+            self.revoke()
+
     def apply(self, changes: Iterable[IndexChange]) -> None:
         """Make changes, in order, in one transaction.
 
         Raises IndexFailed if nothing of it was done.
         """
+        with _failing("change the index"), self._env.begin(write=True) as txn:
+            for change in changes:
+                match change:
+                    case IndexPut():
+                        txn.put(change.entry.key, pack_row(_row(change.entry)))
+                    case IndexDelete():
+                        txn.delete(change.key)
+                    case IndexClaim(claimed=True):
+                        txn.put(CLAIMED + change.key, b"")
+                    case IndexClaim():
+                        txn.delete(CLAIMED + change.key)
+
+    def distrust(self, why: str) -> None:
+        """It may say what is wrong: nobody believes it until it is mended."""
+        self.problem = why
+        self.revoke()
+
+    def revoke(self) -> None:
+        """Let nobody believe what it says any more, from now on. Needs no room.
+
+        Overwrites the incarnation wherever it stands in the file: where it is now, and in the
+        pages of earlier transactions that somebody may still read.
+        """
+        self.revoked = True
+        nobody = bytes(len(self._incarnation))
+        with closing(mmap.mmap(self._fd, 0, prot=mmap.PROT_READ)) as pages:
+            place = pages.find(self._incarnation)
+            while place >= 0:
+                os.pwrite(self._fd, nobody, place)
+                place = pages.find(self._incarnation, place + 1)
+        log.error("index_revoked", why=self.problem)
+
+    def mend(self, entries: Mapping[Key, Entry]) -> None:
+        """Try to make it say what the state says, and be believed again. Never raises."""
         try:
-            with self._env.begin(write=True) as txn:
-                for change in changes:
-                    match change:
-                        case IndexPut():
-                            txn.put(change.entry.key, pack_row(_row(change.entry)))
-                        case IndexDelete():
-                            txn.delete(change.key)
-                        case IndexClaim(claimed=True):
-                            txn.put(CLAIMED + change.key, b"")
-                        case IndexClaim():
-                            txn.delete(CLAIMED + change.key)
-        except lmdb.Error as problem:
-            raise IndexFailed(str(problem)) from problem
-
-    def keys(self) -> set[Key]:
-        """Every key that a reader would find."""
-        with self._env.begin() as txn:
-            return {
-                Key(key) for key in txn.cursor().iternext(values=False) if len(key) == KEY_BYTES
-            }
-
-    def get(self, key: Key) -> IndexRow | None:
-        with self._env.begin() as txn:
-            data = txn.get(key)
-            return None if data is None else unpack_row(data)
+            with _failing("mend the index"):
+                # As long as there is no room, a write says so much sooner than a comparison.
+                nobody = bytes(len(self._incarnation))
+                self._put(INCARNATION_ROW, nobody if self.revoked else self._incarnation)
+                self.apply(self.differences(entries))
+                self._put(INCARNATION_ROW, self._incarnation)
+        except IndexFailed as failure:
+            self.problem = str(failure)
+        else:
+            if self.problem is not None:
+                log.info("index_mended", entries=len(entries))
+            self.problem, self.revoked = None, False
 
     def close(self) -> None:
-        self._env.close()
+        """Idempotent. What it says is still there."""
+        if self._fd >= 0:
+            self._env.close()
+            os.close(self._fd)
+            self._fd = -1
+
+
+@contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """Raises IndexFailed for what goes wrong inside. `what` is what can't be done then."""
+    try:
+        yield
+    except (lmdb.Error, OSError) as problem:
+        raise IndexFailed(f"can't {what}: {problem}") from problem
+
+
+def _open(path: Path, map_bytes: int) -> lmdb.Environment:
+    try:
+        return _environment(path, map_bytes)
+    except _RUBBISH as problem:
+        # It can be made anew; what it knew of the shm tier is lost.
+        log.error("index_replaced", path=str(path), error=str(problem))
+        for name in ("data.mdb", "lock.mdb"):
+            (path / name).unlink(missing_ok=True)
+        _secure_lock_file(path / "lock.mdb")
+        return _environment(path, map_bytes)
+
+
+def _environment(path: Path, map_bytes: int) -> lmdb.Environment:
+    return lmdb.open(
+        str(path),
+        map_size=map_bytes,
+        # It lies in memory and dies with the node: there is nothing to sync to.
+        sync=False,
+        metasync=False,
+        # A store into a mapped page of a full /dev/shm would be a SIGBUS; a write is ENOSPC.
+        writemap=False,
+        # Pages carry our rows only, and whoever reads them may read the payloads anyway.
+        meminit=False,
+        max_readers=_MAX_READERS,
+    )
 
 
 def _secure_lock_file(path: Path) -> None:

@@ -2,27 +2,30 @@
 
 Everything here runs on the loop's thread, except what is handed to an executor or a committer;
 their results come back as events through `post_threadsafe`. Nothing here decides anything.
+
+What fails here is an illness, which the health service shows, and never the end of the loop: an
+effect that can't be carried out does not take the others with it. Only where an event left the
+books of the state wrong does the daemon stop (`broken`): better nothing than wrong bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from typing import Any, TypeVar, assert_never
+from typing import Any, Final, Protocol, TypeVar, assert_never
 
 import structlog
 
-from ..proto.errors import Draining, PrefixdError
-from ..proto.keys import Key
-from ..proto.record import RecordHead, crc32c
+from ..proto.errors import Draining, PrefixdError, UnknownSession
+from ..proto.record import RecordHead
 from ..proto.vocabulary import Tier
-from ..tiers.store import EntryWriter, Store, StoreError, StoreFull
+from ..tiers.store import EntryWriter, Store, StoreFull
 from .answers import Answer, ClaimAnswer, Refused, ReserveAnswer, WriteOrder
 from .clock import Clock
-from .committer import CommitResult, Committer
+from .committer import CommitResult
 from .effects import (
     Commit,
     Effect,
@@ -55,19 +58,34 @@ from .events import (
     WriteStopped,
 )
 from .garbage import Freezer
-from .index import Index, IndexChange, IndexFailed
+from .index import Index
+from .orders import StoreOrders
 from .staging import Staging
 from .state import MetaState
 from .tables import Entry
+from .verifying import read_problem
 
 log = structlog.get_logger("prefixd.loop")
 
 A = TypeVar("A", bound=Answer)
 
 #: How often use counts are handed to the stores, so that an order survives a crash almost whole.
-FLUSH_INTERVAL_S = 1.0
+FLUSH_INTERVAL_S: Final = 1.0
 
 SessionNote = TellClaimLost | TellReservationLost
+
+#: What is still asked of a daemon that stops: whatever ends what was begun.
+_ENDINGS: Final = (ReleaseAsked, CancelAsked, WriteBegan)
+
+
+class Listener(Protocol):
+    """What the core tells the stream of a session. Neither may raise."""
+
+    def told(self, note: SessionNote) -> None:
+        """Something of its session was lost."""
+
+    def ended(self, why: PrefixdError | None) -> None:
+        """The session is over, or (None) the daemon stops. Told again until it unsubscribes."""
 
 
 class Write:
@@ -109,9 +127,12 @@ class Core:
         self.writes: dict[int, Write] = {}
         #: by session: memory that its client writes its saves into
         self.stagings: dict[int, Staging] = {}
-        #: background tasks that are ill, with the reason; empty is healthy
+        #: what does not work, with the reason, beside what `ill` asks for; empty is healthy
         self.illnesses: dict[str, str] = {}
         self.draining = False
+        #: set when the state can't be trusted any more: the daemon has to stop
+        self.broken = asyncio.Event()
+        self._closed = False
         self._working = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -120,15 +141,13 @@ class Core:
         self._applying = False
         self._replies: dict[int, asyncio.Future[Answer]] = {}
         self._last_request = 0
-        self._notes: dict[int, Callable[[SessionNote | None], None]] = {}
+        self._listeners: dict[int, Listener] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns: int | None = None
         self._tasks: set[asyncio.Future[None]] = set()
-        self._committers = {
-            tier: Committer(store, self._commit_done)
-            for tier, store in stores.items()
-            if store.blocking
-        }
+        #: by generation: entries that are being read back
+        self._verifying: set[int] = set()
+        self.orders = StoreOrders(self.stores, self._commit_done)
         self._freezer = Freezer()
         self._flusher = self._loop.call_later(FLUSH_INTERVAL_S, self._flush)
 
@@ -141,18 +160,19 @@ class Core:
 
     async def ask(self, question: Question, expect: type[A]) -> A:
         """Apply a question and wait for its answer. Raises what the state refuses it with."""
-        if self.draining:
-            raise Draining("the daemon is stopping; try again when it is back")
+        if self._closed or (self.draining and not isinstance(question, _ENDINGS)):
+            raise _stopping()
         reply: asyncio.Future[Answer] = self._loop.create_future()
         self._replies[question.request] = reply
         self.post(question)
         try:
-            answer = await reply
+            # Shielded: what is granted while the asker is being cancelled has to be known here.
+            answer = reply.result() if reply.done() else await asyncio.shield(reply)
         except asyncio.CancelledError:
-            self._replies.pop(question.request, None)
-            self.post(RequestDropped(question.request, self.clock.now_ns()))
-            if reply.done() and not reply.cancelled():
+            if self._replies.pop(question.request, None) is None:
                 self._undo(question, reply.result())
+            else:
+                self.post(RequestDropped(question.request, self.clock.now_ns()))
             raise
         if isinstance(answer, Refused):
             raise answer.error
@@ -177,16 +197,42 @@ class Core:
 
     def post(self, event: Event) -> None:
         """Apply an event, and whatever events its effects bring about, in order."""
+        if self._closed:
+            return
         self._events.append(event)
         if self._applying:
             return
         self._applying = True
         try:
-            while self._events:
-                self._carry_out(self.state.apply(self._events.popleft()))
+            while self._events and not self._closed:
+                self._apply(self._events.popleft())
         finally:
             self._applying = False
         self._arm()
+
+    def _apply(self, event: Event) -> None:
+        try:
+            effects = self.state.apply(event)
+        except Exception as problem:
+            self._event_failed(event, problem)
+            return
+        self._carry_out(effects)
+
+    def _event_failed(self, event: Event, problem: Exception) -> None:
+        """A bug. Its effects are lost, a deletion from the index perhaps among them; if the
+        books still balance, that is all, for the index is mended."""
+        what = f"{type(event).__name__} failed: {problem!r}"
+        log.critical("event_failed", event_kind=type(event).__name__, exc_info=problem)
+        self.illnesses["state"] = what
+        self.index.distrust(what)
+        request = getattr(event, "request", None)
+        if request in self._replies:
+            self._replies.pop(request).set_result(Refused(PrefixdError(what)))
+        troubles = self.state.check()
+        if troubles:
+            log.critical("state_broken", problems=troubles[:10])
+            self.draining = self._closed = True
+            self.broken.set()
 
     def post_threadsafe(self, event: Event) -> None:
         """`post`, from any thread; nothing happens any more once the loop is closed."""
@@ -209,19 +255,25 @@ class Core:
 
     # ---- sessions
 
-    def subscribe(self, session: int, notify: Callable[[SessionNote | None], None]) -> None:
-        self._notes[session] = notify
+    def subscribe(self, session: int, listener: Listener) -> None:
+        self._listeners[session] = listener
 
     def unsubscribe(self, session: int) -> None:
-        self._notes.pop(session, None)
+        self._listeners.pop(session, None)
         staging = self.stagings.pop(session, None)
         if staging is not None:
             staging.close()
 
     def end_sessions(self) -> None:
         """Tell every client that the daemon stops, and end its session."""
-        for notify in list(self._notes.values()):
-            notify(None)
+        for listener in list(self._listeners.values()):
+            listener.ended(None)
+
+    def _end_lost_sessions(self) -> None:
+        """A client that fell silent keeps its stream open: its session is over all the same."""
+        for session in self._listeners.keys() - self.state.tables.sessions.keys():
+            why = "the heartbeats stopped for too long; open a new session"
+            self._listeners[session].ended(UnknownSession(why))
 
     # ---- writes
 
@@ -265,16 +317,13 @@ class Core:
         else happens to its room, and an entry is there before anybody is told so."""
         changes = [e for e in effects if isinstance(e, IndexPut | IndexDelete | IndexClaim)]
         if changes:
-            self._change_index(changes)
+            self.index.change(changes)
         for effect in effects:
-            self._do(effect)
-
-    def _change_index(self, changes: list[IndexChange]) -> None:
-        try:
-            self.index.apply(changes)
-        except IndexFailed as problem:
-            self.illnesses["index"] = str(problem)
-            log.error("index_failed", error=str(problem), changes=len(changes))
+            try:
+                self._do(effect)
+            except Exception as problem:
+                log.critical("effect_failed", effect=type(effect).__name__, exc_info=problem)
+                self.illnesses["effects"] = f"{type(effect).__name__} failed: {problem!r}"
 
     def _do(self, effect: Effect) -> None:
         match effect:
@@ -285,10 +334,10 @@ class Core:
                 if reply is not None and not reply.done():
                     reply.set_result(effect.answer)
             case Erase():
-                self.erase(effect.tier, effect.keys)
+                self.orders.erase(effect.tier, effect.keys)
             case Commit():
                 writes = [(token, self.writes[token].writer) for token in effect.tokens]
-                self._committers[effect.tier].commit(writes)
+                self.orders.commit(effect.tier, writes)
             case StopWriting():
                 write = self.writes.get(effect.token)
                 if write is not None:
@@ -303,17 +352,14 @@ class Core:
                 if ended is not None and not ended.ended.done():
                     ended.ended.set_result(effect)
             case Verify():
-                self._spawn(self._verify(effect.entry))
+                if effect.entry.generation not in self._verifying:
+                    self._spawn(self._verify(effect.entry))
             case RecordUsage():
-                committer = self._committers.get(effect.tier)
-                if committer is not None:
-                    committer.record_usage(effect.usages)
-                else:
-                    self.stores[effect.tier].record_usage(effect.usages)
+                self.orders.record_usage(effect.tier, effect.usages)
             case TellClaimLost() | TellReservationLost():
-                notify = self._notes.get(effect.session)
-                if notify is not None:
-                    notify(effect)
+                listener = self._listeners.get(effect.session)
+                if listener is not None:
+                    listener.told(effect)
             case _:
                 assert_never(effect)
 
@@ -326,37 +372,26 @@ class Core:
             full = isinstance(result.error, StoreFull)
             self.post_threadsafe(CommitFailed(result.tokens, full, str(result.error), now_ns))
 
-    def erase(self, tier: Tier, keys: tuple[Key, ...]) -> None:
-        """Let a store forget keys that nobody can find any more."""
-        committer = self._committers.get(tier)
-        if committer is not None:
-            committer.erase(keys)
-        else:
-            self.stores[tier].apply((), keys)
-
     # ---- verification
 
     async def read_problem(self, entry: Entry) -> str:
         """Read a whole entry and compare its checksum; empty when it is what was saved."""
-        return await self._loop.run_in_executor(self.executor, self._read_problem, entry)
-
-    def _read_problem(self, entry: Entry) -> str:
-        head = head_of(entry)
-        try:
-            crc = 0
-            for view in self.stores[entry.tier].read(head, entry.location, 0, entry.payload_bytes):
-                crc = crc32c(view, crc)
-        except StoreError as problem:
-            return str(problem)
-        if crc == entry.payload_crc32c:
-            return ""
-        return f"the stored bytes have CRC32C {crc:08x}, {entry.payload_crc32c:08x} was saved"
+        store = self.stores[entry.tier]
+        return await self._loop.run_in_executor(self.executor, read_problem, store, entry)
 
     async def _verify(self, entry: Entry) -> None:
-        problem = await self.read_problem(entry)
-        if problem:
-            log.error("entry_damaged", key=entry.key.hex(), tier=entry.tier.label, why=problem)
-            self.post(EntryDamaged(entry.key, entry.generation, problem, self.clock.now_ns()))
+        self._verifying.add(entry.generation)
+        try:
+            problem = await self.read_problem(entry)
+        finally:
+            self._verifying.discard(entry.generation)
+        if problem and entry.published:
+            self.damaged(entry, problem)
+
+    def damaged(self, entry: Entry, why: str) -> None:
+        """The bytes of an entry are not those that were saved: nobody finds it any more."""
+        log.error("entry_damaged", key=entry.key.hex(), tier=entry.tier.label, why=why)
+        self.post(EntryDamaged(entry.key, entry.generation, why, self.clock.now_ns()))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(coroutine)
@@ -374,6 +409,9 @@ class Core:
         counters = self.state.tables.tier_counters.values()
         self._freezer.published(sum(c.saves + c.recovered_entries for c in counters))
         self.post(Tick(self.clock.now_ns(), flush=True))
+        self._end_lost_sessions()
+        if self.index.problem is not None:
+            self.index.mend(self.state.tables.entries)
         self._flusher = self._loop.call_later(FLUSH_INTERVAL_S, self._flush)
 
     def _arm(self) -> None:
@@ -394,10 +432,9 @@ class Core:
 
     def ill(self) -> dict[str, str]:
         """What does not work, by name; empty when everything does."""
-        ill = dict(self.illnesses)
-        for tier, committer in self._committers.items():
-            if committer.failure is not None:
-                ill[f"{tier.label} commit"] = committer.failure
+        ill = self.illnesses | self.orders.ill()
+        if self.index.problem is not None:
+            ill["index"] = self.index.problem
         return ill
 
     # ---- end
@@ -417,12 +454,12 @@ class Core:
         self.draining = True
         self._flusher.cancel()
         self.post(Tick(self.clock.now_ns(), flush=True))
-        if self._timer is not None:
-            self._timer.cancel()
         for task in list(self._tasks):
             task.cancel()
-        for committer in self._committers.values():
-            await self._loop.run_in_executor(None, committer.close)
+        await self._loop.run_in_executor(None, self.orders.close)
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_result(Refused(_stopping()))
@@ -430,19 +467,3 @@ class Core:
 
 def _stopping() -> PrefixdError:
     return Draining("the daemon is stopping; try again when it is back")
-
-
-def head_of(entry: Entry) -> RecordHead:
-    """What a store needs to know of an entry in order to read it."""
-    return RecordHead(
-        key=entry.key,
-        generation=entry.generation,
-        payload_bytes=entry.payload_bytes,
-        token_count=entry.token_count,
-        layer_count=entry.layer_count,
-        reason=entry.reason,
-        tier=entry.tier,
-        created_ns=entry.generation,
-        # A store finds the payload behind them by their length alone.
-        token_ids=bytes(entry.token_ids_bytes),
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import structlog
@@ -11,7 +11,7 @@ import structlog
 from ..proto.keys import Key
 from ..proto.vocabulary import Tier
 from ..tiers.store import Location, Recovery, Store
-from .effects import IndexClaim
+from .effects import IndexDelete
 from .events import ClaimsInherited, TierRecovered
 from .loop import Core
 
@@ -56,22 +56,22 @@ async def recover(core: Core, claim_lease_ns: int) -> list[TierReport]:
             dropped=report.dropped,
         )
         reports.append(report)
-    entries = core.state.tables.entries
-    core.index.delete(core.index.keys() - entries.keys())
-    _inherit_claims(core, claim_lease_ns)
+    # Before the index forgets what it does not need to know any more.
+    _inherit_claims(core, core.index.claimed(), claim_lease_ns)
+    core.index.mend(core.state.tables.entries)
+    if core.index.problem is not None:
+        # It may list what did not come back.
+        core.index.distrust(core.index.problem)
     return reports
 
 
-def _inherit_claims(core: Core, claim_lease_ns: int) -> None:
+def _inherit_claims(core: Core, claimed: Collection[Key], claim_lease_ns: int) -> None:
     """Nothing is written over what a reader of the earlier start may still look at.
 
     A lease is renewed by heartbeats only, and those ended with the earlier daemon: after the
     longest lease that it could have given, nobody has a right to look any more.
     """
-    entries = core.state.tables.entries
-    claimed = core.index.claimed()
-    core.index.apply(IndexClaim(key, claimed=False) for key in claimed - entries.keys())
-    held = tuple(key for key in entries if key in claimed)
+    held = tuple(key for key in core.state.tables.entries if key in claimed)
     now_ns = core.clock.now_ns()
     core.post(ClaimsInherited(held, now_ns + claim_lease_ns, now_ns))
     if held:
@@ -99,7 +99,7 @@ async def collect_garbage(core: Core) -> tuple[int, int]:
         orphans = tuple((held or set()) - tables.entries.keys() - tables.in_flight.keys())
         records += len(orphans)
         if orphans:
-            core.erase(tier, orphans)
+            core.orders.erase(tier, orphans)
     rows = core.index.keys() - tables.entries.keys()
-    core.index.delete(rows)
+    core.index.apply(map(IndexDelete, rows))
     return records, len(rows)

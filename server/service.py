@@ -7,8 +7,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from typing import TypeVar
 
-import structlog
-
 from ..proto import limits
 from ..proto import prefixd_pb2 as pb
 from ..proto import prefixd_pb2_grpc as rpc
@@ -36,7 +34,6 @@ from .events import (
     CancelAsked,
     ClaimAsked,
     ClaimMode,
-    EntryDamaged,
     KeysTouched,
     LookupAsked,
     ReleaseAsked,
@@ -44,12 +41,11 @@ from .events import (
     WriteBegan,
 )
 from .incoming import Incoming, Piece
-from .loop import Core, head_of
+from .loop import Core
 from .sessions import ServiceConfig, SessionStream, first_message
 from .tables import Entry
+from .verifying import head_of
 from .wire import Context
-
-log = structlog.get_logger("prefixd.service")
 
 Q = TypeVar("Q")
 
@@ -180,7 +176,7 @@ class CacheService(rpc.CacheServicer):
                     yield pending
                     pending, pending_bytes = pb.ReadResponse(), 0
                     # Ends the claim, and with it this read: nothing of the rest is sent.
-                    self._damaged(entry, str(problem))
+                    self._core.damaged(entry, str(problem))
                     break
                 self._core.state.tables.tier_counters[entry.tier].read_bytes += piece_bytes
                 sent_bytes += piece_bytes
@@ -225,29 +221,19 @@ class CacheService(rpc.CacheServicer):
             return take()
         return await asyncio.get_running_loop().run_in_executor(core.executor, take)
 
-    def _damaged(self, entry: Entry, why: str) -> None:
-        now_ns = self._core.clock.now_ns()
-        log.error("entry_unreadable", key=entry.key.hex(), tier=entry.tier.label, why=why)
-        self._core.post(EntryDamaged(entry.key, entry.generation, why, now_ns))
-
     # ---- write side
 
     async def _reserve(self, header: pb.SaveHeader, *, begin: bool) -> ReserveAnswer:
         core = self._core
         now_ns = core.clock.now_ns()
-        if header.touched:
-            core.post(KeysTouched(messages.keys_of("touched", header.touched), now_ns))
-        items = messages.items_of(header.items)
-        ancestors = messages.keys_of("ancestors", header.ancestors, may_be_empty=True)
-        if len(ancestors) > limits.MAX_BATCH_KEYS:
-            messages.batch_of("ancestors", ancestors)
+        touched = messages.keys_of("touched", header.touched, may_be_empty=True)
         question = ReserveAsked(
             request=core.next_request(),
             session=self._session(header.session),
             tier=messages.tier_of(header.tier, core.stores),
             reason=messages.reason_of(header.reason),
-            items=items,
-            ancestors=ancestors,
+            items=messages.items_of(header.items),
+            ancestors=messages.keys_of("ancestors", header.ancestors, may_be_empty=True),
             begin=begin,
             ttl_ns=messages.milliseconds(
                 "ttl_ms", header.ttl_ms, self._config.reservation_ttl_ms, limits.MAX_LEASE_MS
@@ -255,6 +241,8 @@ class CacheService(rpc.CacheServicer):
             wait_until_ns=self._wait_until(now_ns, header.wait_ms),
             now_ns=now_ns,
         )
+        if touched:
+            core.post(KeysTouched(touched, now_ns))
         return await core.ask(question, ReserveAnswer)
 
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
@@ -302,45 +290,36 @@ class CacheService(rpc.CacheServicer):
     async def SaveStaged(
         self, request_iterator: AsyncIterator[pb.SaveStagedRequest], context: Context
     ) -> AsyncGenerator[pb.SaveStagedResponse, None]:
-        with self._core.working():
-            async with aclosing(self._save_staged(request_iterator)) as responses:
-                async for response in responses:
-                    yield response
-
-    async def _save_staged(
-        self, requests: AsyncIterator[pb.SaveStagedRequest]
-    ) -> AsyncGenerator[pb.SaveStagedResponse, None]:
-        first = await first_message(requests)
-        staging = self._core.stagings.get(first.header.session.session_id)
+        first = await first_message(request_iterator)
+        staging = self._core.stagings.get(self._session(_header(first).session))
         if staging is None:
             raise UnknownStaging("this session has no staging memory; save over gRPC")
         answer, incoming = await self._begin_save(first)
-        with incoming.to_the_end():
-            request: pb.SaveStagedRequest | None = first
-            while request is not None:
-                pieces = [
-                    Piece(
-                        p.item,
-                        staging.view(p.staging_offset_bytes, p.length_bytes),
-                        p.last,
-                        p.payload_crc32c,
-                    )
-                    for p in request.parts
-                    if _granted(p.item, answer, incoming)
-                ]
-                await incoming.feed(pieces)
-                if request.parts:
-                    yield pb.SaveStagedResponse(parts_copied=len(request.parts))
-                request = await anext(requests, None)
-        yield pb.SaveStagedResponse(results=await _save_results(answer, incoming))
+        with self._core.working():
+            with incoming.to_the_end():
+                request: pb.SaveStagedRequest | None = first
+                while request is not None:
+                    pieces = [
+                        Piece(
+                            p.item,
+                            staging.view(p.staging_offset_bytes, p.length_bytes),
+                            p.last,
+                            p.payload_crc32c,
+                        )
+                        for p in request.parts
+                        if _granted(p.item, answer, incoming)
+                    ]
+                    await incoming.feed(pieces)
+                    if request.parts:
+                        yield pb.SaveStagedResponse(parts_copied=len(request.parts))
+                    request = await anext(request_iterator, None)
+            yield pb.SaveStagedResponse(results=await _save_results(answer, incoming))
 
     async def _begin_save(
         self, first: pb.SaveRequest | pb.SaveWholeRequest | pb.SaveStagedRequest
     ) -> tuple[ReserveAnswer, Incoming]:
         """Reserve what the first message asks for, and open what is granted."""
-        if not first.HasField("header"):
-            raise MalformedMessage("the first message of a save has to hold its header")
-        answer = await self._reserve(first.header, begin=True)
+        answer = await self._reserve(_header(first), begin=True)
         incoming = Incoming(self._core)
         for number, reserved in enumerate(answer.results):
             if isinstance(reserved, WriteOrder):
@@ -391,6 +370,12 @@ class CacheService(rpc.CacheServicer):
 
 
 # ---- streams
+
+
+def _header(first: pb.SaveRequest | pb.SaveWholeRequest | pb.SaveStagedRequest) -> pb.SaveHeader:
+    if not first.HasField("header"):
+        raise MalformedMessage("the first message of a save has to hold its header")
+    return first.header
 
 
 def _granted(item: int, answer: ReserveAnswer, incoming: Incoming) -> bool:

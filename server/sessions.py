@@ -32,6 +32,8 @@ Q = TypeVar("Q")
 
 #: Events that a client may leave unread before its session is ended.
 _MAX_UNREAD_EVENTS = 4096
+#: A client that opened a session says hello within this time.
+_PATIENCE_S = 5.0
 
 #: What waits to be sent; an error or None is the end of the stream.
 Events: TypeAlias = "asyncio.Queue[pb.SessionEvent | PrefixdError | None]"
@@ -57,16 +59,17 @@ class SessionStream:
         self._core = core
         self._config = config
         self._events: Events = asyncio.Queue(_MAX_UNREAD_EVENTS)
+        #: the task that `run` is part of, once there is a session
+        self._task: asyncio.Task[object] | None = None
+        self._ending = False
 
     async def run(
         self, requests: AsyncIterator[pb.SessionRequest]
     ) -> AsyncGenerator[pb.SessionEvent, None]:
-        hello = await first_message(requests)
-        if hello.WhichOneof("kind") != "hello":
-            raise MalformedMessage("the first message of a session has to be Hello")
-        session = await self._open(hello.hello)
+        session = await self._open(await self._hello(requests))
         core = self._core
-        core.subscribe(session, self._note)
+        self._task = asyncio.current_task()
+        core.subscribe(session, self)
         reader = asyncio.ensure_future(self._listen(session, requests))
         why = "its connection broke"
         try:
@@ -83,9 +86,21 @@ class SessionStream:
             core.post(SessionLost(session, why, core.clock.now_ns()))
             log.info("session_ended", session=session, why=why)
 
+    async def _hello(self, requests: AsyncIterator[pb.SessionRequest]) -> pb.Hello:
+        """What every session begins with, and soon: before it, the client counts for nothing."""
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                first = await first_message(requests)
+        except TimeoutError:
+            raise MalformedMessage(f"no Hello came within {_PATIENCE_S:g} s") from None
+        if first.WhichOneof("kind") != "hello":
+            raise MalformedMessage("the first message of a session has to be Hello")
+        return first.hello
+
     async def _open(self, hello: pb.Hello) -> int:
-        if len(hello.client_name) > limits.MAX_CLIENT_NAME_CHARS:
-            raise InvalidSize(f"client_name is longer than {limits.MAX_CLIENT_NAME_CHARS}")
+        for field in ("client_name", "host"):
+            if len(getattr(hello, field)) > limits.MAX_CLIENT_NAME_CHARS:
+                raise InvalidSize(f"{field} is longer than {limits.MAX_CLIENT_NAME_CHARS}")
         name = hello.client_name or "client"
         owner = f"{name} (pid {hello.pid} on {hello.host or 'this host'})"
         core = self._core
@@ -129,10 +144,14 @@ class SessionStream:
             end = error
         except grpc.RpcError:
             pass  # the connection is gone, and with it the generator that reads the events
-        await self._events.put(end)
+        except Exception as problem:
+            log.error("session_failed", session=session, exc_info=problem)
+            end = PrefixdError(f"the daemon failed in this session: {type(problem).__name__}")
+        self._end(end)
 
-    def _note(self, note: SessionNote | None) -> None:
-        """The state tells this session something; None: the daemon stops."""
+    # ---- what the core says (loop.Listener)
+
+    def told(self, note: SessionNote) -> None:
         match note:
             case TellClaimLost():
                 lost_claim = pb.ClaimLost(claim_id=note.claim, why=note.why)
@@ -140,12 +159,23 @@ class SessionStream:
             case TellReservationLost():
                 lost = pb.ReservationLost(key=note.key, token=note.token, why=note.why)
                 event = pb.SessionEvent(reservation_lost=lost)
-            case None:
-                event = pb.SessionEvent(draining=pb.Draining())
         # A client that reads nothing misses it, and learns it with its next call.
-        for waiting in (event, None) if note is None else (event,):
-            if not self._events.full():
-                self._events.put_nowait(waiting)
+        if not self._events.full():
+            self._events.put_nowait(event)
+
+    def ended(self, why: PrefixdError | None) -> None:
+        if why is None and not self._events.full():
+            self._events.put_nowait(pb.SessionEvent(draining=pb.Draining()))
+        self._end(why)
+
+    def _end(self, why: PrefixdError | None) -> None:
+        """Let `run` come to its end behind what waits to be sent; at once if that is stuck,
+        because the client reads nothing, or did not when it was told before."""
+        if not self._ending and not self._events.full():
+            self._events.put_nowait(why)
+        elif self._task is not None:
+            self._task.cancel()
+        self._ending = True
 
     def _heard(self, session: int, request: pb.SessionRequest) -> None:
         core = self._core
@@ -160,6 +190,7 @@ class SessionStream:
             case "suspect":
                 core.post(KeysSuspected(messages.keys_of("keys", request.suspect.keys), now_ns))
             case "give_back":
+                messages.batch_of("claim_ids", request.give_back.claim_ids)
                 claims = tuple(request.give_back.claim_ids)
                 core.post(ReleaseAsked(core.next_request(), session, claims, now_ns))
             case kind:

@@ -33,9 +33,12 @@ class Staging:
             os.close(self.fd)
             raise
         self._view = memoryview(self._mapping)
+        self._closed = False
 
     def view(self, offset_bytes: int, length_bytes: int) -> memoryview:
-        """What the client put there. Raises UnknownStaging beyond the end."""
+        """What the client put there. Raises UnknownStaging beyond the end, and after it."""
+        if self._closed:
+            raise UnknownStaging("the session that this staging memory belonged to is over")
         if offset_bytes + length_bytes > self.size_bytes:
             raise UnknownStaging(
                 f"bytes {offset_bytes} to {offset_bytes + length_bytes} of staging memory are "
@@ -45,6 +48,7 @@ class Staging:
 
     def close(self) -> None:
         """Unmap it; a copy that still runs keeps the mapping until it is done."""
+        self._closed = True
         self._view.release()
         with suppress(BufferError):  # then it goes with the last view
             self._mapping.close()
