@@ -110,6 +110,8 @@ async def serve(plan: Plan) -> None:
             )
             log.info("metrics", address=metrics_at)
         await _serve_rpcs(core, config, service_config, stop)
+        if core.broken.is_set():
+            raise PrefixdError(f"stopped, for the state does not add up: {core.ill()['state']}")
 
 
 @asynccontextmanager
@@ -178,7 +180,7 @@ class _Securing:
                     break
                 done_bytes = segment
                 self._grown(done_bytes)
-        except StoreError as problem:
+        except Exception as problem:
             self._core.illnesses[f"{self._tier.label} arena"] = str(problem)
             log.error("arena_not_secured", tier=self._tier.label, error=str(problem))
             return
@@ -225,7 +227,10 @@ async def _serve_rpcs(
     await server.start()
     watching = asyncio.ensure_future(_watch_health(core, checker))
     log.info("serving", version=__version__, pid=os.getpid(), addresses=addresses)
-    await stop.wait()
+    ends = [asyncio.ensure_future(end.wait()) for end in (stop, core.broken)]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for end in ends:
+        end.cancel()
     log.info("stopping", drain_timeout_s=config.server.drain_timeout_ns / 1e9)
     watching.cancel()
     await checker.enter_graceful_shutdown()
@@ -239,14 +244,21 @@ def _listen(server: grpc.aio.Server, config: Config) -> list[str]:
     """Bind every address. The socket's directory is locked: what lies there is a leftover."""
     path = _socket_of(config)
     path.unlink(missing_ok=True)
-    server.add_insecure_port(config.server.address)
+    _bind(server, config.server.address)
     path.chmod(config.server.socket_mode)
     addresses = [config.server.address]
     if config.server.tcp:
         host = config.server.tcp.rpartition(":")[0]
-        port = server.add_insecure_port(config.server.tcp)
-        addresses.append(f"{host}:{port}")
+        addresses.append(f"{host}:{_bind(server, config.server.tcp)}")
     return addresses
+
+
+def _bind(server: grpc.aio.Server, address: str) -> int:
+    """Listen at an address; the port, if it has one. Raises OSError."""
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError as problem:
+        raise OSError(f"can't listen on {address}: {problem}") from None
 
 
 def _socket_of(config: Config) -> Path:
