@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from ..proto.errors import InvalidSize
+from ..proto.errors import ClientClosed, InvalidSize
 from ..proto.keys import Key
 from .hit import Hit
 from .results import Entry, MissReason, ReserveStatus, RestoreResult, SaveOutcome
@@ -42,15 +42,18 @@ class Runner:
         """
         given = kwargs.get("deadline_ms")
         within_ms = given if isinstance(given, int) else self._deadline_ms
-        asked_s = time.monotonic()
+        asked_s = monotonic()
 
         def work() -> T:
             if "deadline_ms" in kwargs:
-                waited_ms = round((time.monotonic() - asked_s) * 1e3)
+                waited_ms = round((monotonic() - asked_s) * 1e3)
                 kwargs["deadline_ms"] = within_ms - waited_ms
             return call(*args, **kwargs)
 
-        future = self._threads.submit(work)
+        try:
+            future = self._threads.submit(work)
+        except RuntimeError:
+            raise ClientClosed("this client is closed") from None
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:

@@ -43,4 +43,4 @@ def test_closing_ends_a_read_that_waits(tmp_path: Path) -> None:
         connection.close()
         with pytest.raises(grpc.RpcError) as caught:
             next(call)
-        assert caught.value.code() is grpc.StatusCode.CANCELLED  # type: ignore[attr-defined]
+        assert caught.value.code() is grpc.StatusCode.CANCELLED

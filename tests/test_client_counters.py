@@ -68,10 +68,12 @@ def test_a_snapshot_is_the_callers_own() -> None:
 
 def test_threads_lose_no_count() -> None:
     counters = Counters()
-    threads = [
-        threading.Thread(target=lambda: [counters.add("lookups") for _ in range(2_000)])
-        for _ in range(4)
-    ]
+
+    def count() -> None:
+        for _ in range(2_000):
+            counters.add("lookups")
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,0 +1,124 @@
+"""Blocking calls under asyncio: cancellation, load, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixd.client import AsyncClient, MissReason, ReserveItem, SaveReason, Tier
+from prefixd.client.aio_hit import Runner
+from prefixd.proto.errors import ClientClosed, InvalidSize
+from prefixd.proto.keys import Key
+
+from .fakes import PATIENCE_S, FakeDaemon, keys
+
+ONE, TWO = (Key(key) for key in keys(2))
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(f"unix:{tmp_path}/d.sock") as daemon:
+        yield daemon
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+
+
+async def until(condition: Callable[[], object], daemon: FakeDaemon) -> None:
+    await asyncio.to_thread(daemon.wait_until, condition)
+
+
+def test_calls_run_in_a_bounded_number_of_threads() -> None:
+    async def test() -> None:
+        runner = Runner(2, 5_000)
+        both, gate = threading.Barrier(3), threading.Event()
+        running: list[str] = []
+
+        def work(*, deadline_ms: int | None = None) -> int | None:
+            running.append(threading.current_thread().name)
+            if len(running) <= 2:
+                both.wait(PATIENCE_S)
+            assert gate.wait(PATIENCE_S)
+            return deadline_ms
+
+        tasks = [asyncio.create_task(runner.run(work, deadline_ms=None)) for _ in range(5)]
+        await asyncio.to_thread(both.wait, PATIENCE_S)
+        assert len(running) == 2
+        gate.set()
+        given = await asyncio.gather(*tasks)
+        assert all(deadline_ms and 0 < deadline_ms <= 5_000 for deadline_ms in given)
+        assert len(set(running)) == 2
+        runner.close()
+        with pytest.raises(ClientClosed):
+            await runner.run(work)
+
+    run(test)
+
+
+def test_what_has_no_deadline_is_given_none() -> None:
+    async def test() -> None:
+        runner = Runner(1, 5_000)
+        assert await runner.run(divmod, 7, 2) == (3, 1)
+        runner.close()
+
+    run(test)
+
+
+def test_there_is_at_least_one_thread() -> None:
+    with pytest.raises(InvalidSize, match="max_concurrency"):
+        Runner(0, 5_000)
+
+
+def test_what_a_cancelled_call_claims_or_reserves_is_given_back(daemon: FakeDaemon) -> None:
+    daemon.put(ONE, b"abc")
+
+    async def test() -> None:
+        async with AsyncClient(daemon.address, local=False) as client:
+            calls: dict[str, Awaitable[Any]] = {
+                "Claim": client.claim([ONE]),
+                "Reserve": client.reserve(
+                    [ReserveItem(TWO, 3)], tier=Tier.RAM, reason=SaveReason.COLD
+                ),
+            }
+            for name, call in calls.items():
+                gate = daemon.hold(name)
+                task = asyncio.ensure_future(call)
+                await until(lambda name=name: daemon.rpcs[name], daemon)  # type: ignore[misc]
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                gate.set()
+            await until(lambda: daemon.rpcs["Release"] and daemon.rpcs["Cancel"], daemon)
+            await until(lambda: not daemon.claims and not daemon.reservations, daemon)
+
+    run(test)
+
+
+def test_a_call_that_waits_for_a_thread_uses_up_its_time(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr("prefixd.client.aio_hit.monotonic", lambda: now_s[0])
+
+    async def test() -> None:
+        async with AsyncClient(daemon.address, local=False, max_concurrency=1) as client:
+            gate = daemon.hold("Claim")
+            first = asyncio.create_task(client.claim([ONE]))
+            await until(lambda: daemon.rpcs["Claim"], daemon)
+            second = asyncio.create_task(client.claim([ONE]))
+            third = asyncio.create_task(client.claim([ONE], deadline_ms=60_000))
+            await asyncio.sleep(0)  # both begin, and wait
+            now_s[0] += 10.0
+            gate.set()
+            assert (await first).miss is MissReason.ABSENT
+            assert (await second).miss is MissReason.DEADLINE
+            assert (await third).miss is MissReason.ABSENT
+            assert daemon.rpcs["Claim"] == 2
+
+    run(test)
