@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Final
 from weakref import WeakValueDictionary
@@ -91,6 +91,8 @@ class Link:
         self.draining = False
         self.claims = Holdings()
         self.reservations = Holdings()
+        #: Called before each heartbeat, in gRPC's thread, to `send` what has waited for one.
+        self.before_heartbeat: Callable[[], None] | None = None
         #: Why the session ended; empty while it lasts.
         self.why_ended = ""
         # Finalizers use it too, which run at any moment in any thread: SimpleQueue may be.
@@ -178,6 +180,8 @@ class Link:
                 self._unanswered += 1
                 sequence += 1
                 due_s = time.monotonic() + interval_s
+                if self.before_heartbeat is not None:
+                    self.before_heartbeat()
                 yield pb.SessionRequest(heartbeat=pb.Heartbeat(sequence=sequence))
 
     def _give_up(self, why: str) -> None:

@@ -23,6 +23,7 @@ from ..proto.errors import (
     StaleIncarnation,
     UnknownReservation,
     UnknownSession,
+    UnknownStaging,
     from_grpc,
 )
 from ..proto.keys import Key
@@ -346,17 +347,23 @@ class RemoteTransport:
 
     def save_staged(
         self,
+        ref: pb.SessionRef,
         memory: StagingMemory,
         items: Sequence[Saving],
         terms: SaveTerms,
         deadline: Deadline,
     ) -> list[SaveOutcome]:
-        """`save` with the payloads in staging memory of this session. One rpc."""
+        """`save` with the payloads in the staging memory of session `ref`. One rpc.
+
+        Raises UnknownStaging, before anything happened, if that session has ended.
+        """
         header = _header([saving.item for saving in items], terms)
         payloads = [saving.payload for saving in items]
 
         def send(link: Link, timeout_s: float) -> list[pb.SaveResult]:
-            header.session.CopyFrom(link.ref)
+            if link.ref != ref:
+                raise UnknownStaging("the session that it was handed to has ended")
+            header.session.CopyFrom(ref)
             staged = StagedSave(memory, header, payloads, deadline)
             call = link.connection.stub.SaveStaged(staged.requests(), timeout=timeout_s)
             results: list[pb.SaveResult] = []
@@ -368,6 +375,8 @@ class RemoteTransport:
             finally:
                 call.cancel()  # no effect once it has ended
                 staged.abandon()
+            if staged.problem is not None:
+                raise staged.problem
             return results
 
         _, results = self._call("SaveStaged", deadline, send)

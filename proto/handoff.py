@@ -84,11 +84,14 @@ def ask(path: str, request: Request, timeout_s: float) -> tuple[Reply, dict[str,
         connection.settimeout(timeout_s)
         connection.connect(path)
         connection.sendall(pack(request))
-        packet, fds, _, _ = socket.recv_fds(connection, PACKET_BYTES, MAX_DESCRIPTORS)
+        packet, fds, _, _ = socket.recv_fds(
+            connection, PACKET_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
     try:
         reply = unpack(Reply, packet)
         return reply, dict(zip(reply.descriptors, fds, strict=True))
-    except ValueError:
+    except ValueError as problem:
         for fd in fds:
             socket.close(fd)
-        raise
+        # The kernel leaves out descriptors for which this process has no room.
+        raise MalformedMessage(f"{len(fds)} descriptors came with the reply: {problem}") from None

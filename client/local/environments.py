@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import lmdb
 
@@ -19,33 +20,29 @@ _open: dict[tuple[int, int], _Shared] = {}
 @dataclass(slots=True)
 class _Shared:
     environment: lmdb.Environment
-    users: int
+    table: Any
+    users: int = 0
 
 
 class Environment:
-    """One user's hold on a shared environment; `lmdb` is the environment itself."""
+    """One user's hold on a shared environment: `lmdb` is the environment, `table` the handle of
+    the one table of it that is read (None: the unnamed one)."""
 
-    def __init__(self, directory_fd: int, max_tables: int = 0) -> None:
+    def __init__(self, directory_fd: int, table: bytes | None = None) -> None:
         """Opens the environment in the directory that `directory_fd` refers to, which may be
-        closed afterwards. Raises lmdb.Error."""
-        found = os.fstat(directory_fd)
+        closed afterwards. Raises lmdb.Error, OSError."""
+        # Not the directory: the writer replaces a file that was damaged, and as long as it is
+        # open here nothing else gets its number.
+        found = os.stat("data.mdb", dir_fd=directory_fd)
         self._place = found.st_dev, found.st_ino
         self._pid = os.getpid()
         with _lock:
             shared = _open.get(self._place)
             if shared is None:
-                # Through /proc: the directory may be out of reach by name, in a container.
-                opened = lmdb.open(
-                    f"/proc/self/fd/{directory_fd}",
-                    readonly=True,
-                    # The writer's own: a smaller one would not show what it adds.
-                    map_size=0,
-                    max_dbs=max_tables,
-                    readahead=True,
-                )
-                shared = _open[self._place] = _Shared(opened, 0)
+                shared = _open[self._place] = _shared(directory_fd, table)
             shared.users += 1
             self.lmdb = shared.environment
+            self.table = shared.table
 
     def close(self) -> None:
         """Give it back. Idempotent; nothing happens in a process that was forked off."""
@@ -53,8 +50,27 @@ class Environment:
             shared = _open.get(self._place)
             if shared is None or self.lmdb is not shared.environment or os.getpid() != self._pid:
                 return
-            self._place = (-1, -1)
             shared.users -= 1
             if not shared.users:
-                _open.pop(next(p for p, s in _open.items() if s is shared))
+                del _open[self._place]
                 shared.environment.close()
+            self._place = (-1, -1)
+
+
+def _shared(directory_fd: int, table: bytes | None) -> _Shared:
+    opened = lmdb.open(
+        # Through /proc: the directory may be out of reach by name, in a container.
+        f"/proc/self/fd/{directory_fd}",
+        readonly=True,
+        # The writer's own: a smaller one would not show what it adds.
+        map_size=0,
+        # For a reader LMDB counts only the tables that it opens.
+        max_dbs=0 if table is None else 1,
+        readahead=True,
+    )
+    try:
+        # Once for everybody: tables can't be opened by several threads at once.
+        return _Shared(opened, None if table is None else opened.open_db(table, create=False))
+    except lmdb.Error:
+        opened.close()
+        raise

@@ -17,6 +17,7 @@ from typing import Any, Final
 import lmdb
 
 from ...proto import disk, handoff
+from ...proto import prefixd_pb2 as pb
 from ...proto.errors import RecordError
 from ...proto.index import INCARNATION_ROW, IndexRow, generation_of, unpack_row
 from ...proto.keys import Key
@@ -66,9 +67,10 @@ class LocalNode:
     `refused` says which feature is missing, and why.
     """
 
-    def __init__(self, reply: handoff.Reply, fds: dict[str, int], incarnation: bytes) -> None:
-        """Takes over `fds`."""
-        self._incarnation: Final = incarnation
+    def __init__(self, reply: handoff.Reply, fds: dict[str, int], ref: pb.SessionRef) -> None:
+        """Takes over `fds`. `ref`: the session that they were handed to."""
+        self.ref: Final = ref
+        self._incarnation: Final = ref.incarnation
         self._lock = threading.Lock()
         self._users = 0
         self._closing = False
@@ -95,8 +97,7 @@ class LocalNode:
             if name == handoff.INDEX:
                 self._index = Environment(fd)
             elif name == handoff.DISK:
-                self._disk = Environment(fd, disk.TABLES)
-                self._chunks = self._disk.lmdb.open_db(disk.CHUNKS, create=False)
+                self._disk = Environment(fd, disk.CHUNKS)
         finally:
             os.close(fd)
 
@@ -125,14 +126,13 @@ class LocalNode:
         if last:
             self._close()
 
-    # ---- looking up: what the index holds under keys, all of one moment
+    # ---- looking up: what the index holds under keys, all of one moment. Raises lmdb.Error, and
+    # RecordError when nobody may believe the index: whoever asks has to ask the daemon.
 
     def get(self, keys: Iterable[Key]) -> list[bytes | None]:
         """The packed rows of keys; None where there is none."""
         with self._begin() as txn:
-            if txn.get(INCARNATION_ROW) != self._incarnation:
-                # Another start writes it now: what it says is of arenas that we don't have.
-                return [None for _ in keys]
+            self._check(txn)
             return [txn.get(key) for key in keys]
 
     def get_run(self, keys: Iterable[Key]) -> list[tuple[Key, bytes]]:
@@ -140,8 +140,7 @@ class LocalNode:
         more than one beyond the last hit is taken."""
         found: list[tuple[Key, bytes]] = []
         with self._begin() as txn:
-            if txn.get(INCARNATION_ROW) != self._incarnation:
-                return found
+            self._check(txn)
             for key in keys:
                 data = txn.get(key)
                 if data is None:
@@ -152,17 +151,23 @@ class LocalNode:
     def get_first(self, keys: Iterable[Key]) -> tuple[int, Key, bytes] | None:
         """The first key that is there, with its position and its packed row."""
         with self._begin() as txn:
-            if txn.get(INCARNATION_ROW) == self._incarnation:
-                for position, key in enumerate(keys):
-                    data = txn.get(key)
-                    if data is not None:
-                        return position, key, data
+            self._check(txn)
+            for position, key in enumerate(keys):
+                data = txn.get(key)
+                if data is not None:
+                    return position, key, data
         return None
 
     def _begin(self) -> Any:
         # Not typed: what it reads is bytes here, and would be views with other arguments.
         assert self._index is not None, "asked without an index"
         return self._index.lmdb.begin()
+
+    def _check(self, txn: Any) -> None:
+        if txn.get(INCARNATION_ROW) != self._incarnation:
+            # Another start writes it now, of arenas that we don't have; or its daemon could not
+            # keep it true.
+            raise RecordError("the index is not that of this session's daemon")
 
     def rows(self, keys: Iterable[Key]) -> list[IndexRow | None]:
         """The rows of keys; None where there is none."""
@@ -192,7 +197,7 @@ class LocalNode:
         Raises RecordError when a chunk is missing.
         """
         assert self._disk is not None
-        with self._disk.lmdb.begin(db=self._chunks, buffers=True) as txn:
+        with self._disk.lmdb.begin(db=self._disk.table, buffers=True) as txn:
             done_bytes = 0
             for index, part in disk.chunk_ranges(offset_bytes, length_bytes):
                 chunk = txn.get(disk.chunk_key(key, index))

@@ -15,11 +15,12 @@ from typing import Final
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.copying import copy_crc32c
-from ...proto.errors import LimitReached
+from ...proto.errors import LimitReached, PrefixdError
 from ..deadline import Deadline
 
 #: Large enough that a message costs little beside its copy, small enough to stay in the cache.
 SLOT_BYTES: Final = 8 * 2**20
+_GIVEN_BACK: Final = "the staging memory was given back"
 
 
 class StagingMemory:
@@ -41,18 +42,23 @@ class StagingMemory:
         with self._changed:
             while not self._free:
                 if self._closed:
-                    raise LimitReached("the staging memory was given back")
+                    raise LimitReached(_GIVEN_BACK)
                 self._changed.wait(deadline.left_s())
             return self._free.popleft()
 
     def give(self, slot: int) -> None:
         """A slot is no longer looked at by anybody."""
         with self._changed:
-            self._free.append(slot)
-            self._changed.notify()
+            if not self._closed:
+                self._free.append(slot)
+                self._changed.notify()
 
     def room(self, offset_bytes: int, length_bytes: int) -> memoryview:
-        return self._view[offset_bytes : offset_bytes + length_bytes]
+        """Raises LimitReached."""
+        try:
+            return self._view[offset_bytes : offset_bytes + length_bytes]
+        except ValueError:
+            raise LimitReached(_GIVEN_BACK) from None
 
     def close(self) -> None:
         """Unmap it, now or when the last copy into it is done."""
@@ -81,51 +87,75 @@ class StagedSave:
         self._header = header
         self._payloads = payloads
         self._deadline = deadline
+        self._lock = threading.Lock()
         #: of the messages that were sent and not answered, oldest first
         self._slots: deque[int] = deque()
-        self._filling: int | None = None
+        self._over = False
+        #: Why not everything was sent; None: it was.
+        self.problem: PrefixdError | None = None
 
     def requests(self) -> Iterator[pb.SaveStagedRequest]:
-        """What gRPC sends, in its own thread: fills slots while the daemon empties others."""
-        request = pb.SaveStagedRequest(header=self._header)
-        used_bytes = 0
-        for item, payload in enumerate(self._payloads):
-            crc, offset_bytes = 0, 0
-            while offset_bytes < len(payload):
-                if self._filling is None:
-                    self._filling, used_bytes = self._memory.take(self._deadline), 0
-                piece = payload[offset_bytes : offset_bytes + self._memory.slot_bytes - used_bytes]
-                place = self._filling + used_bytes
-                crc = copy_crc32c(self._memory.room(place, len(piece)), piece, crc)
-                offset_bytes += len(piece)
-                used_bytes += len(piece)
-                request.parts.add(
-                    item=item,
-                    staging_offset_bytes=place,
-                    length_bytes=len(piece),
-                    last=offset_bytes == len(payload),
-                    payload_crc32c=crc,
-                )
-                if used_bytes == self._memory.slot_bytes:
-                    yield self._send(request)
-                    request = pb.SaveStagedRequest()
-        if request.parts:
-            yield self._send(request)
+        """What gRPC sends, in its own thread: fills slots while the daemon empties others.
 
-    def _send(self, request: pb.SaveStagedRequest) -> pb.SaveStagedRequest:
-        assert self._filling is not None
-        self._slots.append(self._filling)
-        self._filling = None
-        return request
+        Ends early when no slot gets free in time, see `problem`, or when the call is over.
+        """
+        try:
+            yield from self._messages()
+        except PrefixdError as problem:
+            self.problem = problem
+
+    def _messages(self) -> Iterator[pb.SaveStagedRequest]:
+        request = pb.SaveStagedRequest(header=self._header)
+        filling: int | None = None
+        used_bytes = 0
+        try:
+            for item, payload in enumerate(self._payloads):
+                crc, offset_bytes = 0, 0
+                while offset_bytes < len(payload):
+                    if filling is None:
+                        filling, used_bytes = self._memory.take(self._deadline), 0
+                    left_bytes = self._memory.slot_bytes - used_bytes
+                    piece = payload[offset_bytes : offset_bytes + left_bytes]
+                    place = filling + used_bytes
+                    crc = copy_crc32c(self._memory.room(place, len(piece)), piece, crc)
+                    offset_bytes += len(piece)
+                    used_bytes += len(piece)
+                    request.parts.add(
+                        item=item,
+                        staging_offset_bytes=place,
+                        length_bytes=len(piece),
+                        last=offset_bytes == len(payload),
+                        payload_crc32c=crc,
+                    )
+                    if used_bytes == self._memory.slot_bytes:
+                        if not self._send(filling):
+                            return
+                        filling = None
+                        yield request
+                        request = pb.SaveStagedRequest()
+            if filling is not None and self._send(filling):
+                filling = None
+                yield request
+        finally:
+            if filling is not None:
+                self._memory.give(filling)
+
+    def _send(self, slot: int) -> bool:
+        """False: the call is over, and the slot still the caller's."""
+        with self._lock:
+            if not self._over:
+                self._slots.append(slot)
+            return not self._over
 
     def answered(self) -> None:
         """The daemon has copied the oldest message that was not answered."""
-        self._memory.give(self._slots.popleft())
+        with self._lock:
+            self._memory.give(self._slots.popleft())
 
     def abandon(self) -> None:
-        """The call is over, and nobody looks at its slots any more."""
-        while self._slots:
-            self._memory.give(self._slots.popleft())
-        if self._filling is not None:
-            self._memory.give(self._filling)
-            self._filling = None
+        """The call is over, and the daemon looks at its slots no more. One that is being filled
+        at this moment is given back by whoever fills it."""
+        with self._lock:
+            self._over = True
+            while self._slots:
+                self._memory.give(self._slots.popleft())

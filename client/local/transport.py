@@ -17,7 +17,7 @@ from typing import Final
 import lmdb
 
 from ...proto import handoff
-from ...proto.errors import ClaimLost, MalformedMessage, PrefixdError, RecordError
+from ...proto.errors import ClaimLost, MalformedMessage, RecordError, UnknownStaging
 from ...proto.index import IndexRow, generation_of, unpack_fixed
 from ...proto.keys import Key
 from ...proto.vocabulary import SaveReason, Tier
@@ -32,7 +32,7 @@ logger = logging.getLogger("prefixd.client")
 
 #: Less than this is sent faster than it is staged: a call over gRPC moves about 1 GB/s.
 MIN_STAGED_BYTES: Final = 512 * 2**10
-#: Reads that were not told yet; more are told at once.
+#: Reads wait for the next save or heartbeat to be told; so many are told at once.
 MAX_UNTOLD_READS: Final = 512
 
 #: What a damaged or closed environment, or a row of another version, raises.
@@ -51,8 +51,10 @@ class LocalTransport:
         #: The session that `_node` was handed over to.
         self._link: Link | None = None
         self._node: LocalNode | None = None
-        self._untold: list[Key] = []
         self._closed = False
+        # A lock of its own: heartbeats take it, and must not wait for a hand-over.
+        self._untold_lock = threading.Lock()
+        self._untold: list[Key] = []
 
     # ---- the node
 
@@ -77,11 +79,12 @@ class LocalTransport:
             if link is self._link or self._closed:
                 return self._node
             old, self._node, self._link = self._node, None, link
-            self._untold.clear()
+            self._take_untold()  # of another session: nobody knows what became of those entries
             if old is not None:
                 old.close()
             if link is not None:
                 self._node = _hand_over(link)
+                link.before_heartbeat = self._tell_untold
             return self._node
 
     def refused(self) -> dict[str, str]:
@@ -160,15 +163,17 @@ class LocalTransport:
             node.leave()
 
     def touch(self, keys: Sequence[Key]) -> None:
-        with self._lock:
+        with self._untold_lock:
             self._untold += keys
             if len(self._untold) < MAX_UNTOLD_READS:
                 return
-            told, self._untold = self._untold, []
-        self._remote.touch(told)
+        self._tell_untold()
+
+    def _tell_untold(self) -> None:
+        self._remote.touch(self._take_untold())
 
     def _take_untold(self) -> list[Key]:
-        with self._lock:
+        with self._untold_lock:
             told, self._untold = self._untold, []
             return told
 
@@ -284,7 +289,11 @@ class LocalTransport:
             if node is not None:
                 try:
                     if node.staging is not None:
-                        return self._remote.save_staged(node.staging, items, terms, deadline)
+                        return self._remote.save_staged(
+                            node.ref, node.staging, items, terms, deadline
+                        )
+                except UnknownStaging as problem:
+                    logger.info("saving over gRPC: %s", problem)
                 finally:
                     node.leave()
         return self._remote.save(items, terms, deadline)
@@ -294,8 +303,7 @@ class LocalTransport:
         return terms._replace(touched=self._take_untold())
 
     def close(self) -> None:
-        if untold := self._take_untold():
-            self._remote.touch(untold)
+        self._tell_untold()
         self._remote.close()
         with self._lock:
             self._closed = True
@@ -315,8 +323,8 @@ def _hand_over(link: Link) -> LocalNode | None:
     request = handoff.Request(link.ref.incarnation, link.ref.session_id, os.getpid())
     try:
         reply, fds = handoff.ask(path, request, timeout_s=2.0)
-        node = LocalNode(reply, fds, link.ref.incarnation)
-    except (OSError, MalformedMessage, PrefixdError) as problem:
+        node = LocalNode(reply, fds, link.ref)
+    except (OSError, MalformedMessage) as problem:
         logger.info("no local fast path: %s", problem)
         return None
     for feature, why in node.refused.items():
