@@ -236,8 +236,10 @@ class RemoteTransport:
 
     def touch(self, keys: Sequence[Key]) -> None:
         link = self._keeper.current
-        if link is not None and keys:
-            link.send(pb.SessionRequest(touch=pb.Touch(keys=keys)))
+        if link is not None:
+            for start in range(0, len(keys), self.max_batch_keys):
+                told = keys[start : start + self.max_batch_keys]
+                link.send(pb.SessionRequest(touch=pb.Touch(keys=told)))
 
     def find(
         self, _keys: Iterable[Key], _mode: ClaimMode, _deadline: Deadline

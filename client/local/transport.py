@@ -167,7 +167,9 @@ class LocalTransport:
             self._untold += keys
             if len(self._untold) < MAX_UNTOLD_READS:
                 return
-        self._tell_untold()
+            # Here, so that a save never finds more than it may tell.
+            told, self._untold = self._untold, []
+        self._remote.touch(told)
 
     def _tell_untold(self) -> None:
         self._remote.touch(self._take_untold())
