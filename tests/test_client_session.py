@@ -236,7 +236,6 @@ def test_a_daemon_that_stops_answering_heartbeats_is_left(address: str, keepers:
         link = keeper.link(Deadline(LONG))
         daemon.wait_until(lambda: len(daemon.hellos) > 1)
         assert link.why_ended == "the daemon stopped answering"
-        assert daemon.heartbeats >= 4
         daemon.answers_heartbeats = True
         keeper.close()
 
