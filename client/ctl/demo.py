@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import signal
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -20,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ...proto import prefixd_pb2 as pb
-from ...proto.endpoints import MAX_SOCKET_PATH_BYTES
 from ...proto.units import format_bytes, parse_bytes
 from ...proto.vocabulary import Tier
 from ..replay.generate import generate
@@ -29,7 +23,7 @@ from ..replay.outcome import Totals
 from . import messages, render
 from .connection import AdminConnection
 from .live import TierBoard, live_view
-from .private import PrivateDaemon
+from .private import PrivateDaemon, temporary_directories, unwound_by_signals
 from .replay_live import figures, totals_view
 
 #: Small enough that every tier has to evict.
@@ -39,7 +33,6 @@ PROFILE: Final = "multi-turn"
 #: Seconds between two looks at the daemon, where it can be drawn and where only lines can.
 DRAW_EVERY_S: Final = 0.25
 LINE_EVERY_S: Final = 3.0
-SHM: Final = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +71,8 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     Raises PrefixdError when the daemon can't be started.
     """
     with ExitStack() as stack:
-        stack.enter_context(_unwound_by_signals())
-        directory, shm_directory = stack.enter_context(_directories())
+        stack.enter_context(unwound_by_signals())
+        directory, shm_directory = stack.enter_context(temporary_directories("demo"))
         console.print(_introduction(options, directory))
         flags = [f"--{tier.label}.budget={budget}" for tier, budget in BUDGETS.items()]
         # A block takes whole slabs: its bytes and the head and tail of its record.
@@ -171,35 +164,3 @@ def _ending(result: DemoResult) -> RenderableType:
         Text(),
         totals_view(result.totals, "the replay"),
     )
-
-
-@contextmanager
-def _directories() -> Iterator[tuple[Path, Path]]:
-    """One for everything, with a path short enough for a socket, and one of the same name for
-    the shm tier; both gone in the end."""
-    parent = Path(tempfile.gettempdir())
-    if len(str(parent)) > MAX_SOCKET_PATH_BYTES // 2:
-        parent = Path("/tmp")
-    directory = Path(tempfile.mkdtemp(prefix="prefixd-demo-", dir=parent))
-    shm_directory = (SHM if SHM.is_dir() else directory) / directory.name
-    try:
-        shm_directory.mkdir(mode=0o700)
-        yield directory, shm_directory
-    finally:
-        shutil.rmtree(shm_directory, ignore_errors=True)
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-@contextmanager
-def _unwound_by_signals() -> Iterator[None]:
-    """Being terminated, or losing the terminal, cleans up like any other end."""
-
-    def leave(number: int, _frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import typer
 
-from . import admin, lab, replay
+from . import admin, bench, lab, replay
 from .command import AddressOption, Common, Ctl, Group, JsonOption, TimeoutOption, command
 
 app = typer.Typer(
@@ -61,6 +61,7 @@ def version(ctl: Ctl) -> None:
 
 # The panels of --help come in this order.
 replay.register(app)
+bench.register(app)
 admin.register(app)
 command(app, "version", panel=admin.LOOK)(version)
 lab.register(app)

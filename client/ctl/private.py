@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Final
+from types import FrameType, TracebackType
+from typing import Final, NoReturn
 
+from ...proto.endpoints import MAX_SOCKET_PATH_BYTES
 from ...proto.errors import DaemonUnavailable, DeadlineExceeded, PrefixdError
 from .connection import AdminConnection, Health
 
+SHM: Final = Path("/dev/shm")
 MODULE: Final = "prefixd.server.daemon"
 START_WITHIN_S: Final = 60.0
 STOP_WITHIN_S: Final = 30.0
@@ -123,3 +128,35 @@ class PrivateDaemon:
         except subprocess.TimeoutExpired:
             process.kill()
             return process.wait()
+
+
+@contextmanager
+def temporary_directories(purpose: str) -> Iterator[tuple[Path, Path]]:
+    """One for everything, with a path short enough for a socket, and one of the same name for
+    the shm tier; both gone in the end."""
+    parent = Path(tempfile.gettempdir())
+    if len(str(parent)) > MAX_SOCKET_PATH_BYTES // 2:
+        parent = Path("/tmp")
+    directory = Path(tempfile.mkdtemp(prefix=f"prefixd-{purpose}-", dir=parent))
+    shm_directory = (SHM if SHM.is_dir() else directory) / directory.name
+    try:
+        shm_directory.mkdir(mode=0o700)
+        yield directory, shm_directory
+    finally:
+        shutil.rmtree(shm_directory, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def unwound_by_signals() -> Iterator[None]:
+    """Being terminated, or losing the terminal, cleans up like any other end."""
+
+    def leave(number: int, _frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

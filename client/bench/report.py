@@ -1,0 +1,149 @@
+"""Rows side by side: tables with their ratios, for people and for BENCHMARKS.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...proto.units import format_bytes
+from .evicting import ALONE, EVICTED, PINNED, UNPINNED
+from .moving import MEMCPY
+from .rows import Rows
+from .samples import Row
+from .walking import HASHING, searches
+from .wanted import Wanted, wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Cells of text; the first column names, the others are numbers."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+def tables(rows: Rows, peers: Rows, block_bytes: int) -> list[Table]:
+    """Everything that was measured, each batch beside the peers, and what is wanted of it."""
+    made = [_batch_table(rows, peers, blocks, block_bytes) for blocks in rows.batches]
+    made += [_search_table(rows), _eviction_table(rows), _crowd_table(rows)]
+    made.append(_wanted_table(wanted(rows, peers)))
+    return [table for table in made if table.rows]
+
+
+def _batch_table(rows: Rows, peers: Rows, blocks: int, block_bytes: int) -> Table:
+    """Ratios are to the memcpy of the same run."""
+    lines = []
+    for run in (rows, peers):
+        floor = run.find(MEMCPY, "restore", blocks)
+        for peer in run.peers:
+            name = "memcpy, beside these" if run is peers and peer == MEMCPY else peer
+            save, restore = run.find(peer, "save", blocks), run.find(peer, "restore", blocks)
+            view, exists = run.find(peer, "view", blocks), run.find(peer, "exists", blocks)
+            if restore is None:
+                continue
+            lines.append(
+                (
+                    name,
+                    _speed(save, floor),
+                    _speed(restore, floor if restore is not floor else None),
+                    "-" if view is None else f"{_us(view)}{_times(floor, view)}",
+                    "-" if exists is None else _us(exists),
+                )
+            )
+    title = f"{blocks} {'block' if blocks == 1 else 'blocks'} of {format_bytes(block_bytes)}"
+    columns = ("", "save, GB/s", "restore, GB/s", "view, us", "exists, us")
+    return Table(f"{title} (x memcpy of the same run)", columns, lines)
+
+
+def _speed(row: Row | None, floor: Row | None) -> str:
+    if row is None or row.gb_per_s is None:
+        return "-"
+    return f"{row.gb_per_s:.2f}{_times(floor, row)}"
+
+
+def _times(floor: Row | None, row: Row) -> str:
+    """How many times as fast as the floor."""
+    return "" if floor is None else f" ({_ratio(floor.p50_ms / row.p50_ms)})"
+
+
+def _us(row: Row) -> str:
+    return f"{row.p50_ms * 1e3:,.{1 if row.p50_ms < 0.1 else 0}f}"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.0f}x" if value >= 10 else f"{value:.2f}x"
+
+
+def _search_table(rows: Rows) -> Table:
+    lines = []
+    for what, op, hashing_op in searches():
+        for row in rows.of(op):
+            alone = rows.find(HASHING, hashing_op, row.blocks)
+            if row.peer == HASHING or alone is None:
+                continue
+            beside_us = (row.p50_ms - alone.p50_ms) * 1e3
+            lines.append(
+                (
+                    what,
+                    _us(row),
+                    _us(alone),
+                    _ratio(row.p50_ms / alone.p50_ms),
+                    f"{beside_us:.1f}",
+                    f"{row.more.get('rpcs', '-')}",
+                    f"{row.more.get('daemon_lookups', '-')}",
+                )
+            )
+    columns = (
+        "", "us", "hashing alone, us", "x hashing", "beside it, us", "rpcs", "daemon's look-ups",
+    )  # fmt: skip
+    return Table("searches (rpcs and look-ups: of all of them together)", columns, lines)
+
+
+def _eviction_table(rows: Rows) -> Table:
+    lines = []
+    alone = next(iter(rows.of(ALONE, EVICTED)), None)
+    names = {ALONE: "nothing", UNPINNED: "unclaimed, older entries", PINNED: "claimed entries"}
+    for op, name in names.items():
+        for row in rows.of(op, EVICTED):
+            beside = name if op == ALONE else f"{row.more.get('beside', 0):,} {name}"
+            ratio = "-" if alone in (None, row) else _ratio(row.p50_ms / alone.p50_ms)
+            lines.append((beside, f"{row.p50_ms * 1e3 / EVICTED:.2f}", ratio))
+    columns = ("beside", "us per entry", "x nothing")
+    return Table(f"eviction of {EVICTED:,} entries, rpc included", columns, lines)
+
+
+def _crowd_table(rows: Rows) -> Table:
+    found = rows.crowd()
+    lines = []
+    for count, row in found:
+        one = found[0][1]
+        lines.append(
+            (
+                f"{count}",
+                f"{row.gb_per_s or 0:.2f}",
+                "-" if row is one else _ratio((row.gb_per_s or 0) / (one.gb_per_s or 1)),
+            )
+        )
+    columns = ("processes that restore", "all together, GB/s", "x one")
+    return Table("many clients at once, ram", columns, lines)
+
+
+def _wanted_table(found: Sequence[Wanted]) -> Table:
+    lines = [
+        (
+            one.what,
+            f"{'at least' if one.at_least else 'at most'} {one.limit:g}{one.unit}",
+            f"{one.value:.0f}{one.unit}" if one.value >= 10 else f"{one.value:.2f}{one.unit}",
+            "yes" if one.good else "no",
+        )
+        for one in found
+    ]
+    return Table("what is wanted", ("", "wanted", "measured", "reached"), lines)
+
+
+def as_markdown(table: Table) -> str:
+    """A table for a Markdown file, under a heading."""
+    ruler = ["---", *["---:"] * (len(table.columns) - 1)]
+    lines = [table.columns, tuple(ruler), *table.rows]
+    return "\n".join([f"### {table.title}", "", *[f"| {' | '.join(line)} |" for line in lines]])

@@ -1,0 +1,86 @@
+"""What prefixd is held to: ratios within one run, and where each has to be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from .evicting import EVICTED, PINNED, UNPINNED
+from .moving import MEMCPY
+from .rows import Rows
+from .samples import Row
+from .walking import HASHING, searches
+
+REDIS: Final = "redis-unix"
+ARENAS: Final = ("prefixd-ram", "prefixd-shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One ratio, and where it has to be."""
+
+    what: str
+    value: float
+    limit: float
+    #: The value is to be at least the limit; False: at most.
+    at_least: bool = True
+    unit: str = "x"
+
+    @property
+    def good(self) -> bool:
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+
+def wanted(rows: Rows, peers: Rows) -> list[Wanted]:
+    """What prefixd is held to, at the largest batch; what was not measured is left out."""
+    found: list[Wanted] = []
+    if rows.batches:
+        found += _wanted_of_moves(rows, peers, rows.batches[-1])
+    for what, op, hashing_op in searches():
+        for row in rows.of(op):
+            alone = rows.find(HASHING, hashing_op, row.blocks)
+            if row.peer == HASHING or alone is None:
+                continue
+            if op.startswith("chain-miss"):
+                extra_us = (row.p50_ms - alone.p50_ms) * 1e3
+                found.append(Wanted(f"{what}, beside the hash", extra_us, 10, False, " us"))
+            else:
+                most = 1.3 if op.startswith("walk") else 3.0
+                found.append(Wanted(f"{what} / hashing", row.p50_ms / alone.p50_ms, most, False))
+    searched = [row for op in ("walk-hit", "walk-miss") for row in rows.of(op)]
+    if searched:
+        asked = max(int(row.more.get("daemon_lookups", 0)) for row in searched)
+        found.append(Wanted("look-ups that all searches cost the daemon", asked, 0, False, ""))
+    unpinned, pinned = rows.of(UNPINNED, EVICTED), rows.of(PINNED, EVICTED)
+    if unpinned and pinned:
+        ratio = pinned[0].p50_ms / unpinned[0].p50_ms
+        beside = f"{pinned[0].more.get('beside', 0):,}"
+        what = f"eviction beside {beside} claimed entries / beside as many unclaimed"
+        found.append(Wanted(what, ratio, 1.2, False))
+    crowd = rows.crowd()
+    if len(crowd) > 1:
+        (_, one), (count, all_) = crowd[0], crowd[-1]
+        ratio = (all_.gb_per_s or 0) / (one.gb_per_s or 1)
+        found.append(Wanted(f"bytes/s of {count} processes / of one", ratio, 1.0))
+    return found
+
+
+def _wanted_of_moves(rows: Rows, peers: Rows, blocks: int) -> list[Wanted]:
+    found: list[Wanted] = []
+
+    def add(op: str, peer: str, against: Row | None, least: float) -> None:
+        row = rows.find(peer, op, blocks)
+        if row is not None and against is not None:
+            what = f"{op} of {blocks} blocks, {peer} / {against.peer}"
+            found.append(Wanted(what, against.p50_ms / row.p50_ms, least))
+
+    floor = rows.find(MEMCPY, "restore", blocks)
+    for peer in ARENAS:
+        add("restore", peer, floor, 0.8)
+        add("restore", peer, peers.best("restore", blocks), 1.5)
+        add("view", peer, floor, 20)
+        add("save", peer, peers.best("save", blocks), 2.5)
+    add("restore", "prefixd-disk", floor, 0.6)
+    for peer in ARENAS:
+        add("exists", peer, peers.find(REDIS, "exists", blocks), 1.0)
+    return found

@@ -1,0 +1,285 @@
+"""`prefixctl bench`: the real client measured beside memcpy, hashing, and what others are."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any, Final, cast
+
+import typer
+
+from . import lab
+from .command import Ctl, command, make_console
+from .options import parse_size
+
+if TYPE_CHECKING:
+    from ..bench.report import Table
+    from ..bench.rows import Rows
+    from ..bench.run import Note, Plan
+    from ..bench.samples import Row
+    from .private import PrivateDaemon
+
+PARTS_HELP: Final = "ram shm disk grpc walk many evict"
+#: Slabs as daemons have them, and the smallest there are.
+SLAB_BYTES: Final = 64 * 2**10
+SMALL_SLAB_BYTES: Final = 4 * 2**10
+#: LMDB's own pages and lists, and room to be full without being refused.
+DISK_SPARE_BYTES: Final = 64 * 2**20
+MIN_IN_FLIGHT_BYTES: Final = 2**30
+
+
+def register(app: typer.Typer) -> None:
+    """Add `bench`."""
+    command(app, "bench", panel="Start here", cls=lab.JsonCommand, own_json=True)(bench)
+
+
+def bench(
+    ctl: Ctl,
+    parts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PART",
+            help=f"What to measure: {PARTS_HELP}; unless named, all of it, evict only without "
+            "--address.",
+            show_default=False,
+        ),
+    ] = None,
+    batches: Annotated[
+        str, typer.Option(metavar="N,...", help="Blocks that are moved at once.")
+    ] = "1,8,48",
+    block_bytes: Annotated[
+        int,
+        typer.Option(metavar="SIZE", parser=parse_size, help="A block.", show_default="5MiB"),
+    ] = 5 * 2**20,
+    repeats: Annotated[int, typer.Option(min=1, help="Samples; their median counts.")] = 8,
+    verify: Annotated[
+        str,
+        typer.Option(
+            metavar="always|disk|never", help="Whose CRC32C is checked while it is restored."
+        ),
+    ] = "disk",
+    clients: Annotated[
+        int, typer.Option(min=1, max=256, help="Processes that restore at once (many).")
+    ] = 8,
+    pinned: Annotated[
+        int, typer.Option(min=0, help="Claimed entries beside those that are evicted (evict).")
+    ] = 100_000,
+    compare: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Rows of others, one JSON object a line."),
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the tables as Markdown.")
+    ] = False,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write the rows as JSON lines; - prints them."),
+    ] = None,
+) -> None:
+    """Measure saves, restores, views, searches and evictions.
+
+    Starts private daemons with budgets for the batches, in temporary directories,
+    and moves blocks between ordinary memory and every tier with the real client: by
+    turns with memcpy, every byte compared afterwards. With --address a running
+    daemon is measured instead; what is saved there stays until it is evicted, and
+    takes the place of other entries.
+    """
+    from ..bench.report import tables
+    from ..bench.rows import Rows, read_rows
+
+    plan = _plan(ctl, parts, batches, block_bytes, repeats, verify, clients, pinned)
+    peers = Rows() if compare is None else read_rows(Path(compare))
+    target = lab.STDOUT if json_file is None and ctl.as_json else json_file
+    measured: list[Row] = []
+    with _output(target) as write, _notes() as note:
+        for row in _measure(ctl, plan, note):
+            measured.append(row)
+            write(json.dumps(row.as_dict()))
+    if target != lab.STDOUT:
+        _show(tables(Rows(measured), peers, plan.block_bytes), plan, measured, peers, markdown)
+
+
+def _plan(
+    ctl: Ctl,
+    parts: list[str] | None,
+    batches: str,
+    block_bytes: int,
+    repeats: int,
+    verify: str,
+    clients: int,
+    pinned: int,
+) -> Plan:
+    from ..bench.run import PARTS, Plan
+    from ..reading import VERIFY_CHOICES, Verify
+
+    chosen = tuple(dict.fromkeys(parts or PARTS))
+    if unknown := set(chosen) - set(PARTS):
+        raise typer.BadParameter(f"no such part: {', '.join(sorted(unknown))}; {PARTS_HELP}")
+    if ctl.common.address is not None:
+        if parts and "evict" in parts:
+            raise typer.BadParameter("evict goes without --address: it fills daemons of its own")
+        chosen = tuple(part for part in chosen if part != "evict")
+    if verify not in VERIFY_CHOICES:
+        raise typer.BadParameter(f"--verify is one of {', '.join(VERIFY_CHOICES)}")
+    try:
+        numbers = tuple(sorted({int(number) for number in batches.split(",")}))
+    except ValueError:
+        raise typer.BadParameter(f"--batches: {batches!r} is no list of numbers") from None
+    return Plan(chosen, numbers, block_bytes, repeats, cast(Verify, verify), clients, pinned)
+
+
+# ---- daemons
+
+
+def _measure(ctl: Ctl, plan: Plan, note: Note) -> Iterator[Row]:
+    from ..bench.run import measure
+    from .private import unwound_by_signals
+
+    if ctl.common.address is not None:
+        with ctl.connect() as admin:
+            yield from measure(ctl.address, admin, plan, note)
+        return
+    with unwound_by_signals():
+        if any(part != "evict" for part in plan.parts):
+            note("starting a daemon")
+            with _daemon(tier_flags(plan)) as daemon, daemon.admin() as admin:
+                yield from measure(daemon.address, admin, plan, note)
+        if "evict" in plan.parts:
+            yield from _evictions(plan, note)
+
+
+def tier_flags(plan: Plan) -> list[str]:
+    """Budgets of a daemon for everything in the plan but evictions. RAM is for all that is not
+    of a tier."""
+    arena_bytes = plan.entries_bytes(SLAB_BYTES)
+    disk_bytes = arena_bytes + DISK_SPARE_BYTES
+    in_flight_bytes = max(MIN_IN_FLIGHT_BYTES, arena_bytes)
+    return [
+        f"--ram.budget={arena_bytes}",
+        f"--shm.budget={arena_bytes if 'shm' in plan.parts else 0}",
+        f"--disk.budget={disk_bytes if 'disk' in plan.parts else 0}",
+        f"--disk.max_in_flight={in_flight_bytes}",
+        *(f"--{tier}.slab={SLAB_BYTES}" for tier in ("ram", "shm")),
+    ]
+
+
+def _evictions(plan: Plan, note: Note) -> list[Row]:
+    from ..bench.evicting import EVICTED, OPS
+    from ..bench.run import measure_evictions, wait_until_secured
+    from ..client import Client
+
+    flags = [
+        f"--ram.budget={(plan.pinned + 2 * EVICTED) * SMALL_SLAB_BYTES}",
+        f"--ram.slab={SMALL_SLAB_BYTES}",
+        "--shm.budget=0",
+        "--disk.budget=0",
+    ]
+    with ExitStack() as stack:
+        daemons = []
+        for _ in OPS:
+            daemon = stack.enter_context(_daemon(flags))
+            admin = stack.enter_context(daemon.admin())
+            wait_until_secured(admin)
+            daemons.append((stack.enter_context(Client(daemon.address)), admin))
+        return measure_evictions(daemons, plan, note)
+
+
+@contextmanager
+def _daemon(flags: list[str]) -> Iterator[PrivateDaemon]:
+    from .private import PrivateDaemon, temporary_directories
+
+    with (
+        temporary_directories("bench") as directories,
+        PrivateDaemon(*directories, flags) as daemon,
+    ):
+        yield daemon
+
+
+# ---- output
+
+
+@contextmanager
+def _output(target: str | None) -> Iterator[Callable[[str], None]]:
+    """Where rows go as they come."""
+    if target is None:
+        yield lambda _: None
+        return
+    if target == lab.STDOUT:
+        yield lambda line: print(line, flush=True)
+        return
+    with lab.bad_input():
+        file = _opened(target)
+    with file:
+        yield lambda line: print(line, file=file, flush=True)
+
+
+def _opened(path: str) -> IO[str]:
+    try:
+        return Path(path).open("w", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(lab.cannot_write(path, error)) from None
+
+
+@contextmanager
+def _notes() -> Iterator[Note]:
+    """What is done at the moment, on standard error if a person is looking."""
+    console = make_console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("measuring") as status:
+        yield lambda what: status.update(f"measuring: {what}")
+
+
+def _show(found: list[Table], plan: Plan, rows: list[Row], peers: Rows, markdown: bool) -> None:
+    from ..bench.report import as_markdown
+    from . import render
+
+    notes = [machine(), _conditions(plan), *_drift(rows, peers)]
+    if markdown:
+        print("\n\n".join(["\n".join(f"- {one}" for one in notes), *map(as_markdown, found)]))
+        return
+    console = make_console()
+    for table in found:
+        shown = render.make_table(*table.columns, title=table.title, right=table.columns[1:])
+        for line in table.rows:
+            shown.add_row(*line)
+        console.print(shown)
+    for one in notes:
+        console.print(one, style="dim")
+
+
+def machine() -> str:
+    """What all of it was measured on."""
+    cpu = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass  # not everywhere
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return (
+        f"{cpu}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, Linux {platform.release()}, "
+        f"Python {platform.python_version()}"
+    )
+
+
+def _conditions(plan: Plan) -> str:
+    return f"medians of {plan.repeats} samples or more, by turns; CRC32C checked: {plan.verify}"
+
+
+def _drift(rows: list[Row], peers: Rows) -> list[str]:
+    """How the machine was when the others were measured."""
+    from ..bench.moving import MEMCPY
+
+    said: list[Any] = []
+    for row in rows:
+        theirs = peers.find(MEMCPY, "restore", row.blocks) if row.peer == MEMCPY else None
+        if theirs is not None and row.gb_per_s and theirs.gb_per_s:
+            ratio = theirs.gb_per_s / row.gb_per_s
+            said.append(f"{ratio:.2f} x at {row.blocks}")
+    return [f"memcpy beside the peers, of memcpy here: {', '.join(said)}"] if said else []

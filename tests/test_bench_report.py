@@ -1,0 +1,121 @@
+"""The tables, and what is wanted, from rows that are made up."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefixd.client.bench.report import Table, as_markdown, tables
+from prefixd.client.bench.rows import Rows
+from prefixd.client.bench.samples import Row
+from prefixd.client.bench.wanted import Wanted, wanted
+
+OURS = Rows(
+    [
+        Row("memcpy", "restore", 48, 16.0, 16.0),
+        Row("prefixd-ram", "save", 48, 50.0, 5.0),
+        Row("prefixd-ram", "restore", 48, 20.0, 12.8),
+        Row("prefixd-ram", "view", 48, 0.64, 400.0),
+        Row("prefixd-ram", "exists", 48, 0.016),
+        Row("prefixd-disk", "restore", 48, 40.0, 6.4),
+        Row("hashing", "walk", 14, 0.1),
+        Row("prefixd-ram", "walk-hit", 14, 0.12, None, {"rpcs": 0, "daemon_lookups": 0}),
+        Row("prefixd-ram", "walk-miss", 14, 0.15, None, {"rpcs": 0, "daemon_lookups": 3}),
+        Row("hashing", "chain-16", 256, 0.4),
+        Row("prefixd-ram", "chain-16", 256, 0.8, None, {"rpcs": 0, "daemon_lookups": 3}),
+        Row("hashing", "chain-miss-16", 1, 0.004),
+        Row("prefixd-ram", "chain-miss-16", 1, 0.0115),
+        Row("prefixd-ram", "evict", 1000, 6.0),
+        Row("prefixd-ram", "evict-unpinned", 1000, 8.0, None, {"beside": 100_000}),
+        Row("prefixd-ram", "evict-pinned", 1000, 9.0, None, {"beside": 100_000}),
+        Row("prefixd-ram", "restore-by-1", 48, 20.0, 12.0),
+        Row("prefixd-ram", "restore-by-8", 48, 100.0, 18.0),
+    ]
+)
+PEERS = Rows(
+    [
+        Row("memcpy", "restore", 48, 20.0, 12.8),
+        Row("redis-unix", "save", 48, 200.0, 1.3),
+        Row("redis-unix", "restore", 48, 250.0, 1.0),
+        Row("redis-unix", "exists", 48, 0.064),
+        Row("mooncake-shm", "save", 48, 800.0, 0.3),
+        Row("mooncake-shm", "restore", 48, 30.0, 8.9),
+    ]
+)
+
+
+def test_a_batch_beside_the_peers() -> None:
+    batch = tables(OURS, PEERS, 5 * 2**20)[0]
+    assert batch.title == "48 blocks of 5MiB (x memcpy of the same run)"
+    assert batch.columns == ("", "save, GB/s", "restore, GB/s", "view, us", "exists, us")
+    assert batch.rows == [
+        ("memcpy", "-", "16.00", "-", "-"),
+        ("prefixd-ram", "5.00 (0.32x)", "12.80 (0.80x)", "640 (25x)", "16.0"),
+        ("prefixd-disk", "-", "6.40 (0.40x)", "-", "-"),
+        ("memcpy, beside these", "-", "12.80", "-", "-"),
+        ("redis-unix", "1.30 (0.10x)", "1.00 (0.08x)", "-", "64.0"),
+        ("mooncake-shm", "0.30 (0.03x)", "8.90 (0.67x)", "-", "-"),
+    ]
+
+
+def test_searches_evictions_and_crowds() -> None:
+    _, searches, evictions, crowd, _ = tables(OURS, Rows(), 5 * 2**20)
+    assert [row[0] for row in searches.rows] == [
+        "longest prefix of 30,000 tokens, hit",
+        "longest prefix of 30,000 tokens, miss",
+        "chain of 256 blocks of 16 tokens, all there",
+        "chain of 256 blocks of 16 tokens, miss on the first",
+    ]
+    assert searches.rows[0][1:] == ("120", "100", "1.20x", "20.0", "0", "0")
+    assert searches.rows[3][1:] == ("11.5", "4.0", "2.88x", "7.5", "-", "-")
+    assert evictions.rows == [
+        ("nothing", "6.00", "-"),
+        ("100,000 unclaimed, older entries", "8.00", "1.33x"),
+        ("100,000 claimed entries", "9.00", "1.50x"),
+    ]
+    assert crowd.rows == [("1", "12.00", "-"), ("8", "18.00", "1.50x")]
+
+
+def test_what_is_wanted() -> None:
+    found = {one.what: (round(one.value, 3), one.good) for one in wanted(OURS, PEERS)}
+    assert found == {
+        "restore of 48 blocks, prefixd-ram / memcpy": (0.8, True),
+        "restore of 48 blocks, prefixd-ram / mooncake-shm": (1.5, True),
+        "view of 48 blocks, prefixd-ram / memcpy": (25.0, True),
+        "save of 48 blocks, prefixd-ram / redis-unix": (4.0, True),
+        "restore of 48 blocks, prefixd-disk / memcpy": (0.4, False),
+        "exists of 48 blocks, prefixd-ram / redis-unix": (4.0, True),
+        "longest prefix of 30,000 tokens, hit / hashing": (1.2, True),
+        "longest prefix of 30,000 tokens, miss / hashing": (1.5, False),
+        "chain of 256 blocks of 16 tokens, all there / hashing": (2.0, True),
+        "chain of 256 blocks of 16 tokens, miss on the first, beside the hash": (7.5, True),
+        "look-ups that all searches cost the daemon": (3, False),
+        "eviction beside 100,000 claimed entries / beside as many unclaimed": (1.125, True),
+        "bytes/s of 8 processes / of one": (1.5, True),
+    }
+    table = tables(OURS, PEERS, 5 * 2**20)[-1]
+    assert table.rows[2] == (
+        "view of 48 blocks, prefixd-ram / memcpy", "at least 20x", "25x", "yes",
+    )  # fmt: skip
+    assert table.rows[4][1:] == ("at least 0.6x", "0.40x", "no")
+
+
+def test_what_was_not_measured_is_left_out() -> None:
+    assert tables(Rows(), PEERS, 1) == []
+    only = Rows([Row("memcpy", "restore", 1, 1.0, 5.0)])
+    (batch,) = tables(only, Rows(), 2**20)
+    assert batch.title.startswith("1 block of 1MiB")
+
+
+@pytest.mark.parametrize(
+    ("value", "at_least", "good"),
+    [(2.0, True, True), (1.9, True, False), (2.0, False, True), (2.1, False, False)],
+)
+def test_a_limit_belongs_to_what_is_good(value: float, at_least: bool, good: bool) -> None:
+    assert Wanted("x", value, 2.0, at_least).good is good
+
+
+def test_as_markdown() -> None:
+    table = Table("Speed", ("", "GB/s"), [("a", "1.0"), ("b", "2.0")])
+    assert as_markdown(table) == (
+        "### Speed\n\n|  | GB/s |\n| --- | ---: |\n| a | 1.0 |\n| b | 2.0 |"
+    )
