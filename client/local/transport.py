@@ -361,7 +361,10 @@ def _copy(node: LocalNode, number: int, entry: Entry, row: IndexRow | None, sink
     """Hand a whole payload to `sink` from where it lies. False: it is not there any more."""
     if row is None or row.generation != entry.generation or not node.readable(row.tier):
         return False
-    _pour(node, number, entry.key, row, 0, row.payload_bytes, sink)
+    try:
+        _pour(node, number, entry.key, row, 0, row.payload_bytes, sink)
+    except RecordError:
+        return False  # evicted since
     return True
 
 
