@@ -27,6 +27,9 @@ _SCALARS: Final = (
 )
 
 
+_LABELS: Final = {tier: tier.label for tier in Tier}
+
+
 class Counters:
     """Thread-safe counts, all of them there from the start.
 
@@ -65,7 +68,7 @@ class Counters:
             for entry, tokens in zip(entries, token_counts, strict=True):
                 scalars["hit_entries"] += 1
                 scalars["hit_tokens"] += tokens
-                by_tier[entry.tier.label] += tokens
+                by_tier[_LABELS[entry.tier]] += tokens
 
     def restored(self, entries: Iterable[Entry]) -> None:
         with self._lock:
@@ -73,7 +76,7 @@ class Counters:
             for entry in entries:
                 self._scalars["restored_entries"] += 1
                 self._scalars["restored_bytes"] += entry.payload_bytes
-                by_tier[entry.tier.label] += entry.payload_bytes
+                by_tier[_LABELS[entry.tier]] += entry.payload_bytes
 
     def saves(self, outcomes: Iterable[SaveOutcome], payload_bytes: Iterable[int]) -> None:
         with self._lock:

@@ -22,6 +22,8 @@ from .deadline import Deadline
 from .link import Link
 
 logger = logging.getLogger("prefixd.client")
+# A library: what nobody asked to see does not end up on somebody's terminal.
+logger.addHandler(logging.NullHandler())
 
 #: What connecting may take before the daemon counts as down.
 DEFAULT_CONNECT_TIMEOUT_MS: Final = 1_000
