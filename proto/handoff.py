@@ -16,6 +16,7 @@ client sends one `Request`; the daemon answers one `Reply` with descriptors atta
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TypeVar
@@ -84,9 +85,9 @@ def ask(path: str, request: Request, timeout_s: float) -> tuple[Reply, dict[str,
         connection.settimeout(timeout_s)
         connection.connect(path)
         connection.sendall(pack(request))
-        packet, fds, _, _ = socket.recv_fds(
-            connection, PACKET_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-        )
+        packet, fds, _, _ = socket.recv_fds(connection, PACKET_BYTES, MAX_DESCRIPTORS)
+    for fd in fds:
+        os.set_inheritable(fd, False)  # Python 3.11 does not pass MSG_CMSG_CLOEXEC on
     try:
         reply = unpack(Reply, packet)
         return reply, dict(zip(reply.descriptors, fds, strict=True))

@@ -71,6 +71,14 @@ class LocalTransport:
         node = self._node
         return node if node is not None and node.enter() else None
 
+    def _enter_to_read(self, deadline: Deadline | None = None) -> LocalNode | None:
+        """The same, of a node that has an index: without it nothing can be read in place."""
+        node = self._enter(deadline)
+        if node is not None and not node.indexed:
+            node.leave()
+            return None
+        return node
+
     def _current(self) -> LocalNode | None:
         link = self._remote.current
         if link is self._link:
@@ -100,11 +108,11 @@ class LocalTransport:
     def find(
         self, keys: Iterable[Key], mode: ClaimMode, deadline: Deadline
     ) -> list[tuple[int, Entry]] | None:
-        node = self._enter(deadline)
+        node = self._enter_to_read(deadline)
         if node is None:
             return None
         try:
-            return _find(node, keys, mode) if node.indexed else None
+            return _find(node, keys, mode)
         except _UNREADABLE as problem:
             logger.warning("the index can't be read: %s", problem)
             return None
@@ -112,11 +120,10 @@ class LocalTransport:
             node.leave()
 
     def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
-        node = self._enter(deadline)
+        node = self._enter_to_read(deadline)
         if node is not None:
             try:
-                if node.indexed:
-                    return [data is not None for data in node.get(keys)]
+                return [data is not None for data in node.get(keys)]
             except _UNREADABLE as problem:
                 logger.warning("the index can't be read: %s", problem)
             finally:
@@ -124,7 +131,7 @@ class LocalTransport:
         return self._remote.exist(keys, deadline)
 
     def copy(self, entries: Sequence[Entry], sink: Sink) -> list[bool]:
-        node = self._enter()
+        node = self._enter_to_read()
         if node is None:
             return [False] * len(entries)
         try:
@@ -144,7 +151,7 @@ class LocalTransport:
             node.leave()
 
     def views(self, claim: Holding, entries: Sequence[Entry]) -> list[list[memoryview]] | None:
-        node = self._enter()
+        node = self._enter_to_read()
         if node is None:
             return None
         try:
@@ -220,7 +227,7 @@ class LocalTransport:
     def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
         """In place what can be, the rest over gRPC; both under the claim."""
         rest = list(range(len(ranges)))
-        node = self._enter()
+        node = self._enter_to_read()
         if node is not None:
             try:
                 rest = [n for n, wanted in enumerate(ranges) if not _read(node, n, wanted, sink)]
@@ -245,13 +252,11 @@ class LocalTransport:
         return [True] * len(claims)
 
     def _unchanged(self, claims: Sequence[Holding]) -> bool:
-        node = self._enter()
+        node = self._enter_to_read()
         if node is None:
             return False
         try:
-            return node.indexed and all(
-                claim.why_lost is None and node.unchanged(claim.entries) for claim in claims
-            )
+            return all(claim.why_lost is None and node.unchanged(claim.entries) for claim in claims)
         except _UNREADABLE:
             return False
         finally:
