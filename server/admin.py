@@ -23,6 +23,8 @@ from .tables import Entry
 from .wire import Context
 
 _DEFAULT_PAGE_ENTRIES = 100
+#: More entries than any tier holds.
+_MAX_CURSOR = 2**40
 _DEFAULT_QUARTERS = (1, 2, 4, 8, 16)
 
 
@@ -89,6 +91,8 @@ class AdminService(rpc.AdminServicer):
         page_entries = request.page_entries or _DEFAULT_PAGE_ENTRIES
         if page_entries > limits.MAX_PAGE_ENTRIES:
             raise InvalidSize(f"page_entries is above {limits.MAX_PAGE_ENTRIES}")
+        if request.cursor > _MAX_CURSOR:
+            raise InvalidSize(f"cursor {request.cursor} is not one that a page gave")
         # A page more by one tells whether another follows.
         order = self._next_victim_first(ledger)
         page = list(islice(order, request.cursor, request.cursor + page_entries + 1))

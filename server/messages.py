@@ -205,7 +205,7 @@ def refused_save(reserved: FlightInfo | SaveOutcome) -> pb.SaveResult:
         return pb.SaveResult(
             status=pb.SAVE_STATUS_IN_FLIGHT,
             in_flight=flight_of(reserved),
-            message=f"{reserved.owner} is saving it",
+            message=f"{reserved.owner} is saving it; waiting may help",
         )
     return pb.SaveResult(
         status=reserved.value,  # type: ignore[arg-type]
@@ -213,10 +213,21 @@ def refused_save(reserved: FlightInfo | SaveOutcome) -> pb.SaveResult:
     )
 
 
+#: What a caller can do about a save that was granted and came to nothing.
+_WHAT_NOW = {
+    SaveOutcome.CRC_MISMATCH: "send it again",
+    SaveOutcome.LENGTH_MISMATCH: "retrying the same can't help",
+    SaveOutcome.LOST: "retrying from the start may help",
+    SaveOutcome.DEVICE_FULL: "retrying may help",
+    SaveOutcome.FAILED: "retrying may help",
+}
+
+
 def ended_save(ended: SaveEnded) -> pb.SaveResult:
+    what_now = _WHAT_NOW.get(ended.outcome)
     return pb.SaveResult(
         status=ended.outcome.value,  # type: ignore[arg-type]
-        message=ended.why,
+        message=f"{ended.why}; {what_now}" if what_now else ended.why,
     )
 
 

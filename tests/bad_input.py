@@ -1,0 +1,456 @@
+"""Everything that a caller can get wrong, and what the daemon says to it: one table.
+
+`python -m tests.bad_input` prints it as Markdown. `test_server_service.py` does each of these to
+a daemon, compares code, name and retry flag, wants a sentence, and recounts the daemon after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+
+from prefixd.proto import limits
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.vocabulary import SaveReason, Tier
+
+from .running import OpenSession, Running, answer, item, key, part, payload, stream
+
+Code = grpc.StatusCode
+Attempt = Callable[[Running, OpenSession], Awaitable[Any]]
+
+SHORT: Final = b"31 bytes, which is one too few."
+DATA: Final = payload(1)
+TOO_MANY: Final = [key(number) for number in range(limits.MAX_BATCH_KEYS + 1)]
+#: What tests start the daemon with: a switched-off tier, and tables that are soon full.
+FLAGS: Final = (
+    "--shm.budget=0",
+    "--server.curve_keys=0",
+    "--sessions.max_sessions=2",
+    "--sessions.max_claims_per_session=1",
+    "--sessions.max_reservations_per_session=4",
+)
+#: What each error is on the wire: its code, and whether the same call may succeed later.
+ERRORS: Final = {
+    "claim_lost": (Code.FAILED_PRECONDITION, False),
+    "curve_disabled": (Code.FAILED_PRECONDITION, False),
+    "draining": (Code.UNAVAILABLE, True),
+    "invalid_batch": (Code.INVALID_ARGUMENT, False),
+    "invalid_key": (Code.INVALID_ARGUMENT, False),
+    "invalid_size": (Code.INVALID_ARGUMENT, False),
+    "limit_reached": (Code.RESOURCE_EXHAUSTED, True),
+    "malformed_message": (Code.INVALID_ARGUMENT, False),
+    "stale_incarnation": (Code.FAILED_PRECONDITION, True),
+    "unknown_claim": (Code.NOT_FOUND, False),
+    "unknown_entry": (Code.NOT_FOUND, False),
+    "unknown_reason": (Code.INVALID_ARGUMENT, False),
+    "unknown_session": (Code.FAILED_PRECONDITION, True),
+    "unknown_staging": (Code.FAILED_PRECONDITION, False),
+    "unknown_tier": (Code.INVALID_ARGUMENT, False),
+}
+#: Stands for published keys in the attempts below.
+THERE: Final = key(1000)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One thing to get wrong. The rpc fails with the error of that name."""
+
+    what: str
+    rpc: str
+    error: str
+    attempt: Attempt
+
+    @property
+    def code(self) -> grpc.StatusCode:
+        return ERRORS[self.error][0]
+
+    @property
+    def retry(self) -> bool:
+        return ERRORS[self.error][1]
+
+    @property
+    def id(self) -> str:
+        return f"{self.rpc}: {self.what}"
+
+
+def mistakes() -> list[Mistake]:
+    return [
+        *_batches(),
+        *_headers(),
+        *_sessions(),
+        *_claims(),
+        *_streams(),
+        *_operators(),
+        *_full_tables(),
+    ]
+
+
+# ---- requests that name keys, claims, tokens
+
+
+def _lookup(keys: list[bytes], **fields: Any) -> Attempt:
+    return lambda daemon, _: daemon.lookup(*keys, **fields)
+
+
+def _claim(keys: list[bytes], **fields: Any) -> Attempt:
+    return lambda _, session: session.claim(keys, **fields)
+
+
+def _cancel(*tokens: int) -> Attempt:
+    return lambda daemon, session: answer(
+        daemon.cache.Cancel(pb.CancelRequest(session=session.ref, tokens=tokens))
+    )
+
+
+def _reserve(*items: pb.SaveItem, **fields: Any) -> Attempt:
+    async def attempt(_: Running, session: OpenSession) -> None:
+        await session.reserve(items or [item(key(1), DATA)], **fields)
+
+    return attempt
+
+
+def _say(**kind: Any) -> Attempt:
+    """On the session stream, which ends with the error."""
+
+    async def attempt(_: Running, session: OpenSession) -> None:
+        await session.say(**kind)
+        while True:
+            await session.event()
+
+    return attempt
+
+
+def _batches() -> Iterator[Mistake]:
+    short, empty, over = "a key of 31 bytes", "an empty batch", "more than 4096 of something"
+    yield Mistake(short, "Lookup", "invalid_key", _lookup([key(1), SHORT]))
+    yield Mistake(empty, "Lookup", "invalid_batch", _lookup([]))
+    yield Mistake(over, "Lookup", "invalid_batch", _lookup(TOO_MANY))
+    yield Mistake(short, "Claim", "invalid_key", _claim([SHORT]))
+    yield Mistake(empty, "Claim", "invalid_batch", _claim([]))
+    yield Mistake(over, "Claim", "invalid_batch", _claim(TOO_MANY))
+    yield Mistake(empty, "Release", "invalid_batch", lambda _, session: session.release())
+    yield Mistake(
+        over, "Release", "invalid_batch", lambda _, session: session.release(*range(4097))
+    )
+    yield Mistake(empty, "Cancel", "invalid_batch", _cancel())
+    yield Mistake(over, "Cancel", "invalid_batch", _cancel(*range(4097)))
+    yield Mistake(empty, "Read", "invalid_batch", _read_request())
+    yield Mistake(
+        over, "Read", "invalid_batch", _read_request(*(pb.ReadRange() for _ in range(4097)))
+    )
+    for kind, message in (("touch", pb.Touch), ("suspect", pb.Suspect)):
+        for what, error, keys in (
+            (short, "invalid_key", [SHORT]),
+            (empty, "invalid_batch", []),
+            (over, "invalid_batch", TOO_MANY),
+        ):
+            attempt = _say(**{kind: message(keys=keys)})
+            yield Mistake(f"{what} in a {kind}", "Session", error, attempt)
+    for what, claims in ((empty, range(0)), (over, range(4097))):
+        attempt = _say(give_back=pb.GiveBack(claim_ids=claims))
+        yield Mistake(f"{what} in a give_back", "Session", "invalid_batch", attempt)
+
+
+# ---- what a save begins with
+
+
+def _headers() -> Iterator[Mistake]:
+    def reserve(what: str, error: str, *items: pb.SaveItem, **fields: Any) -> Mistake:
+        return Mistake(what, "Reserve", error, _reserve(*items, **fields))
+
+    async def nothing(_: Running, session: OpenSession) -> None:
+        await session.reserve([])
+
+    yield Mistake("an empty batch", "Reserve", "invalid_batch", nothing)
+    many = (item(one, DATA) for one in TOO_MANY)
+    yield reserve("more than 4096 of something", "invalid_batch", *many)
+    yield reserve("one key twice", "invalid_batch", item(key(1), DATA), item(key(1), DATA))
+    yield reserve("a key of 31 bytes", "invalid_key", item(SHORT, DATA))
+    yield reserve("an ancestor of 31 bytes", "invalid_key", ancestors=[SHORT])
+    yield reserve("more than 4096 ancestors", "invalid_batch", ancestors=TOO_MANY)
+    yield reserve("a touched key of 31 bytes", "invalid_key", touched=[SHORT])
+    yield reserve("more than 4096 touched keys", "invalid_batch", touched=TOO_MANY)
+    yield reserve("a payload of no bytes", "invalid_size", item(key(1), b""))
+    huge = pb.SaveItem(key=key(1), payload_bytes=limits.MAX_PAYLOAD_BYTES + 1)
+    yield reserve("a payload beyond 1 TiB", "invalid_size", huge)
+    yield reserve(
+        "layers that do not divide the payload",
+        "invalid_size",
+        item(key(1), DATA, layer_count=len(DATA) - 1),
+    )
+    yield reserve("token ids of 3 bytes", "invalid_size", item(key(1), DATA, token_ids=b"123"))
+    yield reserve("no tier", "unknown_tier", tier=pb.TIER_UNSPECIFIED)
+    yield reserve("a tier that does not exist", "unknown_tier", tier=9)
+    yield reserve("a tier that is switched off", "unknown_tier", tier=Tier.SHM)
+    yield reserve("no reason", "unknown_reason", reason=pb.SAVE_REASON_UNSPECIFIED)
+    yield reserve("a reason that does not exist", "unknown_reason", reason=6)
+    yield reserve("a wait beyond a minute", "invalid_size", wait_ms=limits.MAX_WAIT_MS + 1)
+    yield reserve("a time to live beyond an hour", "invalid_size", ttl_ms=limits.MAX_LEASE_MS + 1)
+    yield Mistake(
+        "a wait beyond a minute", "Lookup", "invalid_size", _lookup([key(1)], wait_ms=60_001)
+    )
+    yield Mistake(
+        "a wait beyond a minute", "Claim", "invalid_size", _claim([key(1)], wait_ms=60_001)
+    )
+    yield Mistake(
+        "a lease beyond the longest", "Claim", "invalid_size", _claim([key(1)], lease_ms=2**31)
+    )
+    yield Mistake(
+        "a mode that does not exist",
+        "Claim",
+        "malformed_message",
+        _claim([key(1)], mode=pb.ClaimMode.ValueType(7)),
+    )
+
+
+# ---- whose call it is
+
+
+def _calls(daemon: Running, ref: pb.SessionRef) -> dict[str, Callable[[], Any]]:
+    """Every rpc that belongs to a session, with nothing else wrong about it."""
+    cache, keys = daemon.cache, [key(1)]
+    header = pb.SaveHeader(
+        session=ref, tier=Tier.RAM, reason=SaveReason.COLD, items=[item(key(1), DATA)]
+    )
+    parts = [part(0, DATA)]
+    token = [pb.WritePart(token=1, data=DATA, last=True)]
+    staged = pb.SaveStagedRequest(header=header)
+    return {
+        "Claim": lambda: cache.Claim(pb.ClaimRequest(session=ref, keys=keys)),
+        "Release": lambda: cache.Release(pb.ReleaseRequest(session=ref, claim_ids=[1])),
+        "Reserve": lambda: cache.Reserve(pb.ReserveRequest(header=header)),
+        "Cancel": lambda: cache.Cancel(pb.CancelRequest(session=ref, tokens=[1])),
+        "Read": lambda: cache.Read(
+            pb.ReadRequest(session=ref, claim_id=1, ranges=[pb.ReadRange()])
+        ),
+        "Write": lambda: cache.Write(stream([pb.WriteRequest(session=ref, parts=token)])),
+        "Save": lambda: cache.Save(stream([pb.SaveRequest(header=header, parts=parts)])),
+        "SaveWhole": lambda: cache.SaveWhole(pb.SaveWholeRequest(header=header, parts=parts)),
+        "SaveStaged": lambda: cache.SaveStaged(stream([staged])),
+    }
+
+
+def _sessions() -> Iterator[Mistake]:
+    def as_whom(rpc: str, **changed: Any) -> Attempt:
+        async def attempt(daemon: Running, session: OpenSession) -> None:
+            ref = pb.SessionRef(incarnation=session.ref.incarnation, session_id=session.number)
+            for name, value in changed.items():
+                setattr(ref, name, value)
+            await answer(_calls(daemon, ref)[rpc]())
+
+        return attempt
+
+    for rpc in ("Claim", "Release", "Reserve", "Cancel", "Read", "Write", "Save", "SaveWhole"):
+        stale, unknown = as_whom(rpc, incarnation=bytes(16)), as_whom(rpc, session_id=77)
+        yield Mistake("a session of another incarnation", rpc, "stale_incarnation", stale)
+        yield Mistake("a session that ended or never was", rpc, "unknown_session", unknown)
+    stale = as_whom("SaveStaged", incarnation=bytes(16))
+    yield Mistake("a session of another incarnation", "SaveStaged", "stale_incarnation", stale)
+    yield Mistake(
+        "a session without staging memory", "SaveStaged", "unknown_staging", as_whom("SaveStaged")
+    )
+    for what, first in (
+        ("no Hello first", pb.SessionRequest(heartbeat=pb.Heartbeat())),
+        ("nothing in the first message", pb.SessionRequest()),
+    ):
+        yield Mistake(what, "Session", "malformed_message", _open_with(first))
+    yield Mistake("no message at all", "Session", "malformed_message", _open_with())
+    for field in ("client_name", "host"):
+        long = pb.SessionRequest(hello=pb.Hello(**{field: "x" * 121}))
+        yield Mistake(f"a {field} of 121 letters", "Session", "invalid_size", _open_with(long))
+    yield Mistake("a second Hello", "Session", "malformed_message", _say(hello=pb.Hello()))
+    yield Mistake("an empty message", "Session", "malformed_message", _say())
+
+
+def _open_with(*messages: pb.SessionRequest) -> Attempt:
+    return lambda daemon, _: answer(daemon.cache.Session(stream(messages)))
+
+
+# ---- claims and what is read under them
+
+
+def _read_request(*ranges: pb.ReadRange, claim: int | None = None) -> Attempt:
+    """Under a claim of one entry of 5,000 bytes, or under another one."""
+
+    async def attempt(daemon: Running, session: OpenSession) -> None:
+        number = (await session.claim([THERE])).claim_id if claim is None else claim
+        await answer(
+            daemon.cache.Read(pb.ReadRequest(session=session.ref, claim_id=number, ranges=ranges))
+        )
+
+    return attempt
+
+
+async def _read_after_its_lease(daemon: Running, session: OpenSession) -> None:
+    claim = (await session.claim([THERE], lease_ms=1_000)).claim_id
+    daemon.forward(1.0)
+    await session.read(claim)
+
+
+def _claims() -> Iterator[Mistake]:
+    def outside(what: str, **fields: Any) -> Mistake:
+        return Mistake(what, "Read", "invalid_size", _read_request(pb.ReadRange(**fields)))
+
+    yield outside("an entry that the claim does not have", index=1)
+    yield outside("a range that begins behind the end", offset_bytes=5001)
+    yield outside("a range that ends behind the end", offset_bytes=1, length_bytes=5000)
+    yield outside("token ids that were not saved", token_ids=True, length_bytes=4)
+    unknown = _read_request(pb.ReadRange(), claim=99)
+    yield Mistake("a claim that this session does not hold", "Read", "unknown_claim", unknown)
+    none = _read_request(pb.ReadRange(), claim=0)
+    yield Mistake("the claim on nothing", "Read", "unknown_claim", none)
+    yield Mistake("a claim whose lease is over", "Read", "claim_lost", _read_after_its_lease)
+
+
+# ---- streams of bytes
+
+
+def _save(*parts: pb.WritePart, then: tuple[pb.WritePart, ...] = ()) -> Attempt:
+    """One item of 5,000 bytes; a second message if there is one."""
+
+    async def attempt(daemon: Running, session: OpenSession) -> None:
+        header = session.header([item(key(1), DATA)])
+        messages = [pb.SaveRequest(header=header, parts=parts)]
+        if then:
+            messages.append(pb.SaveRequest(parts=then))
+        await answer(daemon.cache.Save(stream(messages)))
+
+    return attempt
+
+
+def _write(*parts: tuple[int, bytes, bool]) -> Attempt:
+    """Offset, bytes, last: of a reservation of 5,000 bytes."""
+
+    async def attempt(_: Running, session: OpenSession) -> None:
+        (token,) = await session.granted([item(key(1), DATA)])
+        await session.write(
+            *(
+                pb.WriteRequest(
+                    parts=[pb.WritePart(token=token, offset_bytes=offset, data=data, last=last)]
+                )
+                for offset, data, last in parts
+            )
+        )
+
+    return attempt
+
+
+def _streams() -> Iterator[Mistake]:
+    half = part(0, DATA[:2500], last=False)
+    gap, back = part(0, DATA[2600:], offset=2600), part(0, DATA, offset=0)
+    yield Mistake("a part behind a gap", "Save", "invalid_size", _save(half, gap))
+    yield Mistake("a part that goes back", "Save", "invalid_size", _save(half, then=(back,)))
+    after = _save(part(0, DATA), part(0, b"", offset=5000))
+    yield Mistake("a part after the last one", "Save", "malformed_message", after)
+    later = _save(part(0, DATA), then=(part(0, b"", offset=5000),))
+    yield Mistake("a message after the last part", "Save", "malformed_message", later)
+    other = _save(part(1, DATA))
+    yield Mistake("a part of an item that does not exist", "Save", "malformed_message", other)
+    halves = (0, DATA[:2500], False), (2600, DATA[2600:], True)
+    yield Mistake("a part behind a gap", "Write", "invalid_size", _write(*halves))
+    twice = (0, DATA, True), (5000, b"", True)
+    yield Mistake("a part after the last one", "Write", "malformed_message", _write(*twice))
+
+    def without(rpc: str, *messages: Any) -> Attempt:
+        return lambda daemon, _: answer(getattr(daemon.cache, rpc)(stream(messages)))
+
+    for rpc in ("Save", "SaveStaged", "Write"):
+        yield Mistake("no message at all", rpc, "malformed_message", without(rpc))
+    for rpc, message in (("Save", pb.SaveRequest()), ("SaveStaged", pb.SaveStagedRequest())):
+        yield Mistake("a save without its header", rpc, "malformed_message", without(rpc, message))
+    yield Mistake(
+        "a save without its header",
+        "SaveWhole",
+        "malformed_message",
+        lambda daemon, _: answer(daemon.cache.SaveWhole(pb.SaveWholeRequest())),
+    )
+
+
+# ---- operators
+
+
+def _operators() -> Iterator[Mistake]:
+    def admin(what: str, rpc: str, error: str, request: Any) -> Mistake:
+        return Mistake(
+            what, rpc, error, lambda daemon, _: answer(getattr(daemon.admin, rpc)(request))
+        )
+
+    yield admin("a key of 31 bytes", "Inspect", "invalid_key", pb.InspectRequest(key=SHORT))
+    yield admin(
+        "a key that is not there", "Inspect", "unknown_entry", pb.InspectRequest(key=key(1))
+    )
+    page = limits.MAX_PAGE_ENTRIES + 1
+    for what, fields in (
+        ("a page beyond 10,000 entries", {"page_entries": page}),
+        ("a cursor that no page gave", {"cursor": 2**63}),
+    ):
+        request = pb.ListEntriesRequest(tier=pb.TIER_RAM, **fields)
+        yield admin(what, "ListEntries", "invalid_size", request)
+    off = "a tier that is switched off"
+    yield admin(off, "ListEntries", "unknown_tier", pb.ListEntriesRequest(tier=pb.TIER_SHM))
+    yield admin(
+        off, "Preview", "unknown_tier", pb.PreviewRequest(tier=pb.TIER_SHM, payload_bytes=1)
+    )
+    yield admin(off, "Evict", "unknown_tier", pb.EvictRequest(free_bytes=1, tiers=[pb.TIER_SHM]))
+    yield admin(off, "Curve", "unknown_tier", pb.CurveRequest(tier=pb.TIER_SHM))
+    yield admin("no bytes", "Evict", "invalid_size", pb.EvictRequest())
+    yield admin("no bytes", "Preview", "invalid_size", pb.PreviewRequest(tier=pb.TIER_RAM))
+    curve = pb.CurveRequest(tier=pb.TIER_RAM)
+    yield admin("a curve that is switched off", "Curve", "curve_disabled", curve)
+
+
+# ---- tables that are full
+
+
+async def _third_session(daemon: Running, _: OpenSession) -> None:
+    second = await daemon.open()
+    hello = pb.SessionRequest(hello=pb.Hello())
+    try:
+        await answer(daemon.cache.Session(stream([hello])))
+    finally:
+        await second.close()
+
+
+async def _second_claim(_: Running, session: OpenSession) -> None:
+    await session.claim([THERE])
+    await session.claim([THERE])
+
+
+async def _fifth_reservation(_: Running, session: OpenSession) -> None:
+    await session.granted([item(key(number), DATA) for number in range(4)])
+    await session.reserve([item(key(5), DATA)])
+
+
+async def _while_stopping(daemon: Running, session: OpenSession) -> None:
+    daemon.core.draining = True
+    try:
+        await session.claim([THERE])
+    finally:
+        daemon.core.draining = False
+
+
+def _full_tables() -> Iterator[Mistake]:
+    yield Mistake("too many sessions", "Session", "limit_reached", _third_session)
+    yield Mistake("too many claims", "Claim", "limit_reached", _second_claim)
+    yield Mistake("too many reservations", "Reserve", "limit_reached", _fifth_reservation)
+    yield Mistake("a daemon that is stopping", "Claim", "draining", _while_stopping)
+
+
+def main() -> None:
+    """Print the table."""
+    rows = {(m.what, m.error): [] for m in mistakes()}
+    for mistake in mistakes():
+        rows[mistake.what, mistake.error].append(mistake.rpc)
+    lines = ["| mistake | rpcs | code | error | again? |", "|---|---|---|---|---|"]
+    for (what, error), rpcs in rows.items():
+        code, retry = ERRORS[error]
+        names, again = ", ".join(dict.fromkeys(rpcs)), "yes" if retry else "no"
+        lines.append(f"| {what} | {names} | {code.name} | {error} | {again} |")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

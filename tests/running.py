@@ -1,0 +1,383 @@
+"""The running half of a daemon in this process: real stores in a temporary directory, a real
+gRPC server on a Unix socket, and a clock that stands still until a test moves it.
+
+    @in_loop
+    async def test_something(tmp_path: Path) -> None:
+        async with running(tmp_path) as daemon:
+            session = await daemon.open()
+            await session.save({key(1): b"bytes"})
+
+Everything that a test does to it ends with `daemon.assert_sound()`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+from prefixd import __version__
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto import prefixd_pb2_grpc as rpc
+from prefixd.proto.errors import ERROR_METADATA, RETRY_METADATA
+from prefixd.proto.keys import Key
+from prefixd.proto.record import crc32c
+from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.server import building, recovery
+from prefixd.server.budgets import resolve
+from prefixd.server.clock import Clock
+from prefixd.server.config import load_config
+from prefixd.server.daemon import make_server
+from prefixd.server.events import ArenaGrown, Tick
+from prefixd.server.index import Index
+from prefixd.server.loop import Core
+from prefixd.server.machine import Machine
+from prefixd.server.sessions import ServiceConfig
+from prefixd.tiers.store import Store
+
+#: What a test waits for at most before it fails.
+PATIENCE_S: Final = 60.0
+SLAB: Final = 4096
+HEARTBEAT_NS: Final = 2_000_000_000
+CLAIM_LEASE_MS: Final = 300_000
+RESERVATION_TTL_MS: Final = 60_000
+MACHINE: Final = Machine(2**34, 2**34, 2**34, 2**34, 2**34, 0)
+
+Wrap = Callable[[Store], Store]
+
+
+def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run an asynchronous test. What nobody caught in its loop fails it."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        async def watched() -> None:
+            stray: list[dict[str, Any]] = []
+            asyncio.get_running_loop().set_exception_handler(lambda _, what: stray.append(what))
+            async with asyncio.timeout(PATIENCE_S):
+                await test(*args, **kwargs)
+            assert stray == []
+
+        asyncio.run(watched())
+
+    return run
+
+
+class ManualClock(Clock):
+    """Stands still until it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now_ns = super().now_ns()
+
+    def now_ns(self) -> int:
+        return self._now_ns
+
+    def forward(self, seconds: float) -> None:
+        self._now_ns += round(seconds * 1e9)
+
+
+def key(number: int) -> Key:
+    return Key(number.to_bytes(32, "big"))
+
+
+def payload(number: int, length_bytes: int = 5000) -> bytes:
+    """Bytes that differ by number and by place."""
+    return bytes((number + place * 7 + (place >> 8)) % 256 for place in range(length_bytes))
+
+
+def item(of: bytes, data: bytes, **fields: Any) -> pb.SaveItem:
+    fields = {"token_count": 16} | fields
+    return pb.SaveItem(key=of, payload_bytes=len(data), **fields)
+
+
+def part(number: int, data: bytes, *, offset: int = 0, last: bool = True, **fields: Any) -> Any:
+    """Of a Save stream: a whole payload unless told otherwise."""
+    fields = {"payload_crc32c": crc32c(data)} | fields
+    return pb.WritePart(item=number, offset_bytes=offset, data=data, last=last, **fields)
+
+
+class Refused(Exception):
+    """A failed rpc, as the contract describes it."""
+
+    def __init__(self, error: grpc.aio.AioRpcError) -> None:
+        metadata = dict(error.trailing_metadata() or ())
+        self.code = error.code()
+        self.name = metadata.get(ERROR_METADATA)
+        self.retry = metadata.get(RETRY_METADATA)
+        self.sentence = error.details() or ""
+        super().__init__(f"{self.code.name} {self.name} retry={self.retry}: {self.sentence}")
+
+
+async def answer(call: Any) -> Any:
+    """What an rpc answers: a message, or a list of them. Raises Refused."""
+    try:
+        if hasattr(call, "__aiter__"):
+            return [response async for response in call]
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise Refused(error) from None
+
+
+async def next_of(call: Any) -> Any:
+    """The next message of a stream of responses. Raises Refused, EOFError."""
+    try:
+        message = await call.read()
+    except grpc.aio.AioRpcError as error:
+        raise Refused(error) from None
+    if message is grpc.aio.EOF:
+        raise EOFError
+    return message
+
+
+async def rest_of(call: Any) -> list[Any]:
+    """Everything that still comes. Raises Refused."""
+    messages = []
+    with suppress(EOFError):
+        while True:
+            messages.append(await next_of(call))
+    return messages
+
+
+class OpenSession:
+    """A client's side of one session."""
+
+    def __init__(self, daemon: Running, call: Any, welcome: pb.Welcome) -> None:
+        self.daemon = daemon
+        self.call = call
+        self.welcome = welcome
+        self.number: int = welcome.session_id
+        self.ref = pb.SessionRef(incarnation=welcome.incarnation, session_id=self.number)
+
+    async def say(self, **kind: Any) -> None:
+        await self.call.write(pb.SessionRequest(**kind))
+
+    async def event(self) -> pb.SessionEvent:
+        """The next thing that the daemon says."""
+        event = await next_of(self.call)
+        assert isinstance(event, pb.SessionEvent)
+        return event
+
+    async def beat(self, sequence: int = 1) -> None:
+        """One heartbeat, and its answer: everything that was said before it was heard."""
+        await self.say(heartbeat=pb.Heartbeat(sequence=sequence))
+        while (event := await self.event()).heartbeat_ack.sequence != sequence:
+            self.daemon.told.append(event)
+
+    async def close(self) -> None:
+        """In order; returns when the daemon knows."""
+        await self.call.done_writing()
+        await rest_of(self.call)
+
+    # ---- reading
+
+    async def claim(
+        self,
+        keys: Iterable[bytes],
+        mode: pb.ClaimMode.ValueType = pb.CLAIM_MODE_RUN,
+        **fields: Any,
+    ) -> pb.ClaimResponse:
+        request = pb.ClaimRequest(session=self.ref, keys=keys, mode=mode, **fields)
+        return await answer(self.daemon.cache.Claim(request))
+
+    async def release(self, *claims: int) -> list[int]:
+        request = pb.ReleaseRequest(session=self.ref, claim_ids=claims)
+        return list((await answer(self.daemon.cache.Release(request))).results)
+
+    async def read(self, claim: int, *ranges: pb.ReadRange) -> list[bytes]:
+        """The bytes of each range; all of the first entry if there is none."""
+        wanted = ranges or (pb.ReadRange(index=0),)
+        request = pb.ReadRequest(session=self.ref, claim_id=claim, ranges=wanted)
+        found = [b""] * len(wanted)
+        for response in await answer(self.daemon.cache.Read(request)):
+            for one in response.parts:
+                assert one.status == pb.READ_STATUS_OK
+                assert one.offset_bytes == len(found[one.range])
+                found[one.range] += one.data
+        return found
+
+    async def restore(self, of: bytes) -> bytes:
+        """Claim, read and release one entry."""
+        claimed = await self.claim([of])
+        assert claimed.claim_id, "it is not there"
+        (data,) = await self.read(claimed.claim_id)
+        assert await self.release(claimed.claim_id) == [pb.RELEASE_STATUS_RELEASED]
+        return data
+
+    # ---- writing
+
+    def header(
+        self,
+        items: Iterable[pb.SaveItem],
+        tier: Tier = Tier.RAM,
+        reason: int = SaveReason.FINISH,
+        **fields: Any,
+    ) -> pb.SaveHeader:
+        return pb.SaveHeader(session=self.ref, tier=tier, reason=reason, items=items, **fields)
+
+    async def reserve(
+        self, items: Iterable[pb.SaveItem], tier: Tier = Tier.RAM, **fields: Any
+    ) -> list[pb.ReserveResult]:
+        request = pb.ReserveRequest(header=self.header(items, tier, **fields))
+        return list((await answer(self.daemon.cache.Reserve(request))).results)
+
+    async def granted(
+        self, items: Iterable[pb.SaveItem], tier: Tier = Tier.RAM, **fields: Any
+    ) -> list[int]:
+        """Tokens."""
+        results = await self.reserve(items, tier, **fields)
+        assert all(r.status == pb.RESERVE_STATUS_GRANTED for r in results), results
+        return [r.token for r in results]
+
+    async def write(self, *messages: pb.WriteRequest) -> list[pb.SaveResult]:
+        messages[0].session.CopyFrom(self.ref)
+        return list((await answer(self.daemon.cache.Write(stream(messages)))).results)
+
+    async def save(
+        self, payloads: Mapping[Key, bytes], tier: Tier = Tier.RAM, **fields: Any
+    ) -> list[int]:
+        """One Save with everything in its first message: the statuses."""
+        items = [item(of, data) for of, data in payloads.items()]
+        parts = [part(number, data) for number, data in enumerate(payloads.values())]
+        first = pb.SaveRequest(header=self.header(items, tier, **fields), parts=parts)
+        results = (await answer(self.daemon.cache.Save(stream([first])))).results
+        return [result.status for result in results]
+
+
+async def stream(messages: Iterable[Any]) -> AsyncIterator[Any]:
+    for message in messages:
+        yield message
+
+
+class Running:
+    """See the module. `cache` and `admin` are stubs; `core` is the thing itself."""
+
+    def __init__(self, core: Core, config: ServiceConfig, address: str, clock: ManualClock) -> None:
+        self.core = core
+        self.config = config
+        self.address = address
+        self.clock = clock
+        #: what sessions were told while they waited for something else
+        self.told: list[pb.SessionEvent] = []
+        self.connect()
+
+    def connect(self) -> None:
+        """As another client would."""
+        # Of its own: channels in one process share connections otherwise.
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        self.channel = grpc.aio.insecure_channel(self.address, options=options)
+        self.cache: Any = rpc.CacheStub(self.channel)
+        self.admin: Any = rpc.AdminStub(self.channel)
+
+    @property
+    def tables(self) -> Any:
+        return self.core.state.tables
+
+    async def open(self, name: str = "tester") -> OpenSession:
+        call = self.cache.Session()
+        await call.write(pb.SessionRequest(hello=pb.Hello(client_name=name, pid=1, host="here")))
+        first = await call.read()
+        return OpenSession(self, call, first.welcome)
+
+    async def lookup(self, *keys: bytes, **fields: Any) -> list[pb.LookupResult]:
+        return list(
+            (await answer(self.cache.Lookup(pb.LookupRequest(keys=keys, **fields)))).results
+        )
+
+    async def presence(self, *keys: bytes) -> list[int]:
+        return [result.presence for result in await self.lookup(*keys)]
+
+    def forward(self, seconds: float) -> None:
+        """Let time pass, and everything happen that is due."""
+        self.clock.forward(seconds)
+        self.core.post(Tick(self.clock.now_ns()))
+
+    async def until(self, what: Callable[[], object]) -> None:
+        """Ask the daemon for something, again and again, until something is true of it."""
+        while not what():
+            await self.admin.Stats(pb.StatsRequest())
+
+    async def assert_sound(self, *, deep: bool = True) -> None:
+        """The books balance, the index agrees, nobody writes or waits, every byte is right."""
+        assert self.core.state.check() == []
+        checked = await self.admin.Check(pb.CheckRequest(deep=deep))
+        assert list(checked.problems) == []
+        assert self.core.ill() == {}
+
+    async def assert_idle(self) -> None:
+        """The same, and nothing of what was begun is left."""
+        t = self.tables
+        await self.until(lambda: not (t.reservations or t.waiting or self.core.writes))
+        await self.assert_sound()
+
+
+@asynccontextmanager
+async def running(
+    directory: Path,
+    *flags: str,
+    wrap: Mapping[Tier, Wrap] | None = None,
+    make_index: Callable[[Path, bytes, int], Index] = Index,
+    tiers: Sequence[Tier] = tuple(Tier),
+) -> AsyncIterator[Running]:
+    """Start on `directory`, serve, and stop. `wrap` puts stores into others."""
+    config = load_config(
+        [
+            *(f"--{tier.label}.budget={'1MiB' if tier in tiers else 0}" for tier in Tier),
+            *(f"--{tier.label}.slab={SLAB}" for tier in (Tier.RAM, Tier.SHM)),
+            f"--server.address=unix:{directory / 's'}",
+            f"--shm.directory={directory / 'shm'}",
+            f"--disk.directory={directory / 'disk'}",
+            "--disk.sync=false",
+            *flags,
+        ],
+        {},
+    )
+    plan = resolve(config, MACHINE)
+    clock, incarnation = ManualClock(), secrets.token_bytes(16)
+    with ExitStack() as closing:
+        stores: dict[Tier, Store] = {}
+        arenas = {}
+        for tier, tier_plan in plan.tiers.items():
+            store = building.make_store(tier_plan, verify_at_start=True, sync=False)
+            closing.callback(store.close)
+            arena = building.arena_of(store)
+            if arena is not None:
+                arena.secure()
+                arenas[tier] = arena
+            stores[tier] = (wrap or {}).get(tier, lambda same: same)(store)
+        index = make_index(directory / "shm", incarnation, building.index_map_bytes(plan))
+        closing.callback(index.close)
+        executor = ThreadPoolExecutor(2, "worker")
+        closing.callback(executor.shutdown, cancel_futures=True)
+        core = Core(
+            building.make_state(plan, stores, clock.now_ns()), stores, index, executor, clock
+        )
+        service_config = ServiceConfig(
+            incarnation=incarnation,
+            daemon_version=__version__,
+            heartbeat_interval_ms=config.sessions.heartbeat_ns // 1_000_000,
+            claim_lease_ms=config.sessions.claim_lease_ns // 1_000_000,
+            reservation_ttl_ms=config.sessions.reservation_ttl_ns // 1_000_000,
+        )
+        try:
+            for tier, arena in arenas.items():
+                core.post(ArenaGrown(tier, arena.secured_bytes, clock.now_ns()))
+            await recovery.recover(core, config.sessions.claim_lease_ns)
+            server, _ = make_server(core, service_config)
+            server.add_insecure_port(config.server.address)
+            await server.start()
+            daemon = Running(core, service_config, config.server.address, clock)
+            try:
+                yield daemon
+            finally:
+                await daemon.channel.close()
+                await server.stop(grace=0)
+        finally:
+            await core.close()
