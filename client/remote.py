@@ -367,19 +367,7 @@ class RemoteTransport:
                 raise UnknownStaging("the session that it was handed to has ended")
             header.session.CopyFrom(ref)
             staged = StagedSave(memory, header, payloads, deadline)
-            call = link.connection.stub.SaveStaged(staged.requests(), timeout=timeout_s)
-            results: list[pb.SaveResult] = []
-            try:
-                for response in call:
-                    if response.parts_copied:
-                        staged.answered()
-                    results.extend(response.results)
-            finally:
-                call.cancel()  # no effect once it has ended
-                staged.abandon()
-            if staged.problem is not None:
-                raise staged.problem
-            return results
+            return staged.run(link.connection.stub, timeout_s)
 
         _, results = self._call("SaveStaged", deadline, send)
         with _understanding():

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ...proto import prefixd_pb2 as pb
+from ...proto import prefixd_pb2_grpc as pb_grpc
 from ...proto.copying import copy_crc32c
 from ...proto.errors import LimitReached, PrefixdError
 from ..deadline import Deadline
@@ -93,6 +94,22 @@ class StagedSave:
         self._over = False
         #: Why not everything was sent; None: it was.
         self.problem: PrefixdError | None = None
+
+    def run(self, stub: pb_grpc.CacheStub, timeout_s: float) -> list[pb.SaveResult]:
+        """Make the call. Raises grpc.RpcError, DeadlineExceeded, LimitReached."""
+        call = stub.SaveStaged(self.requests(), timeout=timeout_s)
+        results: list[pb.SaveResult] = []
+        try:
+            for response in call:
+                if response.parts_copied:
+                    self.answered()
+                results.extend(response.results)
+        finally:
+            call.cancel()  # no effect once it has ended
+            self.abandon()
+        if self.problem is not None:
+            raise self.problem
+        return results
 
     def requests(self) -> Iterator[pb.SaveStagedRequest]:
         """What gRPC sends, in its own thread: fills slots while the daemon empties others.
