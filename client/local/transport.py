@@ -30,6 +30,8 @@ from .node import LocalNode
 
 logger = logging.getLogger("prefixd.client")
 
+#: What the hand-over may take of a call, which goes on over gRPC without it.
+HAND_OVER_S: Final = 0.5
 #: Less than this is sent faster than it is staged: a call over gRPC moves about 1 GB/s.
 MIN_STAGED_BYTES: Final = 512 * 2**10
 #: Reads wait for the next save or heartbeat to be told; so many are told at once.
@@ -67,7 +69,7 @@ class LocalTransport:
         if link is None or link.why_ended:
             if deadline is not None:
                 self._remote.link(deadline)
-            self._current()
+            self._current(deadline)
         node = self._node
         return node if node is not None and node.enter() else None
 
@@ -79,7 +81,7 @@ class LocalTransport:
             return None
         return node
 
-    def _current(self) -> LocalNode | None:
+    def _current(self, deadline: Deadline | None) -> LocalNode | None:
         link = self._remote.current
         if link is self._link:
             return self._node
@@ -91,7 +93,8 @@ class LocalTransport:
             if old is not None:
                 old.close()
             if link is not None:
-                self._node = _hand_over(link)
+                within_s = HAND_OVER_S if deadline is None else min(HAND_OVER_S, deadline.left_s())
+                self._node = _hand_over(link, within_s)
                 link.before_heartbeat = self._tell_untold
             return self._node
 
@@ -322,14 +325,14 @@ class LocalTransport:
 # ---- the hand-over
 
 
-def _hand_over(link: Link) -> LocalNode | None:
+def _hand_over(link: Link, within_s: float) -> LocalNode | None:
     """Ask the daemon of `link` for its descriptors. None: it has none for us."""
     path = link.welcome.handoff_socket
     if not path:
         return None
     request = handoff.Request(link.ref.incarnation, link.ref.session_id, os.getpid())
     try:
-        reply, fds = handoff.ask(path, request, timeout_s=2.0)
+        reply, fds = handoff.ask(path, request, timeout_s=within_s)
         node = LocalNode(reply, fds, link.ref)
     except (OSError, MalformedMessage) as problem:
         logger.info("no local fast path: %s", problem)
