@@ -227,7 +227,7 @@ def test_rubbish_is_no_request(client: Client, packet: bytes) -> None:
 def test_a_reply_that_is_none_and_nobody_who_replies(
     daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for problem in (MalformedMessage("no reply"), TimeoutError(), FileNotFoundError()):
+    for problem in (MalformedMessage("no reply"), FileNotFoundError(), ConnectionRefusedError()):
 
         def ask(*_: object, problem: Exception = problem, **__: object) -> None:
             raise problem
@@ -237,6 +237,30 @@ def test_a_reply_that_is_none_and_nobody_who_replies(
             keys = save(client, ["entry"], 1_000, Tier.RAM)
             assert set(client._transport.refused()) == {handoff.INDEX, handoff.STAGING}
             assert restore(client.longest_run(keys, claim=False))[0]
+
+
+def test_a_hand_over_that_takes_too_long_is_tried_again(
+    daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by every call, and it is not the reason that one misses its deadline."""
+    asked: list[float] = []
+
+    def ask(*_: object, timeout_s: float) -> None:
+        asked.append(timeout_s)
+        raise TimeoutError
+
+    with Client(daemon.address) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(handoff, "ask", ask)
+            for _ in range(3):
+                assert client.exists([key_of("nobody")], deadline_ms=400) == [False]
+        assert len(asked) == 1
+        assert asked[0] <= 0.4
+        assert rpcs(client) == {"Lookup": 3}
+        monkeypatch.setattr(transport_of(client), "_not_before_s", 0.0)
+        assert client.exists([key_of("nobody")]) == [False]
+        assert rpcs(client) == {"Lookup": 3}
+        assert client._transport.refused() == {}
 
 
 def test_a_process_without_room_for_descriptors_goes_on_over_grpc(client: Client) -> None:

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+import grpc
+
 from ...proto import prefixd_pb2 as pb
 from ...proto import prefixd_pb2_grpc as pb_grpc
 from ...proto.copying import copy_crc32c
@@ -104,6 +106,9 @@ class StagedSave:
                 if response.parts_copied:
                     self.answered()
                 results.extend(response.results)
+        except grpc.RpcError:
+            if self.problem is None:
+                raise  # else the daemon only says that something is missing
         finally:
             call.cancel()  # no effect once it has ended
             self.abandon()

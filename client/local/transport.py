@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -32,6 +33,8 @@ logger = logging.getLogger("prefixd.client")
 
 #: What the hand-over may take of a call, which goes on over gRPC without it.
 HAND_OVER_S: Final = 0.5
+#: After a hand-over that took longer, calls don't try again for so long.
+RETRY_HAND_OVER_S: Final = 5.0
 #: Less than this is sent faster than it is staged: a call over gRPC moves about 1 GB/s.
 MIN_STAGED_BYTES: Final = 512 * 2**10
 #: Reads wait for the next save or heartbeat to be told; so many are told at once.
@@ -53,6 +56,8 @@ class LocalTransport:
         #: The session that `_node` was handed over to.
         self._link: Link | None = None
         self._node: LocalNode | None = None
+        #: Before this moment, on the monotonic clock, nobody asks for a hand-over.
+        self._not_before_s = 0.0
         self._closed = False
         # A lock of its own: heartbeats take it, and must not wait for a hand-over.
         self._untold_lock = threading.Lock()
@@ -81,22 +86,30 @@ class LocalTransport:
             return None
         return node
 
-    def _current(self, deadline: Deadline | None) -> LocalNode | None:
+    def _current(self, deadline: Deadline | None) -> None:
+        """Have the node of the current session, if there is one. Raises DeadlineExceeded."""
         link = self._remote.current
         if link is self._link:
-            return self._node
+            return
+        within_s = HAND_OVER_S if deadline is None else min(HAND_OVER_S, deadline.left_s())
         with self._lock:
             if link is self._link or self._closed:
-                return self._node
-            old, self._node, self._link = self._node, None, link
-            self._take_untold()  # of another session: nobody knows what became of those entries
+                return
+            old, self._node, self._link = self._node, None, None
             if old is not None:
                 old.close()
-            if link is not None:
-                within_s = HAND_OVER_S if deadline is None else min(HAND_OVER_S, deadline.left_s())
+                self._take_untold()  # nobody knows what became of those entries
+                self._not_before_s = 0.0
+            if link is None or time.monotonic() < self._not_before_s:
+                return
+            try:
                 self._node = _hand_over(link, within_s)
-                link.before_heartbeat = self._tell_untold
-            return self._node
+            except TimeoutError:
+                logger.info("no local fast path yet: the daemon took too long to hand it over")
+                self._not_before_s = time.monotonic() + RETRY_HAND_OVER_S
+                return
+            self._link = link
+            link.before_heartbeat = self._tell_untold
 
     def refused(self) -> dict[str, str]:
         node = self._enter()
@@ -326,7 +339,10 @@ class LocalTransport:
 
 
 def _hand_over(link: Link, within_s: float) -> LocalNode | None:
-    """Ask the daemon of `link` for its descriptors. None: it has none for us."""
+    """Ask the daemon of `link` for its descriptors. None: it has none for us.
+
+    Raises TimeoutError.
+    """
     path = link.welcome.handoff_socket
     if not path:
         return None
@@ -334,6 +350,8 @@ def _hand_over(link: Link, within_s: float) -> LocalNode | None:
     try:
         reply, fds = handoff.ask(path, request, timeout_s=within_s)
         node = LocalNode(reply, fds, link.ref)
+    except TimeoutError:
+        raise
     except (OSError, MalformedMessage) as problem:
         logger.info("no local fast path: %s", problem)
         return None
