@@ -25,6 +25,7 @@ from .events import (
     SessionOpened,
 )
 from .loop import Core, SessionNote
+from .wire import cut_off
 
 log = structlog.get_logger("prefixd.sessions")
 
@@ -174,7 +175,7 @@ class SessionStream:
         if not self._ending and not self._events.full():
             self._events.put_nowait(why)
         elif self._task is not None:
-            self._task.cancel()
+            cut_off(self._task, why or LimitReached("the client does not read its events"))
         self._ending = True
 
     def _heard(self, session: int, request: pb.SessionRequest) -> None:

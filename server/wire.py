@@ -7,6 +7,7 @@ the garbage collector, and with it the save or the claim that it holds; here it 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, Final, TypeAlias, TypeVar, cast
@@ -112,6 +113,8 @@ def _streaming(
             async with aclosing(method(checked(request), context)) as responses:
                 async for response in responses:
                     await context.write(response)
+        except asyncio.CancelledError as cancelled:
+            error = _cut_off_with(cancelled)
         except Exception as problem:
             error = _error_of(name, problem)
         else:
@@ -124,6 +127,19 @@ def _streaming(
 async def abort(context: Context, error: PrefixdError) -> None:
     """End an rpc with an error of ours. Never returns."""
     await context.abort(error.code, str(error), metadata_of(error))
+
+
+def cut_off(task: asyncio.Task[Any], error: PrefixdError) -> None:
+    """End the handler of a stream, which runs in `task`, from outside and at once: also where it
+    waits for a client that reads nothing. The client is told when it reads again."""
+    task.cancel(error)
+
+
+def _cut_off_with(cancelled: asyncio.CancelledError) -> PrefixdError:
+    error = cancelled.args[0] if cancelled.args else None
+    if not isinstance(error, PrefixdError):
+        raise cancelled  # the client did it, or the server, which stops
+    return error
 
 
 # ---- requests

@@ -270,8 +270,12 @@ class Running:
 
     def connect(self) -> None:
         """As another client would."""
-        # Of its own: channels in one process share connections otherwise.
-        options = [("grpc.use_local_subchannel_pool", 1)]
+        options = [
+            # Channels of one process share their connections otherwise.
+            ("grpc.use_local_subchannel_pool", 1),
+            # What a client does not read is little: its window does not grow.
+            ("grpc.http2.bdp_probe", 0),
+        ]
         self.channel = grpc.aio.insecure_channel(self.address, options=options)
         self.cache: Any = rpc.CacheStub(self.channel)
         self.admin: Any = rpc.AdminStub(self.channel)
