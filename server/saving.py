@@ -122,7 +122,7 @@ def _reserve_item(
         token_count=item.token_count,
         layer_count=item.layer_count,
         token_ids=item.token_ids,
-        location=t.ledgers[asked.tier].reserve(stored_bytes),
+        location=t.ledgers[asked.tier].reserve(item.key, stored_bytes),
         batch=batch,
         reserved_ns=turn.now_ns,
         expires_ns=turn.now_ns + asked.ttl_ns,
@@ -273,7 +273,10 @@ def _publish(turn: Turn, reservation: Reservation) -> None:
 
 def _end(turn: Turn, reservation: Reservation, outcome: SaveOutcome, why: str) -> None:
     """A reservation is gone without an entry."""
-    turn.tables.ledgers[reservation.tier].cancel(reservation.stored_bytes, reservation.location)
+    ledger = turn.tables.ledgers[reservation.tier]
+    if turn.tables.in_flight.get(reservation.key) is reservation:
+        ledger.withdraw(reservation.key)
+    ledger.cancel(reservation.stored_bytes, reservation.location)
     _settle(turn, reservation, outcome, why)
 
 
@@ -313,6 +316,7 @@ def lose(turn: Turn, reservation: Reservation, why: str, *, tell: bool) -> bool:
         return True
     # Somebody still writes into its room: the key is free for others, the room is not.
     del t.in_flight[reservation.key]
+    t.ledgers[reservation.tier].withdraw(reservation.key)
     turn.effects.append(StopWriting(reservation.token))
     turn.wake(reservation)
     return True

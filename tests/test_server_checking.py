@@ -280,7 +280,7 @@ PLANTS: dict[Plant, str] = {
     above_the_limit: "ram: 6 bytes used of 2",
     limit_above_the_budget: "ram: 6 bytes used of 10, the budget is 9",
     too_many_entries: "ram: more than 2 entries",
-    order_lacks_one: "ram: the eviction order does not hold exactly the published entries",
+    order_lacks_one: "ram: the eviction order does not hold just what is published or in flight",
     pinned_one_may_leave: "ram: the victims are not exactly the unpinned entries",
     unpinned_one_may_not: "ram: the victims are not exactly the unpinned entries",
     wrong_length: "ram: an entry of 2 bytes lies on 1",

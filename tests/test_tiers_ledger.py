@@ -49,14 +49,15 @@ class Machine(RuleBasedStateMachine):
             Tier.SHM, BUDGET, LRU(BUDGET), max_entries=self.max_entries, extents=extents
         )
         self.entries: dict[Key, Entry] = {}
-        self.reserved: list[Entry] = []
+        self.reserved: list[tuple[Key, Entry]] = []
         self.order: OrderedDict[Key, None] = OrderedDict()
         self.number = 0
 
     # ---- what the twin would say
 
     def used_bytes(self) -> int:
-        return sum(entry.stored_bytes for entry in [*self.entries.values(), *self.reserved])
+        reserved = [entry for _, entry in self.reserved]
+        return sum(entry.stored_bytes for entry in [*self.entries.values(), *reserved])
 
     def used_entries(self) -> int:
         return len(self.entries) + len(self.reserved)
@@ -93,14 +94,16 @@ class Machine(RuleBasedStateMachine):
             return
         if admission is Admission.NO_ROOM:
             with pytest.raises(AssertionError):
-                self.ledger.reserve(stored_bytes)
+                self.ledger.reserve(key(self.number), stored_bytes)
             return
-        self.ledger.policy.prepare(key(self.number), stored_bytes)
+        name = key(self.number)
+        self.number += 1
+        self.ledger.prepare(name, stored_bytes)
         while self.ledger.admission(stored_bytes) is Admission.AFTER_EVICTION:
             self.evict()
-        location = self.ledger.reserve(stored_bytes)
+        location = self.ledger.reserve(name, stored_bytes)
         assert sum(location[1::2]) == (stored_bytes if self.arena else 0)
-        self.reserved.append(Entry(stored_bytes, location))
+        self.reserved.append((name, Entry(stored_bytes, location)))
 
     def evict(self) -> None:
         assert next(self.ledger.victims()) == next(iter(self.order))
@@ -113,12 +116,12 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.reserved)
     @rule(data=st.data(), published=st.booleans())
     def end_a_reservation(self, data: st.DataObject, published: bool) -> None:
-        entry = self.reserved.pop(data.draw(st.integers(0, len(self.reserved) - 1)))
+        name, entry = self.reserved.pop(data.draw(st.integers(0, len(self.reserved) - 1)))
         if not published:
+            self.ledger.withdraw(name)
+            assert name not in self.ledger.policy
             self.ledger.cancel(entry.stored_bytes, entry.location)
             return
-        name = key(self.number)
-        self.number += 1
         self.ledger.publish(name, entry.stored_bytes)
         self.entries[name] = entry
         self.order[name] = None
@@ -159,7 +162,7 @@ class Machine(RuleBasedStateMachine):
         published = list(self.entries.values())
         pinned = [entry for entry in self.entries.values() if entry.pinned]
         assert ledger.published_bytes == sum(entry.stored_bytes for entry in published)
-        assert ledger.reserved_bytes == sum(entry.stored_bytes for entry in self.reserved)
+        assert ledger.reserved_bytes == sum(entry.stored_bytes for _, entry in self.reserved)
         assert ledger.pinned_bytes == sum(entry.stored_bytes for entry in pinned)
         assert ledger.entries == len(published)
         assert ledger.reservations == len(self.reserved)

@@ -105,15 +105,26 @@ class Ledger:
 
     # ---- reservations
 
-    def reserve(self, stored_bytes: int) -> Location:
-        """Take room that `admission` said FITS, and place it."""
+    def reserve(self, key: Key, stored_bytes: int) -> Location:
+        """Take room that `admission` said FITS, and place it.
+
+        The key enters the eviction order now, pinned: orders with shares for their queues have
+        to see what is on its way to them.
+        """
         assert self.admission(stored_bytes) is Admission.FITS
         self.reserved_bytes += stored_bytes
         self.reservations += 1
+        self.policy.admit(key, stored_bytes)
+        self.policy.pin(key)
         return () if self.extents is None else self.extents.allocate(stored_bytes)
 
+    def withdraw(self, key: Key) -> None:
+        """A reserved key is not going to be published; its room may be in use yet."""
+        self.policy.unpin(key)
+        self.policy.remove(key)
+
     def cancel(self, stored_bytes: int, location: Location) -> None:
-        """A reservation ends without an entry."""
+        """The room of a reservation that was withdrawn is free."""
         self.reserved_bytes -= stored_bytes
         self.reservations -= 1
         if self.extents is not None:
@@ -125,7 +136,7 @@ class Ledger:
         self.reservations -= 1
         self.published_bytes += stored_bytes
         self.entries += 1
-        self.policy.admit(key, stored_bytes)
+        self.policy.unpin(key)
 
     def adopt(self, key: Key, stored_bytes: int, location: Location) -> None:
         """An entry that survived a restart, least recent first. The caller asked `admission`."""
@@ -156,9 +167,9 @@ class Ledger:
 
     def wants_eviction(self, key: Key, stored_bytes: int) -> bool:
         """Has somebody to leave before this prepared key is reserved: for the budget, or for the
-        shares that the policy gives its queues, in which what is reserved counts already?"""
+        shares that the policy gives its queues?"""
         return self.admission(stored_bytes) is not Admission.FITS or self.policy.crowded(
-            key, self.reserved_bytes + stored_bytes
+            key, stored_bytes
         )
 
     def next_victim(self, incoming: Key | None = None) -> Key | None:
