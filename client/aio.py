@@ -53,7 +53,7 @@ class AsyncClient:
         evict_save_timeout_ms: int = DEFAULT_EVICT_SAVE_TIMEOUT_MS,
         lease_ms: int = 0,
         policy: SavePolicy | None = None,
-        verify: Verify = "always",
+        verify: Verify = "disk",
         prefill_tokens_per_s: float | None = None,
         min_benefit_ms: float = 0.0,
         max_pending_saves: int = DEFAULT_MAX_PENDING_SAVES,

@@ -210,6 +210,11 @@ class Index:
                 log.info("index_mended", entries=len(entries))
             self.problem, self.revoked = None, False
 
+    def forget_dead_readers(self) -> None:
+        """A client that was killed in the middle of a look-up would keep old pages from being
+        reused, and the index would grow with every change."""
+        self._env.reader_check()
+
     def close(self) -> None:
         """Idempotent. What it says is still there."""
         if self._fd >= 0:

@@ -410,6 +410,7 @@ class Core:
         self._freezer.published(sum(c.saves + c.recovered_entries for c in counters))
         self.post(Tick(self.clock.now_ns(), flush=True))
         self._end_lost_sessions()
+        self.index.forget_dead_readers()
         if self.index.problem is not None:
             self.index.mend(self.state.tables.entries)
         self._flusher = self._loop.call_later(FLUSH_INTERVAL_S, self._flush)

@@ -39,7 +39,7 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 @pytest.fixture
 def client(daemon: FakeDaemon) -> Iterator[Client]:
-    with Client(daemon.address, local=False) as client:
+    with Client(daemon.address, local=False, verify="always") as client:
         yield client
 
 

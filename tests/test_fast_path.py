@@ -67,7 +67,10 @@ class Pair:
 
 @pytest.fixture
 def pair(daemon: PrivateDaemon) -> Iterator[Pair]:
-    with Client(daemon.address) as local, Client(daemon.address, local=False) as remote:
+    with (
+        Client(daemon.address, verify="always") as local,
+        Client(daemon.address, local=False, verify="always") as remote,
+    ):
         assert local.wait_connected()
         assert remote.wait_connected()
         yield Pair(local, remote, f"test {next(_tests)}")
@@ -321,7 +324,7 @@ def test_rot_is_found_in_place_as_well(pair: Pair, daemon: PrivateDaemon) -> Non
     with (daemon.shm_directory / "arena").open("r+b") as arena:
         arena.seek(offset + 5_000)
         arena.write(b"rotten")
-    with Client(daemon.address, verify="disk") as careless:
+    with Client(daemon.address) as careless:
         assert restore(careless.longest_run([key], claim=False))[0]
     result, _ = restore(pair.local.longest_run([key], claim=False))
     assert result.miss is MissReason.CORRUPT
