@@ -37,7 +37,7 @@ class Machine:
 def test_cases_take_turns_and_each_turn_begins_with_one_that_does_not_count() -> None:
     machine = Machine()
     cases = [machine.case("a", [1]), machine.case("b", [1])]
-    interleave(cases, 6, machine.clock)
+    interleave(cases, 2 * ROUNDS, machine.clock)
     turn = [["before a", "a"] * 3, ["before b", "b"] * 3]
     assert machine.ran == (turn[0] + turn[1]) * ROUNDS
 

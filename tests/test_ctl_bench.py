@@ -90,7 +90,7 @@ def test_a_table_beside_peers_and_rows_in_a_file(
     assert "redis-unix - 1.00 (0.01x) - 60.0" in text
     ratio = 200.0 / restore["p50_ms"]
     assert f"restore of 2 blocks, prefixd-ram / redis-unix at least 1.5x {ratio:.0f}x yes" in text
-    assert "look-ups that all searches cost the daemon at most 0 0.00 yes" in text
+    assert "look-ups that all searches cost the daemon at most 0 0 yes" in text
     assert "memcpy beside the peers, of memcpy here" in text
     assert "Python 3." in text
 

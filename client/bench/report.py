@@ -134,7 +134,7 @@ def _wanted_table(found: Sequence[Wanted]) -> Table:
         (
             one.what,
             f"{'at least' if one.at_least else 'at most'} {one.limit:g}{one.unit}",
-            f"{one.value:.0f}{one.unit}" if one.value >= 10 else f"{one.value:.2f}{one.unit}",
+            f"{one.value:.{0 if one.value >= 10 or not one.unit else 2}f}{one.unit}",
             "yes" if one.good else "no",
         )
         for one in found

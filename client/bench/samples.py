@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 #: Turns that each case gets; its samples are spread over them.
-ROUNDS: Final = 4
+ROUNDS: Final = 8
 #: Samples of a case that takes microseconds, for one of a case that moves bytes.
 LIGHT_SAMPLES: Final = 25
 
