@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: dev demo test check format proto bench clean
+.PHONY: dev demo test check format proto clean
 .DEFAULT_GOAL := dev
 
 # Runtime only: what a user has after `pip install prefixd`.
