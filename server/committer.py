@@ -94,6 +94,8 @@ class Committer:
             if batch or self.failure is not None:
                 failure = self._apply(batch) or self._record(batch.usages)
                 self.failure = None if failure is None else str(failure)
+        if self._unerased:
+            self._attempt([], self._unerased)
 
     def _next_batch(self) -> tuple[_Batch, bool]:
         """What is to be done now, with what could not be erased before, and whether it is the
@@ -111,6 +113,8 @@ class Committer:
 
     def _apply(self, batch: _Batch) -> StoreError | None:
         """Everything in one transaction, or each by itself. Returns what makes the store ill."""
+        if not (batch.sealed or batch.erased or self.failure):
+            return None
         failure = self._attempt([writer for _, writer in batch.sealed], batch.erased)
         if failure is None:
             self._tell([token for token, _ in batch.sealed], None)
@@ -122,14 +126,15 @@ class Committer:
             erasures=len(batch.erased),
             error=str(failure),
         )
-        if len(batch.sealed) == 1 and not batch.erased:
-            self._tell([batch.sealed[0][0]], failure)
-            return _illness(failure)
-        return self._apply_one_by_one(batch)
+        if len(batch.sealed) + bool(batch.erased) > 1:
+            return self._apply_one_by_one(batch)
+        self._tell([token for token, _ in batch.sealed], failure)
+        self._unerased = batch.erased
+        return _illness(failure)
 
     def _apply_one_by_one(self, batch: _Batch) -> StoreError | None:
         """One entry that doesn't fit must not take the others with it."""
-        failure = self._attempt([], batch.erased)
+        failure = self._attempt([], batch.erased) if batch.erased else None
         illness = _illness(failure)
         # They have to happen some time: with whatever comes next.
         unerased = [] if failure is None else batch.erased

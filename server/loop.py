@@ -406,6 +406,8 @@ class Core:
     # ---- time
 
     def _flush(self) -> None:
+        if self._closed:
+            return
         counters = self.state.tables.tier_counters.values()
         self._freezer.published(sum(c.saves + c.recovered_entries for c in counters))
         self.post(Tick(self.clock.now_ns(), flush=True))

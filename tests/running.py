@@ -259,11 +259,10 @@ async def stream(messages: Iterable[Any]) -> AsyncIterator[Any]:
 class Running:
     """See the module. `cache` and `admin` are stubs; `core` is the thing itself."""
 
-    def __init__(self, core: Core, config: ServiceConfig, address: str, clock: ManualClock) -> None:
+    def __init__(self, core: Core, config: ServiceConfig, address: str) -> None:
         self.core = core
         self.config = config
         self.address = address
-        self.clock = clock
         #: what sessions were told while they waited for something else
         self.told: list[pb.SessionEvent] = []
         self.connect()
@@ -300,8 +299,9 @@ class Running:
 
     def forward(self, seconds: float) -> None:
         """Let time pass, and everything happen that is due."""
-        self.clock.forward(seconds)
-        self.core.post(Tick(self.clock.now_ns()))
+        assert isinstance(self.core.clock, ManualClock)
+        self.core.clock.forward(seconds)
+        self.core.post(Tick(self.core.clock.now_ns()))
 
     async def until(self, what: Callable[[], object]) -> None:
         """Ask the daemon for something, again and again, until something is true of it."""
@@ -329,6 +329,7 @@ async def running(
     wrap: Mapping[Tier, Wrap] | None = None,
     make_index: Callable[[Path, bytes, int], Index] = Index,
     tiers: Sequence[Tier] = tuple(Tier),
+    clock: Clock | None = None,
 ) -> AsyncIterator[Running]:
     """Start on `directory`, serve, and stop. `wrap` puts stores into others."""
     config = load_config(
@@ -344,7 +345,7 @@ async def running(
         {},
     )
     plan = resolve(config, MACHINE)
-    clock, incarnation = ManualClock(), secrets.token_bytes(16)
+    incarnation, clock = secrets.token_bytes(16), clock or ManualClock()
     with ExitStack() as closing:
         stores: dict[Tier, Store] = {}
         arenas = {}
@@ -377,7 +378,7 @@ async def running(
             server, _ = make_server(core, service_config)
             server.add_insecure_port(config.server.address)
             await server.start()
-            daemon = Running(core, service_config, config.server.address, clock)
+            daemon = Running(core, service_config, config.server.address)
             try:
                 yield daemon
             finally:

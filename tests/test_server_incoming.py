@@ -71,7 +71,7 @@ async def begin(
 ) -> Incoming:
     """Reservations that are being written, and nothing came yet."""
     core = daemon.core
-    now_ns = daemon.clock.now_ns()
+    now_ns = daemon.core.clock.now_ns()
     items = tuple(SaveItem(key(n), len(data), 16) for n, data in enumerate(payloads))
     asked = ReserveAsked(
         core.next_request(),
@@ -207,7 +207,7 @@ async def test_room_that_is_written_to_is_nobody_elses(tmp_path: Path, how: str)
                 tokens = list(daemon.tables.reservations)
                 await daemon.cache.Cancel(pb.CancelRequest(session=session.ref, tokens=tokens))
             case _:
-                now_ns = daemon.clock.now_ns()
+                now_ns = daemon.core.clock.now_ns()
                 daemon.core.post(SessionLost(session.number, "it broke", now_ns))
         (doomed,) = daemon.tables.reservations.values()
         assert doomed.stage.name == "DOOMED"
