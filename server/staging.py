@@ -47,7 +47,9 @@ class Staging:
         return self._view[offset_bytes : offset_bytes + length_bytes]
 
     def close(self) -> None:
-        """Unmap it; a copy that still runs keeps the mapping until it is done."""
+        """Unmap it; a copy that still runs keeps the mapping until it is done. Idempotent."""
+        if self._closed:
+            return
         self._closed = True
         self._view.release()
         with suppress(BufferError):  # then it goes with the last view
