@@ -1,4 +1,4 @@
-"""The asyncio client: the same surface, the same behaviour."""
+"""The asyncio client: the same surface, the same behaviour. (client/aio.py)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demonstration: what a newcomer sees, and that nothing is left of it."""
+"""The demonstration (client/ctl/demo.py): what a newcomer sees, and that nothing is left of it."""
 
 from __future__ import annotations
 
