@@ -120,22 +120,23 @@ class Handoff:
         task = loop.create_task(self._serve(connection))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # Not in the task: one that is cancelled before it began would not do it.
+        task.add_done_callback(lambda _: connection.close())
 
     async def _serve(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        with connection:
-            connection.setblocking(False)
-            package = _Package()
-            try:
-                async with asyncio.timeout(_PATIENCE_S):
-                    packet = await loop.sock_recv(connection, handoff.PACKET_BYTES)
-                self._pack(connection, packet, package)
-                # A new connection has room for one packet: this never blocks.
-                socket.send_fds(connection, [handoff.pack(package.reply)], package.fds)
-            except (OSError, TimeoutError, MalformedMessage) as problem:
-                log.warning("handoff_refused", why=str(problem))
-            finally:
-                package.close()
+        connection.setblocking(False)
+        package = _Package()
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                packet = await loop.sock_recv(connection, handoff.PACKET_BYTES)
+            self._pack(connection, packet, package)
+            # A new connection has room for one packet: this never blocks.
+            socket.send_fds(connection, [handoff.pack(package.reply)], package.fds)
+        except (OSError, TimeoutError, MalformedMessage) as problem:
+            log.warning("handoff_refused", why=str(problem))
+        finally:
+            package.close()
 
     def _pack(self, connection: socket.socket, packet: bytes, package: _Package) -> None:
         """Fill a package for whoever sent the packet. Raises MalformedMessage, OSError."""
