@@ -10,7 +10,7 @@ import gzip
 import io
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
@@ -151,7 +151,7 @@ class LineSource:
                 self._consumed = self._raw.tell()
         return self._consumed
 
-    def __iter__(self) -> Iterator[tuple[int, bytes | None]]:
+    def __iter__(self) -> Generator[tuple[int, bytes | None], None, None]:
         """Numbered lines with their line ends; None in place of a line that is too long."""
         with self.opened() as stream:
             yield from self.lines(stream)

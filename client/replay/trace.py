@@ -13,8 +13,8 @@ import gzip
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -97,13 +97,14 @@ class TraceReader:
         if self.limit == 0:
             return
         block_tokens = self.block_tokens
-        for request in self._parsed():
-            self.requests += 1
-            if -(-request.input_length // block_tokens) != len(request.hash_ids):
-                self.length_mismatches += 1
-            yield request
-            if self.requests == self.limit:
-                return
+        with closing(self._parsed()) as parsed:
+            for request in parsed:
+                self.requests += 1
+                if -(-request.input_length // block_tokens) != len(request.hash_ids):
+                    self.length_mismatches += 1
+                yield request
+                if self.requests == self.limit:
+                    return
         if not self.requests:
             problem = "no request in it"
             if self.first_bad is not None:
@@ -124,25 +125,26 @@ class TraceReader:
             )
         return notes
 
-    def _parsed(self) -> Iterator[Request]:
-        lines = iter(self._source)
-        while True:
-            try:
-                number, line = next(lines)
-            except StopIteration:
-                return
-            except TraceError as error:
-                if not error.line_number:
-                    raise
-                # Damaged compression: the lines before it are whole, after it comes nothing.
-                self._bad(error)
-                return
-            try:
-                request = _parse(line)
-            except ValueError as error:
-                self._bad(TraceError(self.path, number, str(error)))
-            else:
-                yield request
+    def _parsed(self) -> Generator[Request, None, None]:
+        # Closed at once when a line is bad, and not when the error is forgotten.
+        with closing(iter(self._source)) as lines:
+            while True:
+                try:
+                    number, line = next(lines)
+                except StopIteration:
+                    return
+                except TraceError as error:
+                    if not error.line_number:
+                        raise
+                    # Damaged compression: the lines before it are whole, after it comes nothing.
+                    self._bad(error)
+                    return
+                try:
+                    request = _parse(line)
+                except ValueError as error:
+                    self._bad(TraceError(self.path, number, str(error)))
+                else:
+                    yield request
 
     def _bad(self, error: TraceError) -> None:
         if not self.skip_bad:
