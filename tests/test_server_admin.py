@@ -13,7 +13,7 @@ from prefixd.client.writing import SaveItem
 from prefixd.proto.keys import Key
 from prefixd.server.admin import AdminService
 
-from .daemon import private_daemon
+from .daemon import eventually, private_daemon
 
 BLOCK = 4096
 
@@ -28,6 +28,8 @@ def daemon() -> Iterator[PrivateDaemon]:
 def client(daemon: PrivateDaemon) -> Iterator[Client]:
     with Client(daemon.address) as connected, daemon.admin() as admin:
         yield connected
+        # A release is told on the session, some time soon.
+        eventually(lambda: not admin.claims().claims)
         admin.evict(2**40, [])
 
 
