@@ -113,8 +113,8 @@ class AdminService(rpc.AdminServicer):
         if entry is None:
             raise UnknownEntry(f"no entry {key.hex()}; it was evicted, or never published")
         detail = messages.entry_detail(entry)
-        problem = await self._verify(entry) if request.verify else ""
-        return pb.InspectResponse(entry=detail, verified=request.verify, problem=problem)
+        problem = await self._verify(entry) if request.verify else None
+        return pb.InspectResponse(entry=detail, verified=problem is not None, problem=problem or "")
 
     async def ListClaims(
         self, request: pb.ListClaimsRequest, context: Context
@@ -287,6 +287,8 @@ class AdminService(rpc.AdminServicer):
                 if not entry.published:
                     continue
                 problem = await self._verify(entry)
+                if problem is None:
+                    continue
                 if problem:
                     problems.append(f"entry {entry.key.hex()}: {problem}")
                 verified += 1
@@ -314,12 +316,15 @@ class AdminService(rpc.AdminServicer):
                 case IndexClaim():
                     yield f"the index is wrong about a claim on {change.key.hex()}"
 
-    async def _verify(self, entry: Entry) -> str:
-        """Read an entry; damaged ones are dropped. Evicted meanwhile: nothing to say."""
+    async def _verify(self, entry: Entry) -> str | None:
+        """What is wrong with the bytes of an entry, if anything is; it is dropped then. None: it
+        left meanwhile, and what was read may have been another's."""
         core = self._core
         problem = await core.read_problem(entry)
-        if not problem or not entry.published:
+        if not problem:
             return ""
+        if not entry.published:
+            return None
         core.damaged(entry, problem)
         return problem
 
