@@ -350,7 +350,8 @@ class MetaState:
         t.next_session += 1
         t.sessions[session.session] = session
         turn.set_timer(event.until_ns, Timer.SESSION, session.session)
-        lease_ns = event.until_ns - turn.now_ns
+        # Counted from the last heartbeat, which is in the future here.
+        lease_ns = event.until_ns - max(turn.now_ns, session.heartbeat_ns)
         claim = Claim(t.next_claim, session.session, entries, turn.now_ns, lease_ns)
         t.next_claim += 1
         t.claims[claim.claim] = claim
