@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
+from prefixd.proto.index import INDEX_DIRECTORY
 from prefixd.proto.vocabulary import Tier
 from prefixd.server import building
 from prefixd.server.budgets import Plan, resolve
 from prefixd.server.config import load_config
+from prefixd.server.index import Index, IndexFailed
 from prefixd.tiers.disk import DiskStore
 from prefixd.tiers.ram import RamStore
 from prefixd.tiers.shm import ShmStore
 from prefixd.tiers.store import StoreError
 
-from .running import MACHINE
+from .running import MACHINE, key
 
+INCARNATION = b"0123456789abcdef"
+MAP_BYTES = 2**20
 KINDS = {Tier.RAM: RamStore, Tier.SHM: ShmStore, Tier.DISK: DiskStore}
 
 
@@ -131,3 +137,66 @@ def test_the_index_has_room_for_every_entry(
     tmp_path: Path, flags: tuple[str, ...], map_bytes: int
 ) -> None:
     assert building.index_map_bytes(plan(tmp_path, *flags)) == map_bytes
+
+
+# ---- the index
+
+
+def test_an_index_is_kept_as_it_was(tmp_path: Path) -> None:
+    rows = write_index(tmp_path)
+    assert read_index(tmp_path) == rows
+
+
+def test_an_index_with_a_bad_page_is_made_anew_or_does_not_need_it(tmp_path: Path) -> None:
+    """Wherever it is: at the root, where opening it finds it, or at a leaf."""
+    rows = write_index(tmp_path)
+    data = tmp_path / INDEX_DIRECTORY / "data.mdb"
+    good = data.read_bytes()
+    found = []
+    for place in range(2 * 4096, len(good), 4096):
+        data.write_bytes(good[:place] + b"\xa5" * 4096 + good[place + 4096 :])
+        with capture_logs() as logs:
+            found.append(read_index(tmp_path))
+        said = [(line["event"], line["path"]) for line in logs]
+        assert said == ([] if found[-1] else [("index_replaced", str(data.parent))])
+    assert all(one in ({}, rows) for one in found)
+    assert found.count({}) > 10
+    assert rows in found, "pages that nothing refers to"
+
+
+def test_an_index_for_which_there_is_no_room_is_not_thrown_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = write_index(tmp_path)
+    with monkeypatch.context() as patch:
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(IndexFailed, match="No space left"):
+            read_index(tmp_path)
+    assert read_index(tmp_path) == rows
+
+
+def write_index(directory: Path) -> dict[bytes, bytes]:
+    """What a daemon of before left."""
+    rows = {bytes(key(number)): bytes(60) for number in range(1000)}
+    index = Index(directory, INCARNATION, MAP_BYTES)
+    for some in range(0, 1000, 100):
+        with index._env.begin(write=True) as txn:
+            for number in range(some, some + 100):
+                txn.put(key(number), rows[key(number)])
+    index.close()
+    return rows
+
+
+def read_index(directory: Path) -> dict[bytes, bytes]:
+    """What a daemon finds, whose index it can then change."""
+    index = building.make_index(directory, INCARNATION, MAP_BYTES)
+    try:
+        rows: dict[bytes, bytes] = dict(index.rows())
+        index._put(key(1), bytes(60))
+        return rows
+    finally:
+        index.close()
