@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import Final
+from typing import Final, Protocol
 
 import grpc
 from grpc.experimental import ChannelOptions
@@ -15,6 +15,16 @@ from ..proto.prefixd_pb2_grpc import CacheStub
 
 #: Room for what surrounds the largest message.
 _FRAMING_BYTES: Final = 64 * 2**10
+
+
+class Calls(Protocol):
+    """The calls that are one message each way, and small. Raise PrefixdError or grpc.RpcError."""
+
+    def Lookup(self, request: pb.LookupRequest, *, timeout: float) -> pb.LookupResponse: ...
+    def Claim(self, request: pb.ClaimRequest, *, timeout: float) -> pb.ClaimResponse: ...
+    def Release(self, request: pb.ReleaseRequest, *, timeout: float) -> pb.ReleaseResponse: ...
+    def Reserve(self, request: pb.ReserveRequest, *, timeout: float) -> pb.ReserveResponse: ...
+    def Cancel(self, request: pb.CancelRequest, *, timeout: float) -> pb.CancelResponse: ...
 
 
 class Connection:

@@ -26,7 +26,8 @@ _SCALARS: Final = (
     "sessions",  # opened, the first one included
 )
 
-
+#: Over gRPC or over the local socket, where SaveStaged is the one that gRPC does not have.
+_RPCS: Final = (*pb.DESCRIPTOR.services_by_name["Cache"].methods_by_name, "SaveStaged")
 _LABELS: Final = {tier: tier.label for tier in Tier}
 
 
@@ -43,7 +44,7 @@ class Counters:
         self._groups: dict[str, dict[str, int]] = {
             "misses": {reason.value: 0 for reason in MissReason},
             "saves": {status.label: 0 for status in SaveStatus},
-            "rpcs": {method.name: 0 for method in pb.DESCRIPTOR.services_by_name["Cache"].methods},
+            "rpcs": dict.fromkeys(_RPCS, 0),
             "hit_tokens_by_tier": {tier.label: 0 for tier in Tier},
             "restored_bytes_by_tier": {tier.label: 0 for tier in Tier},
         }

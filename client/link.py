@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Final
 from weakref import WeakValueDictionary
@@ -19,8 +19,9 @@ import grpc
 
 from ..proto import prefixd_pb2 as pb
 from ..proto.errors import DaemonUnavailable, from_grpc
+from ..proto.keys import Key
 from ..proto.limits import SESSION_LOST_AFTER_INTERVALS
-from .connection import Connection
+from .connection import Calls, Connection
 from .results import Entry
 
 logger = logging.getLogger("prefixd.client")
@@ -34,7 +35,7 @@ MAX_UNANSWERED: Final = SESSION_LOST_AFTER_INTERVALS * BEATS_PER_INTERVAL
 class Holding:
     """A claim or a reservation: valid until it is given back, lost, or its session ends."""
 
-    __slots__ = ("__weakref__", "entries", "link", "number", "why_lost")
+    __slots__ = ("__weakref__", "entries", "link", "number", "rows", "why_lost")
 
     def __init__(self, link: Link, number: int, why_lost: str | None) -> None:
         self.link = link
@@ -44,6 +45,9 @@ class Holding:
         self.why_lost = why_lost
         #: What a claim pins.
         self.entries: Sequence[Entry] = ()
+        #: Of a claim made in place, the packed index rows of its entries: while it is held, and
+        #: until the daemon has told that it is not, they say where the bytes lie.
+        self.rows: Mapping[Key, bytes] = {}
 
 
 class Holdings:
@@ -85,6 +89,8 @@ class Link:
     def __init__(self, connection: Connection, hello: pb.Hello, welcome_within_s: float) -> None:
         """Says hello at once; `open` waits for the welcome."""
         self.connection = connection
+        #: The small calls: over gRPC, until something faster is there.
+        self.calls: Calls = connection.stub
         #: What the daemon said of itself and its limits.
         self.welcome = pb.Welcome()
         self.ref = pb.SessionRef()

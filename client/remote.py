@@ -38,7 +38,6 @@ from .backoff import Backoff
 from .counters import Counters
 from .deadline import Deadline
 from .link import Holding, Link
-from .local.staging import StagedSave, StagingMemory
 from .results import (
     ClaimMode,
     Entry,
@@ -115,7 +114,7 @@ class RemoteTransport:
     def lookup(self, keys: Sequence[Key], wait_ms: int, deadline: Deadline) -> list[Found]:
         request = pb.LookupRequest(keys=keys, wait_ms=wait_ms)
         _, response = self._call(
-            "Lookup", deadline, lambda link, s: link.connection.stub.Lookup(request, timeout=s)
+            "Lookup", deadline, lambda link, s: link.calls.Lookup(request, timeout=s)
         )
         with _understanding():
             return [_found(key, result) for key, result in zip(keys, response.results, strict=True)]
@@ -129,7 +128,7 @@ class RemoteTransport:
 
         def ask(link: Link, timeout_s: float) -> pb.ClaimResponse:
             request.session.CopyFrom(link.ref)
-            return link.connection.stub.Claim(request, timeout=timeout_s)
+            return link.calls.Claim(request, timeout=timeout_s)
 
         link, response = self._call("Claim", deadline, ask)
         number = response.claim_id
@@ -160,7 +159,7 @@ class RemoteTransport:
 
         def ask(link: Link, timeout_s: float) -> pb.ClaimResponse:
             request.session.CopyFrom(link.ref)
-            return link.connection.stub.Claim(request, timeout=timeout_s)
+            return link.calls.Claim(request, timeout=timeout_s)
 
         link, response = self._call("Claim", deadline, ask)
         if not response.claim_id:
@@ -211,7 +210,7 @@ class RemoteTransport:
         response = self._call_held(
             "Release",
             link,
-            lambda: link.connection.stub.Release(request, timeout=deadline.left_s()),
+            lambda: link.calls.Release(request, timeout=deadline.left_s()),
         )
         with _understanding():
             outcomes = dict(zip((claim.number for claim in held), response.results, strict=True))
@@ -270,7 +269,7 @@ class RemoteTransport:
         def ask(link: Link, timeout_s: float) -> pb.ReserveResponse:
             header.session.CopyFrom(link.ref)
             request = pb.ReserveRequest(header=header)
-            return link.connection.stub.Reserve(request, timeout=timeout_s)
+            return link.calls.Reserve(request, timeout=timeout_s)
 
         link, response = self._call("Reserve", deadline, ask)
         with _understanding():
@@ -285,7 +284,7 @@ class RemoteTransport:
             return [False] * len(reservations)
         request = pb.CancelRequest(session=link.ref, tokens=[each.number for each in held])
         response = self._call_held(
-            "Cancel", link, lambda: link.connection.stub.Cancel(request, timeout=deadline.left_s())
+            "Cancel", link, lambda: link.calls.Cancel(request, timeout=deadline.left_s())
         )
         with _understanding():
             cancelled = dict(zip((each.number for each in held), response.cancelled, strict=True))
@@ -349,25 +348,24 @@ class RemoteTransport:
 
     def save_staged(
         self,
+        save: Callable[[pb.SaveHeader, Sequence[memoryview], Deadline], list[pb.SaveResult]],
         ref: pb.SessionRef,
-        memory: StagingMemory,
         items: Sequence[Saving],
         terms: SaveTerms,
         deadline: Deadline,
     ) -> list[SaveOutcome]:
-        """`save` with the payloads in the staging memory of session `ref`. One rpc.
+        """`save`, with the payloads in the staging memory of session `ref`.
 
         Raises UnknownStaging, before anything happened, if that session has ended.
         """
         header = _header([saving.item for saving in items], terms)
         payloads = [saving.payload for saving in items]
 
-        def send(link: Link, timeout_s: float) -> list[pb.SaveResult]:
+        def send(link: Link, _timeout_s: float) -> list[pb.SaveResult]:
             if link.ref != ref:
                 raise UnknownStaging("the session that it was handed to has ended")
             header.session.CopyFrom(ref)
-            staged = StagedSave(memory, header, payloads, deadline)
-            return staged.run(link.connection.stub, timeout_s)
+            return save(header, payloads, deadline)
 
         _, results = self._call("SaveStaged", deadline, send)
         with _understanding():
@@ -401,14 +399,14 @@ class RemoteTransport:
             return ask()
         except grpc.RpcError as problem:
             error = from_grpc(problem)
-            if isinstance(error, UnknownSession | StaleIncarnation):
-                self._keeper.renew(link, str(error))
-            raise error from None
+        except PrefixdError as problem:  # from the local socket
+            error = problem
         except ValueError as problem:
-            if isinstance(problem, PrefixdError):
-                raise
             # The channel was closed between being looked up and being used.
-            raise DaemonUnavailable(f"the connection closed: {problem}") from None
+            error = DaemonUnavailable(f"the connection closed: {problem}")
+        if isinstance(error, UnknownSession | StaleIncarnation):
+            self._keeper.renew(link, str(error))
+        raise error
 
     def _holder(self, claim: Holding) -> Link:
         if claim.why_lost is not None:

@@ -288,3 +288,12 @@ def from_grpc(error: grpc.RpcError) -> PrefixdError:
     if retry is not None:
         translated.retryable = retry == "1"
     return translated
+
+
+def from_name(name: str, sentence: str, *, retryable: bool) -> PrefixdError:
+    """The same for an error that came without a gRPC status, on the local socket."""
+    if name in BY_NAME:
+        return BY_NAME[name](sentence)
+    error = PrefixdError(sentence)
+    error.retryable = retryable
+    return error

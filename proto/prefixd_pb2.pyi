@@ -508,7 +508,7 @@ class Welcome(google.protobuf.message.Message):
     CHUNK_BYTES_FIELD_NUMBER: builtins.int
     DAEMON_VERSION_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
-    HANDOFF_SOCKET_FIELD_NUMBER: builtins.int
+    LOCAL_SOCKET_FIELD_NUMBER: builtins.int
     incarnation: builtins.bytes
     session_id: builtins.int
     heartbeat_interval_ms: builtins.int
@@ -519,8 +519,8 @@ class Welcome(google.protobuf.message.Message):
     chunk_bytes: builtins.int
     """what parts and reads are cut into"""
     daemon_version: builtins.str
-    handoff_socket: builtins.str
-    """where the local fast path is set up; empty: there is none"""
+    local_socket: builtins.str
+    """where clients on this host are served; empty: nowhere (see LocalRequest)"""
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierLimits]: ...
     def __init__(
@@ -536,9 +536,9 @@ class Welcome(google.protobuf.message.Message):
         chunk_bytes: builtins.int = ...,
         daemon_version: builtins.str = ...,
         tiers: collections.abc.Iterable[Global___TierLimits] | None = ...,
-        handoff_socket: builtins.str = ...,
+        local_socket: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk_bytes", b"chunk_bytes", "claim_lease_ms", b"claim_lease_ms", "daemon_version", b"daemon_version", "handoff_socket", b"handoff_socket", "heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "max_batch_keys", b"max_batch_keys", "max_message_bytes", b"max_message_bytes", "reservation_ttl_ms", b"reservation_ttl_ms", "session_id", b"session_id", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_bytes", b"chunk_bytes", "claim_lease_ms", b"claim_lease_ms", "daemon_version", b"daemon_version", "heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "local_socket", b"local_socket", "max_batch_keys", b"max_batch_keys", "max_message_bytes", b"max_message_bytes", "reservation_ttl_ms", b"reservation_ttl_ms", "session_id", b"session_id", "tiers", b"tiers"]) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 
@@ -1236,79 +1236,6 @@ class SaveWholeResponse(google.protobuf.message.Message):
 Global___SaveWholeResponse: typing_extensions.TypeAlias = SaveWholeResponse
 
 @typing.final
-class StagedPart(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    ITEM_FIELD_NUMBER: builtins.int
-    STAGING_OFFSET_BYTES_FIELD_NUMBER: builtins.int
-    LENGTH_BYTES_FIELD_NUMBER: builtins.int
-    LAST_FIELD_NUMBER: builtins.int
-    PAYLOAD_CRC32C_FIELD_NUMBER: builtins.int
-    item: builtins.int
-    """index in SaveHeader.items"""
-    staging_offset_bytes: builtins.int
-    length_bytes: builtins.int
-    last: builtins.bool
-    payload_crc32c: builtins.int
-    """of the whole payload, with the last part"""
-    def __init__(
-        self,
-        *,
-        item: builtins.int = ...,
-        staging_offset_bytes: builtins.int = ...,
-        length_bytes: builtins.int = ...,
-        last: builtins.bool = ...,
-        payload_crc32c: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["item", b"item", "last", b"last", "length_bytes", b"length_bytes", "payload_crc32c", b"payload_crc32c", "staging_offset_bytes", b"staging_offset_bytes"]) -> None: ...
-
-Global___StagedPart: typing_extensions.TypeAlias = StagedPart
-
-@typing.final
-class SaveStagedRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    HEADER_FIELD_NUMBER: builtins.int
-    PARTS_FIELD_NUMBER: builtins.int
-    @property
-    def header(self) -> Global___SaveHeader:
-        """in the first message"""
-
-    @property
-    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StagedPart]: ...
-    def __init__(
-        self,
-        *,
-        header: Global___SaveHeader | None = ...,
-        parts: collections.abc.Iterable[Global___StagedPart] | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "parts", b"parts"]) -> None: ...
-
-Global___SaveStagedRequest: typing_extensions.TypeAlias = SaveStagedRequest
-
-@typing.final
-class SaveStagedResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    PARTS_COPIED_FIELD_NUMBER: builtins.int
-    RESULTS_FIELD_NUMBER: builtins.int
-    parts_copied: builtins.int
-    @property
-    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SaveResult]:
-        """in the last message only"""
-
-    def __init__(
-        self,
-        *,
-        parts_copied: builtins.int = ...,
-        results: collections.abc.Iterable[Global___SaveResult] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["parts_copied", b"parts_copied", "results", b"results"]) -> None: ...
-
-Global___SaveStagedResponse: typing_extensions.TypeAlias = SaveStagedResponse
-
-@typing.final
 class CancelRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1346,6 +1273,291 @@ class CancelResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["cancelled", b"cancelled"]) -> None: ...
 
 Global___CancelResponse: typing_extensions.TypeAlias = CancelResponse
+
+@typing.final
+class LocalRequest(google.protobuf.message.Message):
+    """---- clients on the same host
+
+    Beside the gRPC socket the daemon listens at Welcome.local_socket for clients on its host: a Unix
+    stream of messages, each behind its length in bytes as u32 little-endian. One call at a time on a
+    connection, on as many connections as there are calls at once: a LocalRequest is answered by one
+    LocalResponse of the same kind, or by a Failure; save_staged by several. What the rpcs of the same
+    names promise holds here too. Whoever hangs up before the answer has asked for nothing.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HAND_OVER_FIELD_NUMBER: builtins.int
+    LOOKUP_FIELD_NUMBER: builtins.int
+    CLAIM_FIELD_NUMBER: builtins.int
+    RELEASE_FIELD_NUMBER: builtins.int
+    RESERVE_FIELD_NUMBER: builtins.int
+    CANCEL_FIELD_NUMBER: builtins.int
+    SAVE_STAGED_FIELD_NUMBER: builtins.int
+    GIVE_BACK_FIELD_NUMBER: builtins.int
+    @property
+    def hand_over(self) -> Global___HandOverRequest: ...
+    @property
+    def lookup(self) -> Global___LookupRequest: ...
+    @property
+    def claim(self) -> Global___ClaimRequest: ...
+    @property
+    def release(self) -> Global___ReleaseRequest: ...
+    @property
+    def reserve(self) -> Global___ReserveRequest: ...
+    @property
+    def cancel(self) -> Global___CancelRequest: ...
+    @property
+    def save_staged(self) -> Global___SaveStagedRequest: ...
+    @property
+    def give_back(self) -> Global___ReleaseRequest:
+        """as GiveBack of a session: not answered"""
+
+    def __init__(
+        self,
+        *,
+        hand_over: Global___HandOverRequest | None = ...,
+        lookup: Global___LookupRequest | None = ...,
+        claim: Global___ClaimRequest | None = ...,
+        release: Global___ReleaseRequest | None = ...,
+        reserve: Global___ReserveRequest | None = ...,
+        cancel: Global___CancelRequest | None = ...,
+        save_staged: Global___SaveStagedRequest | None = ...,
+        give_back: Global___ReleaseRequest | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "give_back", b"give_back", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_staged", b"save_staged"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "give_back", b"give_back", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_staged", b"save_staged"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hand_over", "lookup", "claim", "release", "reserve", "cancel", "save_staged", "give_back"] | None: ...
+
+Global___LocalRequest: typing_extensions.TypeAlias = LocalRequest
+
+@typing.final
+class LocalResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FAILURE_FIELD_NUMBER: builtins.int
+    HAND_OVER_FIELD_NUMBER: builtins.int
+    LOOKUP_FIELD_NUMBER: builtins.int
+    CLAIM_FIELD_NUMBER: builtins.int
+    RELEASE_FIELD_NUMBER: builtins.int
+    RESERVE_FIELD_NUMBER: builtins.int
+    CANCEL_FIELD_NUMBER: builtins.int
+    SAVE_STAGED_FIELD_NUMBER: builtins.int
+    @property
+    def failure(self) -> Global___Failure: ...
+    @property
+    def hand_over(self) -> Global___HandOverResponse: ...
+    @property
+    def lookup(self) -> Global___LookupResponse: ...
+    @property
+    def claim(self) -> Global___ClaimResponse: ...
+    @property
+    def release(self) -> Global___ReleaseResponse: ...
+    @property
+    def reserve(self) -> Global___ReserveResponse: ...
+    @property
+    def cancel(self) -> Global___CancelResponse: ...
+    @property
+    def save_staged(self) -> Global___SaveStagedResponse: ...
+    def __init__(
+        self,
+        *,
+        failure: Global___Failure | None = ...,
+        hand_over: Global___HandOverResponse | None = ...,
+        lookup: Global___LookupResponse | None = ...,
+        claim: Global___ClaimResponse | None = ...,
+        release: Global___ReleaseResponse | None = ...,
+        reserve: Global___ReserveResponse | None = ...,
+        cancel: Global___CancelResponse | None = ...,
+        save_staged: Global___SaveStagedResponse | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "failure", b"failure", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_staged", b"save_staged"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "failure", b"failure", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_staged", b"save_staged"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["failure", "hand_over", "lookup", "claim", "release", "reserve", "cancel", "save_staged"] | None: ...
+
+Global___LocalResponse: typing_extensions.TypeAlias = LocalResponse
+
+@typing.final
+class Failure(google.protobuf.message.Message):
+    """What a failed rpc says in its code, its sentence and its trailing metadata."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    RETRY_FIELD_NUMBER: builtins.int
+    error: builtins.str
+    """a name of proto/errors.py"""
+    message: builtins.str
+    retry: builtins.bool
+    def __init__(
+        self,
+        *,
+        error: builtins.str = ...,
+        message: builtins.str = ...,
+        retry: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "message", b"message", "retry", b"retry"]) -> None: ...
+
+Global___Failure: typing_extensions.TypeAlias = Failure
+
+@typing.final
+class HandOverRequest(google.protobuf.message.Message):
+    """Asks for what can be used in place. Errors: invalid_argument (another user)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: builtins.int
+    PID_FIELD_NUMBER: builtins.int
+    pid: builtins.int
+    """What the client takes itself for: LMDB's table of readers needs both sides to see the same
+    process numbers, and the daemon compares it with the kernel's.
+    """
+    @property
+    def session(self) -> Global___SessionRef: ...
+    def __init__(
+        self,
+        *,
+        session: Global___SessionRef | None = ...,
+        pid: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["pid", b"pid", "session", b"session"]) -> None: ...
+
+Global___HandOverRequest: typing_extensions.TypeAlias = HandOverRequest
+
+@typing.final
+class HandOverResponse(google.protobuf.message.Message):
+    """The descriptors come with it (SCM_RIGHTS), in the order of their names (proto/local.py)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class RefusedEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    DESCRIPTORS_FIELD_NUMBER: builtins.int
+    RAM_ARENA_BYTES_FIELD_NUMBER: builtins.int
+    SHM_ARENA_BYTES_FIELD_NUMBER: builtins.int
+    STAGING_BYTES_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
+    ram_arena_bytes: builtins.int
+    shm_arena_bytes: builtins.int
+    staging_bytes: builtins.int
+    @property
+    def descriptors(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def refused(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """what is not handed over, and why"""
+
+    def __init__(
+        self,
+        *,
+        descriptors: collections.abc.Iterable[builtins.str] | None = ...,
+        ram_arena_bytes: builtins.int = ...,
+        shm_arena_bytes: builtins.int = ...,
+        staging_bytes: builtins.int = ...,
+        refused: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["descriptors", b"descriptors", "ram_arena_bytes", b"ram_arena_bytes", "refused", b"refused", "shm_arena_bytes", b"shm_arena_bytes", "staging_bytes", b"staging_bytes"]) -> None: ...
+
+Global___HandOverResponse: typing_extensions.TypeAlias = HandOverResponse
+
+@typing.final
+class SaveStagedRequest(google.protobuf.message.Message):
+    """Save with the bytes in the session's staging memory: the parts only say where. Every request
+    with parts is answered by the number of parts that the daemon has copied, whose room is the
+    client's again; the last answer holds the results. What is published is what the daemon copied,
+    if its CRC32C is the one that was meant.
+    Errors: those of Save, FAILED_PRECONDITION unknown_staging.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    LAST_FIELD_NUMBER: builtins.int
+    last: builtins.bool
+    """nothing more comes"""
+    @property
+    def header(self) -> Global___SaveHeader:
+        """in the first request"""
+
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StagedPart]: ...
+    def __init__(
+        self,
+        *,
+        header: Global___SaveHeader | None = ...,
+        parts: collections.abc.Iterable[Global___StagedPart] | None = ...,
+        last: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "last", b"last", "parts", b"parts"]) -> None: ...
+
+Global___SaveStagedRequest: typing_extensions.TypeAlias = SaveStagedRequest
+
+@typing.final
+class StagedPart(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ITEM_FIELD_NUMBER: builtins.int
+    STAGING_OFFSET_BYTES_FIELD_NUMBER: builtins.int
+    LENGTH_BYTES_FIELD_NUMBER: builtins.int
+    LAST_FIELD_NUMBER: builtins.int
+    PAYLOAD_CRC32C_FIELD_NUMBER: builtins.int
+    item: builtins.int
+    """index in SaveHeader.items"""
+    staging_offset_bytes: builtins.int
+    length_bytes: builtins.int
+    last: builtins.bool
+    payload_crc32c: builtins.int
+    """of the whole payload, with the last part"""
+    def __init__(
+        self,
+        *,
+        item: builtins.int = ...,
+        staging_offset_bytes: builtins.int = ...,
+        length_bytes: builtins.int = ...,
+        last: builtins.bool = ...,
+        payload_crc32c: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["item", b"item", "last", b"last", "length_bytes", b"length_bytes", "payload_crc32c", b"payload_crc32c", "staging_offset_bytes", b"staging_offset_bytes"]) -> None: ...
+
+Global___StagedPart: typing_extensions.TypeAlias = StagedPart
+
+@typing.final
+class SaveStagedResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARTS_COPIED_FIELD_NUMBER: builtins.int
+    RESULTS_FIELD_NUMBER: builtins.int
+    parts_copied: builtins.int
+    @property
+    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SaveResult]:
+        """in the last response only"""
+
+    def __init__(
+        self,
+        *,
+        parts_copied: builtins.int = ...,
+        results: collections.abc.Iterable[Global___SaveResult] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["parts_copied", b"parts_copied", "results", b"results"]) -> None: ...
+
+Global___SaveStagedResponse: typing_extensions.TypeAlias = SaveStagedResponse
 
 @typing.final
 class StatsRequest(google.protobuf.message.Message):

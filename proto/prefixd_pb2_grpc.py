@@ -74,11 +74,6 @@ class CacheStub(object):
                 request_serializer=prefixd__pb2.SaveWholeRequest.SerializeToString,
                 response_deserializer=prefixd__pb2.SaveWholeResponse.FromString,
                 _registered_method=True)
-        self.SaveStaged = channel.stream_stream(
-                '/prefixd.v1.Cache/SaveStaged',
-                request_serializer=prefixd__pb2.SaveStagedRequest.SerializeToString,
-                response_deserializer=prefixd__pb2.SaveStagedResponse.FromString,
-                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/prefixd.v1.Cache/Cancel',
                 request_serializer=prefixd__pb2.CancelRequest.SerializeToString,
@@ -163,17 +158,6 @@ class CacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def SaveStaged(self, request_iterator, context):
-        """Save for clients on this host: the bytes lie in the session's staging memory (handed over at
-        Welcome.handoff_socket), the parts only say where. Every message with parts is answered by
-        the number of parts that the daemon has copied, whose room is the client's again; the last
-        answer holds the results. What is published is what the daemon copied, if its CRC32C is the
-        one that was meant. Errors: those of Save, FAILED_PRECONDITION unknown_staging.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Cancel(self, request, context):
         """Gives reservations back; whoever waits for them is told. Idempotent.
         Errors: INVALID_ARGUMENT (batch), FAILED_PRECONDITION (session).
@@ -233,11 +217,6 @@ def add_CacheServicer_to_server(servicer, server):
                     servicer.SaveWhole,
                     request_deserializer=prefixd__pb2.SaveWholeRequest.FromString,
                     response_serializer=prefixd__pb2.SaveWholeResponse.SerializeToString,
-            ),
-            'SaveStaged': grpc.stream_stream_rpc_method_handler(
-                    servicer.SaveStaged,
-                    request_deserializer=prefixd__pb2.SaveStagedRequest.FromString,
-                    response_serializer=prefixd__pb2.SaveStagedResponse.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
@@ -466,33 +445,6 @@ class Cache(object):
             '/prefixd.v1.Cache/SaveWhole',
             prefixd__pb2.SaveWholeRequest.SerializeToString,
             prefixd__pb2.SaveWholeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def SaveStaged(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/prefixd.v1.Cache/SaveStaged',
-            prefixd__pb2.SaveStagedRequest.SerializeToString,
-            prefixd__pb2.SaveStagedResponse.FromString,
             options,
             channel_credentials,
             insecure,

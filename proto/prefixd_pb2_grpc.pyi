@@ -163,22 +163,6 @@ _CacheSaveWholeType = typing_extensions.TypeVar(
     ],
 )
 
-_CacheSaveStagedType = typing_extensions.TypeVar(
-    '_CacheSaveStagedType',
-    grpc.StreamStreamMultiCallable[
-        prefixd_pb2.SaveStagedRequest,
-        prefixd_pb2.SaveStagedResponse,
-    ],
-    grpc.aio.StreamStreamMultiCallable[
-        prefixd_pb2.SaveStagedRequest,
-        prefixd_pb2.SaveStagedResponse,
-    ],
-    default=grpc.StreamStreamMultiCallable[
-        prefixd_pb2.SaveStagedRequest,
-        prefixd_pb2.SaveStagedResponse,
-    ],
-)
-
 _CacheCancelType = typing_extensions.TypeVar(
     '_CacheCancelType',
     grpc.UnaryUnaryMultiCallable[
@@ -211,7 +195,7 @@ _CacheReadType = typing_extensions.TypeVar(
     ],
 )
 
-class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimType, _CacheReleaseType, _CacheReserveType, _CacheWriteType, _CacheSaveType, _CacheSaveWholeType, _CacheSaveStagedType, _CacheCancelType, _CacheReadType]):
+class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimType, _CacheReleaseType, _CacheReserveType, _CacheWriteType, _CacheSaveType, _CacheSaveWholeType, _CacheCancelType, _CacheReadType]):
     @typing.overload
     def __init__(self: CacheStub[
         grpc.StreamStreamMultiCallable[
@@ -245,10 +229,6 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
         grpc.UnaryUnaryMultiCallable[
             prefixd_pb2.SaveWholeRequest,
             prefixd_pb2.SaveWholeResponse,
-        ],
-        grpc.StreamStreamMultiCallable[
-            prefixd_pb2.SaveStagedRequest,
-            prefixd_pb2.SaveStagedResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             prefixd_pb2.CancelRequest,
@@ -293,10 +273,6 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
         grpc.aio.UnaryUnaryMultiCallable[
             prefixd_pb2.SaveWholeRequest,
             prefixd_pb2.SaveWholeResponse,
-        ],
-        grpc.aio.StreamStreamMultiCallable[
-            prefixd_pb2.SaveStagedRequest,
-            prefixd_pb2.SaveStagedResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             prefixd_pb2.CancelRequest,
@@ -352,14 +328,6 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
     have the numbers of SaveRequest. Errors: those of Save.
     """
 
-    SaveStaged: _CacheSaveStagedType
-    """Save for clients on this host: the bytes lie in the session's staging memory (handed over at
-    Welcome.handoff_socket), the parts only say where. Every message with parts is answered by
-    the number of parts that the daemon has copied, whose room is the client's again; the last
-    answer holds the results. What is published is what the daemon copied, if its CRC32C is the
-    one that was meant. Errors: those of Save, FAILED_PRECONDITION unknown_staging.
-    """
-
     Cancel: _CacheCancelType
     """Gives reservations back; whoever waits for them is told. Idempotent.
     Errors: INVALID_ARGUMENT (batch), FAILED_PRECONDITION (session).
@@ -403,10 +371,6 @@ CacheAsyncStub: typing_extensions.TypeAlias = CacheStub[
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.SaveWholeRequest,
         prefixd_pb2.SaveWholeResponse,
-    ],
-    grpc.aio.StreamStreamMultiCallable[
-        prefixd_pb2.SaveStagedRequest,
-        prefixd_pb2.SaveStagedResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.CancelRequest,
@@ -501,19 +465,6 @@ class CacheServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[prefixd_pb2.SaveWholeResponse, collections.abc.Awaitable[prefixd_pb2.SaveWholeResponse]]:
         """Save in a single message, for payloads that fit into one: no stream, half the time. The fields
         have the numbers of SaveRequest. Errors: those of Save.
-        """
-
-    @abc.abstractmethod
-    def SaveStaged(
-        self,
-        request_iterator: _MaybeAsyncIterator[prefixd_pb2.SaveStagedRequest],
-        context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[prefixd_pb2.SaveStagedResponse], collections.abc.AsyncIterator[prefixd_pb2.SaveStagedResponse]]:
-        """Save for clients on this host: the bytes lie in the session's staging memory (handed over at
-        Welcome.handoff_socket), the parts only say where. Every message with parts is answered by
-        the number of parts that the daemon has copied, whose room is the client's again; the last
-        answer holds the results. What is published is what the daemon copied, if its CRC32C is the
-        one that was meant. Errors: those of Save, FAILED_PRECONDITION unknown_staging.
         """
 
     @abc.abstractmethod

@@ -18,7 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from .. import __version__
-from ..proto import handoff, limits, prefixd_pb2, prefixd_pb2_grpc
+from ..proto import limits, local, prefixd_pb2, prefixd_pb2_grpc
 from ..proto.endpoints import socket_path
 from ..proto.errors import ConfigError, PrefixdError
 from ..proto.units import format_bytes
@@ -33,6 +33,7 @@ from .config import load_config
 from .events import ArenaGrown
 from .handoff import Handoff
 from .index import Index
+from .local import LocalServer
 from .lock import lock_directories
 from .logs import configure_logs
 from .loop import Core
@@ -93,23 +94,19 @@ async def serve(plan: Plan) -> None:
             heartbeat_interval_ms=config.sessions.heartbeat_ns // 1_000_000,
             claim_lease_ms=config.sessions.claim_lease_ns // 1_000_000,
             reservation_ttl_ms=config.sessions.reservation_ttl_ns // 1_000_000,
-            handoff_socket=f"{_socket_of(config)}{handoff.SOCKET_SUFFIX}",
+            local_socket=f"{_socket_of(config)}{local.SOCKET_SUFFIX}",
         )
-        hand_over = Handoff(
-            core,
-            service_config.handoff_socket,
-            incarnation,
-            config.shm.directory,
-            config.server.staging_bytes,
-        )
-        hand_over.start()
-        stack.callback(hand_over.close)
+        service = CacheService(core, service_config)
+        hand_over = Handoff(core, incarnation, config.shm.directory, config.server.staging_bytes)
+        local_server = LocalServer(service_config.local_socket, service, hand_over)
+        await local_server.start()
+        stack.push_async_callback(local_server.close)
         if config.server.metrics:
             metrics_at = stack.enter_context(
                 serve_metrics(config.server.metrics, core.state, core.ill)
             )
             log.info("metrics", address=metrics_at)
-        await _serve_rpcs(core, config, service_config, stop)
+        await _serve_rpcs(core, config, service, service_config, stop)
         if core.broken.is_set():
             raise PrefixdError(f"stopped, for the state does not add up: {core.ill()['state']}")
 
@@ -193,7 +190,7 @@ class _Securing:
 
 
 def make_server(
-    core: Core, service_config: ServiceConfig
+    core: Core, service: CacheService, service_config: ServiceConfig
 ) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
     """A server with every service, and what its health service says. It listens nowhere yet."""
     server = grpc.aio.server(
@@ -205,9 +202,7 @@ def make_server(
         ]
     )
     checker = health.aio.HealthServicer()
-    add_service(
-        server, prefixd_pb2_grpc.add_CacheServicer_to_server, CacheService(core, service_config)
-    )
+    add_service(server, prefixd_pb2_grpc.add_CacheServicer_to_server, service)
     add_service(
         server, prefixd_pb2_grpc.add_AdminServicer_to_server, AdminService(core, service_config)
     )
@@ -220,9 +215,13 @@ def make_server(
 
 
 async def _serve_rpcs(
-    core: Core, config: Config, service_config: ServiceConfig, stop: asyncio.Event
+    core: Core,
+    config: Config,
+    service: CacheService,
+    service_config: ServiceConfig,
+    stop: asyncio.Event,
 ) -> None:
-    server, checker = make_server(core, service_config)
+    server, checker = make_server(core, service, service_config)
     addresses = _listen(server, config)
     await server.start()
     watching = asyncio.ensure_future(_watch_health(core, checker))

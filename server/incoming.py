@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from ..proto.errors import InvalidSize, MalformedMessage, PrefixdError
@@ -15,6 +16,10 @@ from .loop import Core, Write
 
 #: Fewer bytes than this are copied at once, on the loop: a thread would take longer to wake.
 _INLINE_BYTES = 1 * 2**20
+#: So many messages of one stream are copied before it is another stream's turn.
+_TURN_MESSAGES = 8
+#: So many messages of one stream may wait to be copied.
+MAX_WAITING_MESSAGES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +82,48 @@ class _Feed:
         self.crc32c = writer.seal()
 
 
+@dataclass(slots=True)
+class _Message:
+    """Pieces that came together; `feeds` are theirs, one for each."""
+
+    feeds: Sequence[_Feed]
+    pieces: Sequence[Piece]
+    then: Callable[[], None]
+
+    def take(self) -> PrefixdError | None:
+        """Copy the pieces. On any thread. Returns what breaks the stream, if anything does."""
+        for feed, piece in zip(self.feeds, self.pieces, strict=True):
+            try:
+                feed.take(piece)
+            except PrefixdError as error:
+                return error
+        return None
+
+
 class Incoming:
     """Feeds the pieces of one stream into the stores, in the order in which they come.
 
-    Writes that become complete in one message are sealed in one event.
+    Writes that become complete in one message are sealed in one event. Large messages are copied
+    on a worker thread, one after the other while the loop does other things: it is told of each.
     """
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        self._loop = asyncio.get_running_loop()
         self._feeds: dict[int, _Feed] = {}
+        self._waiting: deque[_Message] = deque()
+        self._copying: asyncio.Future[None] | None = None
+        #: what broke the stream: a piece out of order
+        self.broken: PrefixdError | None = None
 
     def add(self, number: int, write: Write) -> None:
         """`number` is how the stream's pieces name this write."""
         self._feeds[number] = _Feed(write)
+
+    @property
+    def waiting(self) -> int:
+        """Messages that nobody copies yet."""
+        return len(self._waiting)
 
     def __contains__(self, number: object) -> bool:
         return number in self._feeds
@@ -97,39 +131,66 @@ class Incoming:
     async def feed(self, pieces: Sequence[Piece]) -> None:
         """Take the pieces of one message; those of writes that ended are skipped.
 
-        Raises what breaks the whole stream: a piece out of order.
+        Raises what breaks the whole stream.
         """
-        feeds = [self._feeds[piece.number] for piece in pieces]
-        try:
-            if sum(len(piece.data) for piece in pieces) <= _INLINE_BYTES:
-                broken = _take_all(feeds, pieces)
-            else:
-                broken = await self._take_elsewhere(feeds, pieces)
-        finally:
-            self._settle(feeds)
-        if broken is not None:
-            raise broken
+        self.begin(pieces, _nothing)
+        await self.idle()
+        if self.broken is not None:
+            raise self.broken
 
-    async def _take_elsewhere(
-        self, feeds: Sequence[_Feed], pieces: Sequence[Piece]
-    ) -> PrefixdError | None:
-        """Copy on a worker thread. A stream that is torn down meanwhile does not stop the
-        thread: until it is done, the room it writes to is not given to anybody else."""
-        for feed in feeds:
-            feed.write.busy = True
-        loop = asyncio.get_running_loop()
-        copying = loop.run_in_executor(self._core.executor, _take_all, feeds, pieces)
-        try:
-            return await asyncio.shield(copying)
-        except asyncio.CancelledError:
-            # However often: a stop cancels what a client that is gone cancelled already.
-            while not copying.done():
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([copying])
-            raise
-        finally:
-            for feed in feeds:
-                feed.write.busy = False
+    def begin(self, pieces: Sequence[Piece], then: Callable[[], None]) -> None:
+        """`feed` without waiting; `then` is called when the pieces have been copied."""
+        message = _Message([self._feeds[piece.number] for piece in pieces], pieces, then)
+        if self._copying is None and sum(len(p.data) for p in pieces) <= _INLINE_BYTES:
+            self._taken(message, message.take())
+            return
+        for feed in message.feeds:
+            feed.write.busy += 1
+        self._waiting.append(message)
+        if self._copying is None:
+            self._copy()
+
+    async def idle(self) -> None:
+        """Wait until nothing is being copied. A stream that is torn down meanwhile does not stop
+        the thread: until it is done, the room it writes to is not given to anybody else."""
+        cancelled: asyncio.CancelledError | None = None
+        while self._copying is not None:
+            try:
+                await asyncio.wait([self._copying])
+            except asyncio.CancelledError as again:
+                # However often: a stop cancels what a client that is gone cancelled already.
+                cancelled = again
+        if cancelled is not None:
+            raise cancelled
+
+    def _copy(self) -> None:
+        self._copying = self._loop.run_in_executor(self._core.executor, self._copy_some)
+        self._copying.add_done_callback(self._copied_some)
+
+    def _copy_some(self) -> None:
+        """On a worker thread, which other streams may be waiting for: a few messages only."""
+        for _ in range(_TURN_MESSAGES):
+            try:
+                message = self._waiting.popleft()
+            except IndexError:
+                return
+            broken = message.take()
+            self._loop.call_soon_threadsafe(self._copied, message, broken)
+
+    def _copied(self, message: _Message, broken: PrefixdError | None) -> None:
+        for feed in message.feeds:
+            feed.write.busy -= 1
+        self._taken(message, broken)
+
+    def _copied_some(self, _copying: asyncio.Future[None]) -> None:
+        self._copying = None
+        if self._waiting:
+            self._copy()
+
+    def _taken(self, message: _Message, broken: PrefixdError | None) -> None:
+        self.broken = self.broken or broken
+        self._settle(message.feeds)
+        message.then()
 
     def _settle(self, feeds: Sequence[_Feed]) -> None:
         """Tell the state what became of the writes of one message."""
@@ -139,7 +200,8 @@ class Incoming:
             if write.ended.done():
                 continue
             if write.stopping:
-                self._core.stop_write(write, SaveOutcome.LOST, "the reservation was lost")
+                if not write.busy:
+                    self._core.stop_write(write, SaveOutcome.LOST, "the reservation was lost")
             elif feed.problem is not None:
                 self._core.stop_write(write, *feed.problem)
             elif feed.crc32c is not None:
@@ -149,11 +211,16 @@ class Incoming:
             tokens, crcs, meant = zip(*sealed, strict=True)
             self._core.post(WriteSealed(tokens, crcs, meant, self._core.clock.now_ns()))
 
-    @contextmanager
-    def to_the_end(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def to_the_end(self) -> AsyncIterator[None]:
         """Around the reading of the stream: however it ends, no write is left open."""
         try:
-            yield
+            try:
+                yield
+            finally:
+                await self.idle()
+            if self.broken is not None:
+                raise self.broken
         except PrefixdError as error:
             self._abandon(SaveOutcome.LOST, str(error))
             raise
@@ -173,11 +240,5 @@ class Incoming:
         return {number: await feed.write.ended for number, feed in self._feeds.items()}
 
 
-def _take_all(feeds: Sequence[_Feed], pieces: Sequence[Piece]) -> PrefixdError | None:
-    """Copy pieces; returns what breaks the stream, if anything does."""
-    for feed, piece in zip(feeds, pieces, strict=True):
-        try:
-            feed.take(piece)
-        except PrefixdError as error:
-            return error
-    return None
+def _nothing() -> None:
+    """What follows a message that somebody waits for."""

@@ -91,8 +91,8 @@ class Listener(Protocol):
 class Write:
     """The bytes of one reservation on their way into a store.
 
-    `busy` says that another thread is copying into its room: a lost reservation then keeps
-    its room until that ended.
+    `busy` counts the messages that other threads copy into its room, now or soon: a lost
+    reservation then keeps its room until that ended.
     """
 
     __slots__ = ("busy", "ended", "order", "stopping", "writer")
@@ -101,7 +101,7 @@ class Write:
         self.order = order
         self.writer = writer
         self.ended = ended
-        self.busy = False
+        self.busy = 0
         self.stopping = False
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
+from functools import partial
 from typing import TypeVar
 
 from ..proto import limits
@@ -40,7 +41,7 @@ from .events import (
     ReserveAsked,
     WriteBegan,
 )
-from .incoming import Incoming, Piece
+from .incoming import MAX_WAITING_MESSAGES, Incoming, Piece
 from .loop import Core
 from .sessions import ServiceConfig, SessionStream, first_message
 from .tables import Entry
@@ -282,38 +283,42 @@ class CacheService(rpc.CacheServicer):
     ) -> pb.SaveWholeResponse:
         answer, incoming = await self._begin_save(request)
         with self._core.working():
-            with incoming.to_the_end():
+            async with incoming.to_the_end():
                 await incoming.feed(_pieces(request.parts, answer, incoming))
             results = await _save_results(answer, incoming)
         return pb.SaveWholeResponse(results=results)
 
     async def SaveStaged(
-        self, request_iterator: AsyncIterator[pb.SaveStagedRequest], context: Context
-    ) -> AsyncGenerator[pb.SaveStagedResponse, None]:
-        first = await first_message(request_iterator)
+        self,
+        requests: AsyncIterator[pb.SaveStagedRequest],
+        tell: Callable[[pb.SaveStagedResponse], None],
+    ) -> None:
+        """Not an rpc: for clients on this host (`local.py`), who are told of every copy."""
+        first = await first_message(requests)
         staging = self._core.stagings.get(self._session(_header(first).session))
         if staging is None:
             raise UnknownStaging("this session has no staging memory; save over gRPC")
         answer, incoming = await self._begin_save(first)
+
+        async def take(request: pb.SaveStagedRequest) -> None:
+            pieces = [
+                Piece(
+                    p.item,
+                    staging.view(p.staging_offset_bytes, p.length_bytes),
+                    p.last,
+                    p.payload_crc32c,
+                )
+                for p in request.parts
+                if _granted(p.item, answer, incoming)
+            ]
+            copied = pb.SaveStagedResponse(parts_copied=len(request.parts))
+            incoming.begin(pieces, partial(tell, copied))
+            if incoming.waiting > MAX_WAITING_MESSAGES:
+                await incoming.idle()
+
         with self._core.working():
-            with incoming.to_the_end():
-                request: pb.SaveStagedRequest | None = first
-                while request is not None:
-                    pieces = [
-                        Piece(
-                            p.item,
-                            staging.view(p.staging_offset_bytes, p.length_bytes),
-                            p.last,
-                            p.payload_crc32c,
-                        )
-                        for p in request.parts
-                        if _granted(p.item, answer, incoming)
-                    ]
-                    await incoming.feed(pieces)
-                    if request.parts:
-                        yield pb.SaveStagedResponse(parts_copied=len(request.parts))
-                    request = await anext(request_iterator, None)
-            yield pb.SaveStagedResponse(results=await _save_results(answer, incoming))
+            await _receive(incoming, first, requests, take)
+            tell(pb.SaveStagedResponse(results=await _save_results(answer, incoming)))
 
     async def _begin_save(
         self, first: pb.SaveRequest | pb.SaveWholeRequest | pb.SaveStagedRequest
@@ -412,9 +417,11 @@ async def _receive(
     take: Callable[[Q], Awaitable[None]],
 ) -> None:
     """Feed a stream to its end. However it ends, no write is left open."""
-    with incoming.to_the_end():
+    async with incoming.to_the_end():
         await take(first)
         async for request in requests:
+            if incoming.broken is not None:
+                break
             await take(request)
 
 

@@ -49,7 +49,7 @@ class ServiceConfig:
     heartbeat_interval_ms: int
     claim_lease_ms: int
     reservation_ttl_ms: int
-    handoff_socket: str = ""
+    local_socket: str = ""
 
 
 class SessionStream:
@@ -122,7 +122,7 @@ class SessionStream:
             max_message_bytes=limits.MAX_MESSAGE_BYTES,
             chunk_bytes=limits.CHUNK_BYTES,
             daemon_version=config.daemon_version,
-            handoff_socket=config.handoff_socket,
+            local_socket=config.local_socket,
             tiers=[
                 pb.TierLimits(
                     tier=tier.value,  # type: ignore[arg-type]

@@ -97,7 +97,7 @@ def _answering(name: str, method: _Behaviour, checked: Callable[[Any], Any]) -> 
         try:
             return await method(checked(request), context)
         except Exception as problem:
-            error = _error_of(name, problem)
+            error = error_of(name, problem)
         return await abort(context, error)
 
     return answer
@@ -116,7 +116,7 @@ def _streaming(
         except asyncio.CancelledError as cancelled:
             error = _cut_off_with(cancelled)
         except Exception as problem:
-            error = _error_of(name, problem)
+            error = error_of(name, problem)
         else:
             return
         await abort(context, error)
@@ -172,7 +172,7 @@ async def _each_message(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 # ---- errors
 
 
-def _error_of(name: str, problem: Exception) -> PrefixdError:
+def error_of(name: str, problem: Exception) -> PrefixdError:
     """What the caller is told of what a handler raised."""
     match problem:
         case PrefixdError():

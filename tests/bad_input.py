@@ -229,8 +229,17 @@ def _calls(daemon: Running, ref: pb.SessionRef) -> dict[str, Callable[[], Any]]:
         "Write": lambda: cache.Write(stream([pb.WriteRequest(session=ref, parts=token)])),
         "Save": lambda: cache.Save(stream([pb.SaveRequest(header=header, parts=parts)])),
         "SaveWhole": lambda: cache.SaveWhole(pb.SaveWholeRequest(header=header, parts=parts)),
-        "SaveStaged": lambda: cache.SaveStaged(stream([staged])),
+        "SaveStaged": lambda: _save_staged(daemon, staged),
     }
+
+
+async def _save_staged(daemon: Running, request: pb.SaveStagedRequest) -> None:
+    call = await daemon.save_staged()
+    try:
+        await call.write(request)
+        await call.read()
+    finally:
+        call.cancel()
 
 
 def _sessions() -> Iterator[Mistake]:
@@ -239,7 +248,8 @@ def _sessions() -> Iterator[Mistake]:
             ref = pb.SessionRef(incarnation=session.ref.incarnation, session_id=session.number)
             for name, value in changed.items():
                 setattr(ref, name, value)
-            await answer(_calls(daemon, ref)[rpc]())
+            called = _calls(daemon, ref)[rpc]()
+            await (called if rpc == "SaveStaged" else answer(called))
 
         return attempt
 
@@ -357,16 +367,14 @@ def _streams() -> Iterator[Mistake]:
     def without(rpc: str, *messages: Any) -> Attempt:
         return lambda daemon, _: answer(getattr(daemon.cache, rpc)(stream(messages)))
 
-    for rpc in ("Save", "SaveStaged", "Write"):
+    for rpc in ("Save", "Write"):
         yield Mistake("no message at all", rpc, "malformed_message", without(rpc))
-    for rpc, message in (("Save", pb.SaveRequest()), ("SaveStaged", pb.SaveStagedRequest())):
-        yield Mistake("a save without its header", rpc, "malformed_message", without(rpc, message))
-    yield Mistake(
-        "a save without its header",
-        "SaveWhole",
-        "malformed_message",
-        lambda daemon, _: answer(daemon.cache.SaveWhole(pb.SaveWholeRequest())),
-    )
+    for rpc, attempt in (
+        ("Save", without("Save", pb.SaveRequest())),
+        ("SaveWhole", lambda daemon, _: answer(daemon.cache.SaveWhole(pb.SaveWholeRequest()))),
+        ("SaveStaged", lambda daemon, _: _save_staged(daemon, pb.SaveStagedRequest())),
+    ):
+        yield Mistake("a save without its header", rpc, "malformed_message", attempt)
 
 
 # ---- operators

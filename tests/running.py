@@ -24,9 +24,10 @@ from typing import Any, Final
 import grpc
 
 from prefixd import __version__
+from prefixd.proto import local
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto import prefixd_pb2_grpc as rpc
-from prefixd.proto.errors import ERROR_METADATA, RETRY_METADATA
+from prefixd.proto.errors import BY_NAME, ERROR_METADATA, RETRY_METADATA
 from prefixd.proto.keys import Key
 from prefixd.proto.record import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
@@ -36,15 +37,19 @@ from prefixd.server.clock import Clock
 from prefixd.server.config import load_config
 from prefixd.server.daemon import make_server
 from prefixd.server.events import ArenaGrown, Tick
+from prefixd.server.handoff import Handoff
 from prefixd.server.index import Index
+from prefixd.server.local import LocalServer
 from prefixd.server.loop import Core
 from prefixd.server.machine import Machine
+from prefixd.server.service import CacheService
 from prefixd.server.sessions import ServiceConfig
 from prefixd.tiers.store import Store
 
 #: What a test waits for at most before it fails.
 PATIENCE_S: Final = 60.0
 SLAB: Final = 4096
+STAGING_BYTES: Final = 64 * 2**10
 HEARTBEAT_NS: Final = 2_000_000_000
 CLAIM_LEASE_MS: Final = 300_000
 RESERVATION_TTL_MS: Final = 60_000
@@ -107,12 +112,17 @@ def part(number: int, data: bytes, *, offset: int = 0, last: bool = True, **fiel
 class Refused(Exception):
     """A failed rpc, as the contract describes it."""
 
-    def __init__(self, error: grpc.aio.AioRpcError) -> None:
-        metadata = dict(error.trailing_metadata() or ())
-        self.code = error.code()
-        self.name = metadata.get(ERROR_METADATA)
-        self.retry = metadata.get(RETRY_METADATA)
-        self.sentence = error.details() or ""
+    def __init__(self, error: grpc.aio.AioRpcError | pb.Failure) -> None:
+        if isinstance(error, pb.Failure):
+            self.code = BY_NAME[error.error].code
+            self.name, self.retry = error.error, "1" if error.retry else "0"
+            self.sentence = error.message
+        else:
+            metadata = dict(error.trailing_metadata() or ())
+            self.code = error.code()
+            self.name = metadata.get(ERROR_METADATA)
+            self.retry = metadata.get(RETRY_METADATA)
+            self.sentence = error.details() or ""
         super().__init__(f"{self.code.name} {self.name} retry={self.retry}: {self.sentence}")
 
 
@@ -256,11 +266,66 @@ async def stream(messages: Iterable[Any]) -> AsyncIterator[Any]:
         yield message
 
 
+class LocalConnection:
+    """A client's side of one connection to the local socket."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._frames = local.Frames(pb.LocalResponse.FromString)
+
+    async def ask(self, **kind: Any) -> pb.LocalResponse:
+        await self.send(**kind)
+        return await self.response()
+
+    async def send(self, **kind: Any) -> None:
+        self._writer.write(local.frame(pb.LocalRequest(**kind)))
+        await self._writer.drain()
+
+    async def response(self) -> pb.LocalResponse:
+        """The next one. Raises Refused, EOFError."""
+        while (response := self._frames.next()) is None:
+            data = await self._reader.read(2**16)
+            if not data:
+                raise EOFError
+            self._frames.feed(data)
+        if response.HasField("failure"):
+            raise Refused(response.failure)
+        return response
+
+    def close(self) -> None:
+        """At once, whatever is under way."""
+        self._writer.transport.abort()
+
+
+class StagedCall:
+    """A save through staging memory, used as a stream of gRPC is."""
+
+    def __init__(self, connection: LocalConnection) -> None:
+        self._connection = connection
+
+    async def write(self, request: pb.SaveStagedRequest) -> None:
+        await self._connection.send(save_staged=request)
+
+    async def done_writing(self) -> None:
+        await self.write(pb.SaveStagedRequest(last=True))
+
+    async def read(self) -> pb.SaveStagedResponse:
+        return (await self._connection.response()).save_staged
+
+    def cancel(self) -> None:
+        self._connection.close()
+
+
 class Running:
     """See the module. `cache` and `admin` are stubs; `core` is the thing itself."""
 
-    def __init__(self, core: Core, config: ServiceConfig, address: str) -> None:
+    def __init__(
+        self, core: Core, config: ServiceConfig, address: str, local_server: LocalServer
+    ) -> None:
         self.core = core
+        self.local_server = local_server
+        self.local_connections: list[LocalConnection] = []
         self.config = config
         self.address = address
         #: what sessions were told while they waited for something else
@@ -278,6 +343,16 @@ class Running:
         self.channel = grpc.aio.insecure_channel(self.address, options=options)
         self.cache: Any = rpc.CacheStub(self.channel)
         self.admin: Any = rpc.AdminStub(self.channel)
+
+    async def connect_locally(self) -> LocalConnection:
+        """It is closed with the daemon at the latest."""
+        opened = await asyncio.open_unix_connection(self.config.local_socket)
+        connection = LocalConnection(*opened)
+        self.local_connections.append(connection)
+        return connection
+
+    async def save_staged(self) -> StagedCall:
+        return StagedCall(await self.connect_locally())
 
     @property
     def tables(self) -> Any:
@@ -370,19 +445,27 @@ async def running(
             heartbeat_interval_ms=config.sessions.heartbeat_ns // 1_000_000,
             claim_lease_ms=config.sessions.claim_lease_ns // 1_000_000,
             reservation_ttl_ms=config.sessions.reservation_ttl_ns // 1_000_000,
+            local_socket=str(directory / "l"),
         )
+        service = CacheService(core, service_config)
+        handoff = Handoff(core, incarnation, directory / "shm", STAGING_BYTES)
+        local_server = LocalServer(service_config.local_socket, service, handoff)
         try:
             for tier, arena in arenas.items():
                 core.post(ArenaGrown(tier, arena.secured_bytes, clock.now_ns()))
             await recovery.recover(core, config.sessions.claim_lease_ns)
-            server, _ = make_server(core, service_config)
+            server, _ = make_server(core, service, service_config)
             server.add_insecure_port(config.server.address)
             await server.start()
-            daemon = Running(core, service_config, config.server.address)
+            await local_server.start()
+            daemon = Running(core, service_config, config.server.address, local_server)
             try:
                 yield daemon
             finally:
                 await daemon.channel.close()
+                for connection in daemon.local_connections:
+                    connection.close()
                 await server.stop(grace=0)
+                await local_server.close()
         finally:
             await core.close()

@@ -10,9 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from queue import SimpleQueue
 
-import grpc
 import pytest
 
 from prefixd.client import Client, Key, SaveReason, SaveStatus, Tier
@@ -21,12 +19,13 @@ from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.deadline import Deadline
 from prefixd.client.link import Link
-from prefixd.client.local import transport as local_transport
+from prefixd.client.local import calls as local_calls
+from prefixd.client.local.calls import Line
 from prefixd.client.local.staging import StagingMemory
 from prefixd.client.local.transport import LocalTransport
-from prefixd.proto import handoff
+from prefixd.proto import local
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.proto.errors import ERROR_METADATA
+from prefixd.proto.errors import PrefixdError
 from prefixd.proto.record import crc32c
 
 from .daemon import eventually, private_daemon
@@ -168,11 +167,27 @@ def test_staging_of_a_session_that_ended_is_not_used(
         assert rpcs(client)["Save"] == 1
 
 
-def test_small_saves_are_not_staged(client: Client) -> None:
-    save(client, ["small"], local_transport.MIN_STAGED_BYTES - 1, Tier.RAM)
-    assert rpcs(client) == {"Save": 1}
-    save(client, ["not so small"], local_transport.MIN_STAGED_BYTES, Tier.RAM)
-    assert rpcs(client) == {"Save": 1, "SaveStaged": 1}
+def test_small_saves_are_staged_as_well(client: Client) -> None:
+    keys = save(client, ["small"], 1, Tier.RAM)
+    assert rpcs(client) == {"SaveStaged": 1}
+    assert restore(client.longest_run(keys, claim=False))[1] == [payload_of(keys[0], 1)]
+
+
+def test_without_a_connection_to_be_had_saves_go_over_grpc(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory_of(client)
+
+    def refuse(*_: object) -> Line:
+        raise OSError("no descriptors left")
+
+    calls = client._transport._node.calls  # type: ignore[attr-defined]
+    monkeypatch.setattr(calls, "_idle", [])
+    monkeypatch.setattr(local_calls, "Line", refuse)
+    keys = save(client, ["no line"], PAYLOAD_BYTES, Tier.RAM)
+    assert rpcs(client)["Save"] == 1
+    with client.claim(keys) as hit:
+        assert restore(hit)[1] == [payload_of(keys[0], PAYLOAD_BYTES)]
 
 
 # ---- as nobody should
@@ -197,30 +212,37 @@ class Raw:
 
 
 class Call:
-    """One SaveStaged call."""
+    """One save through staging memory."""
 
     def __init__(self, link: Link, header: pb.SaveHeader) -> None:
-        self._requests: SimpleQueue[pb.SaveStagedRequest | None] = SimpleQueue()
+        self._line = Line(link.welcome.local_socket, 60)
         self._header: pb.SaveHeader | None = header
-        self.responses = link.connection.stub.SaveStaged(iter(self._requests.get, None), timeout=60)
 
-    def send(self, *parts: pb.StagedPart) -> None:
-        self._requests.put(pb.SaveStagedRequest(header=self._header, parts=parts))
+    def send(self, *parts: pb.StagedPart, last: bool = False) -> None:
+        request = pb.SaveStagedRequest(header=self._header, parts=parts, last=last)
+        self._line.send(pb.LocalRequest(save_staged=request), 60)
         self._header = None
 
     def copied(self) -> int:
-        return next(self.responses).parts_copied
+        return self._line.receive(60).save_staged.parts_copied
 
     def result(self) -> SaveStatus:
-        self._requests.put(None)
-        (result,) = [result for response in self.responses for result in response.results]
+        """Nothing more comes."""
+        self.send(last=True)
+        while not (results := self._line.receive(60).save_staged.results):
+            pass
+        self._line.close()
+        (result,) = results
         return SaveStatus(result.status)
 
     def error(self) -> str:
-        with pytest.raises(grpc.RpcError) as caught:
-            list(self.responses)
-        self._requests.put(None)
-        return str(dict(caught.value.trailing_metadata())[ERROR_METADATA])
+        try:
+            while True:
+                self._line.receive(60)
+        except PrefixdError as error:
+            return error.name
+        finally:
+            self._line.close()
 
 
 def part(
@@ -249,11 +271,12 @@ def raw(daemon: PrivateDaemon) -> Iterator[Raw]:
 
 
 def staging_of(link: Link) -> mmap.mmap:
-    request = handoff.Request(link.ref.incarnation, link.ref.session_id, os.getpid())
-    _, fds = handoff.ask(link.welcome.handoff_socket, request, 60.0)
-    memory = mmap.mmap(fds[handoff.STAGING], STAGING_BYTES)
+    line = Line(link.welcome.local_socket, 60)
+    _, fds = line.hand_over(link.ref, 60)
+    memory = mmap.mmap(fds[local.STAGING], STAGING_BYTES)
     for fd in fds.values():
         os.close(fd)
+    line.close()
     return memory
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import lmdb
 import pytest
 
+from prefixd.client.connection import Calls
+from prefixd.client.local.calls import LocalCalls
 from prefixd.client.local.node import LocalNode
-from prefixd.proto import disk, handoff
+from prefixd.proto import disk, local
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import RecordError
 from prefixd.proto.index import INCARNATION_ROW, IndexRow, pack_row
@@ -19,6 +22,7 @@ from prefixd.proto.record import head_bytes_for
 from prefixd.proto.vocabulary import SaveReason, Tier
 
 REF = pb.SessionRef(incarnation=b"i" * 16, session_id=7)
+CALLS = LocalCalls("/nowhere", cast(Calls, None))
 KEYS = [Key(bytes([number]) * 32) for number in range(6)]
 ARENA = bytes(range(256)) * 32
 
@@ -72,12 +76,17 @@ def directory(path: Path) -> int:
 def node(tmp_path: Path) -> Iterator[LocalNode]:
     write_index(tmp_path / "index")
     fds = {
-        handoff.INDEX: directory(tmp_path / "index"),
-        handoff.RAM: memory(ARENA),
-        handoff.SHM: memory(ARENA[::-1]),
+        local.INDEX: directory(tmp_path / "index"),
+        local.RAM: memory(ARENA),
+        local.SHM: memory(ARENA[::-1]),
     }
-    reply = handoff.Reply(list(fds), len(ARENA), len(ARENA), 0, {handoff.DISK: "switched off"})
-    made = LocalNode(reply, fds, REF)
+    response = pb.HandOverResponse(
+        descriptors=fds,
+        ram_arena_bytes=len(ARENA),
+        shm_arena_bytes=len(ARENA),
+        refused={local.DISK: "switched off"},
+    )
+    made = LocalNode(response, fds, REF, CALLS)
     yield made
     made.close()
 
@@ -87,7 +96,7 @@ def test_what_is_there_and_what_is_not(node: LocalNode) -> None:
     assert node.indexed
     assert [node.readable(tier) for tier in Tier] == [True, True, False]
     assert node.staging is None
-    assert node.refused == {handoff.DISK: "switched off"}
+    assert node.refused == {local.DISK: "switched off"}
 
 
 # ---- looking up
@@ -119,8 +128,8 @@ def test_the_first_that_is_there(node: LocalNode) -> None:
 def test_an_index_of_another_start_is_not_believed(tmp_path: Path, incarnation: bytes) -> None:
     """Nor one that its daemon has revoked: not even that something is missing."""
     write_index(tmp_path / "index", incarnation)
-    fds = {handoff.INDEX: directory(tmp_path / "index")}
-    node = LocalNode(handoff.Reply(list(fds)), fds, REF)
+    fds = {local.INDEX: directory(tmp_path / "index")}
+    node = LocalNode(pb.HandOverResponse(descriptors=fds), fds, REF, CALLS)
     for ask in (node.get, node.get_run, node.get_first, node.rows):
         with pytest.raises(RecordError, match="not that of this session"):
             ask(KEYS)
@@ -159,8 +168,8 @@ def disk_node(tmp_path: Path) -> Iterator[LocalNode]:
     chunks[KEYS[0], 2] = b"the end"
     chunks[KEYS[1], 0] = bytes(CHUNK)
     write_disk(tmp_path / "disk", chunks)
-    fds = {handoff.DISK: directory(tmp_path / "disk")}
-    made = LocalNode(handoff.Reply(list(fds)), fds, REF)
+    fds = {local.DISK: directory(tmp_path / "disk")}
+    made = LocalNode(pb.HandOverResponse(descriptors=fds), fds, REF, CALLS)
     yield made
     made.close()
 
@@ -223,16 +232,20 @@ def test_what_cannot_be_opened_is_refused_with_the_reason(tmp_path: Path) -> Non
     write_disk(tmp_path / "disk", {})
     before = descriptors()
     fds = {
-        handoff.INDEX: directory(tmp_path / "empty"),
-        handoff.DISK: directory(tmp_path / "disk"),
-        handoff.RAM: memory(ARENA),
-        handoff.SHM: memory(ARENA),
-        handoff.STAGING: os.open("/dev/null", os.O_RDONLY),
+        local.INDEX: directory(tmp_path / "empty"),
+        local.DISK: directory(tmp_path / "disk"),
+        local.RAM: memory(ARENA),
+        local.SHM: memory(ARENA),
+        local.STAGING: os.open("/dev/null", os.O_RDONLY),
         "of a later version": directory(tmp_path),
     }
-    sizes = {"ram_bytes": len(ARENA) + 1, "shm_bytes": len(ARENA), "staging_bytes": 4096}
-    node = LocalNode(handoff.Reply(list(fds), **sizes), fds, REF)
-    assert set(node.refused) == {handoff.INDEX, handoff.RAM, handoff.STAGING}
+    sizes = {
+        "ram_arena_bytes": len(ARENA) + 1,
+        "shm_arena_bytes": len(ARENA),
+        "staging_bytes": 4096,
+    }
+    node = LocalNode(pb.HandOverResponse(descriptors=fds, **sizes), fds, REF, CALLS)
+    assert set(node.refused) == {local.INDEX, local.RAM, local.STAGING}
     assert all(node.refused.values())
     assert [node.readable(tier) for tier in Tier] == [False, True, True]
     node.close()

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import cast
 
 import pytest
 
 from prefixd.client.deadline import Deadline
 from prefixd.client.local import staging
-from prefixd.client.local.staging import StagedSave, StagingMemory
+from prefixd.client.local.calls import LocalCalls
+from prefixd.client.local.staging import StagingMemory
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.proto.errors import DeadlineExceeded, LimitReached
+from prefixd.proto.errors import (
+    DaemonUnavailable,
+    DeadlineExceeded,
+    LimitReached,
+    PrefixdError,
+    UnknownSession,
+)
 from prefixd.proto.record import crc32c
 
 SLOT = 4096
 HEADER = pb.SaveHeader(tier=pb.TIER_RAM)
+RESULT = pb.SaveResult(status=pb.SAVE_STATUS_SAVED)
 
 
 @pytest.fixture
@@ -46,16 +57,60 @@ def free(memory: StagingMemory) -> list[int]:
     return sorted(slots)
 
 
-def save_of(memory: StagingMemory, *payloads: bytes, deadline_ms: int = 60_000) -> StagedSave:
-    return StagedSave(memory, HEADER, [memoryview(p) for p in payloads], Deadline(deadline_ms))
+class Daemon:
+    """What a save asks, answered as the daemon would, or as a test wants it.
+
+    `answer` is asked for each request; what it returns are the responses to it.
+    """
+
+    def __init__(self, memory: StagingMemory, answer: Answer | None = None) -> None:
+        self._memory = memory
+        self._answer = answer or self.copy
+        self.requests: list[pb.SaveStagedRequest] = []
+        #: item and bytes of each part, as copied
+        self.copied: list[tuple[int, bytes]] = []
+        self.crcs: dict[int, int] = {}
+        self._responses: deque[pb.SaveStagedResponse | PrefixdError] = deque()
+
+    def copy(self, request: pb.SaveStagedRequest) -> list[pb.SaveStagedResponse | PrefixdError]:
+        for part in request.parts:
+            place = self._memory.room(part.staging_offset_bytes, part.length_bytes)
+            self.copied.append((part.item, bytes(place)))
+            if part.last:
+                self.crcs[part.item] = part.payload_crc32c
+        responses = [pb.SaveStagedResponse(parts_copied=len(request.parts))]
+        if request.last:
+            responses.append(pb.SaveStagedResponse(results=[RESULT]))
+        return [*responses]
+
+    # ---- calls.LocalCalls and calls.Line
+
+    @contextmanager
+    def line(self, _timeout_s: float) -> Iterator[Daemon]:
+        yield self
+
+    def send(self, request: pb.LocalRequest, _timeout_s: float) -> None:
+        self.requests.append(request.save_staged)
+        self._responses.extend(self._answer(request.save_staged))
+
+    def receive(self, _timeout_s: float) -> pb.LocalResponse:
+        if not self._responses:
+            raise DeadlineExceeded("nothing came")
+        response = self._responses.popleft()
+        if isinstance(response, PrefixdError):
+            raise response
+        return pb.LocalResponse(save_staged=response)
 
 
-def read(memory: StagingMemory, request: pb.SaveStagedRequest) -> list[tuple[int, bytes]]:
-    """What the daemon would copy: item and bytes of each part."""
-    return [
-        (part.item, bytes(memory.room(part.staging_offset_bytes, part.length_bytes)))
-        for part in request.parts
-    ]
+Answer = Callable[[pb.SaveStagedRequest], "list[pb.SaveStagedResponse | PrefixdError]"]
+
+
+def save(
+    daemon: Daemon, memory: StagingMemory, *payloads: bytes, deadline_ms: int = 60_000
+) -> list[pb.SaveResult]:
+    views = [memoryview(payload) for payload in payloads]
+    calls = cast(LocalCalls, daemon)
+    return staging.save(memory, calls, HEADER, views, Deadline(deadline_ms))
 
 
 # ---- slots
@@ -119,93 +174,117 @@ def test_closed_memory_stays_as_long_as_somebody_copies_into_it(memory: StagingM
         memory.room(0, 10)
 
 
-# ---- messages
+# ---- saves
 
 
 def test_small_payloads_share_a_slot(memory: StagingMemory) -> None:
     payloads = [b"a" * 10, b"b" * 20, b"c" * 1000]
-    (request,) = save_of(memory, *payloads).requests()
+    daemon = Daemon(memory)
+    assert save(daemon, memory, *payloads) == [RESULT]
+    (request,) = daemon.requests
     assert request.header == HEADER
-    assert read(memory, request) == list(enumerate(payloads))
+    assert request.last
     assert all(part.last for part in request.parts)
-    assert [part.payload_crc32c for part in request.parts] == [crc32c(p) for p in payloads]
+    assert daemon.copied == list(enumerate(payloads))
+    assert daemon.crcs == {number: crc32c(data) for number, data in enumerate(payloads)}
+    assert free(memory) == [0, SLOT]
 
 
 def test_a_payload_may_lie_in_several_slots(memory: StagingMemory) -> None:
     """Which are filled again as the daemon empties them."""
-    payload = os.urandom(5 * SLOT + 7)
-    save = save_of(memory, b"before", payload, b"after")
-    arrived: dict[int, bytes] = {0: b"", 1: b"", 2: b""}
-    crcs = {}
-    for number, request in enumerate(save.requests()):
-        assert request.HasField("header") == (number == 0)
-        for item, data in read(memory, request):
-            arrived[item] += data
-        crcs.update({part.item: part.payload_crc32c for part in request.parts if part.last})
-        save.answered()
-    assert arrived == {0: b"before", 1: payload, 2: b"after"}
-    assert crcs == {item: crc32c(data) for item, data in arrived.items()}
+    payloads = [b"before", os.urandom(5 * SLOT + 7), b"after"]
+    daemon = Daemon(memory)
+    assert save(daemon, memory, *payloads) == [RESULT]
+    arrived = [b"".join(data for item, data in daemon.copied if item == n) for n in range(3)]
+    assert arrived == payloads
+    assert daemon.crcs == {number: crc32c(data) for number, data in enumerate(payloads)}
+    flags = [(request.HasField("header"), request.last) for request in daemon.requests]
+    assert flags == [(True, False), *[(False, False)] * 4, (False, True)]
     assert free(memory) == [0, SLOT]
 
 
 def test_a_payload_that_fills_its_slot_exactly(memory: StagingMemory) -> None:
-    requests = list(save_of(memory, bytes(SLOT), bytes(SLOT)).requests())
-    assert [len(request.parts) for request in requests] == [1, 1]
+    daemon = Daemon(memory)
+    save(daemon, memory, bytes(SLOT), bytes(SLOT))
+    assert [(len(r.parts), r.last) for r in daemon.requests] == [(1, False), (1, True)]
 
 
-def test_without_a_slot_in_time_it_ends_and_says_why(memory: StagingMemory) -> None:
-    save = save_of(memory, bytes(3 * SLOT), deadline_ms=1)
-    assert len(list(save.requests())) == 2, "nobody answered"
-    assert isinstance(save.problem, DeadlineExceeded)
-    save.abandon()
+def test_the_next_slot_is_filled_before_the_first_is_empty(memory: StagingMemory) -> None:
+    """The daemon answers nothing until it has two requests."""
+    held: list[pb.SaveStagedResponse | PrefixdError] = []
+
+    def answer(request: pb.SaveStagedRequest) -> list[pb.SaveStagedResponse | PrefixdError]:
+        held.extend(daemon.copy(request))
+        if len(daemon.requests) < 2:
+            return []
+        responses, held[:] = [*held], []
+        return responses
+
+    daemon = Daemon(memory, answer)
+    assert save(daemon, memory, bytes(3 * SLOT)) == [RESULT]
     assert free(memory) == [0, SLOT]
+
+
+def silent(_request: pb.SaveStagedRequest) -> list[pb.SaveStagedResponse | PrefixdError]:
+    return []
+
+
+def test_a_daemon_that_never_answers(memory: StagingMemory) -> None:
+    daemon = Daemon(memory, silent)
+    with pytest.raises(DeadlineExceeded):
+        save(daemon, memory, bytes(3 * SLOT))
+    assert len(daemon.requests) == 2, "there are no more slots"
+    assert free(memory) == [0, SLOT]
+
+
+def test_without_a_slot_in_time_nothing_is_asked(memory: StagingMemory) -> None:
+    slots = [memory.take(Deadline(0)) for _ in range(2)]
+    daemon = Daemon(memory)
+    with pytest.raises(DeadlineExceeded):
+        save(daemon, memory, b"some", deadline_ms=1)
+    assert daemon.requests == []
+    for slot in slots:
+        memory.give(slot)
 
 
 def test_closed_memory_ends_it_as_well(memory: StagingMemory) -> None:
-    save = save_of(memory, bytes(3 * SLOT))
-    requests = save.requests()
-    next(requests)
-    memory.close()
-    assert list(requests) == []
-    assert isinstance(save.problem, LimitReached)
+    def answer(_request: pb.SaveStagedRequest) -> list[pb.SaveStagedResponse | PrefixdError]:
+        memory.close()
+        return []
+
+    with pytest.raises(LimitReached):
+        save(Daemon(memory, answer), memory, bytes(3 * SLOT))
 
 
-@pytest.mark.parametrize("sent", [0, 1, 2])
-def test_every_slot_comes_back_once_when_the_call_breaks(memory: StagingMemory, sent: int) -> None:
-    save = save_of(memory, bytes(10 * SLOT))
-    requests = save.requests()
-    for _ in range(sent):
-        next(requests)
-    save.abandon()
-    assert free(memory) == [0, SLOT]
-    assert list(requests) == [], "and nothing more is sent"
+def test_a_refusal_gives_every_slot_back(memory: StagingMemory) -> None:
+    refusal = UnknownSession("it ended")
+    with pytest.raises(UnknownSession):
+        save(Daemon(memory, lambda _: [refusal]), memory, bytes(10 * SLOT))
     assert free(memory) == [0, SLOT]
 
 
-def test_a_slot_that_is_being_filled_is_nobody_elses(
+def test_who_is_hung_up_on_says_why(memory: StagingMemory) -> None:
+    """The daemon refuses the first request and hangs up; that is noticed with the second."""
+    refusal = UnknownSession("it ended")
+
+    def answer(_request: pb.SaveStagedRequest) -> list[pb.SaveStagedResponse | PrefixdError]:
+        if len(daemon.requests) == 1:
+            return [pb.SaveStagedResponse(parts_copied=1), refusal]
+        raise DaemonUnavailable("broken pipe")
+
+    daemon = Daemon(memory, answer)
+    with pytest.raises(UnknownSession):
+        save(daemon, memory, bytes(10 * SLOT))
+    assert free(memory) == [0, SLOT]
+
+
+def test_a_payload_that_cannot_be_read_gives_its_slot_back(
     memory: StagingMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call breaks while gRPC's thread copies: the slot is free when that is done."""
-    save = save_of(memory, bytes(SLOT), bytes(SLOT))
-    copy_crc32c = staging.copy_crc32c
-    while_filling: list[list[int]] = []
-
-    def copy(*args: object) -> int:
-        save.abandon()
-        while_filling.append(free(memory))
-        return copy_crc32c(*args)  # type: ignore[arg-type]
+    def copy(*_: object) -> int:
+        raise BufferError
 
     monkeypatch.setattr(staging, "copy_crc32c", copy)
-    assert list(save.requests()) == []
-    assert while_filling == [[SLOT]]
-    assert free(memory) == [0, SLOT]
-
-
-def test_a_stream_that_is_dropped_gives_its_slot_back(memory: StagingMemory) -> None:
-    """As gRPC does when the payload can't be read, or the thread is stopped."""
-    save = save_of(memory, b"some", bytes(10))
-    requests = save.requests()
-    save._payloads = [memoryview(b"some"), None]  # type: ignore[list-item]
-    with pytest.raises(TypeError):
-        next(requests)
+    with pytest.raises(BufferError):
+        save(Daemon(memory), memory, b"some")
     assert free(memory) == [0, SLOT]

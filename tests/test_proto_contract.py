@@ -148,13 +148,29 @@ def test_a_batch_is_answered_by_a_list(request_name: str, batch: str, results: s
 
 
 def test_whoever_changes_state_says_whose_call_it_is() -> None:
-    for name in ("Claim", "Release", "Cancel", "Read", "Write"):
+    for name in ("Claim", "Release", "Cancel", "Read", "Write", "HandOver"):
         fields = FILE.message_types_by_name[f"{name}Request"].fields_by_name
         assert fields["session"].number == 1
         assert fields["session"].message_type.name == "SessionRef"
-    for name in ("Save", "Reserve"):
+    for name in ("Save", "SaveWhole", "SaveStaged", "Reserve"):
         header = FILE.message_types_by_name[f"{name}Request"].fields_by_name["header"]
         assert header.message_type.fields_by_name["session"].message_type.name == "SessionRef"
+
+
+def test_local_calls_are_answered_in_kind() -> None:
+    """And those that have the name of an rpc are what they are over gRPC."""
+    asked = FILE.message_types_by_name["LocalRequest"].fields_by_name
+    answered = FILE.message_types_by_name["LocalResponse"].fields_by_name
+    unanswered, failure = {"give_back"}, {"failure"}
+    assert set(asked) - unanswered == set(answered) - failure
+    rpcs = {method.name: method for method in METHODS}
+    for name in set(asked) - unanswered:
+        kind = "".join(word.capitalize() for word in name.split("_"))
+        messages = asked[name].message_type.name, answered[name].message_type.name
+        assert messages == (f"{kind}Request", f"{kind}Response")
+        assert asked[name].number == answered[name].number
+        if kind in rpcs:
+            assert rpcs[kind].input_type is asked[name].message_type
 
 
 @pytest.mark.parametrize("enum", list(FILE.enum_types_by_name.values()), ids=lambda e: e.name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from .contract.faulty import FaultyStore
 from .running import (
     PATIENCE_S,
     OpenSession,
+    Refused,
     Running,
     answer,
     in_loop,
@@ -111,7 +113,7 @@ async def test_pieces_make_a_payload(tmp_path: Path, tier: Tier, cuts: tuple[int
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         incoming = await begin(daemon, session, DATA, tier=tier)
-        with incoming.to_the_end():
+        async with incoming.to_the_end():
             start = 0
             for end in cuts:
                 await incoming.feed([piece(DATA[start:end], offset=start)])
@@ -142,7 +144,7 @@ async def test_a_piece_out_of_order_breaks_the_stream(
         other = piece(b"begun", 1)
 
         async def send() -> None:
-            with incoming.to_the_end():
+            async with incoming.to_the_end():
                 for message in (
                     [[other, *pieces]] if together else [[one] for one in [other, *pieces]]
                 ):
@@ -160,7 +162,7 @@ async def test_what_comes_after_a_write_ended_is_skipped(tmp_path: Path) -> None
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         incoming = await begin(daemon, session, DATA, DATA)
-        with incoming.to_the_end():
+        async with incoming.to_the_end():
             await incoming.feed([piece(DATA + b"too much", 0)])
             await incoming.feed([piece(b"more", 0, offset=77), piece(DATA, 1, last=True)])
         assert await outcome(incoming) == [SaveOutcome.LENGTH_MISMATCH, SaveOutcome.SAVED]
@@ -234,7 +236,7 @@ async def test_a_stream_that_is_torn_down_waits_for_its_thread(tmp_path: Path, t
         incoming = await begin(daemon, session, LARGE)
 
         async def send() -> None:
-            with incoming.to_the_end():
+            async with incoming.to_the_end():
                 await incoming.feed([piece(LARGE)])
 
         sending = asyncio.ensure_future(send())
@@ -248,6 +250,55 @@ async def test_a_stream_that_is_torn_down_waits_for_its_thread(tmp_path: Path, t
         with pytest.raises(asyncio.CancelledError):
             await sending
         assert daemon.tables.ledgers[Tier.RAM].reserved_bytes == 0
+        await daemon.assert_idle()
+
+
+@in_loop
+async def test_messages_follow_one_another_on_the_thread(tmp_path: Path) -> None:
+    """The loop is told of each, in order, and small ones do not overtake."""
+    gate = Gate("write")
+    async with running(tmp_path, "--ram.budget=32MiB", wrap={Tier.RAM: gate.wrap}) as daemon:
+        session = await daemon.open()
+        payload_bytes = 10 * len(LARGE) + 5
+        data = (LARGE * 11)[:payload_bytes]
+        incoming = await begin(daemon, session, data)
+        told: list[int] = []
+        async with incoming.to_the_end():
+            for number in range(11):
+                start = number * len(LARGE)
+                part = data[start : start + len(LARGE)]
+                last = number == 10
+                begun = Piece(0, part, last, crc32c(data), start)
+                incoming.begin([begun], partial(told.append, number))
+            await gate.entered()
+            assert (told, incoming.waiting) == ([], 10)
+            gate.open()
+            await incoming.idle()
+            assert (told, incoming.waiting) == (list(range(11)), 0)
+        assert await outcome(incoming) == [SaveOutcome.SAVED]
+        assert await session.restore(key(0)) == data
+        await daemon.assert_idle()
+
+
+@in_loop
+async def test_room_stays_with_a_lost_write_until_its_last_message(tmp_path: Path) -> None:
+    gate = Gate("write")
+    async with running(tmp_path, "--ram.budget=16MiB", wrap={Tier.RAM: gate.wrap}) as daemon:
+        session = await daemon.open()
+        incoming = await begin(daemon, session, LARGE * 2)
+        ledger = daemon.tables.ledgers[Tier.RAM]
+        reserved: list[int] = []
+        async with incoming.to_the_end():
+            for _ in range(2):
+                incoming.begin([piece(LARGE)], lambda: reserved.append(ledger.reserved_bytes))
+            await gate.entered()
+            now_ns = daemon.core.clock.now_ns()
+            daemon.core.post(SessionLost(session.number, "it broke", now_ns))
+            assert ledger.reserved_bytes == 2 * len(LARGE)
+            gate.open()
+            await incoming.idle()
+        assert reserved == [2 * len(LARGE), 0]
+        assert await outcome(incoming) == [SaveOutcome.LOST]
         await daemon.assert_idle()
 
 
@@ -270,7 +321,7 @@ async def test_a_store_without_memory_fails_one_save(tmp_path: Path) -> None:
 # ---- clients that vanish
 
 
-def save_call(daemon: Running, session: OpenSession, tier: Tier) -> tuple[Any, Any]:
+async def save_call(daemon: Running, session: OpenSession, tier: Tier) -> tuple[Any, Any]:
     """A Save that has sent half of its bytes."""
     first = pb.SaveRequest(
         header=session.header([item(key(1), DATA)], tier), parts=[part(0, DATA[:2500], last=False)]
@@ -278,20 +329,20 @@ def save_call(daemon: Running, session: OpenSession, tier: Tier) -> tuple[Any, A
     return daemon.cache.Save(), first
 
 
-def write_call(daemon: Running, session: OpenSession, _tier: Tier) -> tuple[Any, Any]:
+async def write_call(daemon: Running, session: OpenSession, _tier: Tier) -> tuple[Any, Any]:
     (token,) = daemon.tables.reservations
     half = part(0, DATA[:2500], last=False)
     half.token = token
     return daemon.cache.Write(), pb.WriteRequest(session=session.ref, parts=[half])
 
 
-def staged_call(daemon: Running, session: OpenSession, tier: Tier) -> tuple[Any, Any]:
+async def staged_call(daemon: Running, session: OpenSession, tier: Tier) -> tuple[Any, Any]:
     daemon.core.stagings[session.number] = Staging(2**20)
     first = pb.SaveStagedRequest(
         header=session.header([item(key(1), DATA)], tier),
         parts=[pb.StagedPart(item=0, staging_offset_bytes=0, length_bytes=2500)],
     )
-    return daemon.cache.SaveStaged(), first
+    return await daemon.save_staged(), first
 
 
 CALLS = [save_call, write_call, staged_call]
@@ -302,13 +353,13 @@ CALLS = [save_call, write_call, staged_call]
 @pytest.mark.parametrize("how", ["cancels", "breaks off", "ends early", "loses its session"])
 @in_loop
 async def test_a_client_that_vanishes_mid_stream_leaves_nothing(
-    tmp_path: Path, make: Callable[..., tuple[Any, Any]], tier: Tier, how: str
+    tmp_path: Path, make: Callable[..., Awaitable[tuple[Any, Any]]], tier: Tier, how: str
 ) -> None:
     async with running(tmp_path) as daemon:
         session, other = await daemon.open(), await daemon.open()
         if make is write_call:
             await session.granted([item(key(1), DATA)], tier)
-        call, first = make(daemon, session, tier)
+        call, first = await make(daemon, session, tier)
         await call.write(first)
         writing = daemon.core.writes
         await daemon.until(lambda: [w.writer.written_bytes for w in writing.values()] == [2500])
@@ -370,13 +421,13 @@ async def test_staging_memory_goes_with_its_session_and_the_save_from_it_too(
 ) -> None:
     async with running(tmp_path) as daemon:
         session = await daemon.open()
-        call, first = staged_call(daemon, session, Tier.RAM)
+        call, first = await staged_call(daemon, session, Tier.RAM)
         await call.write(first)
         assert (await next_of(call)).parts_copied == 1
         await session.close()
         rest = pb.StagedPart(item=0, staging_offset_bytes=2500, length_bytes=2500, last=True)
         await call.write(pb.SaveStagedRequest(parts=[rest]))
-        with pytest.raises(Exception, match="unknown_staging"):
+        with pytest.raises(Refused, match="unknown_staging"):
             await next_of(call)
         await daemon.assert_idle()
 
@@ -385,11 +436,11 @@ async def test_staging_memory_goes_with_its_session_and_the_save_from_it_too(
 async def test_parts_beyond_staging_memory_are_refused(tmp_path: Path) -> None:
     async with running(tmp_path) as daemon:
         session = await daemon.open()
-        call, first = staged_call(daemon, session, Tier.RAM)
+        call, first = await staged_call(daemon, session, Tier.RAM)
         first.parts[0].staging_offset_bytes = 2**20
         await call.write(first)
         await call.done_writing()
-        with pytest.raises(Exception, match="unknown_staging"):
+        with pytest.raises(Refused, match="unknown_staging"):
             await next_of(call)
         await daemon.assert_idle()
         assert await answer(daemon.admin.ListReservations(pb.ListReservationsRequest())) is not None

@@ -51,7 +51,7 @@ async def test_the_welcome_says_what_a_client_has_to_know(tmp_path: Path) -> Non
         assert welcome.max_message_bytes == limits.MAX_MESSAGE_BYTES
         assert welcome.chunk_bytes == limits.CHUNK_BYTES
         assert welcome.daemon_version == __version__
-        assert welcome.handoff_socket == daemon.config.handoff_socket
+        assert welcome.local_socket == daemon.config.local_socket
         assert [(t.tier, t.budget_bytes, t.max_payload_bytes) for t in welcome.tiers] == [
             (Tier.RAM, 2**20, 2**20),
             (Tier.DISK, 2**20, 2**20),

@@ -10,19 +10,20 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
 import lmdb
 
-from ...proto import disk, handoff
+from ...proto import disk, local
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import RecordError
 from ...proto.index import INCARNATION_ROW, IndexRow, generation_of, unpack_row
 from ...proto.keys import Key
 from ...proto.vocabulary import Tier
 from ..results import Entry
+from .calls import LocalCalls
 from .environments import Environment
 from .staging import StagingMemory
 
@@ -67,26 +68,33 @@ class LocalNode:
     `refused` says which feature is missing, and why.
     """
 
-    def __init__(self, reply: handoff.Reply, fds: dict[str, int], ref: pb.SessionRef) -> None:
-        """Takes over `fds`. `ref`: the session that they were handed to."""
+    def __init__(
+        self,
+        response: pb.HandOverResponse,
+        fds: dict[str, int],
+        ref: pb.SessionRef,
+        calls: LocalCalls,
+    ) -> None:
+        """Takes over `fds` and `calls`. `ref`: the session that they were handed to."""
         self.ref: Final = ref
+        self.calls: Final = calls
         self._incarnation: Final = ref.incarnation
         self._lock = threading.Lock()
         self._users = 0
         self._closing = False
-        self.refused: Final = dict(reply.refused)
+        self.refused: Final = dict(response.refused)
         self._index: Environment | None = None
         self._disk: Environment | None = None
         self.arenas: Final[dict[int, Arena]] = {}
         self.staging: StagingMemory | None = None
-        sizes = {handoff.RAM: reply.ram_bytes, handoff.SHM: reply.shm_bytes}
-        tiers = {handoff.RAM: Tier.RAM, handoff.SHM: Tier.SHM}
+        sizes = {local.RAM: response.ram_arena_bytes, local.SHM: response.shm_arena_bytes}
+        tiers = {local.RAM: Tier.RAM, local.SHM: Tier.SHM}
         for name, fd in fds.items():
             try:
                 if name in tiers:
                     self.arenas[tiers[name]] = Arena(fd, sizes[name])
-                elif name == handoff.STAGING:
-                    self.staging = StagingMemory(fd, reply.staging_bytes)
+                elif name == local.STAGING:
+                    self.staging = StagingMemory(fd, response.staging_bytes)
                 else:
                     self._open_environment(name, fd)
             except (OSError, ValueError, lmdb.Error) as problem:
@@ -94,9 +102,9 @@ class LocalNode:
 
     def _open_environment(self, name: str, fd: int) -> None:
         try:
-            if name == handoff.INDEX:
+            if name == local.INDEX:
                 self._index = Environment(fd)
-            elif name == handoff.DISK:
+            elif name == local.DISK:
                 self._disk = Environment(fd, disk.CHUNKS)
         finally:
             os.close(fd)
@@ -173,11 +181,12 @@ class LocalNode:
         """The rows of keys; None where there is none."""
         return [None if data is None else unpack_row(data) for data in self.get(keys)]
 
-    def unchanged(self, entries: Sequence[Entry]) -> bool:
-        """Are the rows of all entries still of the same generation?"""
+    def unchanged(self, entries: Sequence[Entry], rows: Mapping[Key, bytes]) -> bool:
+        """Are the rows of all entries still those, or else at least of the same generation?"""
         found = self.get(entry.key for entry in entries)
         return all(
-            data is not None and generation_of(data) == entry.generation
+            data is not None
+            and (data == rows.get(entry.key) or generation_of(data) == entry.generation)
             for data, entry in zip(found, entries, strict=True)
         )
 
@@ -214,6 +223,7 @@ class LocalNode:
                 return
             self._closing = True
             busy = self._users
+        self.calls.close()
         if not busy:
             self._close()
 

@@ -10,16 +10,14 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-import grpc
-
 from ...proto import prefixd_pb2 as pb
-from ...proto import prefixd_pb2_grpc as pb_grpc
 from ...proto.copying import copy_crc32c
-from ...proto.errors import LimitReached, PrefixdError
+from ...proto.errors import DaemonUnavailable, LimitReached
 from ..deadline import Deadline
+from .calls import LocalCalls
 
 #: Large enough that a message costs little beside its copy, small enough to stay in the cache.
 SLOT_BYTES: Final = 8 * 2**20
@@ -40,6 +38,13 @@ class StagingMemory:
         self._changed = threading.Condition()
         self._closed = False
 
+    def take_free(self) -> int | None:
+        """The offset of a free slot, if there is one. Raises LimitReached."""
+        with self._changed:
+            if self._closed:
+                raise LimitReached(_GIVEN_BACK)
+            return self._free.pop() if self._free else None
+
     def take(self, deadline: Deadline) -> int:
         """The offset of a free slot; waits for one. Raises DeadlineExceeded, LimitReached."""
         with self._changed:
@@ -47,7 +52,7 @@ class StagingMemory:
                 if self._closed:
                     raise LimitReached(_GIVEN_BACK)
                 self._changed.wait(deadline.left_s())
-            return self._free.popleft()
+            return self._free.pop()
 
     def give(self, slot: int) -> None:
         """A slot is no longer looked at by anybody."""
@@ -76,108 +81,87 @@ class StagingMemory:
             return
 
 
-class StagedSave:
-    """The messages of one SaveStaged call, and the slots that they are under way in."""
+def save(
+    memory: StagingMemory,
+    calls: LocalCalls,
+    header: pb.SaveHeader,
+    payloads: Sequence[memoryview],
+    deadline: Deadline,
+) -> list[pb.SaveResult]:
+    """Save `payloads` (flat bytes) through `memory`: the next slot is filled while the daemon
+    empties those before it. Raises PrefixdError; OSError: there is no line to the daemon, and
+    nothing was asked."""
+    #: of the requests that were not answered yet, oldest first
+    slots: deque[int] = deque()
+    results: list[pb.SaveResult] = []
+    with calls.line(deadline.left_s()) as line:
 
-    def __init__(
-        self,
-        memory: StagingMemory,
-        header: pb.SaveHeader,
-        payloads: Sequence[memoryview],
-        deadline: Deadline,
-    ) -> None:
-        self._memory = memory
-        self._header = header
-        self._payloads = payloads
-        self._deadline = deadline
-        self._lock = threading.Lock()
-        #: of the messages that were sent and not answered, oldest first
-        self._slots: deque[int] = deque()
-        self._over = False
-        #: Why not everything was sent; None: it was.
-        self.problem: PrefixdError | None = None
+        def take() -> int:
+            """A free slot: another one, or one that the daemon has emptied."""
+            while (slot := memory.take_free()) is None:
+                if not slots:
+                    return memory.take(deadline)  # others have them all
+                receive()
+            return slot
 
-    def run(self, stub: pb_grpc.CacheStub, timeout_s: float) -> list[pb.SaveResult]:
-        """Make the call. Raises grpc.RpcError, DeadlineExceeded, LimitReached."""
-        call = stub.SaveStaged(self.requests(), timeout=timeout_s)
-        results: list[pb.SaveResult] = []
+        def receive() -> None:
+            response = line.receive(deadline.left_s()).save_staged
+            if response.parts_copied:
+                memory.give(slots.popleft())
+            results.extend(response.results)
+
         try:
-            for response in call:
-                if response.parts_copied:
-                    self.answered()
-                results.extend(response.results)
-        except grpc.RpcError:
-            if self.problem is None:
-                raise  # else the daemon only says that something is missing
+            for slot, request in _filled(memory, take, header, payloads):
+                slots.append(slot)
+                try:
+                    line.send(pb.LocalRequest(save_staged=request), deadline.left_s())
+                except DaemonUnavailable:
+                    while True:  # it hung up, and before that said why
+                        receive()
+            while not results:
+                receive()
+            return results
         finally:
-            call.cancel()  # no effect once it has ended
-            self.abandon()
-        if self.problem is not None:
-            raise self.problem
-        return results
+            for slot in slots:
+                memory.give(slot)
 
-    def requests(self) -> Iterator[pb.SaveStagedRequest]:
-        """What gRPC sends, in its own thread: fills slots while the daemon empties others.
 
-        Ends early when no slot gets free in time, see `problem`, or when the call is over.
-        """
-        try:
-            yield from self._messages()
-        except PrefixdError as problem:
-            self.problem = problem
-
-    def _messages(self) -> Iterator[pb.SaveStagedRequest]:
-        request = pb.SaveStagedRequest(header=self._header)
-        filling: int | None = None
-        used_bytes = 0
-        try:
-            for item, payload in enumerate(self._payloads):
-                crc, offset_bytes = 0, 0
-                while offset_bytes < len(payload):
-                    if filling is None:
-                        filling, used_bytes = self._memory.take(self._deadline), 0
-                    left_bytes = self._memory.slot_bytes - used_bytes
-                    piece = payload[offset_bytes : offset_bytes + left_bytes]
-                    place = filling + used_bytes
-                    crc = copy_crc32c(self._memory.room(place, len(piece)), piece, crc)
-                    offset_bytes += len(piece)
-                    used_bytes += len(piece)
-                    request.parts.add(
-                        item=item,
-                        staging_offset_bytes=place,
-                        length_bytes=len(piece),
-                        last=offset_bytes == len(payload),
-                        payload_crc32c=crc,
-                    )
-                    if used_bytes == self._memory.slot_bytes:
-                        if not self._send(filling):
-                            return
-                        filling = None
-                        yield request
-                        request = pb.SaveStagedRequest()
-            if filling is not None and self._send(filling):
-                filling = None
-                yield request
-        finally:
-            if filling is not None:
-                self._memory.give(filling)
-
-    def _send(self, slot: int) -> bool:
-        """False: the call is over, and the slot still the caller's."""
-        with self._lock:
-            if not self._over:
-                self._slots.append(slot)
-            return not self._over
-
-    def answered(self) -> None:
-        """The daemon has copied the oldest message that was not answered."""
-        with self._lock:
-            self._memory.give(self._slots.popleft())
-
-    def abandon(self) -> None:
-        """The call is over, and the daemon looks at its slots no more. One that is being filled
-        at this moment is given back by whoever fills it."""
-        with self._lock:
-            self._over = True
-            while self._slots:
-                self._memory.give(self._slots.popleft())
+def _filled(
+    memory: StagingMemory,
+    take: Callable[[], int],
+    header: pb.SaveHeader,
+    payloads: Sequence[memoryview],
+) -> Iterator[tuple[int, pb.SaveStagedRequest]]:
+    """Slots with what was copied into them, and the requests that say so. Whoever gets a slot
+    gives it back."""
+    request = pb.SaveStagedRequest(header=header)
+    left_bytes = sum(map(len, payloads))
+    slot: int | None = None
+    used_bytes = 0
+    try:
+        for item, payload in enumerate(payloads):
+            crc, offset_bytes = 0, 0
+            while offset_bytes < len(payload):
+                if slot is None:
+                    slot, used_bytes = take(), 0
+                piece = payload[offset_bytes : offset_bytes + memory.slot_bytes - used_bytes]
+                place = slot + used_bytes
+                crc = copy_crc32c(memory.room(place, len(piece)), piece, crc)
+                offset_bytes += len(piece)
+                used_bytes += len(piece)
+                left_bytes -= len(piece)
+                request.parts.add(
+                    item=item,
+                    staging_offset_bytes=place,
+                    length_bytes=len(piece),
+                    last=offset_bytes == len(payload),
+                    payload_crc32c=crc,
+                )
+                if used_bytes == memory.slot_bytes or not left_bytes:
+                    request.last = not left_bytes
+                    full, slot = slot, None
+                    yield full, request
+                    request = pb.SaveStagedRequest()
+    finally:
+        if slot is not None:
+            memory.give(slot)

@@ -9,17 +9,17 @@ results.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Final
 
 import lmdb
 
-from ...proto import handoff
-from ...proto.errors import ClaimLost, MalformedMessage, RecordError, UnknownStaging
-from ...proto.index import IndexRow, generation_of, unpack_fixed
+from ...proto import local
+from ...proto.errors import ClaimLost, DeadlineExceeded, PrefixdError, RecordError, UnknownStaging
+from ...proto.index import IndexRow, generation_of, unpack_fixed, unpack_row
 from ...proto.keys import Key
 from ...proto.vocabulary import SaveReason, Tier
 from ..deadline import Deadline
@@ -27,6 +27,8 @@ from ..link import Holding, Link
 from ..remote import RemoteTransport
 from ..results import ClaimMode, Entry, Found, Presence, SaveOutcome
 from ..transport import Claimed, Granted, Range, ReserveItem, SaveTerms, Saving, Sink
+from . import staging
+from .calls import LocalCalls
 from .node import LocalNode
 
 logger = logging.getLogger("prefixd.client")
@@ -35,8 +37,6 @@ logger = logging.getLogger("prefixd.client")
 HAND_OVER_S: Final = 0.5
 #: After a hand-over that took longer, calls don't try again for so long.
 RETRY_HAND_OVER_S: Final = 5.0
-#: Less than this is sent faster than it is staged: a call over gRPC moves about 1 GB/s.
-MIN_STAGED_BYTES: Final = 512 * 2**10
 #: Reads wait for the next save or heartbeat to be told; so many are told at once.
 MAX_UNTOLD_READS: Final = 512
 
@@ -104,18 +104,20 @@ class LocalTransport:
                 return
             try:
                 self._node = _hand_over(link, within_s)
-            except TimeoutError:
+            except DeadlineExceeded:
                 logger.info("no local fast path yet: the daemon took too long to hand it over")
                 self._not_before_s = time.monotonic() + RETRY_HAND_OVER_S
                 return
             self._link = link
             link.before_heartbeat = self._tell_untold
+            if self._node is not None:
+                link.calls = self._node.calls
 
     def refused(self) -> dict[str, str]:
         node = self._enter()
         if node is None:
             why = "there is no hand-over from this daemon"
-            return dict.fromkeys((handoff.INDEX, handoff.STAGING), why)
+            return dict.fromkeys((local.INDEX, local.STAGING), why)
         node.leave()
         return dict(node.refused)
 
@@ -124,6 +126,13 @@ class LocalTransport:
     def find(
         self, keys: Iterable[Key], mode: ClaimMode, deadline: Deadline
     ) -> list[tuple[int, Entry]] | None:
+        found = self._look(keys, mode, deadline)
+        return None if found is None else [(at, _entry(key, row)) for at, key, row in found]
+
+    def _look(
+        self, keys: Iterable[Key], mode: ClaimMode, deadline: Deadline
+    ) -> list[tuple[int, Key, bytes]] | None:
+        """What `find` finds, as the index has it: positions, keys and packed rows."""
         node = self._enter_to_read(deadline)
         if node is None:
             return None
@@ -171,8 +180,12 @@ class LocalTransport:
         if node is None:
             return None
         try:
+            found = [claim.rows.get(entry.key) for entry in entries]
+            if None in found:
+                found = node.get(entry.key for entry in entries)
             views: list[list[memoryview]] = []
-            for entry, row in zip(entries, node.rows(e.key for e in entries), strict=True):
+            for entry, data in zip(entries, found, strict=True):
+                row = None if data is None else unpack_row(data)
                 if row is None or row.generation != entry.generation:
                     return None
                 if row.tier not in node.arenas:
@@ -230,14 +243,15 @@ class LocalTransport:
         self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, lease_ms: int, deadline: Deadline
     ) -> Claimed:
         """Only of what the index has: a miss costs the daemon nothing."""
-        found = None if wait_ms else self.find(keys, mode, deadline)
+        found = None if wait_ms else self._look(keys, mode, deadline)
         if found == []:
             return Claimed(None, [], [], in_flight=False)
         if found:
-            positions, entries = [position for position, _ in found], [entry for _, entry in found]
+            entries = [_entry(key, row) for _, key, row in found]
             holding = self._remote.claim_known(entries, lease_ms, deadline)
             if holding is not None:
-                return Claimed(holding, positions, entries, in_flight=False)
+                holding.rows = {key: row for _, key, row in found}
+                return Claimed(holding, [at for at, _, _ in found], entries, in_flight=False)
         return self._remote.claim(keys, mode, wait_ms, lease_ms, deadline)
 
     def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
@@ -262,21 +276,18 @@ class LocalTransport:
     def release(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
         """Without waiting, where the index proves that nothing of it was taken away: while a row
         stands, nothing else is written to its extents."""
-        if not self._unchanged(claims):
-            return self._remote.release(claims, deadline)
-        self._remote.give_back(claims)
-        return [True] * len(claims)
-
-    def _unchanged(self, claims: Sequence[Holding]) -> bool:
         node = self._enter_to_read()
         if node is None:
-            return False
+            return self._remote.release(claims, deadline)
         try:
-            return all(claim.why_lost is None and node.unchanged(claim.entries) for claim in claims)
-        except _UNREADABLE:
-            return False
+            if not _unchanged(node, claims):
+                return self._remote.release(claims, deadline)
+            node.calls.give_back(node.ref, [claim.number for claim in claims])
+        except (PrefixdError, OSError):
+            self._remote.give_back(claims)
         finally:
             node.leave()
+        return [True] * len(claims)
 
     def forget(self, claim: Holding) -> None:
         self._remote.forget(claim)
@@ -305,20 +316,18 @@ class LocalTransport:
     def save(
         self, items: Sequence[Saving], terms: SaveTerms, deadline: Deadline
     ) -> list[SaveOutcome]:
-        """Through staging memory when that is faster."""
+        """Through staging memory if there is some."""
         terms = self._with_reads(terms)
-        if sum(len(saving.payload) for saving in items) >= MIN_STAGED_BYTES:
-            node = self._enter(deadline)
-            if node is not None:
-                try:
-                    if node.staging is not None:
-                        return self._remote.save_staged(
-                            node.ref, node.staging, items, terms, deadline
-                        )
-                except UnknownStaging as problem:
-                    logger.info("saving over gRPC: %s", problem)
-                finally:
-                    node.leave()
+        node = self._enter(deadline)
+        if node is not None:
+            try:
+                if node.staging is not None and any(len(saving.payload) for saving in items):
+                    save = partial(staging.save, node.staging, node.calls)
+                    return self._remote.save_staged(save, node.ref, items, terms, deadline)
+            except (UnknownStaging, OSError) as problem:
+                logger.info("saving over gRPC: %s", problem)
+            finally:
+                node.leave()
         return self._remote.save(items, terms, deadline)
 
     def _with_reads(self, terms: SaveTerms) -> SaveTerms:
@@ -341,18 +350,19 @@ class LocalTransport:
 def _hand_over(link: Link, within_s: float) -> LocalNode | None:
     """Ask the daemon of `link` for its descriptors. None: it has none for us.
 
-    Raises TimeoutError.
+    Raises DeadlineExceeded.
     """
-    path = link.welcome.handoff_socket
+    path = link.welcome.local_socket
     if not path:
         return None
-    request = handoff.Request(link.ref.incarnation, link.ref.session_id, os.getpid())
+    calls = LocalCalls(path, link.connection.stub)
     try:
-        reply, fds = handoff.ask(path, request, timeout_s=within_s)
-        node = LocalNode(reply, fds, link.ref)
-    except TimeoutError:
+        with calls.line(within_s) as line:
+            response, fds = line.hand_over(link.ref, within_s)
+        node = LocalNode(response, fds, link.ref, calls)
+    except DeadlineExceeded:
         raise
-    except (OSError, MalformedMessage) as problem:
+    except (OSError, PrefixdError) as problem:
         logger.info("no local fast path: %s", problem)
         return None
     for feature, why in node.refused.items():
@@ -363,6 +373,16 @@ def _hand_over(link: Link, within_s: float) -> LocalNode | None:
 # ---- rows
 
 
+def _unchanged(node: LocalNode, claims: Sequence[Holding]) -> bool:
+    """Are these claims of this session, and stands every row that they were made of?"""
+    try:
+        return all(
+            claim.why_lost is None and node.unchanged(claim.entries, claim.rows) for claim in claims
+        )
+    except _UNREADABLE:
+        return False
+
+
 def _entry(key: Key, data: bytes) -> Entry:
     tier, reason, layers, tokens, crc32c, ids_bytes, generation, payload = unpack_fixed(data)
     return Entry(
@@ -370,17 +390,17 @@ def _entry(key: Key, data: bytes) -> Entry:
     )
 
 
-def _find(node: LocalNode, keys: Iterable[Key], mode: ClaimMode) -> list[tuple[int, Entry]]:
+def _find(node: LocalNode, keys: Iterable[Key], mode: ClaimMode) -> list[tuple[int, Key, bytes]]:
     match mode:
         case ClaimMode.RUN:
-            return [(i, _entry(key, data)) for i, (key, data) in enumerate(node.get_run(keys))]
+            return [(at, key, row) for at, (key, row) in enumerate(node.get_run(keys))]
         case ClaimMode.FIRST:
             first = node.get_first(keys)
-            return [] if first is None else [(first[0], _entry(first[1], first[2]))]
+            return [] if first is None else [first]
         case ClaimMode.ANY:
             wanted = list(keys)
             found = enumerate(zip(wanted, node.get(wanted), strict=True))
-            return [(i, _entry(key, data)) for i, (key, data) in found if data is not None]
+            return [(at, key, row) for at, (key, row) in found if row is not None]
 
 
 def _copy(node: LocalNode, number: int, entry: Entry, row: IndexRow | None, sink: Sink) -> bool:
