@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from ..proto.copying import copy, copy_crc32c
@@ -28,6 +33,11 @@ if TYPE_CHECKING:
 Verify: TypeAlias = Literal["always", "disk", "never"]
 
 VERIFY_CHOICES: Final = ("always", "disk", "never")
+
+#: From here on a restore that is checked is shared by two threads: copy and CRC32C take 1.7 times
+#: as long as the copy alone in one, in two no longer. A thread costs 0.1 ms.
+SHARED_BYTES: Final = 8 * 2**20
+CPUS: Final = len(os.sched_getaffinity(0))
 
 
 class Reader:
@@ -89,12 +99,26 @@ class Reader:
     def _restored_in_place(self, hit: Hit, entries: Sequence[Entry], restore: Restore) -> bool:
         """Copy what nobody pinned from where it lies, if it can be reached and stays the same
         meanwhile; else whoever asks reads it again, under a claim."""
-        if hit.holding is not None or not all(self._transport.copy(entries, restore)):
+        if hit.holding is not None or not self._copied(entries, restore):
             restore.forget()
             return False
         # Leaf first, so that the root of a chain is the most recent of it.
         self._transport.touch([entry.key for entry in reversed(entries)])
         return True
+
+    def _copied(self, entries: Sequence[Entry], restore: Restore) -> bool:
+        """All of it, by two threads where checksums make one of them slower than the memory."""
+        if restore.checked_bytes < SHARED_BYTES or CPUS < 2:
+            return all(self._transport.copy(entries, restore))
+        half = _half(entries)
+
+        def rest_of(index: int, offset_bytes: int, data: bytes | memoryview | None) -> None:
+            restore(half + index, offset_bytes, data)
+
+        with ThreadPoolExecutor(1, "prefixd-restore") as second:
+            rest = second.submit(self._transport.copy, entries[half:], rest_of)
+            first = self._transport.copy(entries[:half], restore)
+            return all(first) and all(rest.result())
 
     def views(self, hit: Hit, entries: Sequence[Entry]) -> list[list[memoryview]] | None:
         """The payloads of claimed entries where they lie; see `Hit.views`."""
@@ -200,6 +224,12 @@ def _target_views(entries: Sequence[Entry], buffers: Sequence[Payload]) -> list[
     return views
 
 
+def _half(entries: Sequence[Entry]) -> int:
+    """How many of the first entries are about half of the bytes."""
+    ends = list(accumulate(entry.payload_bytes for entry in entries))
+    return bisect_right(ends, ends[-1] // 2)
+
+
 def _content(entry: Entry) -> tuple[int, int, int]:
     """What has to be the same in another save of a key for a read to mean the same."""
     return entry.payload_bytes, entry.payload_crc32c, entry.layer_count
@@ -229,6 +259,14 @@ class Restore:
         self._clock = clock
         self._since_s = clock()
         self._loaded: dict[Tier, tuple[int, float]] = {}
+        #: Parts of different entries may come in two threads.
+        self._finishing = threading.Lock()
+
+    @property
+    def checked_bytes(self) -> int:
+        """Payload whose CRC32C is computed."""
+        entries = zip(self._entries, self._check, strict=True)
+        return sum(entry.payload_bytes for entry, check in entries if check)
 
     def __call__(self, index: int, offset_bytes: int, data: bytes | memoryview | None) -> None:
         if data is None:
@@ -252,13 +290,14 @@ class Restore:
             self._misses[index] = MissReason.CORRUPT
         else:
             self._whole.add(index)
-        now_s = self._clock()
-        loaded_bytes, seconds = self._loaded.get(entry.tier, (0, 0.0))
-        self._loaded[entry.tier] = (
-            loaded_bytes + entry.payload_bytes,
-            seconds + now_s - self._since_s,
-        )
-        self._since_s = now_s
+        with self._finishing:
+            now_s = self._clock()
+            loaded_bytes, seconds = self._loaded.get(entry.tier, (0, 0.0))
+            self._loaded[entry.tier] = (
+                loaded_bytes + entry.payload_bytes,
+                seconds + now_s - self._since_s,
+            )
+            self._since_s = now_s
 
     def forget(self) -> None:
         """What came so far does not count: everything comes again."""

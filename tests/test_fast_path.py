@@ -4,8 +4,10 @@ memory that both only read, and not a single rpc where none is needed."""
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,14 +22,19 @@ from prefixd.client import (
     SaveItem,
     SaveReason,
     Tier,
+    reading,
 )
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.proto import copying
 from prefixd.proto.errors import CallerError
 from prefixd.proto.keys import block_keys, prefix_keys, token_bytes
 
 from .daemon import eventually, private_daemon
 from .entries import items_of, key_of, payload_of, restore, rpcs, save
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 NAMESPACE = Namespace(b"f" * 32, "q4_0", b"c" * 32)
 TOKENS = range(10_000)
@@ -182,6 +189,35 @@ def test_whoever_waits_for_a_save_in_flight_asks_the_daemon(pair: Pair, local: b
         assert client.claim([item.key], wait_ms=1).miss is MissReason.IN_FLIGHT
         assert held.write(item.payload).ok
     assert client.probe([item.key], wait_ms=1)[0].present
+
+
+@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("wrong", [None, 0, 4])
+def test_two_threads_restore_as_one_does(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, tier: Tier, wrong: int | None
+) -> None:
+    """Whichever of them meets the entry whose bytes are not those that were saved."""
+    sizes = [PAYLOAD_BYTES, 1, 100_000, 1, PAYLOAD_BYTES, 3]
+    keys = [key_of(f"{pair.name} {number}") for number in range(len(sizes))]
+    data = [payload_of(key, size) for key, size in zip(keys, sizes, strict=True)]
+    items = [SaveItem(key, each) for key, each in zip(keys, data, strict=True)]
+    pair.local.save_many(items, tier=tier, reason=SaveReason.EVICT)
+    threads = set()
+
+    def copy_crc32c(destination: memoryview, source: Buffer, crc: int) -> int:
+        threads.add(threading.get_ident())
+        crc = copying.copy_crc32c(destination, source, crc)
+        return crc ^ 1 if wrong is not None and destination.obj is buffers[wrong] else crc
+
+    monkeypatch.setattr(reading, "SHARED_BYTES", 1)
+    monkeypatch.setattr(reading, "CPUS", 2)
+    monkeypatch.setattr(reading, "copy_crc32c", copy_crc32c)
+    buffers = [bytearray(size) for size in sizes]
+    result = pair.local.longest_run(keys, claim=False).restore_into(buffers)
+    assert len(threads) == 2
+    assert buffers == data
+    assert result.restored == tuple(number != wrong for number in range(len(sizes)))
+    assert result.miss is (MissReason.CORRUPT if wrong is not None else None)
 
 
 # ---- no rpc where none is needed
