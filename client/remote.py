@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import grpc
 
@@ -33,7 +32,7 @@ from ..proto.limits import (
     MAX_CLIENT_NAME_CHARS,
     MAX_MESSAGE_BYTES,
 )
-from ..proto.vocabulary import SaveReason, Tier
+from . import messages
 from .backoff import Backoff
 from .counters import Counters
 from .deadline import Deadline
@@ -42,10 +41,7 @@ from .results import (
     ClaimMode,
     Entry,
     Found,
-    Presence,
-    ReserveStatus,
     SaveOutcome,
-    SaveStatus,
 )
 from .saving import pack
 from .session import DEFAULT_CONNECT_TIMEOUT_MS, SessionKeeper
@@ -53,6 +49,14 @@ from .transport import Claimed, Granted, Range, ReserveItem, SaveTerms, Saving, 
 
 T = TypeVar("T")
 
+#: Makes a staged save: its opening, the payloads, until when. Raises PrefixdError, OSError.
+Stage: TypeAlias = Callable[
+    [pb.SaveStagedRequest, Sequence[memoryview], Deadline], list[pb.SaveResult]
+]
+
+#: What a message needs beside the header in it, and for a part of each item, generously.
+_FRAMING_BYTES: Final = 64
+_PART_BYTES: Final = 32
 #: Held until it was released now, or before: nobody took it away.
 _GIVEN_BACK: Final = frozenset((pb.RELEASE_STATUS_RELEASED, pb.RELEASE_STATUS_ALREADY))
 
@@ -116,8 +120,11 @@ class RemoteTransport:
         _, response = self._call(
             "Lookup", deadline, lambda link, s: link.calls.Lookup(request, timeout=s)
         )
-        with _understanding():
-            return [_found(key, result) for key, result in zip(keys, response.results, strict=True)]
+        with messages.understanding():
+            return [
+                messages.found_of(key, result)
+                for key, result in zip(keys, response.results, strict=True)
+            ]
 
     def claim(
         self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, lease_ms: int, deadline: Deadline
@@ -134,11 +141,11 @@ class RemoteTransport:
         number = response.claim_id
         holding = link.claims.hold(link, number) if number else None
         positions, entries, in_flight = [], [], False
-        with _understanding():
+        with messages.understanding():
             for position, result in enumerate(response.results):
                 if result.claimed:
                     positions.append(position)
-                    entries.append(_entry(keys[position], result.entry))
+                    entries.append(messages.entry_of(keys[position], result.entry))
                 elif result.presence == pb.PRESENCE_IN_FLIGHT:
                     in_flight = True
         if holding is not None:
@@ -212,7 +219,7 @@ class RemoteTransport:
             link,
             lambda: link.calls.Release(request, timeout=deadline.left_s()),
         )
-        with _understanding():
+        with messages.understanding():
             outcomes = dict(zip((claim.number for claim in held), response.results, strict=True))
         return [
             claim.link is link and outcomes[claim.number] in _GIVEN_BACK and not claim.why_lost
@@ -264,7 +271,7 @@ class RemoteTransport:
     def reserve(
         self, items: Sequence[ReserveItem], terms: SaveTerms, deadline: Deadline
     ) -> list[Granted]:
-        header = _header(items, terms)
+        header = messages.header_of(items, terms)
 
         def ask(link: Link, timeout_s: float) -> pb.ReserveResponse:
             header.session.CopyFrom(link.ref)
@@ -272,9 +279,10 @@ class RemoteTransport:
             return link.calls.Reserve(request, timeout=timeout_s)
 
         link, response = self._call("Reserve", deadline, ask)
-        with _understanding():
+        with messages.understanding():
             return [
-                _granted(link, result) for _, result in zip(items, response.results, strict=True)
+                messages.granted_of(link, result)
+                for _, result in zip(items, response.results, strict=True)
             ]
 
     def cancel(self, reservations: Sequence[Holding], deadline: Deadline) -> list[bool]:
@@ -286,7 +294,7 @@ class RemoteTransport:
         response = self._call_held(
             "Cancel", link, lambda: link.calls.Cancel(request, timeout=deadline.left_s())
         )
-        with _understanding():
+        with messages.understanding():
             cancelled = dict(zip((each.number for each in held), response.cancelled, strict=True))
         return [each.link is link and cancelled[each.number] for each in reservations]
 
@@ -296,59 +304,54 @@ class RemoteTransport:
         payloads: Sequence[memoryview],
         deadline: Deadline,
     ) -> list[SaveOutcome]:
-        link = self._keeper.link(deadline)
+        link = self._writer(reservations, deadline)
         tokens = [holding.number for holding, _ in reservations]
-        if any(holding.link is not link for holding, _ in reservations):
-            raise UnknownReservation("it was made in a session that has ended")
-        messages = pack(
+        packed = pack(
             pb.WriteRequest(session=link.ref).SerializeToString(),
             [pb.WritePart(token=token) for token in tokens],
             payloads,
             chunk_bytes=link.welcome.chunk_bytes or CHUNK_BYTES,
-            max_message_bytes=link.welcome.max_message_bytes or MAX_MESSAGE_BYTES,
+            max_message_bytes=_max_message_bytes(link),
         )
         response = self._call_held(
-            "Write", link, lambda: link.connection.write(messages, deadline.left_s())
+            "Write", link, lambda: link.connection.write(packed, deadline.left_s())
         )
-        with _understanding():
+        with messages.understanding():
             results = dict(zip(response.tokens, response.results, strict=True))
-            return [_outcome(key, results[holding.number]) for holding, key in reservations]
+            return [
+                messages.outcome_of(key, results[holding.number]) for holding, key in reservations
+            ]
 
     def save(
         self, items: Sequence[Saving], terms: SaveTerms, deadline: Deadline
     ) -> list[SaveOutcome]:
-        header = _header([saving.item for saving in items], terms)
+        header = messages.header_of([saving.item for saving in items], terms)
         labels = [pb.WritePart(item=index) for index in range(len(items))]
         payloads = [saving.payload for saving in items]
 
         def send(link: Link, timeout_s: float) -> pb.SaveResponse | pb.SaveWholeResponse:
             header.session.CopyFrom(link.ref)
             opening = pb.SaveRequest(header=header).SerializeToString()
-            max_message_bytes = link.welcome.max_message_bytes or MAX_MESSAGE_BYTES
-            if len(opening) > max_message_bytes:
-                raise InvalidBatch(
-                    f"keys and token ids of {len(items)} items are {len(opening)} bytes, more "
-                    f"than the {max_message_bytes} of a message: save them in several calls"
-                )
-            messages = pack(
+            _check_header(header, link)
+            packed = pack(
                 opening,
                 labels,
                 payloads,
                 chunk_bytes=link.welcome.chunk_bytes or CHUNK_BYTES,
-                max_message_bytes=max_message_bytes,
+                max_message_bytes=_max_message_bytes(link),
             )
-            return link.connection.save(messages, timeout_s)
+            return link.connection.save(packed, timeout_s)
 
         _, response = self._call("Save", deadline, send)
-        with _understanding():
+        with messages.understanding():
             return [
-                _outcome(saving.item.key, result)
+                messages.outcome_of(saving.item.key, result)
                 for saving, result in zip(items, response.results, strict=True)
             ]
 
     def save_staged(
         self,
-        save: Callable[[pb.SaveHeader, Sequence[memoryview], Deadline], list[pb.SaveResult]],
+        stage: Stage,
         ref: pb.SessionRef,
         items: Sequence[Saving],
         terms: SaveTerms,
@@ -358,21 +361,51 @@ class RemoteTransport:
 
         Raises UnknownStaging, before anything happened, if that session has ended.
         """
-        header = _header([saving.item for saving in items], terms)
+        header = messages.header_of([saving.item for saving in items], terms)
         payloads = [saving.payload for saving in items]
 
         def send(link: Link, _timeout_s: float) -> list[pb.SaveResult]:
             if link.ref != ref:
                 raise UnknownStaging("the session that it was handed to has ended")
             header.session.CopyFrom(ref)
-            return save(header, payloads, deadline)
+            _check_header(header, link)
+            return stage(pb.SaveStagedRequest(header=header), payloads, deadline)
 
         _, results = self._call("SaveStaged", deadline, send)
-        with _understanding():
+        with messages.understanding():
             return [
-                _outcome(saving.item.key, result)
+                messages.outcome_of(saving.item.key, result)
                 for saving, result in zip(items, results, strict=True)
             ]
+
+    def write_staged(
+        self,
+        stage: Stage,
+        ref: pb.SessionRef,
+        reservations: Sequence[tuple[Holding, Key]],
+        payloads: Sequence[memoryview],
+        deadline: Deadline,
+    ) -> list[SaveOutcome]:
+        """`write`, in the same way."""
+        link = self._writer(reservations, deadline)
+        if link.ref != ref:
+            raise UnknownStaging("the session that it was handed to has ended")
+        tokens = [holding.number for holding, _ in reservations]
+        reserved = pb.StagedReservations(session=ref, tokens=tokens)
+        opening = pb.SaveStagedRequest(reserved=reserved)
+        results = self._call_held("SaveStaged", link, lambda: stage(opening, payloads, deadline))
+        with messages.understanding():
+            return [
+                messages.outcome_of(key, result)
+                for (_, key), result in zip(reservations, results, strict=True)
+            ]
+
+    def _writer(self, reservations: Sequence[tuple[Holding, Key]], deadline: Deadline) -> Link:
+        """The session in use, which is the one that the reservations are of."""
+        link = self._keeper.link(deadline)
+        if any(holding.link is not link for holding, _ in reservations):
+            raise UnknownReservation("it was made in a session that has ended")
+        return link
 
     # ---- calling
 
@@ -414,6 +447,21 @@ class RemoteTransport:
         return claim.link
 
 
+def _max_message_bytes(link: Link) -> int:
+    return link.welcome.max_message_bytes or MAX_MESSAGE_BYTES
+
+
+def _check_header(header: pb.SaveHeader, link: Link) -> None:
+    """A header is one message, or part of one. Raises InvalidBatch."""
+    framing_bytes = _FRAMING_BYTES + _PART_BYTES * len(header.items)
+    header_bytes, max_bytes = header.ByteSize() + framing_bytes, _max_message_bytes(link)
+    if header_bytes > max_bytes:
+        raise InvalidBatch(
+            f"keys and token ids of {len(header.items)} items are {header_bytes} bytes, more "
+            f"than the {max_bytes} of a message: save them in several calls"
+        )
+
+
 def _hello(name: str | None) -> pb.Hello:
     """Who this client is. Without a name: the program."""
     if name is None:
@@ -421,67 +469,3 @@ def _hello(name: str | None) -> pb.Hello:
     if not 0 < len(name) <= MAX_CLIENT_NAME_CHARS:
         raise InvalidSize(f"a name has 1 ... {MAX_CLIENT_NAME_CHARS} characters, not {len(name)}")
     return pb.Hello(client_name=name, pid=os.getpid(), host=socket.gethostname())
-
-
-# ---- from and to messages
-
-
-@contextmanager
-def _understanding() -> Iterator[None]:
-    """An answer that does not follow the contract is a failed call, not a crash of the caller."""
-    try:
-        yield
-    except (KeyError, IndexError, ValueError) as problem:
-        raise PrefixdError(
-            f"the daemon's answer does not follow the contract: {problem!r}"
-        ) from None
-
-
-_TIERS: Final = {int(tier): tier for tier in Tier}
-_REASONS: Final = {int(reason): reason for reason in SaveReason}
-
-
-def _entry(key: Key, info: pb.EntryInfo) -> Entry:
-    return Entry(
-        key,
-        _TIERS[info.tier],
-        info.payload_bytes,
-        info.token_count,
-        info.payload_crc32c,
-        info.layer_count,
-        info.token_ids_bytes,
-        info.generation,
-        _REASONS[info.reason],
-    )
-
-
-def _found(key: Key, result: pb.LookupResult) -> Found:
-    if result.presence == pb.PRESENCE_PRESENT:
-        return Found(Presence.PRESENT, _entry(key, result.entry))
-    if result.presence == pb.PRESENCE_IN_FLIGHT:
-        flight = result.in_flight
-        return Found(Presence.IN_FLIGHT, None, flight.owner, flight.age_ms)
-    return Found(Presence.ABSENT)
-
-
-def _granted(link: Link, result: pb.ReserveResult) -> Granted:
-    status = ReserveStatus(result.status)
-    held = link.reservations.hold(link, result.token) if status is ReserveStatus.GRANTED else None
-    return Granted(status, held, result.in_flight.owner, result.in_flight.age_ms)
-
-
-def _outcome(key: Key, result: pb.SaveResult) -> SaveOutcome:
-    flight = result.in_flight
-    return SaveOutcome(key, SaveStatus(result.status), flight.owner, flight.age_ms, result.message)
-
-
-def _header(items: Sequence[ReserveItem], terms: SaveTerms) -> pb.SaveHeader:
-    return pb.SaveHeader(
-        tier=pb.Tier.ValueType(terms.tier),
-        reason=pb.SaveReason.ValueType(terms.reason),
-        items=[pb.SaveItem(**item._asdict()) for item in items],
-        ancestors=terms.ancestors,
-        wait_ms=terms.wait_ms,
-        ttl_ms=terms.ttl_ms,
-        touched=terms.touched,
-    )

@@ -1477,7 +1477,8 @@ Global___HandOverResponse: typing_extensions.TypeAlias = HandOverResponse
 
 @typing.final
 class SaveStagedRequest(google.protobuf.message.Message):
-    """Save with the bytes in the session's staging memory: the parts only say where. Every request
+    """Save, or write what was reserved before, with the bytes in the session's staging memory: the
+    parts only say where. Every request
     with parts is answered by the number of parts that the daemon has copied, whose room is the
     client's again; the last answer holds the results. What is published is what the daemon copied,
     if its CRC32C is the one that was meant.
@@ -1487,13 +1488,18 @@ class SaveStagedRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
+    RESERVED_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
     LAST_FIELD_NUMBER: builtins.int
     last: builtins.bool
     """nothing more comes"""
     @property
     def header(self) -> Global___SaveHeader:
-        """in the first request"""
+        """in the first request: what to save, or"""
+
+    @property
+    def reserved(self) -> Global___StagedReservations:
+        """what was reserved"""
 
     @property
     def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StagedPart]: ...
@@ -1501,13 +1507,35 @@ class SaveStagedRequest(google.protobuf.message.Message):
         self,
         *,
         header: Global___SaveHeader | None = ...,
+        reserved: Global___StagedReservations | None = ...,
         parts: collections.abc.Iterable[Global___StagedPart] | None = ...,
         last: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "last", b"last", "parts", b"parts"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header", "reserved", b"reserved"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "last", b"last", "parts", b"parts", "reserved", b"reserved"]) -> None: ...
 
 Global___SaveStagedRequest: typing_extensions.TypeAlias = SaveStagedRequest
+
+@typing.final
+class StagedReservations(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    @property
+    def session(self) -> Global___SessionRef: ...
+    @property
+    def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        session: Global___SessionRef | None = ...,
+        tokens: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["session", b"session", "tokens", b"tokens"]) -> None: ...
+
+Global___StagedReservations: typing_extensions.TypeAlias = StagedReservations
 
 @typing.final
 class StagedPart(google.protobuf.message.Message):
@@ -1519,7 +1547,7 @@ class StagedPart(google.protobuf.message.Message):
     LAST_FIELD_NUMBER: builtins.int
     PAYLOAD_CRC32C_FIELD_NUMBER: builtins.int
     item: builtins.int
-    """index in SaveHeader.items"""
+    """index in SaveHeader.items, or among the tokens"""
     staging_offset_bytes: builtins.int
     length_bytes: builtins.int
     last: builtins.bool

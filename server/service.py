@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from functools import partial
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from ..proto import limits
 from ..proto import prefixd_pb2 as pb
@@ -49,6 +49,8 @@ from .verifying import head_of
 from .wire import Context
 
 Q = TypeVar("Q")
+#: Of each item of a save, why it is not written; None: it is.
+Refusals: TypeAlias = "list[pb.SaveResult | None]"
 
 _CLAIM_MODES = {
     pb.CLAIM_MODE_RUN: ClaimMode.RUN,
@@ -268,24 +270,24 @@ class CacheService(rpc.CacheServicer):
         self, request_iterator: AsyncIterator[pb.SaveRequest], context: Context
     ) -> pb.SaveResponse:
         first = await first_message(request_iterator)
-        answer, incoming = await self._begin_save(first)
+        refusals, incoming = await self._begin_save(first)
 
         async def take(request: pb.SaveRequest) -> None:
-            await incoming.feed(_pieces(request.parts, answer, incoming))
+            await incoming.feed(_pieces(request.parts, refusals))
 
         with self._core.working():
             await _receive(incoming, first, request_iterator, take)
-            results = await _save_results(answer, incoming)
+            results = await _results(refusals, incoming)
         return pb.SaveResponse(results=results)
 
     async def SaveWhole(
         self, request: pb.SaveWholeRequest, context: Context
     ) -> pb.SaveWholeResponse:
-        answer, incoming = await self._begin_save(request)
+        refusals, incoming = await self._begin_save(request)
         with self._core.working():
             async with incoming.to_the_end():
-                await incoming.feed(_pieces(request.parts, answer, incoming))
-            results = await _save_results(answer, incoming)
+                await incoming.feed(_pieces(request.parts, refusals))
+            results = await _results(refusals, incoming)
         return pb.SaveWholeResponse(results=results)
 
     async def SaveStaged(
@@ -295,10 +297,20 @@ class CacheService(rpc.CacheServicer):
     ) -> None:
         """Not an rpc: for clients on this host (`local.py`), who are told of every copy."""
         first = await first_message(requests)
-        staging = self._core.stagings.get(self._session(_header(first).session))
+        reserved = first.reserved if first.HasField("reserved") else None
+        session = self._session((reserved or _header(first)).session)
+        staging = self._core.stagings.get(session)
         if staging is None:
             raise UnknownStaging("this session has no staging memory; save over gRPC")
-        answer, incoming = await self._begin_save(first)
+        if reserved is None:
+            refusals, incoming = await self._begin_save(first)
+        else:
+            messages.batch_of("tokens", reserved.tokens)
+            incoming = Incoming(self._core)
+            refusals = [
+                await self._begin(session, token, incoming, number)
+                for number, token in enumerate(reserved.tokens)
+            ]
 
         async def take(request: pb.SaveStagedRequest) -> None:
             pieces = [
@@ -309,7 +321,7 @@ class CacheService(rpc.CacheServicer):
                     p.payload_crc32c,
                 )
                 for p in request.parts
-                if _granted(p.item, answer, incoming)
+                if _granted(p.item, refusals)
             ]
             copied = pb.SaveStagedResponse(parts_copied=len(request.parts))
             incoming.begin(pieces, partial(tell, copied))
@@ -318,18 +330,22 @@ class CacheService(rpc.CacheServicer):
 
         with self._core.working():
             await _receive(incoming, first, requests, take)
-            tell(pb.SaveStagedResponse(results=await _save_results(answer, incoming)))
+            tell(pb.SaveStagedResponse(results=await _results(refusals, incoming)))
 
     async def _begin_save(
         self, first: pb.SaveRequest | pb.SaveWholeRequest | pb.SaveStagedRequest
-    ) -> tuple[ReserveAnswer, Incoming]:
+    ) -> tuple[Refusals, Incoming]:
         """Reserve what the first message asks for, and open what is granted."""
         answer = await self._reserve(_header(first), begin=True)
         incoming = Incoming(self._core)
+        refusals: Refusals = []
         for number, reserved in enumerate(answer.results):
             if isinstance(reserved, WriteOrder):
                 incoming.add(number, self._core.begin_write(reserved))
-        return answer, incoming
+                refusals.append(None)
+            else:
+                refusals.append(messages.refused_save(reserved))
+        return refusals, incoming
 
     async def Write(
         self, request_iterator: AsyncIterator[pb.WriteRequest], context: Context
@@ -343,7 +359,7 @@ class CacheService(rpc.CacheServicer):
         async def take(request: pb.WriteRequest) -> None:
             for part in request.parts:
                 if part.token not in named:
-                    named[part.token] = await self._begin(session, part.token, incoming)
+                    named[part.token] = await self._begin(session, part.token, incoming, part.token)
                     if len(named) > limits.MAX_BATCH_KEYS:
                         raise LimitReached("too many reservations in one stream of writes")
             await incoming.feed(
@@ -362,15 +378,18 @@ class CacheService(rpc.CacheServicer):
             results=[refused or messages.ended_save(ended[t]) for t, refused in named.items()],
         )
 
-    async def _begin(self, session: int, token: int, incoming: Incoming) -> pb.SaveResult | None:
-        """Begin the write of a reservation; the result, if there can't be one."""
+    async def _begin(
+        self, session: int, token: int, incoming: Incoming, number: int
+    ) -> pb.SaveResult | None:
+        """Begin the write of a reservation, which the stream's pieces name by `number`; the
+        result, if there can't be one."""
         core = self._core
         question = WriteBegan(core.next_request(), session, token, core.clock.now_ns())
         try:
             order = await core.ask(question, WriteOrder)
         except UnknownReservation as error:
             return pb.SaveResult(status=pb.SAVE_STATUS_LOST, message=str(error))
-        incoming.add(token, core.begin_write(order))
+        incoming.add(number, core.begin_write(order))
         return None
 
 
@@ -383,30 +402,26 @@ def _header(first: pb.SaveRequest | pb.SaveWholeRequest | pb.SaveStagedRequest) 
     return first.header
 
 
-def _granted(item: int, answer: ReserveAnswer, incoming: Incoming) -> bool:
+def _granted(item: int, refusals: Refusals) -> bool:
     """Does anybody want the bytes of this item? Raises MalformedMessage if there is none such."""
-    if item >= len(answer.results):
+    if item >= len(refusals):
         raise MalformedMessage(f"a part names item {item}, which is not there")
-    return item in incoming
+    return refusals[item] is None
 
 
-def _pieces(
-    parts: Iterable[pb.WritePart], answer: ReserveAnswer, incoming: Incoming
-) -> list[Piece]:
+def _pieces(parts: Iterable[pb.WritePart], refusals: Refusals) -> list[Piece]:
     return [
         Piece(p.item, p.data, p.last, p.payload_crc32c, p.offset_bytes)
         for p in parts
-        if _granted(p.item, answer, incoming)
+        if _granted(p.item, refusals)
     ]
 
 
-async def _save_results(answer: ReserveAnswer, incoming: Incoming) -> list[pb.SaveResult]:
+async def _results(refusals: Refusals, incoming: Incoming) -> list[pb.SaveResult]:
     ended = await incoming.ended()
     return [
-        messages.ended_save(ended[number])
-        if isinstance(reserved, WriteOrder)
-        else messages.refused_save(reserved)
-        for number, reserved in enumerate(answer.results)
+        messages.ended_save(ended[number]) if refused is None else refused
+        for number, refused in enumerate(refusals)
     ]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from prefixd.client import Client, Key, SaveReason, SaveStatus, Tier
+from prefixd.client import Client, Key, ReserveItem, SaveReason, SaveStatus, Tier
 from prefixd.client.connection import Connection
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
@@ -188,6 +188,29 @@ def test_without_a_connection_to_be_had_saves_go_over_grpc(
     assert rpcs(client)["Save"] == 1
     with client.claim(keys) as hit:
         assert restore(hit)[1] == [payload_of(keys[0], PAYLOAD_BYTES)]
+
+
+@pytest.mark.parametrize("tier", Tier)
+def test_what_was_reserved_is_written_through_staging(client: Client, tier: Tier) -> None:
+    """One rpc for all of it; what was cancelled meanwhile is lost, and nothing else."""
+    sizes = [1, PAYLOAD_BYTES, 2 * STAGING_BYTES + 13]
+    keys = [key_of(f"reserved {tier} {number}") for number in range(len(sizes))]
+    items = [ReserveItem(key, size) for key, size in zip(keys, sizes, strict=True)]
+    reservations = client.reserve(items, tier=tier, reason=SaveReason.EVICT)
+    holding = reservations[1].holding
+    assert holding is not None
+    assert client._transport.cancel([holding], Deadline(60_000)) == [True]
+    data = [payload_of(key, size) for key, size in zip(keys, sizes, strict=True)]
+    outcomes = client.write(list(zip(reservations, data, strict=True)), deadline_ms=60_000)
+    assert [outcome.status for outcome in outcomes] == [
+        SaveStatus.SAVED,
+        SaveStatus.LOST,
+        SaveStatus.SAVED,
+    ]
+    assert rpcs(client) == {"Reserve": 1, "Cancel": 1, "SaveStaged": 1}
+    with client.claim([keys[0], keys[2]]) as hit:
+        assert restore(hit)[1] == [data[0], data[2]]
+    assert not client.exists([keys[1]])[0]
 
 
 # ---- as nobody should
@@ -431,6 +454,22 @@ def test_a_session_without_staging(daemon: PrivateDaemon) -> None:
     call.send(part(0, 1000))
     assert call.error() == "unknown_staging"
     link.close("the test is over")
+
+
+@pytest.mark.parametrize("tokens", [[77], [77, 77], [2**64 - 1]])
+def test_what_was_never_reserved_is_lost(
+    raw: Raw, unharmed: AdminConnection, tokens: list[int]
+) -> None:
+    assert unharmed
+    reserved = pb.StagedReservations(session=raw.link.ref, tokens=tokens)
+    request = pb.SaveStagedRequest(reserved=reserved, parts=[part(0, 1000)], last=True)
+    line = Line(raw.link.welcome.local_socket, 60)
+    line.send(pb.LocalRequest(save_staged=request), 60)
+    assert line.receive(60).save_staged.parts_copied == 1
+    results = line.receive(60).save_staged.results
+    assert {result.status for result in results} == {pb.SAVE_STATUS_LOST}
+    assert len(results) == len(tokens)
+    line.close()
 
 
 #: Begins a staged save, of which the daemon has copied the first half, says so, and stays.

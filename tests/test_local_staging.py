@@ -110,7 +110,8 @@ def save(
 ) -> list[pb.SaveResult]:
     views = [memoryview(payload) for payload in payloads]
     calls = cast(LocalCalls, daemon)
-    return staging.save(memory, calls, HEADER, views, Deadline(deadline_ms))
+    opening = pb.SaveStagedRequest(header=HEADER)
+    return staging.save(memory, calls, opening, views, Deadline(deadline_ms))
 
 
 # ---- slots

@@ -84,13 +84,15 @@ class StagingMemory:
 def save(
     memory: StagingMemory,
     calls: LocalCalls,
-    header: pb.SaveHeader,
+    opening: pb.SaveStagedRequest,
     payloads: Sequence[memoryview],
     deadline: Deadline,
 ) -> list[pb.SaveResult]:
     """Save `payloads` (flat bytes) through `memory`: the next slot is filled while the daemon
-    empties those before it. Raises PrefixdError; OSError: there is no line to the daemon, and
-    nothing was asked."""
+    empties those before it. `opening` says what they are; it is added to.
+
+    Raises PrefixdError; OSError: there is no line to the daemon, and nothing was asked.
+    """
     #: of the requests that were not answered yet, oldest first
     slots: deque[int] = deque()
     results: list[pb.SaveResult] = []
@@ -111,7 +113,7 @@ def save(
             results.extend(response.results)
 
         try:
-            for slot, request in _filled(memory, take, header, payloads):
+            for slot, request in _filled(memory, take, opening, payloads):
                 slots.append(slot)
                 try:
                     line.send(pb.LocalRequest(save_staged=request), deadline.left_s())
@@ -129,12 +131,11 @@ def save(
 def _filled(
     memory: StagingMemory,
     take: Callable[[], int],
-    header: pb.SaveHeader,
+    request: pb.SaveStagedRequest,
     payloads: Sequence[memoryview],
 ) -> Iterator[tuple[int, pb.SaveStagedRequest]]:
-    """Slots with what was copied into them, and the requests that say so. Whoever gets a slot
-    gives it back."""
-    request = pb.SaveStagedRequest(header=header)
+    """Slots with what was copied into them, and the requests that say so, `request` first.
+    Whoever gets a slot gives it back."""
     left_bytes = sum(map(len, payloads))
     slot: int | None = None
     used_bytes = 0

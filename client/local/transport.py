@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final
 
@@ -24,7 +24,7 @@ from ...proto.keys import Key
 from ...proto.vocabulary import SaveReason, Tier
 from ..deadline import Deadline
 from ..link import Holding, Link
-from ..remote import RemoteTransport
+from ..remote import RemoteTransport, Stage
 from ..results import ClaimMode, Entry, Found, Presence, SaveOutcome
 from ..transport import Claimed, Granted, Range, ReserveItem, SaveTerms, Saving, Sink
 from . import staging
@@ -311,24 +311,46 @@ class LocalTransport:
         payloads: Sequence[memoryview],
         deadline: Deadline,
     ) -> list[SaveOutcome]:
-        return self._remote.write(reservations, payloads, deadline)
+        """Through staging memory if there is some."""
+        staged = self._staged(
+            payloads,
+            deadline,
+            lambda node, stage: self._remote.write_staged(
+                stage, node.ref, reservations, payloads, deadline
+            ),
+        )
+        return staged or self._remote.write(reservations, payloads, deadline)
 
     def save(
         self, items: Sequence[Saving], terms: SaveTerms, deadline: Deadline
     ) -> list[SaveOutcome]:
         """Through staging memory if there is some."""
         terms = self._with_reads(terms)
+        staged = self._staged(
+            [saving.payload for saving in items],
+            deadline,
+            lambda node, stage: self._remote.save_staged(stage, node.ref, items, terms, deadline),
+        )
+        return staged or self._remote.save(items, terms, deadline)
+
+    def _staged(
+        self,
+        payloads: Sequence[memoryview],
+        deadline: Deadline,
+        save: Callable[[LocalNode, Stage], list[SaveOutcome]],
+    ) -> list[SaveOutcome] | None:
+        """None: this can't be saved through staging memory, and nothing has happened."""
         node = self._enter(deadline)
-        if node is not None:
-            try:
-                if node.staging is not None and any(len(saving.payload) for saving in items):
-                    save = partial(staging.save, node.staging, node.calls)
-                    return self._remote.save_staged(save, node.ref, items, terms, deadline)
-            except (UnknownStaging, OSError) as problem:
-                logger.info("saving over gRPC: %s", problem)
-            finally:
-                node.leave()
-        return self._remote.save(items, terms, deadline)
+        if node is None:
+            return None
+        try:
+            if node.staging is not None and any(map(len, payloads)):
+                return save(node, partial(staging.save, node.staging, node.calls))
+        except (UnknownStaging, OSError) as problem:
+            logger.info("saving over gRPC: %s", problem)
+        finally:
+            node.leave()
+        return None
 
     def _with_reads(self, terms: SaveTerms) -> SaveTerms:
         """A save makes room: what was read before it has to count before it."""
