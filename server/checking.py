@@ -154,10 +154,13 @@ def _tier_problems(t: Tables, ledger: Ledger) -> Iterator[str]:
         )
     if ledger.max_entries and len(held) + len(reservations) > ledger.max_entries:
         yield f"{tier.label}: more than {ledger.max_entries} entries"
-    in_flight = {key for key, r in t.in_flight.items() if r.tier is tier}
-    if set(ledger.policy.keys()) != {e.key for e in held} | in_flight:
-        yield f"{tier.label}: the eviction order does not hold just what is published or in flight"
     unpinned = {e.key for e in held if not e.pins}
+    in_order = unpinned
+    if ledger.policy.keeps_pinned:
+        in_flight = {key for key, r in t.in_flight.items() if r.tier is tier}
+        in_order = {e.key for e in held} | in_flight
+    if set(ledger.policy.keys()) != in_order:
+        yield f"{tier.label}: the eviction order does not hold just what is published or in flight"
     if set(ledger.victims()) != unpinned:
         yield f"{tier.label}: the victims are not exactly the unpinned entries"
     if ledger.extents is not None:
@@ -169,7 +172,7 @@ def _extent_problems(
 ) -> Iterator[str]:
     assert ledger.extents is not None
     places: list[tuple[Location, int]] = [(e.location, e.stored_bytes) for e in held]
-    places += [(r.location, r.stored_bytes) for r in reservations]
+    places += [(r.entry.location, r.stored_bytes) for r in reservations]
     extents: list[tuple[int, int]] = []
     for location, stored_bytes in places:
         extents += zip(location[::2], location[1::2], strict=True)

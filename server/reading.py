@@ -56,58 +56,47 @@ def claim(turn: Turn, asked: ClaimAsked) -> ClaimAnswer | None:
         raise Refusal(
             LimitReached(f"this session holds {len(session.claims)} claims; release some first")
         )
-    results, wanted, pending = _select(turn, asked.keys, asked.mode)
+    results, pending = _select(turn, asked.keys, asked.mode)
     if pending and turn.park(asked, pending):
         return None
     t.counters.claims += 1
-    claimed = tuple(index in wanted for index in range(len(results)))
-    if not wanted:
+    # Whatever the mode, the search ended where nothing more is wanted: all that is there is.
+    claimed = tuple(isinstance(found, Entry) for found in results)
+    entries = tuple(found for found in results if isinstance(found, Entry))
+    if not entries:
         t.counters.claims_empty += 1
         return ClaimAnswer(0, asked.lease_ns, tuple(results), claimed)
-    entries = tuple(e for e, mine in zip(results, claimed, strict=True) if mine)
-    taken = Claim(t.next_claim, session.session, _entries(entries), turn.now_ns, asked.lease_ns)
+    taken = Claim(t.next_claim, session.session, entries, turn.now_ns, asked.lease_ns)
     t.next_claim += 1
-    for entry in reversed(taken.entries):
-        turn.use(entry)
+    for entry in reversed(entries):
+        # In this order: what is pinned has no place in a recency order that a use would move.
         turn.pin(entry)
+        turn.read(entry)
+    t.counters.claimed_entries += len(entries)
     t.claims[taken.claim] = taken
     session.claims.add(taken.claim)
     turn.set_timer(turn.now_ns + taken.lease_ns, Timer.CLAIM, taken.claim)
-    _count_hits(turn, taken.entries)
-    turn.observe_entries(taken.entries)
+    turn.observe_entries(entries)
     return ClaimAnswer(taken.claim, asked.lease_ns, tuple(results), claimed)
 
 
-def _entries(found: Sequence[Found]) -> tuple[Entry, ...]:
-    return tuple(entry for entry in found if isinstance(entry, Entry))
-
-
-def _select(
-    turn: Turn, keys: Sequence[Key], mode: ClaimMode
-) -> tuple[list[Found], set[int], list[Key]]:
-    """What each key is, which positions to claim, and which keys in flight would change that."""
+def _select(turn: Turn, keys: Sequence[Key], mode: ClaimMode) -> tuple[list[Found], list[Key]]:
+    """What each key is, up to where nothing more is wanted, and which in flight would change
+    that."""
     results: list[Found] = []
-    wanted: set[int] = set()
     pending: list[Key] = []
-    for index, key in enumerate(keys):
+    for key in keys:
         found = find(turn, key)
         results.append(found)
-        present = isinstance(found, Entry)
-        if present:
-            wanted.add(index)
-        elif found is not None:
+        if isinstance(found, Entry):
+            if mode is ClaimMode.FIRST:
+                break
+            continue
+        if found is not None:
             pending.append(key)
-        if present if mode is ClaimMode.FIRST else (not present and mode is ClaimMode.RUN):
+        if mode is ClaimMode.RUN:
             break
-    return results, wanted, pending
-
-
-def _count_hits(turn: Turn, entries: tuple[Entry, ...]) -> None:
-    turn.tables.counters.claimed_entries += len(entries)
-    for entry in entries:
-        counters = turn.tables.tier_counters[entry.tier]
-        counters.hits += 1
-        counters.hit_tokens += entry.token_count
+    return results, pending
 
 
 def release(turn: Turn, asked: ReleaseAsked) -> ReleaseAnswer:
@@ -135,11 +124,8 @@ def touched(turn: Turn, event: KeysTouched) -> None:
     read = [entry for entry in found if entry is not None]
     turn.observe_entries(reversed(read))
     for entry in read:
-        turn.use(entry)
+        turn.read(entry)
         turn.tables.counters.touches += 1
-        counters = turn.tables.tier_counters[entry.tier]
-        counters.hits += 1
-        counters.hit_tokens += entry.token_count
 
 
 def suspected(turn: Turn, event: KeysSuspected) -> None:

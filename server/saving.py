@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ..proto.errors import LimitReached, UnknownReservation, UnknownTier
-from ..proto.keys import Key
 from ..proto.vocabulary import Tier
 from ..tiers.ledger import Admission
 from .answers import CancelAnswer, FlightInfo, ReserveAnswer, Reserved, WriteOrder
@@ -106,23 +105,17 @@ def _reserve_item(
     if isinstance(found, FlightInfo):
         t.counters.in_flight_refusals += 1
         return found
-    stored_bytes = footprint(item.payload_bytes, len(item.token_ids))
-    refusal = make_room(turn, asked.tier, item.key, stored_bytes)
+    entry = _entry(asked, item, batch, footprint)
+    refusal = make_room(turn, entry)
     if refusal is not None:
         return refusal
+    entry.generation = t.stamp(turn.now_ns)
+    t.ledgers[entry.tier].reserve(entry)
     reservation = Reservation(
         token=t.next_token,
-        key=item.key,
+        entry=entry,
         session=session.session,
-        tier=asked.tier,
-        reason=asked.reason,
-        generation=t.stamp(turn.now_ns),
-        payload_bytes=item.payload_bytes,
-        stored_bytes=stored_bytes,
-        token_count=item.token_count,
-        layer_count=item.layer_count,
         token_ids=item.token_ids,
-        location=t.ledgers[asked.tier].reserve(item.key, stored_bytes),
         batch=batch,
         reserved_ns=turn.now_ns,
         expires_ns=turn.now_ns + asked.ttl_ns,
@@ -130,7 +123,7 @@ def _reserve_item(
     t.next_token += 1
     batch.unsettled += 1
     t.reservations[reservation.token] = reservation
-    t.in_flight[reservation.key] = reservation
+    t.in_flight[entry.key] = reservation
     session.tokens.add(reservation.token)
     t.counters.reservations += 1
     turn.set_timer(reservation.expires_ns, Timer.RESERVATION, reservation.token)
@@ -139,38 +132,60 @@ def _reserve_item(
     return _order(reservation)
 
 
-def make_room(turn: Turn, tier: Tier, key: Key, stored_bytes: int) -> SaveOutcome | None:
-    """Evict exactly what `stored_bytes` more need; None when they fit, else why they don't."""
+def _entry(asked: ReserveAsked, item: SaveItem, batch: SaveBatch, footprint: Footprint) -> Entry:
+    """What there is to save, without a place so far."""
+    once = batch.numbers.setdefault
+    stored_bytes = footprint(item.payload_bytes, len(item.token_ids))
+    return Entry(
+        key=item.key,
+        stored_bytes=once(stored_bytes, stored_bytes),
+        location=(),
+        tier=asked.tier,
+        reason=asked.reason,
+        generation=0,
+        last_used_ns=0,
+        payload_bytes=once(item.payload_bytes, item.payload_bytes),
+        token_count=once(item.token_count, item.token_count),
+        payload_crc32c=0,
+        layer_count=item.layer_count,
+        token_ids_bytes=len(item.token_ids),
+        published=False,
+    )
+
+
+def make_room(turn: Turn, coming: Entry) -> SaveOutcome | None:
+    """Evict exactly what an entry more needs; None when it fits, else why it doesn't."""
     t = turn.tables
-    ledger = t.ledgers[tier]
-    admission = ledger.admission(stored_bytes)
+    ledger = t.ledgers[coming.tier]
+    admission = ledger.admission(coming.stored_bytes)
     if admission is Admission.TOO_LARGE:
         t.counters.too_large_refusals += 1
         return SaveOutcome.TOO_LARGE
     if admission is Admission.NO_ROOM:
         t.counters.no_room_refusals += 1
         return SaveOutcome.NO_ROOM
-    ledger.prepare(key, stored_bytes)
-    while ledger.wants_eviction(key, stored_bytes):
-        victim = ledger.next_victim(key)
+    ledger.prepare(coming)
+    while ledger.wants_eviction(coming):
+        victim = ledger.next_victim(coming)
         if victim is None:
-            assert ledger.admission(stored_bytes) is Admission.FITS, "the ledger promised room"
+            assert ledger.fits(coming.stored_bytes), "the ledger promised room"
             break
-        turn.evict(t.entries[victim])
+        turn.evict(victim)
     return None
 
 
 def _order(r: Reservation) -> WriteOrder:
+    entry = r.entry
     return WriteOrder(
         token=r.token,
-        key=r.key,
-        tier=r.tier,
-        reason=r.reason,
-        generation=r.generation,
-        location=r.location,
-        payload_bytes=r.payload_bytes,
-        token_count=r.token_count,
-        layer_count=r.layer_count,
+        key=entry.key,
+        tier=entry.tier,
+        reason=entry.reason,
+        generation=entry.generation,
+        location=entry.location,
+        payload_bytes=entry.payload_bytes,
+        token_count=entry.token_count,
+        layer_count=entry.layer_count,
         token_ids=r.token_ids,
     )
 
@@ -209,9 +224,10 @@ def sealed(turn: Turn, event: WriteSealed, blocking: frozenset[Tier]) -> None:
             why = f"the bytes that arrived have CRC32C {crc32c:08x}, {meant:08x} was meant"
             _end(turn, reservation, SaveOutcome.CRC_MISMATCH, why)
         else:
-            reservation.payload_crc32c = crc32c
-            if reservation.tier in blocking:
-                commits.setdefault(reservation.tier, []).append(token)
+            entry = reservation.entry
+            entry.payload_crc32c = crc32c
+            if entry.tier in blocking:
+                commits.setdefault(entry.tier, []).append(token)
             else:
                 _publish(turn, reservation)
     for tier, tokens in commits.items():
@@ -247,21 +263,10 @@ def commit_failed(turn: Turn, event: CommitFailed) -> None:
 def _publish(turn: Turn, reservation: Reservation) -> None:
     t = turn.tables
     advance(reservation, Signal.COMMITTED)
-    entry = Entry(
-        key=reservation.key,
-        tier=reservation.tier,
-        reason=reservation.reason,
-        generation=reservation.generation,
-        last_used_ns=t.stamp(turn.now_ns),
-        payload_bytes=reservation.payload_bytes,
-        stored_bytes=reservation.stored_bytes,
-        token_count=reservation.token_count,
-        payload_crc32c=reservation.payload_crc32c,
-        layer_count=reservation.layer_count,
-        token_ids_bytes=len(reservation.token_ids),
-        location=reservation.location,
-    )
-    t.ledgers[entry.tier].publish(entry.key, entry.stored_bytes)
+    entry = reservation.entry
+    entry.last_used_ns = t.stamp(turn.now_ns)
+    entry.published = True
+    t.ledgers[entry.tier].publish(entry)
     t.entries[entry.key] = entry
     counters = t.tier_counters[entry.tier]
     counters.saves += 1
@@ -273,18 +278,20 @@ def _publish(turn: Turn, reservation: Reservation) -> None:
 
 def _end(turn: Turn, reservation: Reservation, outcome: SaveOutcome, why: str) -> None:
     """A reservation is gone without an entry."""
-    ledger = turn.tables.ledgers[reservation.tier]
-    if turn.tables.in_flight.get(reservation.key) is reservation:
-        ledger.withdraw(reservation.key)
-    ledger.cancel(reservation.stored_bytes, reservation.location)
+    entry = reservation.entry
+    ledger = turn.tables.ledgers[entry.tier]
+    if turn.tables.in_flight.get(entry.key) is reservation:
+        ledger.withdraw(entry)
+    ledger.cancel(entry)
     _settle(turn, reservation, outcome, why)
 
 
 def _settle(turn: Turn, reservation: Reservation, outcome: SaveOutcome, why: str) -> None:
     t = turn.tables
     del t.reservations[reservation.token]
-    if t.in_flight.get(reservation.key) is reservation:
-        del t.in_flight[reservation.key]
+    key = reservation.entry.key
+    if t.in_flight.get(key) is reservation:
+        del t.in_flight[key]
     session = t.sessions.get(reservation.session)
     if session is not None:
         session.tokens.discard(reservation.token)
@@ -316,7 +323,7 @@ def lose(turn: Turn, reservation: Reservation, why: str, *, tell: bool) -> bool:
         return True
     # Somebody still writes into its room: the key is free for others, the room is not.
     del t.in_flight[reservation.key]
-    t.ledgers[reservation.tier].withdraw(reservation.key)
+    t.ledgers[reservation.tier].withdraw(reservation.entry)
     turn.effects.append(StopWriting(reservation.token))
     turn.wake(reservation)
     return True

@@ -296,10 +296,8 @@ class MetaState:
                 victim = t.ledgers[tier].next_victim()
                 if victim is None:
                     break
-                entry = t.entries[victim]
-                turn.evict(entry)
                 entries += 1
-                freed_bytes += entry.stored_bytes
+                freed_bytes += turn.evict(victim).stored_bytes
             results.append(Evicted(tier, entries, freed_bytes))
         return EvictAnswer(tuple(results))
 
@@ -324,10 +322,11 @@ class MetaState:
                 turn.effects.append(Erase(event.tier, (head.key,)))
                 if head.key not in t.entries:
                     turn.effects.append(IndexDelete(head.key))
+        numbers: dict[int, int] = {}
         for stored, cost in reversed(keep):
-            entry = _entry_of(stored, event.tier, cost)
+            entry = _entry_of(stored, event.tier, cost, numbers)
             t.stamp_ns = max(t.stamp_ns, entry.last_used_ns, entry.generation)
-            ledger.adopt(entry.key, cost, entry.location)
+            ledger.adopt(entry)
             t.entries[entry.key] = entry
             counters.recovered_entries += 1
             counters.recovered_bytes += entry.payload_bytes
@@ -361,20 +360,21 @@ class MetaState:
             turn.pin(entry)
 
 
-def _entry_of(stored: StoredEntry, tier: Tier, stored_bytes: int) -> Entry:
-    head = stored.head
+def _entry_of(stored: StoredEntry, tier: Tier, stored_bytes: int, numbers: dict[int, int]) -> Entry:
+    """`numbers`: see `SaveBatch`."""
+    head, once = stored.head, numbers.setdefault
     return Entry(
         key=head.key,
+        stored_bytes=once(stored_bytes, stored_bytes),
+        location=stored.location,
         tier=tier,
         reason=SaveReason(head.reason),
         generation=head.generation,
         last_used_ns=max(stored.last_used_ns, head.generation),
-        payload_bytes=head.payload_bytes,
-        stored_bytes=stored_bytes,
-        token_count=head.token_count,
+        payload_bytes=once(head.payload_bytes, head.payload_bytes),
+        token_count=once(head.token_count, head.token_count),
         payload_crc32c=stored.payload_crc32c,
         layer_count=head.layer_count,
         token_ids_bytes=len(head.token_ids),
-        location=stored.location,
         hits=stored.hits,
     )

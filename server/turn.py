@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from ..proto.errors import PrefixdError, UnknownSession
 from ..proto.keys import Key
 from ..proto.vocabulary import Tier
-from ..tiers.ledger import Ledger
 from .effects import Effect, Erase, IndexClaim, IndexDelete, TellClaimLost
 from .events import ClaimAsked, LookupAsked, ReserveAsked
 from .tables import Entry, Reservation, Session, Tables, Timer, Waiting
@@ -36,9 +35,6 @@ class Turn:
     effects: list[Effect] = field(default_factory=list)
     #: requests whose reservations ended in this turn, to be asked again at its end
     woken: list[int] = field(default_factory=list)
-
-    def ledger(self, entry: Entry) -> Ledger:
-        return self.tables.ledgers[entry.tier]
 
     def session(self, session: int) -> Session:
         """The live session of that number. Raises Refusal."""
@@ -92,7 +88,14 @@ class Turn:
         """One access of a published entry."""
         self._mark_used(entry)
         entry.hits += 1
-        self.ledger(entry).policy.hit(entry.key)
+        self.tables.ledgers[entry.tier].policy.hit(entry)
+
+    def read(self, entry: Entry) -> None:
+        """One access by somebody who reads it."""
+        self.use(entry)
+        counters = self.tables.tier_counters[entry.tier]
+        counters.hits += 1
+        counters.hit_tokens += entry.token_count
 
     def observe(self, tier: Tier, accesses: Sequence[tuple[Key, int, int]]) -> None:
         """Show accesses (key, tokens, stored bytes; root first) to the tier's hit curve, those
@@ -115,17 +118,18 @@ class Turn:
     def refresh(self, entry: Entry) -> None:
         """Most recent from now on, without being an access."""
         self._mark_used(entry)
-        self.ledger(entry).policy.refresh(entry.key)
+        self.tables.ledgers[entry.tier].policy.refresh(entry)
 
     def _mark_used(self, entry: Entry) -> None:
-        entry.last_used_ns = self.tables.stamp(self.now_ns)
-        unrecorded = self.tables.unrecorded
-        unrecorded.pop(entry.key, None)
-        unrecorded[entry.key] = entry
+        tables, key = self.tables, entry.key
+        entry.last_used_ns = tables.stamp(self.now_ns)
+        unrecorded = tables.unrecorded
+        unrecorded.pop(key, None)
+        unrecorded[key] = entry
 
     def pin(self, entry: Entry) -> None:
-        if entry.pins == 0:
-            self.ledger(entry).pin(entry.key, entry.stored_bytes)
+        if not entry.pins:
+            self.tables.ledgers[entry.tier].pin(entry)
             self._remember_claim(entry, claimed=True)
         entry.pins += 1
 
@@ -135,7 +139,7 @@ class Turn:
             return
         # It enters the eviction order as the most recent: the time has to say the same.
         self._mark_used(entry)
-        self.ledger(entry).unpin(entry.key, entry.stored_bytes)
+        self.tables.ledgers[entry.tier].unpin(entry)
         self._remember_claim(entry, claimed=False)
 
     def _remember_claim(self, entry: Entry, *, claimed: bool) -> None:
@@ -143,12 +147,13 @@ class Turn:
         if entry.tier is Tier.SHM:
             self.effects.append(IndexClaim(entry.key, claimed))
 
-    def evict(self, entry: Entry) -> None:
+    def evict(self, victim: Key) -> Entry:
         """An entry that `Ledger.next_victim` chose leaves."""
-        self._leave(entry)
+        entry = self._leave(victim)
         counters = self.tables.tier_counters[entry.tier]
         counters.evictions += 1
         counters.evicted_bytes += entry.stored_bytes
+        return entry
 
     def drop_damaged(self, entry: Entry, why: str) -> None:
         """An entry whose bytes are wrong leaves at once; claims on it are lost."""
@@ -156,19 +161,21 @@ class Turn:
             holders = [c.claim for c in self.tables.claims.values() if entry in c.entries]
             for claim in holders:
                 self.lose_claim(claim, why)
-        self.ledger(entry).policy.remove(entry.key)
-        self._leave(entry)
+        self.tables.ledgers[entry.tier].remove(entry)
+        self._leave(entry.key)
         self.tables.tier_counters[entry.tier].corrupt += 1
 
-    def _leave(self, entry: Entry) -> None:
+    def _leave(self, key: Key) -> Entry:
         """An unpinned entry, out of the eviction order already, is gone: first for readers."""
+        tables = self.tables
+        entry = tables.entries.pop(key)
         entry.published = False
-        del self.tables.entries[entry.key]
-        self.tables.tier_counters[entry.tier].payload_bytes -= entry.payload_bytes
-        self.tables.unrecorded.pop(entry.key, None)
-        self.effects.append(IndexDelete(entry.key))
-        self.effects.append(Erase(entry.tier, (entry.key,)))
-        self.ledger(entry).forget(entry.stored_bytes, entry.location)
+        tables.tier_counters[entry.tier].payload_bytes -= entry.payload_bytes
+        tables.unrecorded.pop(key, None)
+        self.effects.append(IndexDelete(key))
+        self.effects.append(Erase(entry.tier, (key,)))
+        tables.ledgers[entry.tier].forget(entry)
+        return entry
 
     # ---- claims
 

@@ -13,6 +13,8 @@ import pytest
 from prefixd.proto.vocabulary import Tier
 from prefixd.server import checking
 from prefixd.server.tables import Claim, Stage, Timer
+from prefixd.tiers.eviction import make_policy
+from prefixd.tiers.order import order_by
 
 from .state_driver import Driver, key
 
@@ -210,15 +212,15 @@ def too_many_entries(d: Driver) -> None:
 
 
 def order_lacks_one(d: Driver) -> None:
-    ram(d).policy.remove(key("c"))
+    ram(d).policy.remove(d.entry("c"))
 
 
 def pinned_one_may_leave(d: Driver) -> None:
-    ram(d).policy.unpin(key("a"))
+    ram(d).policy.unpin(d.entry("a"))
 
 
 def unpinned_one_may_not(d: Driver) -> None:
-    ram(d).policy.pin(key("c"))
+    ram(d).policy.pin(d.entry("c"))
 
 
 def wrong_length(d: Driver) -> None:
@@ -301,6 +303,23 @@ def broken_by(plant: Plant) -> list[str]:
 def test_what_is_planted_is_found(plant: Plant) -> None:
     problems = broken_by(plant)
     assert any(re.search(PLANTS[plant], problem) for problem in problems), problems
+
+
+def test_an_order_that_keeps_what_is_pinned_has_to_have_it() -> None:
+    """LRU takes it out, so that nothing can be wrong with it."""
+    driver = Driver()
+    ram(driver).policy = order_by(make_policy("fifo", 10))
+    driver.open("alice")
+    driver.save(1, "a b")
+    driver.claim(1, "a")
+    driver.reserve(1, "r")
+    assert driver.state.check() == []
+    for pinned in (driver.entry("a"), reservation(driver, Stage.RESERVED).entry):
+        ram(driver).policy.remove(pinned)
+        (problem,) = driver.state.check()
+        assert re.search(PLANTS[order_lacks_one], problem)
+        ram(driver).policy.enter(pinned)
+        assert driver.state.check() == []
 
 
 def test_checking_changes_nothing() -> None:

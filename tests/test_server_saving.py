@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import tracemalloc
+
 import pytest
 
 from prefixd.proto.errors import LimitReached, UnknownReservation, UnknownTier
+from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server import answers as an
 from prefixd.server import effects as fx
 from prefixd.server import events as ev
 from prefixd.server.events import SaveItem, SaveOutcome
-from prefixd.server.tables import Stage
+from prefixd.server.state import MetaState
+from prefixd.server.tables import Stage, StateConfig
 
-from .state_driver import Driver, key, keys, names
+from .state_driver import Driver, key, keys, ledger, names
 
 
 @pytest.fixture
@@ -400,3 +406,36 @@ def test_the_same_key_can_be_lost_again_and_again_and_saved_in_the_end(driver: D
     assert tuple(driver.tables.entries) == keys("a")
     ram = driver.tables.ledgers[Tier.RAM]
     assert (ram.published_bytes, ram.reserved_bytes) == (1, 0)
+
+
+# ---- memory
+
+
+def test_what_an_entry_takes_of_memory() -> None:
+    """All of it: key, numbers, and its places in the tables, in the arena and in the order.
+
+    As it is in a daemon: numbers come in as objects of their own, stamps are of this century.
+    """
+    entries, chain, slab_bytes, now_ns = 20_000, 50, 2**16, 1_800_000_000_000_000_000
+    ram = ledger(Tier.RAM, entries * slab_bytes, slab_bytes=slab_bytes)
+    state = MetaState(StateConfig(), {Tier.RAM: ram}, {Tier.RAM: lambda p, _: p}, frozenset(), 1)
+    state.apply(ev.SessionOpened(1, "alice", now_ns))
+    gc.collect()
+    tracemalloc.start()
+    for first in range(1, entries, chain):
+        items = tuple(
+            SaveItem(Key(os.urandom(32)), int(str(slab_bytes)), int("512")) for _ in range(chain)
+        )
+        reserve = ev.ReserveAsked(
+            2, 1, Tier.RAM, SaveReason.COLD, items, (), True, 10**9, now_ns, now_ns
+        )
+        state.apply(reserve)
+        tokens = tuple(range(first, first + chain))
+        crcs = tuple(int.from_bytes(item.key[:4], "big") for item in items)
+        state.apply(ev.WriteSealed(tokens, crcs, crcs, now_ns))
+    state.apply(ev.Tick(now_ns, flush=True))
+    del items, reserve, tokens, crcs
+    allocated_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert ram.entries == entries
+    assert allocated_bytes / entries < 500

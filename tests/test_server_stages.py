@@ -12,7 +12,7 @@ import pytest
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.saving import advance
-from prefixd.server.tables import NEXT_STAGE, Reservation, SaveBatch, Signal, Stage
+from prefixd.server.tables import NEXT_STAGE, Entry, Reservation, SaveBatch, Signal, Stage
 
 #: Rows are stages, columns are signals; `-` cannot happen.
 PROTOCOL = """
@@ -36,19 +36,26 @@ def expected() -> dict[tuple[Stage, Signal], Stage | None]:
 
 
 def reservation(stage: Stage) -> Reservation:
-    return Reservation(
-        token=1,
+    entry = Entry(
         key=Key(bytes(32)),
-        session=1,
+        stored_bytes=1,
+        location=(),
         tier=Tier.RAM,
         reason=SaveReason.COLD,
         generation=1,
+        last_used_ns=0,
         payload_bytes=1,
-        stored_bytes=1,
         token_count=1,
+        payload_crc32c=0,
         layer_count=0,
+        token_ids_bytes=0,
+        published=False,
+    )
+    return Reservation(
+        token=1,
+        entry=entry,
+        session=1,
         token_ids=b"",
-        location=(),
         batch=SaveBatch((), 1),
         reserved_ns=0,
         expires_ns=1,
@@ -60,7 +67,9 @@ def test_the_table_above_names_every_pair() -> None:
     assert set(expected()) == set(product(Stage, Signal))
 
 
-@pytest.mark.parametrize(("stage", "signal"), list(product(Stage, Signal)))
+@pytest.mark.parametrize(
+    ("stage", "signal"), list(product(Stage, Signal)), ids=lambda one: one.name.lower()
+)
 def test_every_pair(stage: Stage, signal: Signal) -> None:
     save = reservation(stage)
     following = expected()[stage, signal]

@@ -415,7 +415,7 @@ def test_a_key_that_two_tiers_have_stays_where_it_was_found_first() -> None:
     assert driver.effects == [fx.Erase(Tier.DISK, keys("a"))], "its row stays"
     assert driver.entry("a").location == (4, 1)
     (token,) = driver.granted(driver.open(), "b", tier=Tier.SHM, payload_bytes=9)
-    assert sum(driver.tables.reservations[token].location[1::2]) == 9, "all but a's byte"
+    assert sum(driver.tables.reservations[token].entry.location[1::2]) == 9, "all but a's byte"
 
 
 def test_claims_of_an_earlier_start_are_held_until_nobody_can_have_one() -> None:

@@ -82,7 +82,8 @@ def test_the_ledger_hears_of_the_first_pin_and_the_last(driver: Driver) -> None:
 
 def test_an_eviction_is_told_to_readers_before_the_store(driver: Driver) -> None:
     turn = Turn(driver.tables, 10)
-    victim = driver.tables.ledgers[Tier.RAM].next_victim()
-    turn.evict(driver.tables.entries[victim])
+    victim, entry = driver.tables.ledgers[Tier.RAM].next_victim(), driver.entry("b")
+    assert turn.evict(victim) is entry
+    assert not entry.published
     assert turn.effects == [fx.IndexDelete(key("b")), fx.Erase(Tier.RAM, keys("b"))]
     assert driver.state.check() == []

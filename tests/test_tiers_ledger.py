@@ -15,6 +15,7 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.tiers.eviction.lru import LRU
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.ledger import Admission, Ledger
+from prefixd.tiers.order import Resident
 from prefixd.tiers.store import Location
 
 SLAB = 4096
@@ -27,9 +28,15 @@ def key(number: int) -> Key:
 
 @dataclass
 class Entry:
+    """What the twin knows of a resident."""
+
+    resident: Resident
     stored_bytes: int
-    location: Location
     pinned: bool = False
+
+
+def resident(number: int, stored_bytes: int, location: Location = ()) -> Resident:
+    return Resident(key=key(number), stored_bytes=stored_bytes, location=location)
 
 
 class Machine(RuleBasedStateMachine):
@@ -94,16 +101,17 @@ class Machine(RuleBasedStateMachine):
             return
         if admission is Admission.NO_ROOM:
             with pytest.raises(AssertionError):
-                self.ledger.reserve(key(self.number), stored_bytes)
+                self.ledger.reserve(resident(self.number, stored_bytes))
             return
-        name = key(self.number)
+        coming = resident(self.number, stored_bytes)
         self.number += 1
-        self.ledger.prepare(name, stored_bytes)
-        while self.ledger.admission(stored_bytes) is Admission.AFTER_EVICTION:
+        self.ledger.prepare(coming)
+        while self.ledger.wants_eviction(coming):
+            assert self.ledger.admission(stored_bytes) is Admission.AFTER_EVICTION
             self.evict()
-        location = self.ledger.reserve(name, stored_bytes)
-        assert sum(location[1::2]) == (stored_bytes if self.arena else 0)
-        self.reserved.append((name, Entry(stored_bytes, location)))
+        self.ledger.reserve(coming)
+        assert sum(coming.location[1::2]) == (stored_bytes if self.arena else 0)
+        self.reserved.append((coming.key, Entry(coming, stored_bytes)))
 
     def evict(self) -> None:
         assert next(self.ledger.victims()) == next(iter(self.order))
@@ -111,18 +119,18 @@ class Machine(RuleBasedStateMachine):
         assert victim == next(iter(self.order))
         del self.order[victim]
         entry = self.entries.pop(victim)
-        self.ledger.forget(entry.stored_bytes, entry.location)
+        self.ledger.forget(entry.resident)
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data(), published=st.booleans())
     def end_a_reservation(self, data: st.DataObject, published: bool) -> None:
         name, entry = self.reserved.pop(data.draw(st.integers(0, len(self.reserved) - 1)))
         if not published:
-            self.ledger.withdraw(name)
-            assert name not in self.ledger.policy
-            self.ledger.cancel(entry.stored_bytes, entry.location)
+            self.ledger.withdraw(entry.resident)
+            assert name not in set(self.ledger.policy.keys())
+            self.ledger.cancel(entry.resident)
             return
-        self.ledger.publish(name, entry.stored_bytes)
+        self.ledger.publish(entry.resident)
         self.entries[name] = entry
         self.order[name] = None
 
@@ -130,7 +138,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(list(self.order)))
-        self.ledger.pin(name, self.entries[name].stored_bytes)
+        self.ledger.pin(self.entries[name].resident)
         self.entries[name].pinned = True
         del self.order[name]
 
@@ -141,7 +149,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(self.pinned()))
-        self.ledger.unpin(name, self.entries[name].stored_bytes)
+        self.ledger.unpin(self.entries[name].resident)
         self.entries[name].pinned = False
         self.order[name] = None
 
@@ -149,6 +157,16 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def evict_one(self) -> None:
         self.evict()
+
+    @precondition(lambda self: self.order)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        """Whoever's turn it is."""
+        name = data.draw(st.sampled_from(list(self.order)))
+        entry = self.entries.pop(name)
+        del self.order[name]
+        self.ledger.remove(entry.resident)
+        self.ledger.forget(entry.resident)
 
     @precondition(lambda self: self.arena)
     @rule(slabs=st.integers(0, 5))
@@ -191,15 +209,15 @@ def test_the_ledger_agrees_with_its_twin(arena: bool, max_entries: int) -> None:
 def test_what_survived_takes_its_room_and_its_place() -> None:
     extents = ExtentAllocator(8 * SLAB, SLAB)
     ledger = Ledger(Tier.SHM, 8 * SLAB, LRU(8 * SLAB), extents=extents)
-    ledger.adopt(key(1), 3 * SLAB, (5 * SLAB, 3 * SLAB))
-    ledger.adopt(key(2), 2 * SLAB, (0, SLAB, 2 * SLAB, SLAB))
+    ledger.adopt(resident(1, 3 * SLAB, (5 * SLAB, 3 * SLAB)))
+    ledger.adopt(resident(2, 2 * SLAB, (0, SLAB, 2 * SLAB, SLAB)))
     assert (ledger.published_bytes, ledger.entries) == (5 * SLAB, 2)
     assert list(ledger.victims()) == [key(1), key(2)]
     assert ledger.admission(4 * SLAB) is Admission.AFTER_EVICTION
     with pytest.raises(ValueError, match="overlap"):
-        ledger.adopt(key(3), SLAB, (0, SLAB))
+        ledger.adopt(resident(3, SLAB, (0, SLAB)))
     assert (ledger.published_bytes, ledger.entries) == (5 * SLAB, 2)
-    assert key(3) not in ledger.policy
+    assert list(ledger.victims()) == [key(1), key(2)]
 
 
 def test_a_budget_that_is_not_secured_yet_is_no_room_rather_than_too_large() -> None:

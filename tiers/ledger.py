@@ -16,7 +16,7 @@ from ..proto.keys import Key
 from ..proto.vocabulary import Tier
 from .eviction.base import EvictionPolicy
 from .extents import ExtentAllocator
-from .store import Location
+from .order import Resident, order_by
 
 
 class Admission(Enum):
@@ -50,7 +50,7 @@ class Ledger:
         self.limit_bytes = budget_bytes if extents is None else extents.capacity_bytes
         self.max_entries = max_entries
         self.max_reserved_bytes = max_reserved_bytes
-        self.policy = policy
+        self.policy = order_by(policy)
         self.extents = extents
         self.published_bytes = 0
         self.reserved_bytes = 0
@@ -83,12 +83,16 @@ class Ledger:
             and reserved_bytes > self.max_reserved_bytes
         ):
             return Admission.NO_ROOM
-        if self.fits_after(stored_bytes, entries, 0, 0):
+        if self.fits(stored_bytes, entries):
             return Admission.FITS
         unpinned_entries = self.entries - self.pinned_entries
         if self.fits_after(stored_bytes, entries, self.unpinned_bytes, unpinned_entries):
             return Admission.AFTER_EVICTION
         return Admission.NO_ROOM
+
+    def fits(self, stored_bytes: int, entries: int = 1) -> bool:
+        """Is there room for it now? Without a look at `max_reserved_bytes`."""
+        return self.fits_after(stored_bytes, entries, 0, 0)
 
     def fits_after(
         self, stored_bytes: int, entries: int, freed_bytes: int, freed_entries: int
@@ -105,83 +109,87 @@ class Ledger:
 
     # ---- reservations
 
-    def reserve(self, key: Key, stored_bytes: int) -> Location:
+    def prepare(self, coming: Resident) -> None:
+        """Something that is not there is about to be reserved."""
+        self.policy.prepare(coming)
+
+    def wants_eviction(self, coming: Resident) -> bool:
+        """Has somebody to leave before what was prepared is reserved: for the budget, or for the
+        shares that the policy gives its queues?"""
+        return not self.fits(coming.stored_bytes) or self.policy.crowded(coming)
+
+    def reserve(self, resident: Resident) -> None:
         """Take room that `admission` said FITS, and place it.
 
-        The key enters the eviction order now, pinned: orders with shares for their queues have
-        to see what is on its way to them.
+        It enters the eviction order now, pinned: orders with shares for their queues have to
+        see what is on its way to them.
         """
-        assert self.admission(stored_bytes) is Admission.FITS
+        stored_bytes = resident.stored_bytes
+        assert self.fits(stored_bytes)
         self.reserved_bytes += stored_bytes
         self.reservations += 1
-        self.policy.admit(key, stored_bytes)
-        self.policy.pin(key)
-        return () if self.extents is None else self.extents.allocate(stored_bytes)
+        self.policy.enter(resident)
+        if self.extents is not None:
+            resident.location = self.extents.allocate(stored_bytes)
 
-    def withdraw(self, key: Key) -> None:
-        """A reserved key is not going to be published; its room may be in use yet."""
-        self.policy.unpin(key)
-        self.policy.remove(key)
+    def withdraw(self, resident: Resident) -> None:
+        """What was reserved is not going to be published; its room may be in use yet."""
+        self.policy.remove(resident)
 
-    def cancel(self, stored_bytes: int, location: Location) -> None:
+    def cancel(self, resident: Resident) -> None:
         """The room of a reservation that was withdrawn is free."""
-        self.reserved_bytes -= stored_bytes
+        self.reserved_bytes -= resident.stored_bytes
         self.reservations -= 1
         if self.extents is not None:
-            self.extents.free(location)
+            self.extents.free(resident.location)
 
-    def publish(self, key: Key, stored_bytes: int) -> None:
+    def publish(self, resident: Resident) -> None:
         """A reservation becomes an entry: unpinned, and most recent."""
+        stored_bytes = resident.stored_bytes
         self.reserved_bytes -= stored_bytes
         self.reservations -= 1
         self.published_bytes += stored_bytes
         self.entries += 1
-        self.policy.unpin(key)
+        self.policy.unpin(resident)
 
-    def adopt(self, key: Key, stored_bytes: int, location: Location) -> None:
-        """An entry that survived a restart, least recent first. The caller asked `admission`."""
+    def adopt(self, resident: Resident) -> None:
+        """What survived a restart, least recent first. The caller asked `admission`."""
         if self.extents is not None:
-            self.extents.claim(location)
-        self.published_bytes += stored_bytes
+            self.extents.claim(resident.location)
+        self.published_bytes += resident.stored_bytes
         self.entries += 1
-        self.policy.prepare(key, stored_bytes)
-        self.policy.admit(key, stored_bytes)
+        self.policy.prepare(resident)
+        self.policy.enter(resident)
+        self.policy.unpin(resident)
 
     # ---- published entries
 
-    def pin(self, key: Key, stored_bytes: int) -> None:
+    def pin(self, resident: Resident) -> None:
         """The first claim on an entry."""
-        self.pinned_bytes += stored_bytes
+        self.pinned_bytes += resident.stored_bytes
         self.pinned_entries += 1
-        self.policy.pin(key)
+        self.policy.pin(resident)
 
-    def unpin(self, key: Key, stored_bytes: int) -> None:
+    def unpin(self, resident: Resident) -> None:
         """The last claim on an entry is gone."""
-        self.pinned_bytes -= stored_bytes
+        self.pinned_bytes -= resident.stored_bytes
         self.pinned_entries -= 1
-        self.policy.unpin(key)
+        self.policy.unpin(resident)
 
-    def prepare(self, key: Key, stored_bytes: int) -> None:
-        """A key that is not there is about to be reserved."""
-        self.policy.prepare(key, stored_bytes)
-
-    def wants_eviction(self, key: Key, stored_bytes: int) -> bool:
-        """Has somebody to leave before this prepared key is reserved: for the budget, or for the
-        shares that the policy gives its queues?"""
-        return self.admission(stored_bytes) is not Admission.FITS or self.policy.crowded(
-            key, stored_bytes
-        )
-
-    def next_victim(self, incoming: Key | None = None) -> Key | None:
+    def next_victim(self, coming: Resident | None = None) -> Key | None:
         """Take the next victim out of the eviction order; `forget` has to follow."""
-        return self.policy.evict(incoming)
+        return self.policy.evict(coming)
 
-    def forget(self, stored_bytes: int, location: Location) -> None:
-        """An unpinned entry that already left the eviction order gives its bytes back."""
-        self.published_bytes -= stored_bytes
+    def remove(self, resident: Resident) -> None:
+        """Take an unpinned entry out of the eviction order whose turn it is not; likewise."""
+        self.policy.remove(resident)
+
+    def forget(self, resident: Resident) -> None:
+        """An unpinned entry that left the eviction order already gives its bytes back."""
+        self.published_bytes -= resident.stored_bytes
         self.entries -= 1
         if self.extents is not None:
-            self.extents.free(location)
+            self.extents.free(resident.location)
 
     def grow(self, secured_bytes: int) -> None:
         """The arena has this many bytes of real memory now."""

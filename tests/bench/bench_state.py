@@ -2,7 +2,9 @@
 
     python tests/bench/bench_state.py            # 10,000 against 1,000,000 entries
 
-Prints one JSON object per line. Ratios within one run are what counts.
+Prints one JSON object per line. Ratios within one run are what counts: the two sizes take turns.
+A batch is 48 keys that were saved together, as the blocks of a prompt are; `scattered` ones were
+not, which is the worst case. `bench_entries.py` measures the same end to end.
 """
 
 from __future__ import annotations
@@ -11,11 +13,15 @@ import argparse
 import gc
 import json
 import os
+import random
 import resource
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
@@ -30,6 +36,7 @@ from prefixd.server.events import (
     ReserveAsked,
     SaveItem,
     SessionOpened,
+    Tick,
     WriteSealed,
 )
 from prefixd.server.state import MetaState
@@ -41,6 +48,11 @@ from prefixd.tiers.ledger import Ledger
 SLAB_BYTES = 64 * 2**10
 BATCH_KEYS = 48
 SECOND_NS = 10**9
+#: Saved between two flushes, in some seconds of a busy daemon.
+FLUSH_KEYS = BATCH_KEYS * 500
+TURNS = 10
+
+T = TypeVar("T")
 
 
 class Driver:
@@ -112,6 +124,10 @@ class Driver:
     def release(self, claim: int) -> None:
         self.ask(ReleaseAsked(self.request(), self.session, (claim,), self.now_ns))
 
+    def flush(self) -> None:
+        """As the daemon does every second."""
+        self.state.apply(Tick(self.now_ns, flush=True))
+
     def evict(self, entries: int) -> list[Effect]:
         return self.state.apply(
             EvictAsked(self.request(), (Tier.RAM,), entries * SLAB_BYTES, self.now_ns)
@@ -138,33 +154,69 @@ def resident_bytes() -> int:
     return pages * resource.getpagesize()
 
 
-def scale(entries: int, repeats: int) -> dict[str, float]:
-    """Claim, release and save at so many entries; and what an entry takes."""
-    driver = Driver(entries)
-    gc.collect()
-    before_bytes = resident_bytes()
-    sample: list[Key] = []
-    for start in range(0, entries, BATCH_KEYS):
-        keys = new_keys(min(BATCH_KEYS, entries - start))
-        driver.save(keys)
-        if start % (entries // repeats + 1) < BATCH_KEYS and len(keys) == BATCH_KEYS:
-            sample.extend(keys)
-    gc.collect()
-    entry_bytes = (resident_bytes() - before_bytes) / entries
-    batches = [sample[i : i + BATCH_KEYS] for i in range(0, len(sample), BATCH_KEYS)]
-    claims: list[int] = []
-    claim_us = timed_us(
-        lambda i: claims.append(driver.claim(batches[i % len(batches)])), len(batches)
-    )
-    release_us = timed_us(lambda i: driver.release(claims[i]), len(batches))
-    fresh = [new_keys(BATCH_KEYS) for _ in range(repeats)]
-    save_us = timed_us(lambda i: driver.save(fresh[i]), repeats)
-    return {
-        "claim_us": claim_us,
-        "release_us": release_us,
-        "save_evicting_us": save_us,
-        "entry_bytes": entry_bytes,
-    }
+class Side:
+    """A full state of so many entries, and what its batches take in microseconds."""
+
+    def __init__(self, entries: int) -> None:
+        gc.collect()
+        before_bytes = resident_bytes()
+        self.driver = Driver(entries)
+        self.keys: list[Key] = []
+        for start in range(0, entries, BATCH_KEYS):
+            keys = new_keys(min(BATCH_KEYS, entries - start))
+            self.driver.save(keys)
+            self.keys += keys
+            if start % FLUSH_KEYS == 0:
+                self.driver.flush()
+        gc.collect()
+        gc.freeze()  # as the daemon does, see `server/garbage.py`
+        # The list is ours, the keys in it are the state's.
+        own_bytes = sys.getsizeof(self.keys)
+        self.entry_bytes = (resident_bytes() - before_bytes - own_bytes) / entries
+        self.took_us: dict[str, list[float]] = defaultdict(list)
+        self.random = random.Random(1)
+
+    def timed(self, op: str, action: Callable[[], T]) -> T:
+        start = time.perf_counter()
+        result = action()
+        self.took_us[op].append((time.perf_counter() - start) * 1e6)
+        return result
+
+    def claim_and_release(self, op: str, keys: list[Key]) -> None:
+        claim = self.timed(f"claim{op}", lambda: self.driver.claim(keys))
+        self.timed(f"release{op}", lambda: self.driver.release(claim))
+
+    def read_turn(self, samples: int) -> None:
+        self.driver.flush()
+        for _ in range(samples):
+            start = self.random.randrange(len(self.keys) // BATCH_KEYS) * BATCH_KEYS
+            self.claim_and_release("", self.keys[start : start + BATCH_KEYS])
+        for _ in range(samples):
+            self.claim_and_release("_scattered", self.random.sample(self.keys, BATCH_KEYS))
+
+    def save_turn(self, samples: int) -> None:
+        self.driver.flush()
+        for _ in range(samples):
+            keys = new_keys(BATCH_KEYS)
+            self.timed("save_evicting", lambda keys=keys: self.driver.save(keys))  # type: ignore[misc]
+
+    def medians(self) -> dict[str, float]:
+        return {op: statistics.median(took_us) for op, took_us in self.took_us.items()}
+
+
+def scale(few: int, many: int, repeats: int) -> Iterator[dict[str, object]]:
+    """Claim, release and save at two numbers of entries; and what an entry takes."""
+    sides = [Side(few), Side(many)]
+    for turn in (Side.read_turn, Side.save_turn):
+        for _ in range(TURNS):
+            for side in sides:
+                turn(side, -(-repeats // TURNS))
+    for entries, side in zip((few, many), sides, strict=True):
+        rounded = {f"{op}_us": round(us, 1) for op, us in side.medians().items()}
+        more = {"entry_bytes": round(side.entry_bytes)}
+        yield {"entries": entries, "batch_keys": BATCH_KEYS, **rounded, **more}
+    few_us, many_us = (side.medians() for side in sides)
+    yield {"ratio": {op: round(many_us[op] / us, 2) for op, us in few_us.items()}}
 
 
 def eviction(entries: int, pinned: int) -> float:
@@ -187,12 +239,8 @@ def main() -> None:
     parser.add_argument("--pinned", type=int, default=100_000)
     parser.add_argument("--repeats", type=int, default=200)
     options = parser.parse_args()
-    few, many = scale(options.few, options.repeats), scale(options.many, options.repeats)
-    for name, count, row in (("few", options.few, few), ("many", options.many, many)):
-        rounded = {key: round(value, 1) for key, value in row.items()}
-        print(json.dumps({"case": name, "entries": count, "batch_keys": BATCH_KEYS, **rounded}))
-    names = ("claim_us", "release_us", "save_evicting_us")
-    print(json.dumps({"ratio": {name: round(many[name] / few[name], 2) for name in names}}))
+    for row in scale(options.few, options.many, options.repeats):
+        print(json.dumps(row))
     runs = [(eviction(10_000, 0), eviction(10_000, options.pinned)) for _ in range(3)]
     free_us, pinned_us = (statistics.median(column) for column in zip(*runs, strict=True))
     print(
