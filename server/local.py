@@ -90,7 +90,7 @@ class _Call:
         return self._cancelled
 
     def done(self, *, cancelled: bool) -> None:
-        """The client has read the answer, or (`cancelled`) perhaps never will."""
+        """The client has read the answer, or (`cancelled`) never will."""
         self._cancelled = cancelled
         for callback in self._when_done:
             callback(self)
@@ -138,11 +138,13 @@ class _Connection(asyncio.Protocol):
         if self._requests and self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def connection_lost(self, _why: Exception | None) -> None:
+    def connection_lost(self, why: Exception | None) -> None:
         self._patience.cancel()
         self._server.connections.discard(self)
         self._task.cancel()
-        self._call.done(cancelled=True)
+        # Of a client that hung up with an answer unread the kernel says so (ECONNRESET); any other
+        # has read it, and what it claimed is held on: views may be looked at.
+        self._call.done(cancelled=why is not None)
 
     def hang_up(self) -> asyncio.Task[None]:
         """End the connection; what it was doing is over when the task is."""
@@ -161,7 +163,7 @@ class _Connection(asyncio.Protocol):
                 self._call.done(cancelled=False)
                 self._call = _Call()
                 await self._answer(request)
-        except (PrefixdError, OSError) as problem:
+        except Exception as problem:
             self._fail(problem)
 
     async def _next(self) -> pb.LocalRequest:
