@@ -232,6 +232,9 @@ class _Connection(asyncio.Protocol):
         self._send(pb.LocalResponse(save_staged=response))
 
     def _send(self, response: pb.LocalResponse) -> None:
+        if self._transport.is_closing():  # and takes nothing more, without saying so
+            self._call.done(cancelled=True)
+            return
         self._transport.write(frame(response))
         if self._transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
             log.warning("local_client_does_not_read")
