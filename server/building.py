@@ -78,9 +78,9 @@ def _undamaged_index(directory: Path, incarnation: bytes, map_bytes: int) -> Ind
         try:
             index = Index(directory, incarnation, map_bytes)
             opened.callback(index.close)
-            # Opening it does not touch every page; this does, at 0.4 us a row.
-            index.claimed()
-            index.keys()
+            # Opening it does not touch every page; this does, in less than 1 us a row.
+            for _ in index.rows():
+                pass
         except (StoreError, lmdb.Error) as problem:
             if isinstance(problem.__cause__ or problem, _DAMAGE):
                 raise _Damaged(str(problem)) from None

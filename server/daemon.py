@@ -7,10 +7,11 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import structlog
@@ -32,7 +33,6 @@ from .clock import Clock
 from .config import load_config
 from .events import ArenaGrown
 from .handoff import Handoff
-from .index import Index
 from .local import LocalServer
 from .lock import lock_directories
 from .logs import configure_logs
@@ -48,6 +48,8 @@ log = structlog.get_logger("prefixd")
 
 #: Serve once so much of an arena is real memory; the rest follows in the background.
 _SECURED_BEFORE_SERVING_BYTES = 256 * 2**20
+#: Memory that a device has no room for is asked for again this often.
+_SECURE_AGAIN_S = 5.0
 _HEALTH_INTERVAL_S = 1.0
 _SERVICES = ("prefixd.v1.Cache", "prefixd.v1.Admin")
 
@@ -76,10 +78,10 @@ def _complain(problem: str, status: int) -> int:
 
 async def serve(plan: Plan) -> None:
     """Run a daemon until SIGTERM or SIGINT."""
-    stop = asyncio.Event()
+    stop = _Stop()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop.signalled)
     for line in plan.describe():
         log.info("budget", tier=line)
     for warning in plan.warnings:
@@ -111,6 +113,17 @@ async def serve(plan: Plan) -> None:
             raise PrefixdError(f"stopped, for the state does not add up: {core.ill()['state']}")
 
 
+class _Stop:
+    """What signals ask for: the first one to stop, the next not to wait for anybody."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.hurried = asyncio.Event()
+
+    def signalled(self) -> None:
+        (self.hurried if self.asked.is_set() else self.asked).set()
+
+
 @asynccontextmanager
 async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
     """Stores, index and state, recovered and with memory under them; closed in reverse order."""
@@ -124,7 +137,9 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
             )
             closing.callback(store.close)
             stores[tier] = store
-        index = Index(config.shm.directory, incarnation, building.index_map_bytes(plan))
+        index = building.make_index(
+            config.shm.directory, incarnation, building.index_map_bytes(plan)
+        )
         closing.callback(index.close)
         executor = ThreadPoolExecutor(config.server.worker_threads, "prefixd-worker")
         closing.callback(executor.shutdown, cancel_futures=True)
@@ -139,7 +154,7 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
             for one in securing:
                 await one.secure(_SECURED_BEFORE_SERVING_BYTES)
             await recovery.recover(core, config.sessions.claim_lease_ns)
-            background = asyncio.gather(*(one.secure() for one in securing))
+            background = asyncio.gather(*(one.secure_all() for one in securing))
             try:
                 yield core
             finally:
@@ -158,35 +173,38 @@ class _Securing:
         self._tier = store.tier
         self._arena = arena
         self._segments = arena.secure_segments()
+        self._part = f"{store.tier.label} arena"
         self._grown(arena.secured_bytes)
 
     def _grown(self, secured_bytes: int) -> None:
         self._core.post(ArenaGrown(self._tier, secured_bytes, self._core.clock.now_ns()))
 
-    async def secure(self, upto_bytes: int = 0) -> None:
-        """Up to so many bytes, or (0) all. A device without room ends it, and is an illness."""
-        loop = asyncio.get_running_loop()
-        goal_bytes = min(upto_bytes or self._arena.size_bytes, self._arena.size_bytes)
-        done_bytes = 0
-        try:
-            while done_bytes < goal_bytes:
-                segment = await loop.run_in_executor(
-                    self._core.executor, next, self._segments, None
-                )
-                if segment is None:
-                    break
-                done_bytes = segment
-                self._grown(done_bytes)
-        except Exception as problem:
-            self._core.illnesses[f"{self._tier.label} arena"] = str(problem)
-            log.error("arena_not_secured", tier=self._tier.label, error=str(problem))
-            return
+    async def secure_all(self) -> None:
+        """Returns when all of it is there: what a device has no room for is asked for again."""
+        while not await self.secure():
+            await asyncio.sleep(_SECURE_AGAIN_S)
+        self._core.illnesses.pop(self._part, None)
         log.info(
             "arena_secured",
             tier=self._tier.label,
             secured=format_bytes(self._arena.secured_bytes),
-            of=format_bytes(self._arena.size_bytes),
         )
+
+    async def secure(self, upto_bytes: int | None = None) -> bool:
+        """Up to so many bytes, or (None) all. False: there was no room, which is an illness."""
+        loop, executor = asyncio.get_running_loop(), self._core.executor
+        try:
+            while there_bytes := await loop.run_in_executor(executor, next, self._segments, 0):
+                self._grown(there_bytes)
+                if upto_bytes is not None and there_bytes >= upto_bytes:
+                    break
+        except Exception as problem:
+            if self._part not in self._core.illnesses:
+                log.error("arena_not_secured", tier=self._tier.label, error=str(problem))
+            self._core.illnesses[self._part] = str(problem)
+            self._segments = self._arena.secure_segments()
+            return False
+        return True
 
 
 def make_server(
@@ -219,30 +237,40 @@ async def _serve_rpcs(
     config: Config,
     service: CacheService,
     service_config: ServiceConfig,
-    stop: asyncio.Event,
+    stop: _Stop,
 ) -> None:
     server, checker = make_server(core, service, service_config)
     addresses = _listen(server, config)
     await server.start()
     watching = asyncio.ensure_future(_watch_health(core, checker))
     log.info("serving", version=__version__, pid=os.getpid(), addresses=addresses)
-    ends = [asyncio.ensure_future(end.wait()) for end in (stop, core.broken)]
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    for end in ends:
-        end.cancel()
+    await _first(stop.asked.wait(), core.broken.wait())
     log.info("stopping", drain_timeout_s=config.server.drain_timeout_ns / 1e9)
     watching.cancel()
     await checker.enter_graceful_shutdown()
-    await core.drain(config.server.drain_timeout_ns / 1e9)
+    draining = core.drain(config.server.drain_timeout_ns / 1e9)
+    # In a state that is broken nothing comes to its end any more.
+    await _first(draining, stop.hurried.wait(), core.broken.wait())
     core.end_sessions()
     await server.stop(grace=1.0)
     log.info("stopped")
 
 
+async def _first(*events: Coroutine[Any, Any, object]) -> None:
+    """Wait for one of several things, and no longer for the others."""
+    tasks = [asyncio.ensure_future(event) for event in events]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
 def _listen(server: grpc.aio.Server, config: Config) -> list[str]:
     """Bind every address. The socket's directory is locked: what lies there is a leftover."""
     path = _socket_of(config)
-    path.unlink(missing_ok=True)
+    if path.is_socket():
+        path.unlink()
+    elif path.exists():
+        raise FileExistsError(f"{path} is there and is no socket; it is not replaced")
     _bind(server, config.server.address)
     path.chmod(config.server.socket_mode)
     addresses = [config.server.address]

@@ -1,0 +1,402 @@
+"""`prefixd` as a process that serves: how it is asked how it is, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from prefixd.client.ctl.connection import Health
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.vocabulary import Tier
+from prefixd.server import daemon as module
+from prefixd.server.budgets import resolve
+from prefixd.server.config import load_config
+from prefixd.tiers.arena import Arena
+
+from .daemon import eventually
+from .outside import FLAGS, DaemonProcess, assert_sound, daemon_process
+from .running import (
+    MACHINE,
+    OpenSession,
+    Refused,
+    Running,
+    answer,
+    in_loop,
+    item,
+    key,
+    part,
+    payload,
+    rest_of,
+    stream,
+)
+
+DATA = payload(1, 100_000)
+
+
+@pytest.fixture
+def daemon() -> Iterator[DaemonProcess]:
+    """Not started yet."""
+    with daemon_process() as made:
+        yield made
+
+
+async def half_saved(session: OpenSession, number: int, tier: Tier = Tier.DISK) -> Any:
+    """A save of which the daemon has the first half."""
+    cache, admin = session.daemon.cache, session.daemon.admin
+    call = cache.Save()
+    half = pb.WritePart(data=DATA[:50_000])
+    await call.write(
+        pb.SaveRequest(header=session.header([item(key(number), DATA)], tier), parts=[half])
+    )
+    while "writing" not in [
+        r.stage for r in (await admin.ListReservations(pb.ListReservationsRequest())).reservations
+    ]:
+        pass
+    return call
+
+
+async def finish(call: Any) -> int:
+    """Send the second half; the status of the save."""
+    rest = part(0, DATA[50_000:], offset=50_000, payload_crc32c=part(0, DATA).payload_crc32c)
+    await call.write(pb.SaveRequest(parts=[rest]))
+    await call.done_writing()
+    (result,) = (await answer(call)).results
+    return result.status
+
+
+async def draining(client: Running) -> Refused:
+    """How the daemon refuses, from the moment that it was told to stop."""
+    while True:
+        try:
+            await client.lookup(key(1))
+        except Refused as refused:
+            return refused
+
+
+# ---- the end
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@in_loop
+async def test_a_stop_lets_what_moves_come_to_its_end(
+    daemon: DaemonProcess, number: signal.Signals
+) -> None:
+    daemon.start()
+    async with daemon.client() as client:
+        session = await client.open()
+        await session.save({key(2): DATA}, Tier.SHM)
+        saving = await half_saved(session, 1)
+        os.kill(daemon.pid, number)
+        refused = await draining(client)
+        assert (refused.code, refused.name) == (grpc.StatusCode.UNAVAILABLE, "draining")
+        assert refused.retry == "1"
+        for call in (
+            session.save({key(3): DATA}),
+            session.reserve([item(key(3), DATA)]),
+            session.claim([key(2)]),
+            client.open(),
+        ):
+            with pytest.raises((Refused, grpc.aio.AioRpcError)) as too_late:
+                await call
+            assert "draining" in str(too_late.value) or "stopping" in str(too_late.value)
+        # It still is what it was before: the session lives, the save goes on.
+        await session.beat()
+        assert await finish(saving) == pb.SAVE_STATUS_SAVED
+        said = [event.WhichOneof("kind") for event in await rest_of(session.call)]
+        assert said == ["draining"]
+        assert await asyncio.to_thread(daemon.wait) == 0
+    assert not (daemon.directory / "d.sock").exists()
+    daemon.start()
+    async with daemon.client() as client:
+        session = await client.open()
+        assert await session.restore(key(1)) == DATA
+        assert await session.restore(key(2)) == DATA
+        assert await client.presence(key(3)) == [pb.PRESENCE_ABSENT]
+        await assert_sound(client)
+
+
+@pytest.mark.parametrize("how", ["drain timeout", "second signal"])
+@in_loop
+async def test_a_save_that_never_ends_does_not_keep_the_daemon(how: str) -> None:
+    patience = {"drain timeout": "50ms", "second signal": "1h"}[how]
+    with daemon_process(f"--server.drain_timeout={patience}") as daemon:
+        daemon.start()
+        async with daemon.client() as client:
+            session = await client.open()
+            saving = await half_saved(session, 1)
+            os.kill(daemon.pid, signal.SIGTERM)
+            if how == "second signal":
+                await draining(client)
+                os.kill(daemon.pid, signal.SIGTERM)
+            assert await asyncio.to_thread(daemon.wait) == 0
+            with pytest.raises(Refused) as refused:
+                await answer(saving)
+            assert refused.value.code is grpc.StatusCode.UNAVAILABLE
+        daemon.start()
+        async with daemon.client() as client:
+            assert await client.presence(key(1)) == [pb.PRESENCE_ABSENT]
+            await assert_sound(client)
+
+
+@in_loop
+async def test_whoever_waits_is_answered_when_the_daemon_stops(daemon: DaemonProcess) -> None:
+    daemon.start()
+    async with daemon.client() as client:
+        saver, session = await client.open(), await client.open()
+        await saver.granted([item(key(1), DATA)])
+        minute = {"wait_ms": 60_000}
+        waiting = [
+            asyncio.ensure_future(client.lookup(key(1), **minute)),
+            asyncio.ensure_future(session.claim([key(1)], **minute)),
+            asyncio.ensure_future(session.save({key(1): DATA}, **minute)),
+        ]
+        while (await client.admin.Stats(pb.StatsRequest())).waiters < len(waiting):
+            pass
+        os.kill(daemon.pid, signal.SIGTERM)
+        found, *others = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [one.presence for one in found] == [pb.PRESENCE_ABSENT]
+        for one in others:
+            # What it waited for is gone with its saver, or its own session is by now.
+            assert not isinstance(one, BaseException) or one.retry == "1"
+        assert await asyncio.to_thread(daemon.wait) == 0
+
+
+STOPPED_EARLY = """
+import os, signal, sys
+from prefixd.server import daemon, recovery
+recover = recovery.recover
+async def stopped_early(*args):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return await recover(*args)
+recovery.recover = stopped_early
+daemon.main(sys.argv[1:])
+"""
+
+
+def test_a_stop_before_it_serves_is_one_too(daemon: DaemonProcess) -> None:
+    daemon.run_with(STOPPED_EARLY)
+    ended = daemon.attempt()
+    assert ended.status == 0
+    assert "stopped" in ended.err
+    assert "Traceback" not in ended.err
+
+
+BREAKS = """
+import sys
+from prefixd.server import daemon
+from prefixd.server.events import EvictAsked
+from prefixd.server.state import MetaState
+apply = MetaState.apply
+def break_it(self, event):
+    if isinstance(event, EvictAsked):
+        self.tables.ledgers[1].published_bytes += 1
+        raise RuntimeError("on purpose")
+    return apply(self, event)
+MetaState.apply = break_it
+daemon.main(sys.argv[1:])
+"""
+
+
+@in_loop
+async def test_books_that_do_not_balance_end_the_daemon_with_status_1() -> None:
+    """At once: what it was doing has no sense any more. Its supervisor starts it again."""
+    with daemon_process("--server.drain_timeout=1h") as daemon:
+        daemon.run_with(BREAKS)
+        daemon.start()
+        async with daemon.client() as client:
+            session = await client.open()
+            await session.save({key(2): DATA}, Tier.DISK)
+            saving = await half_saved(session, 1)
+            with pytest.raises(Refused, match="on purpose"):
+                await answer(client.admin.Evict(pb.EvictRequest(free_bytes=1)))
+            assert await asyncio.to_thread(daemon.wait) == 1
+            with pytest.raises(Refused):
+                await answer(saving)
+        assert daemon.tail().splitlines()[-1] == (
+            "prefixd: stopped, for the state does not add up: "
+            "EvictAsked failed: RuntimeError('on purpose')"
+        )
+        daemon.start()
+        async with daemon.client() as client:
+            assert await (await client.open()).restore(key(2)) == DATA
+            await assert_sound(client)
+
+
+# ---- how it is
+
+
+#: Commits fail as long as a file says so.
+FAILS = """
+import os, sys
+from prefixd.server import daemon
+from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.store import StoreError
+apply = DiskStore.apply
+def fail(self, sealed, erased):
+    if os.path.exists(self.directory.parent / "ill"):
+        raise StoreError("a failed write, on purpose")
+    apply(self, sealed, erased)
+DiskStore.apply = fail
+daemon.main(sys.argv[1:])
+"""
+
+
+def scrape(address: str) -> dict[tuple[str, str], float]:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as response:
+        text = response.read().decode()
+    return {
+        (sample.name, ",".join(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@in_loop
+async def test_an_illness_shows_everywhere_and_goes_by_itself() -> None:
+    with daemon_process("--server.metrics=127.0.0.1:0") as daemon:
+        daemon.run_with(FAILS)
+        daemon.start()
+        (metrics,) = daemon.logged("metrics")
+        async with daemon.client() as client:
+            session = await client.open()
+            well = scrape(metrics["address"])
+            assert well["prefixd_healthy", ""] == 1
+            (daemon.directory / "ill").touch()
+            assert await session.save({key(1): DATA}, Tier.DISK) == [pb.SAVE_STATUS_FAILED]
+            with daemon.admin() as admin:
+                eventually(lambda: admin.health() is Health.NOT_SERVING)
+                assert admin.stats().health == "disk commit: a failed write, on purpose"
+                ill = scrape(metrics["address"])
+                assert ill["prefixd_healthy", ""] == 0
+                assert ill["prefixd_ill", "disk commit"] == 1
+                assert ill["prefixd_failed_saves_total", ""] == 1
+                # The other tiers are as they were, and nobody who asks is sent away.
+                assert await session.save({key(1): DATA}, Tier.RAM) == [pb.SAVE_STATUS_SAVED]
+                assert await session.restore(key(1)) == DATA
+                (daemon.directory / "ill").unlink()
+                eventually(lambda: admin.health() is Health.SERVING)
+            assert scrape(metrics["address"])["prefixd_healthy", ""] == 1
+            assert await session.save({key(2): DATA}, Tier.DISK) == [pb.SAVE_STATUS_SAVED]
+            await assert_sound(client)
+
+
+@in_loop
+async def test_a_device_without_room_refuses_saves_until_it_has_some(
+    daemon: DaemonProcess,
+) -> None:
+    """For once with files that really can't grow."""
+    daemon.start()
+    data = daemon.directory / "disk" / "data.mdb"
+    async with daemon.client() as client:
+        session = await client.open()
+        assert await session.save({key(1): DATA}, Tier.DISK) == [pb.SAVE_STATUS_SAVED]
+        _, most_bytes = resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE)
+        full = (data.stat().st_size + 64 * 1024, most_bytes)
+        resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, full)
+        for number in (2, 3):
+            saved = await session.save({key(number): DATA}, Tier.DISK)
+            assert saved == [pb.SAVE_STATUS_DEVICE_FULL]
+            assert await client.presence(key(number)) == [pb.PRESENCE_ABSENT]
+        assert await session.restore(key(1)) == DATA
+        await assert_sound(client)
+        resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+        assert await session.save({key(2): DATA}, Tier.DISK) == [pb.SAVE_STATUS_SAVED]
+        stats = await client.admin.Stats(pb.StatsRequest())
+        assert stats.counters["prefixd_failed_saves_total"] == 2
+        (disk,) = [tier for tier in stats.tiers if tier.tier == Tier.DISK]
+        assert (disk.entries, disk.reserved_bytes) == (2, 0)
+        await assert_sound(client)
+    assert await asyncio.to_thread(daemon.stop) == 0
+
+
+@in_loop
+async def test_a_log_that_nobody_takes_any_more_is_no_reason_to_fail(
+    daemon: DaemonProcess,
+) -> None:
+    process = subprocess.Popen(
+        daemon._command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    assert process.stderr is not None
+    process.stderr.close()
+    try:
+        with daemon.admin(timeout_s=60) as admin:
+            assert admin.health(wait_for_ready=True) is Health.SERVING
+        async with daemon.client() as client:
+            session = await client.open()
+            for tier in Tier:
+                assert await session.save({key(tier): DATA}, tier) == [pb.SAVE_STATUS_SAVED]
+            await session.close()
+            await assert_sound(client)
+        process.terminate()
+        assert await asyncio.to_thread(process.wait, 60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@in_loop
+async def test_it_listens_wherever_it_is_told_to_and_says_what_it_is() -> None:
+    with daemon_process("--server.tcp=127.0.0.1:0", "--server.socket_mode=0660") as daemon:
+        daemon.start()
+        assert (daemon.directory / "d.sock").stat().st_mode & 0o777 == 0o660
+        (serving,) = daemon.logged("serving")
+        unix, tcp = serving["addresses"]
+        assert (unix, serving["pid"]) == (daemon.address, daemon.pid)
+        async with daemon.client() as client, daemon.client(tcp) as other:
+            session, remote = await client.open(), await other.open()
+            assert remote.number != session.number
+            await session.save({key(1): DATA})
+            assert await remote.restore(key(1)) == DATA
+            stub = reflection_pb2_grpc.ServerReflectionStub(other.channel)
+            request = reflection_pb2.ServerReflectionRequest(list_services="")
+            (said,) = await answer(stub.ServerReflectionInfo(stream([request])))
+            names = {service.name for service in said.list_services_response.service}
+            assert {"prefixd.v1.Cache", "prefixd.v1.Admin", "grpc.health.v1.Health"} <= names
+
+
+@in_loop
+async def test_memory_that_there_is_no_room_for_yet_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It serves with what it has, and says that it should have more."""
+    segment_bytes, room_bytes = 64 * 1024, 256 * 1024
+    allocate, segments = os.posix_fallocate, Arena.secure_segments
+
+    def with_little_room(fd: int, offset: int, length: int) -> None:
+        if offset + length > room_bytes:
+            raise OSError(28, "No space left on device")
+        allocate(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", with_little_room)
+    monkeypatch.setattr(Arena, "secure_segments", lambda arena: segments(arena, segment_bytes))
+    monkeypatch.setattr(module, "_SECURE_AGAIN_S", 0.001)
+    places = [f"--{name}.directory={tmp_path / name}" for name in ("shm", "disk")]
+    plan = resolve(load_config([*FLAGS, *places], {}), MACHINE)
+    async with module._running_core(plan, bytes(16)) as core:
+        for tier in (Tier.RAM, Tier.SHM):
+            assert core.state.tables.ledgers[tier].limit_bytes == room_bytes
+            why = core.ill()[f"{tier.label} arena"]
+            assert why.startswith(f"room for {room_bytes} of the {2**20} bytes of an arena")
+        assert core.state.check() == []
+        room_bytes = 512 * 1024
+        while core.state.tables.ledgers[Tier.SHM].limit_bytes < room_bytes:
+            await asyncio.sleep(0)
+        assert "shm arena" in core.ill()
+        room_bytes = 2**20
+        while core.ill():
+            await asyncio.sleep(0)
+        for tier in (Tier.RAM, Tier.SHM):
+            assert core.state.tables.ledgers[tier].limit_bytes == 2**20
+        assert core.state.check() == []
