@@ -105,13 +105,6 @@ def _cancel(*tokens: int) -> Attempt:
     )
 
 
-def _reserve(*items: pb.SaveItem, **fields: Any) -> Attempt:
-    async def attempt(_: Running, session: OpenSession) -> None:
-        await session.reserve(items or [item(key(1), DATA)], **fields)
-
-    return attempt
-
-
 def _say(**kind: Any) -> Attempt:
     """On the session stream, which ends with the error."""
 
@@ -158,37 +151,9 @@ def _batches() -> Iterator[Mistake]:
 
 
 def _headers() -> Iterator[Mistake]:
-    def reserve(what: str, error: str, *items: pb.SaveItem, **fields: Any) -> Mistake:
-        return Mistake(what, "Reserve", error, _reserve(*items, **fields))
-
-    async def nothing(_: Running, session: OpenSession) -> None:
-        await session.reserve([])
-
-    yield Mistake("an empty batch", "Reserve", "invalid_batch", nothing)
-    many = (item(one, DATA) for one in TOO_MANY)
-    yield reserve("more than 4096 of something", "invalid_batch", *many)
-    yield reserve("one key twice", "invalid_batch", item(key(1), DATA), item(key(1), DATA))
-    yield reserve("a key of 31 bytes", "invalid_key", item(SHORT, DATA))
-    yield reserve("an ancestor of 31 bytes", "invalid_key", ancestors=[SHORT])
-    yield reserve("more than 4096 ancestors", "invalid_batch", ancestors=TOO_MANY)
-    yield reserve("a touched key of 31 bytes", "invalid_key", touched=[SHORT])
-    yield reserve("more than 4096 touched keys", "invalid_batch", touched=TOO_MANY)
-    yield reserve("a payload of no bytes", "invalid_size", item(key(1), b""))
-    huge = pb.SaveItem(key=key(1), payload_bytes=limits.MAX_PAYLOAD_BYTES + 1)
-    yield reserve("a payload beyond 1 TiB", "invalid_size", huge)
-    yield reserve(
-        "layers that do not divide the payload",
-        "invalid_size",
-        item(key(1), DATA, layer_count=len(DATA) - 1),
-    )
-    yield reserve("token ids of 3 bytes", "invalid_size", item(key(1), DATA, token_ids=b"123"))
-    yield reserve("no tier", "unknown_tier", tier=pb.TIER_UNSPECIFIED)
-    yield reserve("a tier that does not exist", "unknown_tier", tier=9)
-    yield reserve("a tier that is switched off", "unknown_tier", tier=Tier.SHM)
-    yield reserve("no reason", "unknown_reason", reason=pb.SAVE_REASON_UNSPECIFIED)
-    yield reserve("a reason that does not exist", "unknown_reason", reason=6)
-    yield reserve("a wait beyond a minute", "invalid_size", wait_ms=limits.MAX_WAIT_MS + 1)
-    yield reserve("a time to live beyond an hour", "invalid_size", ttl_ms=limits.MAX_LEASE_MS + 1)
+    for rpc in ("Reserve", "Save", "SaveWhole"):
+        for what, error, items, fields in _wrong_headers():
+            yield Mistake(what, rpc, error, _with_header(rpc, items, fields))
     yield Mistake(
         "a wait beyond a minute", "Lookup", "invalid_size", _lookup([key(1)], wait_ms=60_001)
     )
@@ -204,6 +169,58 @@ def _headers() -> Iterator[Mistake]:
         "malformed_message",
         _claim([key(1)], mode=pb.ClaimMode.ValueType(7)),
     )
+
+
+def _with_header(rpc: str, items: list[pb.SaveItem], fields: dict[str, Any]) -> Attempt:
+    def attempt(daemon: Running, session: OpenSession) -> Awaitable[Any]:
+        header = session.header(items, **fields)
+        match rpc:
+            case "Reserve":
+                call = daemon.cache.Reserve(pb.ReserveRequest(header=header))
+            case "Save":
+                call = daemon.cache.Save(stream([pb.SaveRequest(header=header)]))
+            case _:
+                call = daemon.cache.SaveWhole(pb.SaveWholeRequest(header=header))
+        return answer(call)
+
+    return attempt
+
+
+def _wrong_headers() -> Iterator[tuple[str, str, list[pb.SaveItem], dict[str, Any]]]:
+    """What is wrong, the error, the items and what else there is in the header."""
+
+    def of(**fields: Any) -> list[pb.SaveItem]:
+        fields = {"key": key(1), "payload_bytes": len(DATA)} | fields
+        return [pb.SaveItem(**fields)]
+
+    good = of()
+    yield "an empty batch", "invalid_batch", [], {}
+    many = [pb.SaveItem(key=one, payload_bytes=1) for one in TOO_MANY]
+    yield "more than 4096 of something", "invalid_batch", many, {}
+    yield "one key twice", "invalid_batch", good + good, {}
+    yield "a key of 31 bytes", "invalid_key", of(key=SHORT), {}
+    yield "an ancestor of 31 bytes", "invalid_key", good, {"ancestors": [SHORT]}
+    yield "more than 4096 ancestors", "invalid_batch", good, {"ancestors": TOO_MANY}
+    yield "a touched key of 31 bytes", "invalid_key", good, {"touched": [SHORT]}
+    yield "more than 4096 touched keys", "invalid_batch", good, {"touched": TOO_MANY}
+    yield "a payload of no bytes", "invalid_size", of(payload_bytes=0), {}
+    huge = of(payload_bytes=limits.MAX_PAYLOAD_BYTES + 1)
+    yield "a payload beyond 1 TiB", "invalid_size", huge, {}
+    layers = of(layer_count=len(DATA) - 1)
+    yield "layers that do not divide the payload", "invalid_size", layers, {}
+    layers = of(payload_bytes=2**20, layer_count=2**16)
+    yield "more layers than there can be", "invalid_size", layers, {}
+    yield "token ids of 3 bytes", "invalid_size", of(token_ids=b"123"), {}
+    ids = bytes(limits.MAX_TOKEN_IDS_BYTES + 4)
+    yield "token ids beyond 4 MiB", "invalid_size", of(token_ids=ids), {}
+    yield "no tier", "unknown_tier", good, {"tier": pb.TIER_UNSPECIFIED}
+    yield "a tier that does not exist", "unknown_tier", good, {"tier": 9}
+    yield "a tier that is switched off", "unknown_tier", good, {"tier": Tier.SHM}
+    yield "no reason", "unknown_reason", good, {"reason": pb.SAVE_REASON_UNSPECIFIED}
+    yield "a reason that does not exist", "unknown_reason", good, {"reason": 6}
+    yield "a wait beyond a minute", "invalid_size", good, {"wait_ms": limits.MAX_WAIT_MS + 1}
+    ttl = {"ttl_ms": limits.MAX_LEASE_MS + 1}
+    yield "a time to live beyond an hour", "invalid_size", good, ttl
 
 
 # ---- whose call it is
@@ -397,15 +414,22 @@ def _operators() -> Iterator[Mistake]:
     ):
         request = pb.ListEntriesRequest(tier=pb.TIER_RAM, **fields)
         yield admin(what, "ListEntries", "invalid_size", request)
-    off = "a tier that is switched off"
-    yield admin(off, "ListEntries", "unknown_tier", pb.ListEntriesRequest(tier=pb.TIER_SHM))
-    yield admin(
-        off, "Preview", "unknown_tier", pb.PreviewRequest(tier=pb.TIER_SHM, payload_bytes=1)
-    )
-    yield admin(off, "Evict", "unknown_tier", pb.EvictRequest(free_bytes=1, tiers=[pb.TIER_SHM]))
-    yield admin(off, "Curve", "unknown_tier", pb.CurveRequest(tier=pb.TIER_SHM))
+    for tier, what in (
+        (0, "no tier"),
+        (9, "a tier that does not exist"),
+        (2, "a tier that is switched off"),
+    ):
+        for rpc, request in (
+            ("ListEntries", pb.ListEntriesRequest(tier=tier)),
+            ("Preview", pb.PreviewRequest(tier=tier, payload_bytes=1)),
+            ("Evict", pb.EvictRequest(free_bytes=1, tiers=[tier])),
+            ("Curve", pb.CurveRequest(tier=tier)),
+        ):
+            yield admin(what, rpc, "unknown_tier", request)
     yield admin("no bytes", "Evict", "invalid_size", pb.EvictRequest())
     yield admin("no bytes", "Preview", "invalid_size", pb.PreviewRequest(tier=pb.TIER_RAM))
+    huge = pb.PreviewRequest(tier=pb.TIER_RAM, payload_bytes=limits.MAX_PAYLOAD_BYTES + 1)
+    yield admin("a payload beyond 1 TiB", "Preview", "invalid_size", huge)
     curve = pb.CurveRequest(tier=pb.TIER_RAM)
     yield admin("a curve that is switched off", "Curve", "curve_disabled", curve)
 

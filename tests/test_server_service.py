@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.descriptor import MethodDescriptor
 
 from prefixd.proto import limits
 from prefixd.proto import prefixd_pb2 as pb
@@ -33,6 +35,7 @@ from .running import (
     running,
     stream,
 )
+from .test_proto_contract import METHODS, can_be_wrong, comment_of
 
 PRESENT, ABSENT, IN_FLIGHT = pb.PRESENCE_PRESENT, pb.PRESENCE_ABSENT, pb.PRESENCE_IN_FLIGHT
 TIERS = pytest.mark.parametrize("tier", list(Tier), ids=lambda tier: tier.label)
@@ -54,6 +57,23 @@ def test_the_table_names_each_mistake_once(capsys: pytest.CaptureFixture[str]) -
     bad_input.main()
     printed = capsys.readouterr().out
     assert all(mistake.what in printed for mistake in mistakes())
+
+
+def documented(name: str) -> set[str]:
+    """The status codes that the contract names for an rpc."""
+    (method,) = [method for method in METHODS if method.name == name]
+    errors = comment_of(method).partition("Errors: ")[2]
+    codes = set(re.findall(r"\b[A-Z]{2,}(?:_[A-Z]+)+\b", errors))
+    for others in re.findall(r"those of (\w+)(?: and (\w+))?", errors):
+        codes.update(*(documented(other) for other in others if other))
+    return codes
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_the_table_has_every_error_of_every_rpc(method: MethodDescriptor) -> None:
+    tried = {mistake.code.name for mistake in mistakes() if mistake.rpc == method.name}
+    assert bool(tried) == can_be_wrong(method.input_type)
+    assert documented(method.name) <= tried
 
 
 @pytest.mark.parametrize("mistake", mistakes(), ids=lambda mistake: mistake.id)

@@ -31,6 +31,9 @@ class Fault(Enum):
     SHORT_READ = "`read` answers with fewer bytes than asked for"
     FLIPPED_READ = "`read` answers with one bit that is not as it was stored"
     READ_ERROR = "`read` fails"
+    REFUSED_WRITE = "`write` fails"
+    SEAL_ERROR = "`seal` fails"
+    USAGE_ERROR = "`record_usage` fails"
     FLIPPED_WRITE = "one bit changes between `write` and what is stored"
     FULL = "`apply` has no room and does nothing"
     WRITE_ERROR = "`apply` fails and does nothing"
@@ -43,12 +46,17 @@ OPERATIONS: Mapping[Fault, str] = {
     Fault.SHORT_READ: "read",
     Fault.FLIPPED_READ: "read",
     Fault.READ_ERROR: "read",
+    Fault.REFUSED_WRITE: "write",
+    Fault.SEAL_ERROR: "seal",
+    Fault.USAGE_ERROR: "usage",
     Fault.FLIPPED_WRITE: "write",
     Fault.FULL: "apply",
     Fault.WRITE_ERROR: "apply",
     Fault.CRASH_BEFORE: "apply",
     Fault.CRASH_AFTER: "apply",
 }
+#: What takes its time.
+ANNOUNCED = {"read", "write", "apply"}
 
 
 class Crash(BaseException):
@@ -56,8 +64,9 @@ class Crash(BaseException):
 
 
 class FaultyStore(Store):
-    """`inner` with faults. `on_call` is told the name of every operation before it happens,
-    from the thread that asked for it: the place to wait for something, or to move a clock."""
+    """`inner` with faults. `on_call` is told of every `write`, `apply` and `read` before it
+    happens, from the thread that asked for it: the place to wait for something, or to move a
+    clock."""
 
     def __init__(
         self,
@@ -82,7 +91,7 @@ class FaultyStore(Store):
 
     def draw(self, operation: str) -> Fault | None:
         """The fault that this operation has now, if any."""
-        if self.on_call is not None:
+        if self.on_call is not None and operation in ANNOUNCED:
             self.on_call(operation)
         for fault in self._armed:
             if OPERATIONS[fault] == operation:
@@ -145,6 +154,8 @@ class FaultyStore(Store):
         return self.inner.recover(directory)
 
     def record_usage(self, usages: Sequence[Usage]) -> None:
+        if self.draw("usage") is Fault.USAGE_ERROR:
+            raise StoreError("use that is not recorded, on purpose")
         self.inner.record_usage(usages)
 
     def held_keys(self) -> set[Key] | None:
@@ -166,9 +177,14 @@ class _FaultyWriter(EntryWriter):
         return self.inner.written_bytes
 
     def write(self, data: Buffer) -> None:
-        if self._store.draw("write") is Fault.FLIPPED_WRITE and len(data):
+        fault = self._store.draw("write")
+        if fault is Fault.REFUSED_WRITE:
+            raise StoreError("a refused write, on purpose")
+        if fault is Fault.FLIPPED_WRITE and len(data):
             data = self._store.flip(data)
         self.inner.write(data)
 
     def seal(self) -> int:
+        if self._store.draw("seal") is Fault.SEAL_ERROR:
+            raise StoreError("a seal that failed, on purpose")
         return self.inner.seal()
