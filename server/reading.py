@@ -85,16 +85,17 @@ def _select(turn: Turn, keys: Sequence[Key], mode: ClaimMode) -> tuple[list[Foun
     that."""
     results: list[Found] = []
     pending: list[Key] = []
+    at_present, at_absent = mode is ClaimMode.FIRST, mode is ClaimMode.RUN
     for key in keys:
         found = find(turn, key)
         results.append(found)
         if isinstance(found, Entry):
-            if mode is ClaimMode.FIRST:
+            if at_present:
                 break
             continue
         if found is not None:
             pending.append(key)
-        if mode is ClaimMode.RUN:
+        if at_absent:
             break
     return results, pending
 

@@ -257,7 +257,8 @@ class Tables:
     waiting: dict[int, Waiting] = field(default_factory=dict)
     #: what hits every capacity of a tier would have had, from a sample of its keys
     curves: dict[Tier, SampledCurve[Key]] = field(default_factory=dict)
-    #: entries whose use is not yet recorded by their store, in order of use
+    #: entries whose use is not yet recorded by their store, in order of use; none of the RAM
+    #: tier, which is gone with the daemon
     unrecorded: dict[Key, Entry] = field(default_factory=dict)
     #: a heap of what may be due when. Everything that can run out is in it; what ended before
     #: it was due stays until it would have been, or until there is too much of that

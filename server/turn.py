@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from ..proto.errors import PrefixdError, UnknownSession
 from ..proto.keys import Key
@@ -16,6 +17,10 @@ from ..proto.vocabulary import Tier
 from .effects import Effect, Erase, IndexClaim, IndexDelete, TellClaimLost
 from .events import ClaimAsked, LookupAsked, ReserveAsked
 from .tables import Entry, Reservation, Session, Tables, Timer, Waiting
+
+#: Asked of every key of a claim: looking a member up in its class takes as long as a call.
+_RAM: Final = Tier.RAM
+_SHM: Final = Tier.SHM
 
 
 class Refusal(Exception):
@@ -121,11 +126,11 @@ class Turn:
         self.tables.ledgers[entry.tier].policy.refresh(entry)
 
     def _mark_used(self, entry: Entry) -> None:
-        tables, key = self.tables, entry.key
-        entry.last_used_ns = tables.stamp(self.now_ns)
-        unrecorded = tables.unrecorded
-        unrecorded.pop(key, None)
-        unrecorded[key] = entry
+        entry.last_used_ns = self.tables.stamp(self.now_ns)
+        if entry.tier is not _RAM:
+            unrecorded = self.tables.unrecorded
+            unrecorded.pop(entry.key, None)
+            unrecorded[entry.key] = entry
 
     def pin(self, entry: Entry) -> None:
         if not entry.pins:
@@ -144,7 +149,7 @@ class Turn:
 
     def _remember_claim(self, entry: Entry, *, claimed: bool) -> None:
         # Only the shm tier outlives a daemon in memory that others have mapped.
-        if entry.tier is Tier.SHM:
+        if entry.tier is _SHM:
             self.effects.append(IndexClaim(entry.key, claimed))
 
     def evict(self, victim: Key) -> Entry:

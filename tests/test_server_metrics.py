@@ -363,7 +363,9 @@ def test_what_came_back_at_the_start_is_shown(daemon: Daemon) -> None:
 
 def test_the_sizes_of_tables_go_up_and_down(daemon: Daemon) -> None:
     session = daemon.session()
-    daemon.save(session, 1)
+    token = daemon.begin(session, 1, tier=Tier.DISK)
+    daemon.seal(token)
+    daemon.apply(Committed((token,), daemon.now_ns))
     daemon.claim(session, 1)
     daemon.reserve(session, 2, 100)
     daemon.lookup(2, wait_ns=50)

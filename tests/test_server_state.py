@@ -258,21 +258,21 @@ def test_the_stamps_of_entries_are_in_their_eviction_order() -> None:
 def test_use_is_handed_over_once_in_order_of_use() -> None:
     driver = Driver()
     session = driver.open()
-    driver.save(session, "a b")
+    driver.save(session, "a b", tier=Tier.SHM)
     driver.save(session, "c", tier=Tier.DISK)
     driver.touch("a c a")
     driver.tick(flush=True)
-    ram, disk = driver.of_kind(fx.RecordUsage)
-    assert (ram.tier, disk.tier) == (Tier.RAM, Tier.DISK)
-    assert [(usage.key, usage.hits) for usage in ram.usages] == [(key("b"), 0), (key("a"), 2)]
+    shm, disk = driver.of_kind(fx.RecordUsage)
+    assert (shm.tier, disk.tier) == (Tier.SHM, Tier.DISK)
+    assert [(usage.key, usage.hits) for usage in shm.usages] == [(key("b"), 0), (key("a"), 2)]
     assert [(usage.key, usage.hits) for usage in disk.usages] == [(key("c"), 1)]
-    assert ram.usages[1].last_used_ns == driver.entry("a").last_used_ns
+    assert shm.usages[1].last_used_ns == driver.entry("a").last_used_ns
     assert driver.tick(flush=True) == []
 
 
 def test_a_tick_without_flush_hands_nothing_over() -> None:
     driver = Driver()
-    driver.save(driver.open(), "a")
+    driver.save(driver.open(), "a", tier=Tier.SHM)
     assert driver.tick() == []
     assert len(driver.tick(flush=True)) == 1
 
@@ -280,8 +280,8 @@ def test_a_tick_without_flush_hands_nothing_over() -> None:
 def test_use_of_what_left_is_not_handed_over() -> None:
     driver = Driver()
     session = driver.open()
-    driver.save(session, "a b c")
-    driver.evict(1, Tier.RAM)
+    driver.save(session, "a b c", tier=Tier.SHM)
+    driver.evict(1, Tier.SHM)
     driver.damage("b")
     driver.tick(flush=True)
     (recorded,) = driver.of_kind(fx.RecordUsage)

@@ -65,7 +65,18 @@ def test_a_use_counts_and_a_refresh_does_not(driver: Driver) -> None:
     turn.use(entry)
     assert (entry.hits, driver.order()) == (1, "a b")
     assert entry.last_used_ns > refreshed_ns
-    assert list(driver.tables.unrecorded) == [*keys("a b")]
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+def test_use_is_remembered_where_an_entry_outlives_the_daemon(driver: Driver, tier: Tier) -> None:
+    driver.save(1, "e f g", tier=tier)
+    driver.tick(flush=True)
+    turn = Turn(driver.tables, 10)
+    for name in "feg":
+        turn.use(driver.entry(name))
+    turn.refresh(driver.entry("f"))
+    unrecorded = () if tier is Tier.RAM else keys("e g f")
+    assert tuple(driver.tables.unrecorded) == unrecorded
 
 
 def test_the_ledger_hears_of_the_first_pin_and_the_last(driver: Driver) -> None:

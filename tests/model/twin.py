@@ -203,6 +203,8 @@ class Twin:
     # ---- use
 
     def note_use(self, key: str) -> None:
+        if self.entries[key]["tier"] == "ram":
+            return  # nobody comes back to it
         if key in self.dirty:
             self.dirty.remove(key)
         self.dirty.append(key)
