@@ -14,7 +14,7 @@ from typing import Generic
 
 from .base import K
 
-#: 64 slots share one sum, 64 sums share one of the next level
+#: 128 slots share one sum, 128 sums share one of the next level
 _BITS = 7
 _LAST = (1 << _BITS) - 1
 #: slots that may be empty before it is worth giving new ones
@@ -26,7 +26,7 @@ class StackDistances(Generic[K]):
 
     Every key has a slot; slots are given out in order of access, so the distance of a key is
     the weight in all slots from its own on. `_levels[0]` has the weight of each slot, 0 where
-    the key moved on, and `_levels[n + 1]` the sums of 64 neighbours in `_levels[n]`: changing
+    the key moved on, and `_levels[n + 1]` the sums of 128 neighbours in `_levels[n]`: changing
     a slot costs one addition per level, a distance one short sum per level. Neighbours in a
     chain mostly have neighbouring slots, and then the next distance follows from the last.
 
@@ -169,6 +169,6 @@ class StackDistances(Generic[K]):
 
 
 def _sums(below: list[int], start: int) -> list[int]:
-    """The sums of 64 neighbours each, from the `start`th sum on."""
+    """The sums of 128 neighbours each, from the `start`th sum on."""
     step = 1 << _BITS
     return [sum(below[i : i + step]) for i in range(start * step, len(below), step)]
