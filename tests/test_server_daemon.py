@@ -255,6 +255,33 @@ async def test_an_index_that_cannot_be_read_is_made_anew(daemon: DaemonProcess) 
         assert daemon.stop() == 0
 
 
+RECORDS_OF = """
+import sys
+from prefixd.proto import record
+from prefixd.server import daemon
+record.VERSION = {version}
+daemon.main(sys.argv[1:])
+"""
+
+
+@in_loop
+async def test_records_of_a_later_version_are_named_and_not_taken_back(
+    daemon: DaemonProcess,
+) -> None:
+    daemon.run_with(RECORDS_OF.format(version=2))
+    await fill(daemon)
+    daemon.run_with(RECORDS_OF.format(version=1))
+    daemon.start()
+    dropped = daemon.logged("entry_dropped")
+    assert {line["tier"] for line in dropped} == {tier.label for tier in SURVIVING}
+    assert len(dropped) == 20 * len(SURVIVING)
+    assert all("the record has format 2" in line["why"] for line in dropped)
+    for tier in SURVIVING:
+        assert await found(daemon, tier) == []
+    assert daemon.stop() == 0
+    await fill(daemon)
+
+
 @in_loop
 async def test_payloads_that_were_cut_off_are_not_served(daemon: DaemonProcess) -> None:
     """The tables are whole, what they tell of is gone. Reads find it out, and health says so."""
