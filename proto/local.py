@@ -21,7 +21,7 @@ from typing import Final, Generic, TypeVar
 from google.protobuf.message import DecodeError
 
 from . import prefixd_pb2 as pb
-from .errors import MalformedMessage
+from .errors import InvalidSize, MalformedMessage
 from .limits import MAX_MESSAGE_BYTES
 
 MAX_DESCRIPTORS: Final = 8
@@ -41,8 +41,10 @@ M = TypeVar("M", pb.LocalRequest, pb.LocalResponse)
 
 
 def frame(message: pb.LocalRequest | pb.LocalResponse) -> bytes:
-    """A message as it goes through the socket."""
+    """A message as it goes through the socket. Raises InvalidSize for one that nobody takes."""
     data = message.SerializeToString()
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise InvalidSize(f"a message of {len(data)} bytes, {MAX_MESSAGE_BYTES} is the most")
     return _LENGTH.pack(len(data)) + data
 
 

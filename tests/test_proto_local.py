@@ -6,7 +6,7 @@ import pytest
 
 from prefixd.proto import local
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.proto.errors import MalformedMessage
+from prefixd.proto.errors import InvalidSize, MalformedMessage
 from prefixd.proto.limits import MAX_MESSAGE_BYTES
 
 MESSAGES = [
@@ -71,6 +71,19 @@ def test_a_length_above_the_most_is_refused_before_its_bytes_come() -> None:
     too_large.feed(length(MAX_MESSAGE_BYTES + 1))
     with pytest.raises(MalformedMessage, match=f"of {MAX_MESSAGE_BYTES + 1} bytes"):
         too_large.next()
+
+
+def test_a_message_above_the_most_is_not_made() -> None:
+    def of(payload_bytes: int) -> pb.LocalRequest:
+        return pb.LocalRequest(lookup=pb.LookupRequest(keys=[bytes(payload_bytes)]))
+
+    around_bytes = of(MAX_MESSAGE_BYTES).ByteSize() - MAX_MESSAGE_BYTES
+    largest = of(MAX_MESSAGE_BYTES - around_bytes)
+    there = frames()
+    there.feed(local.frame(largest))
+    assert there.next() == largest
+    with pytest.raises(InvalidSize, match=f"of {MAX_MESSAGE_BYTES + 1} bytes"):
+        local.frame(of(MAX_MESSAGE_BYTES - around_bytes + 1))
 
 
 def test_bytes_that_are_no_message_are_refused() -> None:

@@ -45,7 +45,7 @@ class Line:
             raise
 
     def send(self, request: pb.LocalRequest, timeout_s: float) -> None:
-        """Raises DaemonUnavailable, DeadlineExceeded."""
+        """Raises DaemonUnavailable, DeadlineExceeded, InvalidSize."""
         with _in_our_words():
             self._socket.settimeout(timeout_s)
             self._socket.sendall(local.frame(request))
