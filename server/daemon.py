@@ -33,7 +33,7 @@ from .clock import Clock
 from .config import load_config
 from .events import ArenaGrown
 from .handoff import Handoff
-from .local import LocalServer
+from .local import LocalServer, remove_leftover
 from .lock import lock_directories
 from .logs import configure_logs
 from .loop import Core
@@ -267,10 +267,7 @@ async def _first(*events: Coroutine[Any, Any, object]) -> None:
 def _listen(server: grpc.aio.Server, config: Config) -> list[str]:
     """Bind every address. The socket's directory is locked: what lies there is a leftover."""
     path = _socket_of(config)
-    if path.is_socket():
-        path.unlink()
-    elif path.exists():
-        raise FileExistsError(f"{path} is there and is no socket; it is not replaced")
+    remove_leftover(path)
     _bind(server, config.server.address)
     path.chmod(config.server.socket_mode)
     addresses = [config.server.address]

@@ -8,11 +8,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import structlog
+
 from ..proto.errors import InvalidSize, MalformedMessage, PrefixdError
 from ..tiers.store import Buffer, StoreError
 from .effects import SaveEnded
 from .events import SaveOutcome, WriteSealed
 from .loop import Core, Write
+
+log = structlog.get_logger("prefixd.incoming")
 
 #: Fewer bytes than this are copied at once, on the loop: a thread would take longer to wake.
 _INLINE_BYTES = 1 * 2**20
@@ -46,7 +50,10 @@ class _Feed:
     problem: tuple[SaveOutcome, str] | None = None
 
     def take(self, piece: Piece) -> None:
-        """Copy one piece. On any thread, but one at a time. Raises what breaks the stream."""
+        """Copy one piece. On any thread, but one at a time.
+
+        Raises PrefixdError for what breaks the stream, anything else for what ends the write.
+        """
         if self.problem is not None or self.write.stopping:
             return
         if self.complete:
@@ -62,13 +69,21 @@ class _Feed:
             why = f"more than the {meant_bytes} bytes reserved came"
             self.problem = (SaveOutcome.LENGTH_MISMATCH, why)
             return
-        try:
-            writer.write(piece.data)
-        except (StoreError, MemoryError) as problem:
-            self.problem = (SaveOutcome.FAILED, str(problem) or "there is no memory for it")
-            return
+        writer.write(piece.data)
         if piece.last:
             self._last(piece)
+
+    def fail(self, problem: Exception) -> None:
+        """The store could not take a piece."""
+        match problem:
+            case StoreError():
+                why = str(problem)
+            case MemoryError():
+                why = "there is no memory for it"
+            case _:
+                why = f"the daemon failed: {problem!r}"
+                log.error("write_failed", key=self.write.order.key.hex(), exc_info=problem)
+        self.problem = (SaveOutcome.FAILED, why)
 
     def _last(self, piece: Piece) -> None:
         writer = self.write.writer
@@ -97,6 +112,8 @@ class _Message:
                 feed.take(piece)
             except PrefixdError as error:
                 return error
+            except Exception as problem:  # of one save; whoever waits for the others is told
+                feed.fail(problem)
         return None
 
 

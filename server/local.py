@@ -59,7 +59,7 @@ class LocalServer:
 
     async def start(self) -> None:
         """Bind and listen. The socket's directory is locked: what lies there is a leftover."""
-        Path(self.path).unlink(missing_ok=True)
+        remove_leftover(Path(self.path))
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(self.path)
         Path(self.path).chmod(0o600)
@@ -74,6 +74,15 @@ class LocalServer:
         Path(self.path).unlink(missing_ok=True)
         tasks = [connection.hang_up() for connection in list(self.connections)]
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def remove_leftover(path: Path) -> None:
+    """What a daemon that was killed left at the path of its socket. Raises FileExistsError for
+    anything but a socket."""
+    if path.is_socket():
+        path.unlink()
+    elif path.exists():
+        raise FileExistsError(f"{path} is there and is no socket; it is not replaced")
 
 
 class _Call:

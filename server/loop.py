@@ -408,6 +408,7 @@ class Core:
     def _flush(self) -> None:
         if self._closed:
             return
+        self._flusher = self._loop.call_later(FLUSH_INTERVAL_S, self._flush)
         counters = self.state.tables.tier_counters.values()
         self._freezer.published(sum(c.saves + c.recovered_entries for c in counters))
         self.post(Tick(self.clock.now_ns(), flush=True))
@@ -415,7 +416,6 @@ class Core:
         self.index.forget_dead_readers()
         if self.index.problem is not None:
             self.index.mend(self.state.tables.entries)
-        self._flusher = self._loop.call_later(FLUSH_INTERVAL_S, self._flush)
 
     def _arm(self) -> None:
         """Set the timer to the state's next deadline."""

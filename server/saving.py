@@ -237,8 +237,11 @@ def sealed(turn: Turn, event: WriteSealed, blocking: frozenset[Tier]) -> None:
 def stopped(turn: Turn, event: WriteStopped) -> None:
     """A writer gave up; its room is free again."""
     reservation = turn.tables.reservations[event.token]
-    if event.outcome is SaveOutcome.LENGTH_MISMATCH:
-        turn.tables.counters.length_mismatches += 1
+    match event.outcome:
+        case SaveOutcome.LENGTH_MISMATCH:
+            turn.tables.counters.length_mismatches += 1
+        case SaveOutcome.FAILED:
+            turn.tables.counters.failed_saves += 1
     advance(reservation, Signal.STOPPED)
     _end(turn, reservation, event.outcome, event.why)
 

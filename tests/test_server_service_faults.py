@@ -7,7 +7,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -113,22 +113,22 @@ async def test_a_save_whose_bytes_are_not_taken_fails_alone(
 
 
 @TIERS
+@pytest.mark.parametrize("data", [DATA, LARGE], ids=["on the loop", "beside the loop"])
 @in_loop
-async def test_a_save_that_cannot_be_sealed_leaves_nothing_behind_its_session(
-    tmp_path: Path, tier: Tier
+async def test_a_save_that_cannot_be_sealed_fails_by_itself(
+    tmp_path: Path, tier: Tier, data: bytes
 ) -> None:
     """No store does that by its contract; were it to happen, it is an answer all the same."""
     async with faulty(tmp_path) as daemon:
         session = await daemon.open()
         store_of(daemon, tier).arm(Fault.SEAL_ERROR)
-        with suppress(Refused):
-            assert (await save_three(session, DATA, tier))[0].status == FAILED
-        assert await daemon.presence(key(0)) != [PRESENT]
-        await session.close()
+        statuses = [result.status for result in await save_three(session, data, tier)]
+        assert statuses == [FAILED, SAVED, SAVED]
+        assert await daemon.presence(key(0)) == [ABSENT]
+        assert daemon.tables.counters.failed_saves == 1
         await daemon.admin.Evict(pb.EvictRequest(free_bytes=2**40))
         await assert_empty(daemon, tier)
-        session = await daemon.open()
-        assert [r.status for r in await save_three(session, DATA, tier)] == [SAVED] * 3
+        assert [r.status for r in await save_three(session, data, tier)] == [SAVED] * 3
         await daemon.assert_idle()
 
 
