@@ -181,8 +181,8 @@ class Disk(Section):
     policy: Policy = "lru"
     """The order in which entries are evicted."""
     max_entries: Count = 1_000_000
-    """Entries at most; 0: as many as the budget takes. Each takes about 500 B of the daemon's own
-    memory."""
+    """Entries at most; 0: as many as the budget takes. Each takes about 700 B of the daemon's
+    memory, index included."""
     directory: Directory
     """Where the LMDB environment lies; `auto`: $STATE_DIRECTORY (systemd), /var/lib/prefixd (root),
     $XDG_STATE_HOME/prefixd or ~/.local/state/prefixd."""
