@@ -27,7 +27,7 @@ from prefixd.proto.errors import (
     PrefixdError,
     UnknownSession,
 )
-from prefixd.proto.limits import MAX_MESSAGE_BYTES
+from prefixd.proto.limits import MAX_BATCH_KEYS, MAX_MESSAGE_BYTES
 
 from .fakes_local import (
     PATIENCE_S,
@@ -395,11 +395,15 @@ def test_giving_back_waits_for_nothing(daemon: Daemon, calls: LocalCalls) -> Non
                 peer.socket.sendall(looked(len(request.lookup.keys)))
 
     daemon.serve = serve
+    many = range(2 * MAX_BATCH_KEYS + 1)  # more than go into one call
     calls.give_back(SESSION, [1, 2])
-    calls.give_back(SESSION, [3])
+    calls.give_back(SESSION, many)
     assert lookup(calls, 5) == 5
-    assert [request.WhichOneof("kind") for request in asked] == ["give_back"] * 2 + ["lookup"]
+    assert [request.WhichOneof("kind") for request in asked] == ["give_back"] * 4 + ["lookup"]
     assert asked[0].give_back == pb.ReleaseRequest(session=SESSION, claim_ids=[1, 2])
+    given = [list(request.give_back.claim_ids) for request in asked[1:4]]
+    assert [len(claims) for claims in given] == [MAX_BATCH_KEYS, MAX_BATCH_KEYS, 1]
+    assert [number for claims in given for number in claims] == [*many]
     assert daemon.connections == 1
 
 

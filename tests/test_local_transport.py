@@ -7,27 +7,31 @@ import fcntl
 import gc
 import mmap
 import os
-import resource
-import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from prefixd.client import Client, MissReason, Tier
+from prefixd.client import Client, MissReason, SaveReason, Tier
 from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.client.deadline import Deadline
 from prefixd.client.link import Link
+from prefixd.client.local.calls import Line
 from prefixd.client.local.transport import LocalTransport
-from prefixd.proto import handoff
-from prefixd.proto.errors import MalformedMessage
+from prefixd.proto import local
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.errors import DaemonUnavailable, DeadlineExceeded, MalformedMessage
 from prefixd.proto.index import INCARNATION_ROW
 
 from .daemon import eventually, private_daemon
-from .entries import key_of, payload_of, restore, rpcs, save
+from .entries import items_of, key_of, payload_of, restore, rpcs, save
+from .fakes_local import room_for
 
-EVERYTHING = {handoff.INDEX, handoff.RAM, handoff.SHM, handoff.DISK, handoff.STAGING}
+#: What a test waits for at most before it fails.
+PATIENCE_S = 60.0
+EVERYTHING = {local.INDEX, local.RAM, local.SHM, local.DISK, local.STAGING}
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +59,20 @@ def link_of(client: Client) -> Link:
     return link
 
 
-def request_of(client: Client) -> handoff.Request:
-    link = link_of(client)
-    return handoff.Request(link.ref.incarnation, link.ref.session_id, os.getpid())
+@contextmanager
+def line_of(client: Client) -> Iterator[Line]:
+    """Another one to the client's daemon."""
+    with closing(Line(link_of(client).welcome.local_socket, PATIENCE_S)) as line:
+        yield line
 
 
 @contextmanager
-def handed_over(client: Client) -> Iterator[tuple[handoff.Reply, dict[str, int]]]:
+def handed_over(client: Client) -> Iterator[tuple[pb.HandOverResponse, dict[str, int]]]:
     """A second time, to whoever does what a client never would."""
-    reply, fds = handoff.ask(link_of(client).welcome.handoff_socket, request_of(client), 60.0)
+    with line_of(client) as line:
+        response, fds = line.hand_over(link_of(client).ref, PATIENCE_S)
     try:
-        yield reply, fds
+        yield response, fds
     finally:
         for fd in fds.values():
             os.close(fd)
@@ -84,16 +91,16 @@ def descriptors_of(daemon: PrivateDaemon) -> int:
 
 
 def test_nothing_that_is_handed_over_is_inherited(client: Client) -> None:
-    with handed_over(client) as (reply, fds):
+    with handed_over(client) as (response, fds):
         assert set(fds) == EVERYTHING
-        assert reply.refused == {}
+        assert response.refused == {}
         assert not any(os.get_inheritable(fd) for fd in fds.values())
 
 
 def test_the_ram_arena_is_sealed(client: Client) -> None:
     """By the kernel, whatever the descriptor's mode: nobody but the daemon writes to it."""
-    with handed_over(client) as (reply, fds):
-        fd, size = fds[handoff.RAM], reply.ram_bytes
+    with handed_over(client) as (response, fds):
+        fd, size = fds[local.RAM], response.ram_arena_bytes
         for attempt in attempts_to_write(fd, size):
             with pytest.raises(PermissionError):
                 attempt()
@@ -103,10 +110,10 @@ def test_the_ram_arena_is_sealed(client: Client) -> None:
 
 def test_the_ram_arena_cannot_be_opened_anew_for_writing(client: Client) -> None:
     """It can be opened, since we are the same user; the seals are those of the memory."""
-    with handed_over(client) as (reply, fds):
-        again = os.open(f"/proc/self/fd/{fds[handoff.RAM]}", os.O_RDWR)
+    with handed_over(client) as (response, fds):
+        again = os.open(f"/proc/self/fd/{fds[local.RAM]}", os.O_RDWR)
         try:
-            for attempt in attempts_to_write(again, reply.ram_bytes):
+            for attempt in attempts_to_write(again, response.ram_arena_bytes):
                 with pytest.raises(PermissionError):
                     attempt()
         finally:
@@ -125,11 +132,11 @@ def attempts_to_write(fd: int, size: int) -> list[Callable[[], object]]:
 
 
 def test_the_shm_arena_is_open_for_reading_only(client: Client) -> None:
-    with handed_over(client) as (reply, fds):
-        fd = fds[handoff.SHM]
+    with handed_over(client) as (response, fds):
+        fd = fds[local.SHM]
         assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
         with pytest.raises(PermissionError):
-            mmap.mmap(fd, reply.shm_bytes, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            mmap.mmap(fd, response.shm_arena_bytes, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.pwrite(fd, b"x", 0)
         with pytest.raises(OSError, match="Invalid argument"):
@@ -137,9 +144,9 @@ def test_the_shm_arena_is_open_for_reading_only(client: Client) -> None:
 
 
 def test_staging_cannot_be_resized(client: Client) -> None:
-    with handed_over(client) as (reply, fds):
-        fd = fds[handoff.STAGING]
-        assert reply.staging_bytes == 2**20
+    with handed_over(client) as (response, fds):
+        fd = fds[local.STAGING]
+        assert response.staging_bytes == 2**20
         for size in (0, 2**19, 2**21):
             with pytest.raises(PermissionError):
                 os.ftruncate(fd, size)
@@ -157,8 +164,8 @@ def test_what_was_mapped_cannot_be_made_writable(client: Client) -> None:
     ]
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    with handed_over(client) as (reply, fds):
-        sizes = {handoff.RAM: reply.ram_bytes, handoff.SHM: reply.shm_bytes}
+    with handed_over(client) as (response, fds):
+        sizes = {local.RAM: response.ram_arena_bytes, local.SHM: response.shm_arena_bytes}
         for name, size in sizes.items():
             place = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fds[name], 0)
             assert libc.mprotect(place, size, mmap.PROT_READ | mmap.PROT_WRITE) == -1
@@ -169,11 +176,19 @@ def test_what_was_mapped_cannot_be_made_writable(client: Client) -> None:
 
 
 #: What is asked instead, and the sentence that says what is wrong with it.
-REFUSALS: dict[str, tuple[Callable[[handoff.Request], handoff.Request], str]] = {
-    "another process": (lambda r: replace(r, pid=1), "another PID namespace .* shareProcess"),
-    "another start": (lambda r: replace(r, incarnation=b"x" * 16), "another start of the daemon"),
-    "no session": (lambda r: replace(r, session=10**9), "ended or never was"),
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "another process": ({"pid": 1}, "another PID namespace .* shareProcess"),
+    "another start": ({"session": {"incarnation": b"x" * 16}}, "another start of the daemon"),
+    "no session": ({"session": {"session_id": 10**9}}, "ended or never was"),
 }
+
+
+def changed(request: pb.HandOverRequest, case: str) -> pb.HandOverRequest:
+    change, _ = REFUSALS[case]
+    merged = pb.HandOverRequest()
+    merged.CopyFrom(request)
+    merged.MergeFrom(pb.HandOverRequest(**change))
+    return merged
 
 
 @pytest.mark.parametrize("case", REFUSALS)
@@ -181,11 +196,15 @@ def test_a_client_that_is_refused_goes_on_over_grpc(
     daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """With the same results, and says what it can't do in place, and why not."""
-    change, why = REFUSALS[case]
-    ask = handoff.ask
-    monkeypatch.setattr(
-        handoff, "ask", lambda path, request, timeout_s: ask(path, change(request), timeout_s)
-    )
+    _, why = REFUSALS[case]
+    send = Line.send
+
+    def send_changed(line: Line, request: pb.LocalRequest, timeout_s: float) -> None:
+        if request.HasField("hand_over"):
+            request = pb.LocalRequest(hand_over=changed(request.hand_over, case))
+        send(line, request, timeout_s)
+
+    monkeypatch.setattr(Line, "send", send_changed)
     with Client(daemon.address) as client:
         keys = save(client, [f"{case} {n}" for n in range(2)], 700_000, Tier.SHM)
         refused = client._transport.refused()
@@ -210,33 +229,52 @@ def assert_matches(sentence: str, pattern: str) -> None:
         raise ValueError(sentence)
 
 
-@pytest.mark.parametrize(
-    "packet", [b"", b"rubbish", b"\x80", b"\xc1", handoff.pack(handoff.Reply())]
-)
-def test_rubbish_is_no_request(client: Client, packet: bytes) -> None:
+@pytest.mark.parametrize("data", [b"rubbish", bytes(4), b"\x01\0\0\0\xff"], ids=repr)
+def test_rubbish_is_no_request(client: Client, data: bytes) -> None:
     """The daemon hangs up and goes on."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(60.0)
-        connection.connect(link_of(client).welcome.handoff_socket)
-        connection.send(packet)
-        assert connection.recv(1024) == b""
-    with handed_over(client) as (reply, _):
-        assert set(reply.descriptors) == EVERYTHING
+    with line_of(client) as line:
+        line._socket.sendall(data)
+        with pytest.raises(MalformedMessage):
+            line.receive(PATIENCE_S)
+        with pytest.raises(DaemonUnavailable):
+            line.receive(PATIENCE_S)
+    with handed_over(client) as (response, _):
+        assert set(response.descriptors) == EVERYTHING
 
 
-def test_a_reply_that_is_none_and_nobody_who_replies(
-    daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch
+def goes_on_over_grpc(client: Client) -> None:
+    keys = save(client, ["entry"], 1_000, Tier.RAM)
+    assert set(client._transport.refused()) == {local.INDEX, local.STAGING}
+    assert restore(client.longest_run(keys, claim=False))[0]
+    with client.claim(keys) as hit:
+        assert restore(hit)[0]
+    assert not hit.lost
+
+
+@pytest.mark.parametrize(
+    "problem", [MalformedMessage("no answer"), DaemonUnavailable("it hung up")]
+)
+def test_a_hand_over_that_fails(
+    daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch, problem: Exception
 ) -> None:
-    for problem in (MalformedMessage("no reply"), FileNotFoundError(), ConnectionRefusedError()):
+    def hand_over(*_: object) -> None:
+        raise problem
 
-        def ask(*_: object, problem: Exception = problem, **__: object) -> None:
-            raise problem
+    monkeypatch.setattr(Line, "hand_over", hand_over)
+    with Client(daemon.address) as client:
+        goes_on_over_grpc(client)
 
-        with monkeypatch.context() as patch, Client(daemon.address) as client:
-            patch.setattr(handoff, "ask", ask)
-            keys = save(client, ["entry"], 1_000, Tier.RAM)
-            assert set(client._transport.refused()) == {handoff.INDEX, handoff.STAGING}
-            assert restore(client.longest_run(keys, claim=False))[0]
+
+@pytest.mark.parametrize("problem", [FileNotFoundError(), ConnectionRefusedError(), TimeoutError()])
+def test_nobody_at_the_local_socket(
+    daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch, problem: OSError
+) -> None:
+    def connect(*_: object) -> None:
+        raise problem
+
+    monkeypatch.setattr(Line, "__init__", connect)
+    with Client(daemon.address) as client:
+        goes_on_over_grpc(client)
 
 
 def test_a_hand_over_that_takes_too_long_is_tried_again(
@@ -245,13 +283,13 @@ def test_a_hand_over_that_takes_too_long_is_tried_again(
     """Not by every call, and it is not the reason that one misses its deadline."""
     asked: list[float] = []
 
-    def ask(*_: object, timeout_s: float) -> None:
+    def hand_over(_line: Line, _session: pb.SessionRef, timeout_s: float) -> None:
         asked.append(timeout_s)
-        raise TimeoutError
+        raise DeadlineExceeded("not yet")
 
     with Client(daemon.address) as client:
         with monkeypatch.context() as patch:
-            patch.setattr(handoff, "ask", ask)
+            patch.setattr(Line, "hand_over", hand_over)
             for _ in range(3):
                 assert client.exists([key_of("nobody")], deadline_ms=400) == [False]
         assert len(asked) == 1
@@ -263,21 +301,51 @@ def test_a_hand_over_that_takes_too_long_is_tried_again(
         assert client._transport.refused() == {}
 
 
-def test_a_process_without_room_for_descriptors_goes_on_over_grpc(client: Client) -> None:
-    """The kernel then hands over only some of them, or none."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    path, request = link_of(client).welcome.handoff_socket, request_of(client)
-    before = descriptors()
-    lowest = os.dup(0)
-    os.close(lowest)
-    for room in range(2, 6):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + room, hard))
-        try:
-            with pytest.raises(MalformedMessage, match="descriptors came with the reply"):
-                handoff.ask(path, request, 60.0)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert descriptors() == before
+def test_a_process_without_room_for_descriptors_goes_on_over_grpc(daemon: PrivateDaemon) -> None:
+    """The kernel then hands over only some of them, or there is none left to open them with."""
+    with Client(daemon.address) as client:
+        keys = save(client, ["room"], 1_000, Tier.RAM)
+    in_place = []
+    for room in range(12):
+        with Client(daemon.address) as client:
+            assert client.wait_connected()
+            with room_for(room):
+                assert client.exists(keys) == [True]
+                looked = client.longest_run(keys, claim=False)
+                assert restore(looked)[1] == [payload_of(key, 1_000) for key in keys]
+            in_place.append("Lookup" not in rpcs(client))
+    assert in_place == sorted(in_place), "with enough room"
+    assert in_place[0] is False
+    assert in_place[-1] is True
+
+
+# ---- lines
+
+
+def test_a_claim_is_held_on_when_its_line_ends_with_another_call(
+    daemon: PrivateDaemon, client: Client
+) -> None:
+    """A save that finds no room in staging memory gives up before it has asked for anything."""
+    keys = save(client, ["claimed"], 1_000, Tier.RAM)
+    node = transport_of(client)._node
+    assert node is not None
+    assert node.staging is not None
+    with daemon.admin() as admin, client.claim(keys) as hit:
+        (line,) = node.calls._idle
+        there = descriptors_of(daemon)
+        slot = node.staging.take(Deadline(0))
+        items = items_of(["no room"], 1_000)
+        (outcome,) = client.save_many(items, tier=Tier.RAM, reason=SaveReason.EVICT, deadline_ms=10)
+        assert not outcome.ok
+        node.staging.give(slot)
+        assert line._socket.fileno() == -1
+        assert node.calls._idle == []
+        eventually(lambda: descriptors_of(daemon) < there)
+        admin.evict(2**40, [Tier.RAM])
+        assert [list(claim.keys) for claim in admin.claims().claims] == [keys]
+        assert hit.buffers is not None
+        assert b"".join(hit.buffers) == payload_of(keys[0], 1_000)
+    assert not hit.lost
 
 
 # ---- descriptors
@@ -304,14 +372,17 @@ def test_clients_that_come_and_go_leave_no_descriptor(daemon: PrivateDaemon) -> 
 
 
 def test_refusals_leave_no_descriptor(daemon: PrivateDaemon, client: Client) -> None:
-    path, request = link_of(client).welcome.handoff_socket, request_of(client)
+    asked = pb.HandOverRequest(session=link_of(client).ref, pid=os.getpid())
     assert client._transport.refused() == {}
     here, there = descriptors(), descriptors_of(daemon)
     for _ in range(50):
-        for change, _ in REFUSALS.values():
-            reply, fds = handoff.ask(path, change(request), 60.0)
-            assert fds == {}
-            assert set(reply.refused) == EVERYTHING
+        with line_of(client) as line:
+            for case in REFUSALS:
+                request = pb.LocalRequest(hand_over=changed(asked, case))
+                line.send(request, PATIENCE_S)
+                response = line.receive(PATIENCE_S).hand_over
+                assert list(response.descriptors) == []
+                assert set(response.refused) == EVERYTHING
     assert descriptors() == here
     eventually(lambda: descriptors_of(daemon) <= there)
 
@@ -335,7 +406,9 @@ def test_an_index_that_is_not_to_be_believed_is_not_asked() -> None:
             assert len(looked) == 2
             assert client.exists(keys) == [True, True]
             assert restore(looked)[1] == [payload_of(key, 100_000) for key in keys]
+            # Of what it has claimed the client knows where it lies.
             assert restore(hit)[0]
-            assert hit.buffers is None
+            assert hit.buffers is not None
+            assert b"".join(hit.buffers) == b"".join(payload_of(key, 100_000) for key in keys)
         assert not hit.lost
         assert {"Lookup", "Claim", "Read", "Release"} <= set(rpcs(client))

@@ -419,6 +419,18 @@ async def test_what_lies_at_its_place_is_a_leftover(tmp_path: Path) -> None:
 
 
 @in_loop
+async def test_what_is_no_socket_is_not_replaced(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        there = tmp_path / "file"
+        there.write_text("somebody's")
+        before = daemon.local_server
+        other = LocalServer(str(there), before.service, before.hand_over)
+        with pytest.raises(FileExistsError, match="is no socket"):
+            await other.start()
+        assert there.read_text() == "somebody's"
+
+
+@in_loop
 async def test_a_daemon_without_descriptors_waits_until_it_has_some(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

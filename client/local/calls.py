@@ -22,6 +22,7 @@ from ...proto.errors import (
     MalformedMessage,
     from_name,
 )
+from ...proto.limits import MAX_BATCH_KEYS
 from ..connection import Calls
 
 #: A daemon that does not take a connection in this time is asked over gRPC.
@@ -126,9 +127,11 @@ class LocalCalls:
 
     def give_back(self, session: pb.SessionRef, claims: Sequence[int]) -> None:
         """Release claims without waiting for the answer. Raises OSError, DaemonUnavailable."""
-        asked = pb.ReleaseRequest(session=session, claim_ids=claims)
         with self.line(_CONNECT_S) as line:
-            line.send(pb.LocalRequest(give_back=asked), _CONNECT_S)
+            for start in range(0, len(claims), MAX_BATCH_KEYS):
+                batch = claims[start : start + MAX_BATCH_KEYS]
+                asked = pb.ReleaseRequest(session=session, claim_ids=batch)
+                line.send(pb.LocalRequest(give_back=asked), _CONNECT_S)
 
     def close(self) -> None:
         """Hang up, now or when the calls under way have ended."""
