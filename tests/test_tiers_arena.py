@@ -267,8 +267,36 @@ def test_a_smaller_arena_leaves_the_old_one_to_its_readers(shm: Path) -> None:
 
 def test_a_file_has_the_mode_that_was_asked_for(shm: Path) -> None:
     arena = Arena.file(shm / "arena", SIZE, mode=0o644)
-    assert (shm / "arena").stat().st_mode & 0o777 == 0o644
+    assert (shm / "arena").stat().st_mode & 0o777 == 0o444
     arena.close()
+
+
+@pytest.fixture
+def nobody(shm: Path) -> Iterator[int]:
+    """A user whom the kernel refuses what a file's mode refuses, which root is not."""
+    user = os.geteuid() or 65534
+    os.chown(shm, user, -1)
+    os.seteuid(user)
+    yield user
+    os.seteuid(os.getuid())
+
+
+@pytest.mark.usefixtures("nobody")
+def test_a_file_cannot_be_opened_anew_for_writing_and_is_found_again(shm: Path) -> None:
+    for written in (b"first", b"again"):
+        arena = Arena.file(shm / "arena", SIZE, mode=0o600)
+        arena.secure()
+        arena.writable(0, 5)[:] = written
+        reader = arena.open_reader()
+        tried = writes_through(reader)
+        assert set(tried.values()) <= {"EPERM", "EACCES", "EBADF", "EINVAL"}
+        assert {tried["mmap again"], tried["re-open and write"]} == {"EACCES"}
+        with pytest.raises(PermissionError):
+            (shm / "arena").open("r+b")
+        os.close(reader)
+        assert arena.gather((0, 5), 0, 5) == written
+        assert arena.reused == (written == b"again")
+        arena.close()
 
 
 def test_what_is_no_file_of_ours_is_refused(shm: Path) -> None:

@@ -94,25 +94,25 @@ class Arena:
     def file(cls, path: Path, size_bytes: int, mode: int = 0o640) -> Arena:
         """The arena in the file `path`, with its bytes if it is there and no larger than this.
 
-        A larger one is replaced by a new file; who still maps the old one keeps it. Raises
-        StoreError, also if the file belongs to somebody else.
+        A larger one is replaced by a new file; who still maps the old one keeps it. `mode` says
+        who may read it: a file takes no seals, but once it is mapped it has no mode for writing,
+        so that a reader can't open it anew for that, not even as its owner. Raises StoreError,
+        also if the file belongs to somebody else.
         """
         _check_size(size_bytes)
+        writable, readable = mode | stat.S_IWUSR, mode & ~0o222
         fd = -1
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            fd = os.open(path, flags, mode)
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-                raise StoreError(f"{path} is not a file of this user")
-            if found.st_size > size_bytes:
-                os.close(fd)
-                fd = -1
+            found_bytes = _make_writable(path, writable)
+            if found_bytes > size_bytes:
                 path.unlink()
-                fd = os.open(path, flags | os.O_EXCL, mode)
-            os.fchmod(fd, mode)
+                found_bytes = 0
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            fd = os.open(path, flags, writable)
             os.ftruncate(fd, size_bytes)
-            return cls(fd, size_bytes, reused=0 < found.st_size <= size_bytes)
+            arena = cls(fd, size_bytes, reused=found_bytes > 0)
+            os.fchmod(fd, readable)
+            return arena
         except (OSError, StoreError) as problem:
             if fd >= 0:
                 os.close(fd)
@@ -272,6 +272,22 @@ def check_slab(slab_bytes: int) -> None:
 def whole_slabs(length_bytes: int, slab_bytes: int) -> int:
     """`length_bytes` rounded up to whole slabs."""
     return -(-length_bytes // slab_bytes) * slab_bytes
+
+
+def _make_writable(path: Path, mode: int) -> int:
+    """The size of a file that an earlier daemon left, 0 without one. Raises OSError, StoreError."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return 0
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            raise StoreError(f"{path} is not a file of this user")
+        os.fchmod(fd, mode)
+        return found.st_size
+    finally:
+        os.close(fd)
 
 
 def _check_size(size_bytes: int) -> None:
