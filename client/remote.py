@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias, TypeVar
 
@@ -93,6 +94,11 @@ class RemoteTransport:
     def max_batch_keys(self) -> int:
         link = self._keeper.current
         return (link.welcome.max_batch_keys if link else 0) or MAX_BATCH_KEYS
+
+    def _batches(self, things: Sequence[T]) -> Iterator[Sequence[T]]:
+        """As many at once as one call takes."""
+        size = self.max_batch_keys
+        return (things[start : start + size] for start in range(0, len(things), size))
 
     @property
     def connected(self) -> bool:
@@ -213,14 +219,14 @@ class RemoteTransport:
         held = [claim for claim in claims if claim.link is link]
         if not held or link is None:
             return [False] * len(claims)
-        request = pb.ReleaseRequest(session=link.ref, claim_ids=[claim.number for claim in held])
-        response = self._call_held(
-            "Release",
-            link,
-            lambda: link.calls.Release(request, timeout=deadline.left_s()),
-        )
-        with messages.understanding():
-            outcomes = dict(zip((claim.number for claim in held), response.results, strict=True))
+        outcomes: dict[int, int] = {}
+        for numbers in self._batches([claim.number for claim in held]):
+            request = pb.ReleaseRequest(session=link.ref, claim_ids=numbers)
+            response = self._call_held(
+                "Release", link, partial(link.calls.Release, request, timeout=deadline.left_s())
+            )
+            with messages.understanding():
+                outcomes.update(zip(numbers, response.results, strict=True))
         return [
             claim.link is link and outcomes[claim.number] in _GIVEN_BACK and not claim.why_lost
             for claim in claims
@@ -229,9 +235,9 @@ class RemoteTransport:
     def give_back(self, claims: Sequence[Holding]) -> None:
         """Release claims of the current session without waiting for the answer."""
         link = self._keeper.current
-        numbers = [claim.number for claim in claims if claim.link is link]
-        if link is not None and numbers:
-            link.send(pb.SessionRequest(give_back=pb.GiveBack(claim_ids=numbers)))
+        if link is not None:
+            for numbers in self._batches([c.number for c in claims if c.link is link]):
+                link.send(pb.SessionRequest(give_back=pb.GiveBack(claim_ids=numbers)))
 
     def forget(self, claim: Holding) -> None:
         give_back = pb.GiveBack(claim_ids=[claim.number])
@@ -243,8 +249,7 @@ class RemoteTransport:
     def touch(self, keys: Sequence[Key]) -> None:
         link = self._keeper.current
         if link is not None:
-            for start in range(0, len(keys), self.max_batch_keys):
-                told = keys[start : start + self.max_batch_keys]
+            for told in self._batches(keys):
                 link.send(pb.SessionRequest(touch=pb.Touch(keys=told)))
 
     def find(

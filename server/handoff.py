@@ -10,14 +10,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ..proto import local
 from ..proto import prefixd_pb2 as pb
 from ..proto.index import INDEX_DIRECTORY
 from ..proto.vocabulary import Tier
+from ..tiers.arena import Arena
 from ..tiers.disk import DiskStore
-from ..tiers.shm import ARENA_FILE, ShmStore
 from .building import arena_of
 from .loop import Core
 from .staging import Staging
@@ -86,6 +87,13 @@ class Handoff:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             package.add(name, fd, own=True)
 
+        def give_arena(name: str, arena: Arena) -> None:
+            if name == local.RAM:  # which its seals protect, whatever the descriptor's mode
+                package.add(name, arena.fd)
+            else:
+                package.add(name, arena.open_reader(), own=True)
+            setattr(response, f"{name}_arena_bytes", arena.size_bytes)
+
         def attempt(name: str, give: Callable[[], None]) -> None:
             try:
                 give()
@@ -105,12 +113,7 @@ class Handoff:
             if arena is None:
                 response.refused[name] = "the tier is switched off"
                 continue
-            if isinstance(store, ShmStore):
-                fd = os.open(store.directory / ARENA_FILE, os.O_RDONLY | os.O_CLOEXEC)
-                package.add(name, fd, own=True)
-            else:
-                package.add(name, arena.fd)
-            setattr(response, f"{name}_arena_bytes", arena.size_bytes)
+            attempt(name, partial(give_arena, name, arena))
         disk = self._core.stores.get(Tier.DISK)
         if isinstance(disk, DiskStore):
             attempt(local.DISK, lambda: directory(local.DISK, disk.directory))

@@ -61,8 +61,12 @@ class LocalServer:
         """Bind and listen. The socket's directory is locked: what lies there is a leftover."""
         remove_leftover(Path(self.path))
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listening.bind(self.path)
-        Path(self.path).chmod(0o600)
+        try:
+            listening.bind(self.path)
+            Path(self.path).chmod(0o600)
+        except OSError:
+            listening.close()
+            raise
         self._server = await asyncio.get_running_loop().create_unix_server(
             lambda: _Connection(self), sock=listening, backlog=_BACKLOG
         )
@@ -255,6 +259,8 @@ class _Connection(asyncio.Protocol):
         if isinstance(problem, PrefixdError):
             self._send(_failure("local", problem))
         self._transport.close()
+        # That waits until the client has read what it was told.
+        self._loop.call_later(_PATIENCE_S, self._transport.abort)
 
 
 def _failure(name: str, problem: Exception) -> pb.LocalResponse:

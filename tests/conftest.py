@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from prefixd.client.local import transport
+
 # No deadline: an example that takes long says something of the machine, not of the code.
 settings.register_profile("prefixd", deadline=None, derandomize=True, database=None)
 settings.load_profile("prefixd")
@@ -21,4 +23,7 @@ def plain_environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in FOREIGN:
             patch.delenv(name, raising=False)
+        # A hand-over that takes longer is not waited for: a loaded machine would turn the tests of
+        # what is done in place into tests of gRPC.
+        patch.setattr(transport, "HAND_OVER_S", 60.0)
         yield

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.client import Client, MissReason, SaveReason, Tier
+from prefixd.client import Client, MissReason, SaveReason, SaveStatus, Tier
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.deadline import Deadline
 from prefixd.client.link import Link
@@ -322,10 +322,26 @@ def test_a_process_without_room_for_descriptors_goes_on_over_grpc(daemon: Privat
 # ---- lines
 
 
+def test_a_save_without_a_slot_takes_no_line(client: Client) -> None:
+    """The daemon hangs up on whoever connects and then says nothing for long."""
+    save(client, ["before"], 1_000, Tier.RAM)
+    node = transport_of(client)._node
+    assert node is not None
+    assert node.staging is not None
+    (line,) = node.calls._idle
+    slot = node.staging.take(Deadline(0))
+    items = items_of(["no room"], 1_000)
+    (outcome,) = client.save_many(items, tier=Tier.RAM, reason=SaveReason.EVICT, deadline_ms=10)
+    assert outcome.status is SaveStatus.DEADLINE
+    node.staging.give(slot)
+    assert node.calls._idle == [line]
+    assert line._socket.fileno() >= 0
+
+
 def test_a_claim_is_held_on_when_its_line_ends_with_another_call(
     daemon: PrivateDaemon, client: Client
 ) -> None:
-    """A save that finds no room in staging memory gives up before it has asked for anything."""
+    """A call that has waited too long gives up before it has asked for anything."""
     keys = save(client, ["claimed"], 1_000, Tier.RAM)
     node = transport_of(client)._node
     assert node is not None
@@ -333,11 +349,8 @@ def test_a_claim_is_held_on_when_its_line_ends_with_another_call(
     with daemon.admin() as admin, client.claim(keys) as hit:
         (line,) = node.calls._idle
         there = descriptors_of(daemon)
-        slot = node.staging.take(Deadline(0))
-        items = items_of(["no room"], 1_000)
-        (outcome,) = client.save_many(items, tier=Tier.RAM, reason=SaveReason.EVICT, deadline_ms=10)
-        assert not outcome.ok
-        node.staging.give(slot)
+        with pytest.raises(DeadlineExceeded), node.calls.line(60.0):
+            raise DeadlineExceeded("a test took it")
         assert line._socket.fileno() == -1
         assert node.calls._idle == []
         eventually(lambda: descriptors_of(daemon) < there)

@@ -20,6 +20,7 @@ from prefixd.proto.index import INDEX_DIRECTORY
 from prefixd.proto.vocabulary import Tier
 from prefixd.server import handoff as module
 from prefixd.server.effects import IndexDelete
+from prefixd.tiers.arena import Arena
 
 from .running import STAGING_BYTES, OpenSession, Running, in_loop, key, payload, running
 from .test_server_loop import FailingIndex
@@ -241,7 +242,7 @@ async def test_a_daemon_without_descriptors_hands_over_what_it_has_open(tmp_path
 
 
 @in_loop
-async def test_an_arena_that_cannot_be_opened_leaks_nothing(
+async def test_an_arena_that_cannot_be_opened_is_refused_and_leaks_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(tmp_path) as daemon:
@@ -251,10 +252,14 @@ async def test_an_arena_that_cannot_be_opened_leaks_nothing(
         await daemon.until(lambda: not daemon.local_server.connections)
         before = open_descriptors()
         with monkeypatch.context() as patch:
-            patch.setattr(module, "ARENA_FILE", "not there")
-            with pytest.raises(EOFError):
-                async with handed_over(daemon, request):
-                    pass
+
+            def refuse(_arena: Arena) -> int:
+                raise OSError("no such arena")
+
+            patch.setattr(Arena, "open_reader", refuse)
+            async with handed_over(daemon, request) as (response, fds):
+                assert response.refused == {local.SHM: "no such arena"}
+                assert fds.keys() == set(local.FEATURES) - {local.SHM}
         await daemon.until(lambda: not daemon.local_server.connections)
         assert open_descriptors() == before
         async with handed_over(daemon, request) as (response, _):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -53,9 +54,10 @@ class Line:
 
     def receive(self, timeout_s: float) -> pb.LocalResponse:
         """The next response. Raises PrefixdError, also what the daemon refuses the call with."""
+        until_s = time.monotonic() + timeout_s
         with _in_our_words():
-            self._socket.settimeout(timeout_s)
             while (response := self._frames.next()) is None:
+                self._socket.settimeout(max(until_s - time.monotonic(), 1e-6))
                 data = self._socket.recv(_RECEIVE_BYTES)
                 if not data:
                     raise DaemonUnavailable("the daemon hung up")

@@ -17,7 +17,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.copying import copy_crc32c
 from ...proto.errors import DaemonUnavailable, LimitReached
 from ..deadline import Deadline
-from .calls import LocalCalls
+from .calls import Line, LocalCalls
 
 #: Large enough that a message costs little beside its copy, small enough to stay in the cache.
 SLOT_BYTES: Final = 8 * 2**20
@@ -93,39 +93,62 @@ def save(
 
     Raises PrefixdError; OSError: there is no line to the daemon, and nothing was asked.
     """
-    #: of the requests that were not answered yet, oldest first
-    slots: deque[int] = deque()
-    results: list[pb.SaveResult] = []
-    with calls.line(deadline.left_s()) as line:
+    return _StagedSave(memory, deadline).run(calls, opening, payloads)
 
-        def take() -> int:
-            """A free slot: another one, or one that the daemon has emptied."""
-            while (slot := memory.take_free()) is None:
-                if not slots:
-                    return memory.take(deadline)  # others have them all
-                receive()
-            return slot
 
-        def receive() -> None:
-            response = line.receive(deadline.left_s()).save_staged
-            if response.parts_copied:
-                memory.give(slots.popleft())
-            results.extend(response.results)
+class _StagedSave:
+    """One save: the slots that it has, and what it was answered."""
 
+    def __init__(self, memory: StagingMemory, deadline: Deadline) -> None:
+        self._memory = memory
+        self._deadline = deadline
+        #: of the requests that were not answered yet, oldest first
+        self._slots: deque[int] = deque()
+        self._line: Line | None = None
+        self._results: list[pb.SaveResult] = []
+
+    def run(
+        self, calls: LocalCalls, opening: pb.SaveStagedRequest, payloads: Sequence[memoryview]
+    ) -> list[pb.SaveResult]:
+        filled = _filled(self._memory, self._take, opening, payloads)
         try:
-            for slot, request in _filled(memory, take, opening, payloads):
-                slots.append(slot)
-                try:
-                    line.send(pb.LocalRequest(save_staged=request), deadline.left_s())
-                except DaemonUnavailable:
-                    while True:  # it hung up, and before that said why
-                        receive()
-            while not results:
-                receive()
-            return results
+            # Before there is a line: others may have the slots for long, and the daemon hangs up
+            # on a client that connects and says nothing.
+            slot, request = next(filled)
+            self._slots.append(slot)
+            with calls.line(self._deadline.left_s()) as line:
+                self._line = line
+                self._send(line, request)
+                for slot, request in filled:
+                    self._slots.append(slot)
+                    self._send(line, request)
+                while not self._results:
+                    self._receive(line)
+            return self._results
         finally:
-            for slot in slots:
-                memory.give(slot)
+            for slot in self._slots:
+                self._memory.give(slot)
+
+    def _take(self) -> int:
+        """A free slot: another one, or one that the daemon has emptied."""
+        while (slot := self._memory.take_free()) is None:
+            if self._line is None or not self._slots:
+                return self._memory.take(self._deadline)  # others have them all
+            self._receive(self._line)
+        return slot
+
+    def _send(self, line: Line, request: pb.SaveStagedRequest) -> None:
+        try:
+            line.send(pb.LocalRequest(save_staged=request), self._deadline.left_s())
+        except DaemonUnavailable:
+            while True:  # it hung up, and before that said why
+                self._receive(line)
+
+    def _receive(self, line: Line) -> None:
+        response = line.receive(self._deadline.left_s()).save_staged
+        if response.parts_copied:
+            self._memory.give(self._slots.popleft())
+        self._results.extend(response.results)
 
 
 def _filled(
