@@ -279,6 +279,25 @@ def test_releases_of_this_and_earlier_sessions(daemon: FakeDaemon, remote: Remot
     assert remote.release([new], long()) == [True]  # given back before: still not lost
 
 
+def test_more_than_a_call_takes_goes_in_several(
+    daemon: FakeDaemon, remote: RemoteTransport
+) -> None:
+    """Releases, and what the session stream carries."""
+    daemon.put(ONE, b"bytes")
+    link = remote.current
+    assert link is not None
+    claims = [remote.claim([ONE], ClaimMode.ANY, 0, 0, long()).holding for _ in range(12)]
+    held = [claim for claim in claims if claim is not None]
+    link.welcome.max_batch_keys = 5
+    assert remote.release(held[:6], long()) == [True] * 6
+    assert daemon.rpcs["Release"] == 2
+    remote.give_back(held[6:])
+    with daemon.changed:
+        assert daemon.changed.wait_for(lambda: len(daemon.given_back) == 6, PATIENCE_S)
+    assert daemon.given_back == [claim.number for claim in held[6:]]
+    assert remote.max_batch_keys == 5
+
+
 # ---- writing
 
 
