@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 #: Who moves blocks, by the word for it.
 MOVERS: Final = ("ram", "shm", "disk", "grpc")
 PARTS: Final = (*MOVERS, "walk", "many", "evict")
+#: Times as many samples of an eviction: it is over in milliseconds, and daemons are compared.
+_EVICTION_SAMPLES: Final = 4
 _SECURED_WITHIN_S: Final = 600.0
 _LOOK_EVERY_S: Final = 0.05
 #: However large the batch: whoever measures waits.
@@ -109,7 +111,7 @@ def measure_evictions(
         Evictions(*daemon, op, beside=0 if op == ALONE else plan.pinned, pinned=op == PINNED)
         for daemon, op in zip(daemons, OPS, strict=True)
     ]
-    rows = interleave([side.case() for side in sides], plan.repeats)
+    rows = interleave([side.case() for side in sides], plan.repeats * _EVICTION_SAMPLES)
     for side in sides:
         side.release()
     return [replace(row, more={"beside": 0 if row.op == ALONE else plan.pinned}) for row in rows]
