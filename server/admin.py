@@ -314,7 +314,8 @@ class AdminService(rpc.AdminServicer):
                 case IndexDelete():
                     yield f"the index lists {change.key.hex()}, which is not there"
                 case IndexClaim():
-                    yield f"the index is wrong about a claim on {change.key.hex()}"
+                    for key in change.keys:
+                        yield f"the index is wrong about a claim on {key.hex()}"
 
     async def _verify(self, entry: Entry) -> str | None:
         """What is wrong with the bytes of an entry, if anything is; it is dropped then. None: it

@@ -41,10 +41,10 @@ class IndexDelete:
 
 @dataclass(frozen=True, slots=True)
 class IndexClaim:
-    """Remember that an entry of the shm tier is claimed, or that it is no more: after a restart
-    its readers may still be there."""
+    """Remember that entries of the shm tier are claimed, or that they are no more: after a restart
+    their readers may still be there."""
 
-    key: Key
+    keys: tuple[Key, ...]
     claimed: bool
 
 

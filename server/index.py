@@ -128,8 +128,8 @@ class Index:
         )
         pinned = {key for key, entry in entries.items() if entry.pins and entry.tier is Tier.SHM}
         claimed = self.claimed()
-        changes += (IndexClaim(key, claimed=False) for key in claimed - pinned)
-        changes += (IndexClaim(key, claimed=True) for key in pinned - claimed)
+        changes += (IndexClaim((key,), claimed=False) for key in claimed - pinned)
+        changes += (IndexClaim((key,), claimed=True) for key in pinned - claimed)
         return changes
 
     # ---- changes
@@ -170,9 +170,11 @@ class Index:
                     case IndexDelete():
                         txn.delete(change.key)
                     case IndexClaim(claimed=True):
-                        txn.put(CLAIMED + change.key, b"")
+                        for key in change.keys:
+                            txn.put(CLAIMED + key, b"")
                     case IndexClaim():
-                        txn.delete(CLAIMED + change.key)
+                        for key in change.keys:
+                            txn.delete(CLAIMED + key)
 
     def distrust(self, why: str) -> None:
         """It may say what is wrong: nobody believes it until it is mended."""

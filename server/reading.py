@@ -68,9 +68,9 @@ def claim(turn: Turn, asked: ClaimAsked) -> ClaimAnswer | None:
         return ClaimAnswer(0, asked.lease_ns, tuple(results), claimed)
     taken = Claim(t.next_claim, session.session, entries, turn.now_ns, asked.lease_ns)
     t.next_claim += 1
+    # In this order: what is pinned has no place in a recency order that a use would move.
+    turn.pin(reversed(entries))
     for entry in reversed(entries):
-        # In this order: what is pinned has no place in a recency order that a use would move.
-        turn.pin(entry)
         turn.read(entry)
     t.counters.claimed_entries += len(entries)
     t.claims[taken.claim] = taken

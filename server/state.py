@@ -356,8 +356,7 @@ class MetaState:
         t.claims[claim.claim] = claim
         session.claims.add(claim.claim)
         turn.set_timer(event.until_ns, Timer.CLAIM, claim.claim)
-        for entry in entries:
-            turn.pin(entry)
+        turn.pin(entries)
 
 
 def _entry_of(stored: StoredEntry, tier: Tier, stored_bytes: int, numbers: dict[int, int]) -> Entry:

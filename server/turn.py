@@ -132,25 +132,31 @@ class Turn:
             unrecorded.pop(entry.key, None)
             unrecorded[entry.key] = entry
 
-    def pin(self, entry: Entry) -> None:
-        if not entry.pins:
-            self.tables.ledgers[entry.tier].pin(entry)
-            self._remember_claim(entry, claimed=True)
-        entry.pins += 1
+    def pin(self, entries: Iterable[Entry]) -> None:
+        first: list[Entry] = []
+        for entry in entries:
+            if not entry.pins:
+                self.tables.ledgers[entry.tier].pin(entry)
+                first.append(entry)
+            entry.pins += 1
+        self._remember_claims(first, claimed=True)
 
-    def unpin(self, entry: Entry) -> None:
-        entry.pins -= 1
-        if entry.pins:
-            return
-        # It enters the eviction order as the most recent: the time has to say the same.
-        self._mark_used(entry)
-        self.tables.ledgers[entry.tier].unpin(entry)
-        self._remember_claim(entry, claimed=False)
+    def unpin(self, entries: Iterable[Entry]) -> None:
+        last: list[Entry] = []
+        for entry in entries:
+            entry.pins -= 1
+            if not entry.pins:
+                # It enters the eviction order as the most recent: the time has to say the same.
+                self._mark_used(entry)
+                self.tables.ledgers[entry.tier].unpin(entry)
+                last.append(entry)
+        self._remember_claims(last, claimed=False)
 
-    def _remember_claim(self, entry: Entry, *, claimed: bool) -> None:
+    def _remember_claims(self, entries: Iterable[Entry], *, claimed: bool) -> None:
         # Only the shm tier outlives a daemon in memory that others have mapped.
-        if entry.tier is _SHM:
-            self.effects.append(IndexClaim(entry.key, claimed))
+        keys = tuple(entry.key for entry in entries if entry.tier is _SHM)
+        if keys:
+            self.effects.append(IndexClaim(keys, claimed))
 
     def evict(self, victim: Key) -> Entry:
         """An entry that `Ledger.next_victim` chose leaves."""
@@ -197,8 +203,7 @@ class Turn:
     def drop_claim(self, claim_id: int) -> Session | None:
         """End a claim: leaf first, so that the root is the most recent afterwards."""
         claim = self.tables.claims.pop(claim_id)
-        for entry in reversed(claim.entries):
-            self.unpin(entry)
+        self.unpin(reversed(claim.entries))
         session = self.tables.sessions.get(claim.session)
         if session is not None:
             session.claims.discard(claim_id)

@@ -126,16 +126,16 @@ def test_changes_of_one_key_are_made_in_order(index: Index) -> None:
 
 
 def test_claims_are_remembered_and_no_reader_takes_them_for_entries(index: Index) -> None:
-    index.change([IndexPut(entry(1, Tier.SHM)), IndexClaim(key(1), claimed=True)])
+    index.change([IndexPut(entry(1, Tier.SHM)), IndexClaim((key(1),), claimed=True)])
     assert index.claimed() == {key(1)}
     assert index.keys() == {key(1)}
-    index.change([IndexClaim(key(1), claimed=False), IndexClaim(key(2), claimed=False)])
+    index.change([IndexClaim((key(1),), claimed=False), IndexClaim((key(2),), claimed=False)])
     assert index.claimed() == set()
 
 
 def test_another_start_finds_the_rows_and_writes_its_own_name(tmp_path: Path) -> None:
     first = Index(tmp_path, INCARNATION, MAP_BYTES)
-    first.change([IndexPut(entry(1, Tier.SHM)), IndexClaim(key(1), claimed=True)])
+    first.change([IndexPut(entry(1, Tier.SHM)), IndexClaim((key(1),), claimed=True)])
     first.close()
     first.close()
     second = Index(tmp_path, b"another one ....", MAP_BYTES)
@@ -162,8 +162,8 @@ def test_its_differences_from_the_state_are_named_one_by_one(index: Index) -> No
     index.change(
         [
             *map(IndexPut, [same, moved, entry(9), claimed, unclaimed]),
-            IndexClaim(key(5), claimed=True),
-            IndexClaim(key(8), claimed=True),
+            IndexClaim((key(5),), claimed=True),
+            IndexClaim((key(8),), claimed=True),
         ]
     )
     state = table(same, replace(moved, generation=7), missing, claimed, unclaimed)
@@ -171,7 +171,9 @@ def test_its_differences_from_the_state_are_named_one_by_one(index: Index) -> No
     assert {one.key for one in differences if isinstance(one, IndexDelete)} == {key(9)}
     puts = {one.entry.key for one in differences if isinstance(one, IndexPut)}
     assert puts == {key(2), key(3)}
-    claims = {(one.key, one.claimed) for one in differences if isinstance(one, IndexClaim)}
+    claims = {
+        (of, one.claimed) for one in differences if isinstance(one, IndexClaim) for of in one.keys
+    }
     assert claims == {(key(4), True), (key(5), False), (key(8), False)}
     index.mend(state)
     assert index.differences(state) == []

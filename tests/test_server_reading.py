@@ -185,13 +185,13 @@ def test_only_so_many_claims() -> None:
 def test_only_shm_remembers_claims_across_a_restart(driver: Driver) -> None:
     driver.save(1, "s", tier=Tier.SHM)
     driver.claim(1, "a s", ClaimMode.ANY)
-    assert driver.of_kind(fx.IndexClaim) == [fx.IndexClaim(key("s"), claimed=True)]
+    assert driver.of_kind(fx.IndexClaim) == [fx.IndexClaim((key("s"),), claimed=True)]
     driver.claim(2, "s")
     assert driver.of_kind(fx.IndexClaim) == [], "it stands there already"
     driver.release(1, 1)
     assert driver.of_kind(fx.IndexClaim) == []
     driver.release(2, 2)
-    assert driver.of_kind(fx.IndexClaim) == [fx.IndexClaim(key("s"), claimed=False)]
+    assert driver.of_kind(fx.IndexClaim) == [fx.IndexClaim((key("s"),), claimed=False)]
 
 
 # ---- leases

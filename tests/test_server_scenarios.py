@@ -327,8 +327,9 @@ class Scenario:
                 return [f"+ {name_of(entry.key)} in {entry.tier.label}"]
             case fx.IndexDelete(key):
                 return [f"- {name_of(key)}"]
-            case fx.IndexClaim(key, claimed):
-                return [f"  row of {name_of(key)}: {'claimed' if claimed else 'free'}"]
+            case fx.IndexClaim(keys, claimed):
+                how = "claimed" if claimed else "free"
+                return [f"  row of {name_of(key)}: {how}" for key in keys]
             case fx.Erase(tier, keys):
                 return [f"  {tier.label} erases {' '.join(map(name_of, keys))}"]
             case fx.Commit(tier, tokens):

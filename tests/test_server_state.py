@@ -426,14 +426,14 @@ def test_claims_of_an_earlier_start_are_held_until_nobody_can_have_one() -> None
         stored("b", used_ns=2, generation=2, tier=Tier.SHM, location=(1, 1)),
     )
     driver.happens(ev.ClaimsInherited(keys("a"), until_ns=700, now_ns=0))
-    assert driver.effects == [fx.IndexClaim(key("a"), claimed=True)]
+    assert driver.effects == [fx.IndexClaim((key("a"),), claimed=True)]
     assert driver.order(Tier.SHM) == "b"
     (claim,) = driver.tables.claims.values()
     assert claim.taken_ns + claim.lease_ns == 700
     driver.now_ns = 699
     assert driver.tick() == []
     driver.now_ns = 700
-    assert driver.tick() == [fx.IndexClaim(key("a"), claimed=False)]
+    assert driver.tick() == [fx.IndexClaim((key("a"),), claimed=False)]
     assert driver.order(Tier.SHM) == "b a"
     assert not driver.tables.sessions
 

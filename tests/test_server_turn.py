@@ -83,11 +83,11 @@ def test_the_ledger_hears_of_the_first_pin_and_the_last(driver: Driver) -> None:
     turn, ram = Turn(driver.tables, 10), driver.tables.ledgers[Tier.RAM]
     entry = driver.entry("a")
     for pins in (1, 2):
-        turn.pin(entry)
+        turn.pin([entry])
         assert (entry.pins, ram.pinned_entries) == (pins, 1)
-    turn.unpin(entry)
+    turn.unpin([entry])
     assert (entry.pins, ram.pinned_entries, driver.order()) == (1, 1, "b")
-    turn.unpin(entry)
+    turn.unpin([entry])
     assert (entry.pins, ram.pinned_entries, driver.order()) == (0, 0, "b a")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, assert_never
 
 from prefixd.proto.keys import Key
@@ -95,10 +95,11 @@ class Witness:
                 assert key not in self.marked, "left while claimed"
                 entry = self.index.pop(key)
                 self.free(entry.tier, entry.location, ("entry", key))
-            case fx.IndexClaim(key, claimed):
-                assert self.index[key].tier is Tier.SHM
-                assert (key in self.marked) != claimed, "marked twice, or never"
-                self.marked ^= {key}
+            case fx.IndexClaim(keys, claimed):
+                for key in keys:
+                    assert self.index[key].tier is Tier.SHM
+                    assert (key in self.marked) != claimed, "marked twice, or never"
+                    self.marked ^= {key}
             case fx.Erase():
                 for key in effect.keys:
                     there = self.index.get(key)
@@ -178,6 +179,15 @@ def units(location: Location) -> list[int]:
 # ---- what was said, as the twin says it
 
 
+def one_by_one(effects: Iterable[fx.Effect]) -> Iterator[fx.Effect]:
+    """Claims are remembered of many keys at once; the twin says each."""
+    for effect in effects:
+        if isinstance(effect, fx.IndexClaim):
+            yield from (fx.IndexClaim((key,), effect.claimed) for key in effect.keys)
+        else:
+            yield effect
+
+
 def plain(effect: fx.Effect) -> tuple[Any, ...]:
     match effect:
         case fx.Reply(request, answer):
@@ -186,7 +196,7 @@ def plain(effect: fx.Effect) -> tuple[Any, ...]:
             return ("put", name_of(entry.key))
         case fx.IndexDelete(key):
             return ("delete", name_of(key))
-        case fx.IndexClaim(key, claimed):
+        case fx.IndexClaim((key,), claimed):
             return ("mark", name_of(key), claimed)
         case fx.Erase(tier, keys):
             (key,) = keys
