@@ -265,8 +265,9 @@ class Client(Saves):
     ) -> list[Found]:
         """What is known of each key; nothing of any of them when the daemon can't be asked.
 
-        Pins nothing, renews nothing, moves nothing in an eviction order. One rpc. Raises
-        InvalidKey, InvalidBatch.
+        Pins nothing, renews nothing, moves nothing in an eviction order. One rpc; on the daemon's
+        host none without `wait_ms`, and then what is on its way counts as absent: only the daemon
+        knows of it. Raises InvalidKey, InvalidBatch.
         """
         deadline = self._begin(deadline_ms, wait_ms)
         checked = checked_keys(keys, self._transport.max_batch_keys)
