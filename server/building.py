@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import lmdb
-import structlog
 
 from ..proto.index import INDEX_DIRECTORY
 from ..proto.keys import Key
@@ -22,26 +21,15 @@ from ..tiers.extents import ExtentAllocator
 from ..tiers.ledger import Ledger
 from ..tiers.ram import RamStore
 from ..tiers.shm import USAGE_DIRECTORY, ShmStore
-from ..tiers.store import Store, StoreError
+from ..tiers.store import Store
 from .budgets import Plan, TierPlan
 from .index import Index
 from .state import MetaState
-
-log = structlog.get_logger("prefixd.building")
 
 #: Room for a row of the index; measured 130 B, and LMDB copies pages before it changes them.
 _INDEX_ROW_BYTES: Final = 512
 _MIN_INDEX_BYTES: Final = 64 * 2**20
 _MAX_INDEX_BYTES: Final = 8 * 2**30
-#: What LMDB says of pages that are not what they should be.
-_DAMAGE: Final = (
-    lmdb.BadTxnError,
-    lmdb.CorruptedError,
-    lmdb.CursorFullError,
-    lmdb.PageFullError,
-    lmdb.PageNotFoundError,
-    lmdb.PanicError,
-)
 
 
 def make_store(plan: TierPlan, *, verify_at_start: bool, sync: bool) -> Store:
@@ -59,38 +47,9 @@ def make_store(plan: TierPlan, *, verify_at_start: bool, sync: bool) -> Store:
 
 
 def make_index(directory: Path, incarnation: bytes, map_bytes: int) -> Index:
-    """The index; an empty one in the place of one that is damaged, which takes what it knew of
-    the shm tier with it. Raises IndexFailed if there can't be one."""
-    try:
-        return _undamaged_index(directory, incarnation, map_bytes)
-    except _Damaged as damage:
-        path = directory / INDEX_DIRECTORY
-        log.error("index_replaced", path=str(path), error=str(damage))
-        # Both: the lock file counts transactions, and would go on with those of the old one.
-        for name in ("data.mdb", "lock.mdb"):
-            (path / name).unlink(missing_ok=True)
-        return Index(directory, incarnation, map_bytes)
-
-
-def _undamaged_index(directory: Path, incarnation: bytes, map_bytes: int) -> Index:
+    """The index, see there. Raises IndexFailed if there can't be one."""
     _lengthen(directory / INDEX_DIRECTORY)
-    with ExitStack() as opened:
-        try:
-            index = Index(directory, incarnation, map_bytes)
-            opened.callback(index.close)
-            # Opening it does not touch every page; this does, in less than 1 us a row.
-            for _ in index.rows():
-                pass
-        except (StoreError, lmdb.Error) as problem:
-            if isinstance(problem.__cause__ or problem, _DAMAGE):
-                raise _Damaged(str(problem)) from None
-            raise
-        opened.pop_all()
-        return index
-
-
-class _Damaged(StoreError):
-    """What an LMDB environment holds can't be believed."""
+    return Index(directory, incarnation, map_bytes)
 
 
 def _lengthen(directory: Path) -> None:

@@ -37,8 +37,17 @@ IndexChange: TypeAlias = IndexPut | IndexDelete | IndexClaim
 _MAX_READERS: Final = 1024
 #: A cache line for each reader, and the header before them.
 _LOCK_FILE_BYTES: Final = (_MAX_READERS + 64) * 64
-#: What a file is that LMDB can't make anything of: nothing in it can be saved.
-_RUBBISH: Final = (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.CorruptedError)
+#: What LMDB says of a file or of pages that it can't make anything of.
+_DAMAGE: Final = (
+    lmdb.BadTxnError,
+    lmdb.CorruptedError,
+    lmdb.CursorFullError,
+    lmdb.InvalidError,
+    lmdb.PageFullError,
+    lmdb.PageNotFoundError,
+    lmdb.PanicError,
+    lmdb.VersionMismatchError,
+)
 
 
 class IndexFailed(StoreError):
@@ -62,9 +71,8 @@ class Index:
         with ExitStack() as opened, _failing(f"open the index {path}"):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             _secure_lock_file(path / "lock.mdb")
-            self._env = _open(path, map_bytes)
+            self._env = _open(path, incarnation, map_bytes)
             opened.callback(self._env.close)
-            self._put(INCARNATION_ROW, incarnation)
             # Kept open: when it is needed there may be no descriptor left.
             self._fd = os.open(path / "data.mdb", os.O_RDWR | os.O_CLOEXEC)
             opened.pop_all()
@@ -234,16 +242,31 @@ def _failing(what: str) -> Iterator[None]:
         raise IndexFailed(f"can't {what}: {problem}") from problem
 
 
-def _open(path: Path, map_bytes: int) -> lmdb.Environment:
+def _open(path: Path, incarnation: bytes, map_bytes: int) -> lmdb.Environment:
+    """The environment, under the name of this start."""
     try:
-        return _environment(path, map_bytes)
-    except _RUBBISH as problem:
+        return _sound(path, incarnation, map_bytes)
+    except _DAMAGE as problem:
         # It can be made anew; what it knew of the shm tier is lost.
         log.error("index_replaced", path=str(path), error=str(problem))
+        # Both: the lock file counts transactions, and would go on with those of the old one.
         for name in ("data.mdb", "lock.mdb"):
             (path / name).unlink(missing_ok=True)
         _secure_lock_file(path / "lock.mdb")
-        return _environment(path, map_bytes)
+        return _sound(path, incarnation, map_bytes)
+
+
+def _sound(path: Path, incarnation: bytes, map_bytes: int) -> lmdb.Environment:
+    with ExitStack() as opened:
+        environment = _environment(path, map_bytes)
+        opened.callback(environment.close)
+        with environment.begin(write=True) as txn:
+            # Opening it does not touch every page; this does.
+            for _ in txn.cursor():
+                pass
+            txn.put(INCARNATION_ROW, incarnation)
+        opened.pop_all()
+        return environment
 
 
 def _environment(path: Path, map_bytes: int) -> lmdb.Environment:

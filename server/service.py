@@ -313,6 +313,8 @@ class CacheService(rpc.CacheServicer):
             ]
 
         async def take(request: pb.SaveStagedRequest) -> None:
+            if not request.parts:
+                return
             pieces = [
                 Piece(
                     p.item,
@@ -323,8 +325,6 @@ class CacheService(rpc.CacheServicer):
                 for p in request.parts
                 if _granted(p.item, refusals)
             ]
-            if not request.parts:
-                return
             copied = pb.SaveStagedResponse(parts_copied=len(request.parts))
             incoming.begin(pieces, partial(tell, copied))
             if incoming.waiting > MAX_WAITING_MESSAGES:
