@@ -1,8 +1,8 @@
 """How clients on the daemon's host talk to it: frames of `LocalRequest` and `LocalResponse`.
 
 The socket is a Unix stream beside the gRPC one; the contract is in prefixd.proto. A small call
-costs a quarter here of what it costs over gRPC, and descriptors can travel with an answer
-(SCM_RIGHTS). Those of a hand-over are named
+costs a fraction here of what it costs over gRPC (tests/bench/bench_local.py), and descriptors can
+travel with an answer (SCM_RIGHTS). Those of a hand-over are named
 
     ram       the RAM arena: a sealed memfd that the kernel lets nobody but the daemon write
     shm       the shm arena, opened read-only

@@ -1,8 +1,8 @@
 """Who leaves a running tier next.
 
 The orders of `tiers.eviction` know keys, and look each of them up. What lies in a tier is an
-object, and in LRU, the order of nearly every tier, its place can be a part of it. Measured with
-a million entries: 180 bytes less for each, and a claim of 48 takes 76 us instead of 110.
+object, and in LRU, the order of nearly every tier, its place can be a part of it: a million
+entries need no second table, and a claim no look-up in it.
 """
 
 from __future__ import annotations

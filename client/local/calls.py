@@ -1,4 +1,4 @@
-"""Calls to the daemon over its local socket (proto.local): a quarter of the time of gRPC's.
+"""Calls to the daemon over its local socket (proto.local), which take a fraction of gRPC's time.
 
 One call at a time goes over a connection; there are as many connections as there were calls at
 once. A call that fails on its way closes its connection, so that no answer is taken for that of

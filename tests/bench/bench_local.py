@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""What the ways of a client on the daemon's host cost: calls, and copies that are checked.
+
+    python tests/bench/bench_local.py
+
+One JSON object per line, medians by turns; only ratios inside one run mean something. `call` is a
+look-up of one key that nobody has, over the local socket and over gRPC. `copy` moves payloads
+between private buffers, 48 of 5 MiB; `copy_crc32c` checks them as well, by one thread and by two.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
+
+from prefixd.client.client import Client
+from prefixd.client.connection import Calls
+from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
+from prefixd.client.local.transport import LocalTransport
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.copying import copy, copy_crc32c
+
+CALLS = 500
+ROUNDS = 11
+ENTRIES, ENTRY_BYTES = 48, 5 * 2**20
+Pairs: TypeAlias = "list[tuple[memoryview, memoryview]]"
+BUDGETS = ("--ram.budget=16MiB", "--shm.budget=16MiB", "--disk.budget=16MiB")
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def by_turns(cases: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """The median of each, in seconds; the first turn is a warm-up."""
+    taken: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(rounds + 1):
+        for name, action in cases.items():
+            taken[name].append(seconds_of(action))
+    return {name: statistics.median(seconds[1:]) for name, seconds in taken.items()}
+
+
+def report(what: str, medians: dict[str, float], base: str, **more: float) -> None:
+    for name, seconds in medians.items():
+        ratio = round(seconds / medians[base], 2)
+        row = {"what": what, "how": name, "p50_us": round(seconds * 1e6, 1), f"x {base}": ratio}
+        print(json.dumps(row | more), flush=True)
+
+
+def calls() -> None:
+    request = pb.LookupRequest(keys=[bytes(32)])
+    with (
+        temporary_directories("bench") as (directory, shm_directory),
+        PrivateDaemon(directory, shm_directory, BUDGETS) as daemon,
+        Client(daemon.address) as client,
+    ):
+        client.wait_connected()
+        client.exists([bytes(32)])  # has everything handed over
+        transport = client._transport
+        assert isinstance(transport, LocalTransport)
+        link = transport._remote.current
+        assert link is not None
+        ways: dict[str, Calls] = {"local": link.calls, "grpc": link.connection.stub}
+        assert ways["local"] is not ways["grpc"]
+        cases = {
+            name: lambda way=way: way.Lookup(request, timeout=60) for name, way in ways.items()
+        }
+        report("call", by_turns(cases, CALLS), "local")
+
+
+def copies() -> None:
+    sources = [memoryview(bytearray(b"s" * ENTRY_BYTES)) for _ in range(ENTRIES)]
+    rooms = [memoryview(bytearray(b"r" * ENTRY_BYTES)) for _ in range(ENTRIES)]
+    pairs = list(zip(rooms, sources, strict=True))
+
+    def each(copying: Callable[[memoryview, memoryview], object], some: Pairs) -> None:
+        for room, source in some:
+            copying(room, source)
+
+    def shared() -> None:
+        with ThreadPoolExecutor(1) as second:
+            rest = second.submit(each, copy_crc32c, pairs[ENTRIES // 2 :])
+            each(copy_crc32c, pairs[: ENTRIES // 2])
+            rest.result()
+
+    cases: dict[str, Callable[[], object]] = {
+        "copy": lambda: each(copy, pairs),
+        "copy_crc32c": lambda: each(copy_crc32c, pairs),
+        "copy_crc32c, two threads": shared,
+        "a thread, for nothing": lambda: ThreadPoolExecutor(1).submit(int).result(),
+    }
+    report("copy", by_turns(cases, ROUNDS), "copy")
+
+
+if __name__ == "__main__":
+    calls()
+    copies()
