@@ -7,11 +7,11 @@ BIN := $(VENV)/bin
 .PHONY: dev demo test check format proto clean
 .DEFAULT_GOAL := dev
 
-# Runtime only: what a user has after `pip install prefixd`.
+# Runtime only: what a user has after `pip install 'prefixd[server]'`.
 $(VENV)/.runtime: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "prefixd needs Python 3.11 or later (with its venv module)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[server]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.runtime

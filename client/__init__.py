@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..proto.vocabulary import Tier as Tier
     from .aio import AsyncClient as AsyncClient
     from .client import Client as Client
-    from .hit import Hit as Hit
+    from .hits import Hit as Hit
     from .policy import SavePolicy as SavePolicy
     from .results import ClaimMode as ClaimMode
     from .results import Entry as Entry
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from .results import RestoreResult as RestoreResult
     from .results import SaveOutcome as SaveOutcome
     from .results import SaveStatus as SaveStatus
-    from .transport import ReserveItem as ReserveItem
-    from .walk import BlockChain as BlockChain
-    from .writing import Reservation as Reservation
-    from .writing import SaveItem as SaveItem
+    from .saves import Reservation as Reservation
+    from .saves import SaveItem as SaveItem
+    from .search import BlockChain as BlockChain
+    from .wire.transport import ReserveItem as ReserveItem
 
 #: Where each name comes from.
 _HOMES = {
@@ -44,7 +44,7 @@ _HOMES = {
     "Tier": "..proto.vocabulary",
     "AsyncClient": ".aio",
     "Client": ".client",
-    "Hit": ".hit",
+    "Hit": ".hits",
     "SavePolicy": ".policy",
     "ClaimMode": ".results",
     "Entry": ".results",
@@ -55,10 +55,10 @@ _HOMES = {
     "RestoreResult": ".results",
     "SaveOutcome": ".results",
     "SaveStatus": ".results",
-    "ReserveItem": ".transport",
-    "BlockChain": ".walk",
-    "Reservation": ".writing",
-    "SaveItem": ".writing",
+    "ReserveItem": ".wire.transport",
+    "BlockChain": ".search",
+    "Reservation": ".saves",
+    "SaveItem": ".saves",
 }
 
 

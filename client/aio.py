@@ -4,34 +4,38 @@ Each call runs on the synchronous client, in one of a few threads. That is no de
 asyncio stack takes as long for a call as its synchronous one, most of a call is waiting, which
 leaves other threads alone (bytes are copied a chunk of 1 MiB at a time), and one implementation
 can't disagree with itself. Asynchronous saves need no thread: they never block.
+
+Calls that wait (with `wait_ms`, for a synchronous save, for `flush`) have threads of their own,
+64 at most, so that they hold up no others. A call whose task is cancelled raises CancelledError at
+once; in its thread it goes on to its end, at the latest its deadline, and what it then has claimed
+or reserved is given back. Nothing here blocks the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from ..proto.keys import Key, Namespace
-from ..proto.limits import (
-    DEFAULT_BLOCK_TOKENS,
-    DEFAULT_DEADLINE_MS,
-    DEFAULT_EVICT_SAVE_TIMEOUT_MS,
-)
+from ..proto.limits import DEFAULT_BLOCK_TOKENS, DEFAULT_DEADLINE_MS, DEFAULT_EVICT_SAVE_TIMEOUT_MS
 from ..proto.vocabulary import SaveReason, Tier
 from .aio_hit import AsyncHit, AsyncReservation, Runner
 from .benefit import LoadSpeeds
 from .client import DEFAULT_MAX_PENDING_SAVES, Client
 from .counters import Counters, Snapshot
+from .owner import Owner
 from .policy import SavePolicy
-from .reading import Verify
+from .restores import Verify
 from .results import ClaimMode, Found, RestoreResult, SaveOutcome
-from .session import DEFAULT_CONNECT_TIMEOUT_MS
-from .transport import ReserveItem, Transport
-from .walk import BlockChain
-from .writing import SaveItem
+from .saves import SaveItem
+from .search import BlockChain
+from .wire.session import DEFAULT_CONNECT_TIMEOUT_MS
+from .wire.transport import ReserveItem, Transport
 
 if TYPE_CHECKING:
     from ..proto.keys import Tokens
@@ -53,7 +57,7 @@ class AsyncClient:
         evict_save_timeout_ms: int = DEFAULT_EVICT_SAVE_TIMEOUT_MS,
         lease_ms: int = 0,
         policy: SavePolicy | None = None,
-        verify: Verify = "disk",
+        verify: Verify = "always",
         prefill_tokens_per_s: float | None = None,
         min_benefit_ms: float = 0.0,
         max_pending_saves: int = DEFAULT_MAX_PENDING_SAVES,
@@ -62,9 +66,9 @@ class AsyncClient:
         counters: Counters | None = None,
         max_concurrency: int = DEFAULT_MAX_CONCURRENCY,
     ) -> None:
-        """As `Client`. `max_concurrency`: calls under way at a time; others wait their turn,
-        within their deadline."""
-        self._runner = Runner(max_concurrency, deadline_ms)
+        """As `Client`. `max_concurrency`: calls under way at a time, beside those that wait (see
+        the module); others wait their turn, within their deadline."""
+        self._runner = Runner(max_concurrency, deadline_ms, Owner())
         self._client = Client(
             address,
             name=name,
@@ -117,7 +121,7 @@ class AsyncClient:
         deadline_ms: int | None = None,
     ) -> AsyncHit | None:
         """`Client.resume`."""
-        hit = await self._runner.run(
+        hit = await self._runner.run_waiting(
             self._client.resume,
             parent_key,
             tokens,
@@ -250,7 +254,7 @@ class AsyncClient:
                 deadline_ms=deadline_ms,
             )
         else:
-            saving = await self._runner.run(
+            saving = await self._runner.run_waiting(
                 self._client.save_many,
                 items,
                 tier=tier,
@@ -312,7 +316,7 @@ class AsyncClient:
 
     async def flush(self, *, deadline_ms: int | None = None) -> bool:
         """`Client.flush`."""
-        return await self._runner.run(self._client.flush, deadline_ms=deadline_ms)
+        return await self._runner.run_waiting(self._client.flush, deadline_ms=deadline_ms)
 
     # ---- this client
 
@@ -344,14 +348,27 @@ class AsyncClient:
 
     async def wait_connected(self, *, deadline_ms: int | None = None) -> bool:
         """`Client.wait_connected`."""
-        return await self._runner.run(self._client.wait_connected, deadline_ms=deadline_ms)
+        return await self._runner.run_waiting(self._client.wait_connected, deadline_ms=deadline_ms)
 
-    async def close(self, *, flush_ms: int | None = None) -> None:
+    async def close(self, *, deadline_ms: int | None = None) -> None:
         """`Client.close`. Calls under way end as misses."""
+        closed: Future[None] = Future()
+        closed.set_running_or_notify_cancel()  # begun: a cancelled task no longer stops it
         # Not one of the threads of the calls: those may all be waiting for the daemon.
-        with ThreadPoolExecutor(1, thread_name_prefix="prefixd-aio-close") as closer:
-            await asyncio.wrap_future(closer.submit(self._client.close, flush_ms=flush_ms))
-        self._runner.close()
+        threading.Thread(
+            target=self._close, args=(closed, deadline_ms), name="prefixd-aio-close", daemon=True
+        ).start()
+        await asyncio.wrap_future(closed)
+
+    def _close(self, closed: Future[None], deadline_ms: int | None) -> None:
+        until_s = monotonic() + (self.deadline_ms if deadline_ms is None else deadline_ms) / 1e3
+        try:
+            self._client.close(deadline_ms=deadline_ms)
+            self._runner.close(max(0.0, until_s - monotonic()))
+        except BaseException as problem:
+            closed.set_exception(problem)
+        else:
+            closed.set_result(None)
 
     async def __aenter__(self) -> AsyncClient:
         return self

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
-from ..proto.errors import ClientClosed, InvalidSize
+from ..proto.errors import CallerError, ClientClosed, InvalidSize
 from ..proto.keys import Key
-from .hit import Hit
+from .hits import Hit
+from .owner import Owner
 from .results import Entry, MissReason, ReserveStatus, RestoreResult, SaveOutcome
-from .transport import ReserveItem
-from .writing import Reservation
+from .saves import Reservation
+from .threads import Threads
+from .wire.transport import ReserveItem
 
 if TYPE_CHECKING:
     from .buffers import Payload
@@ -22,60 +25,87 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+#: Calls that wait, for saves in flight or for their own, have threads apart from the others, and
+#: so many at most: beyond, they wait their turn.
+MAX_WAITING_CALLS: Final = 64
+
 
 class Runner:
-    """Runs blocking calls in a bounded number of threads."""
+    """Runs blocking calls in threads: those that may wait long in some, the others in others.
 
-    def __init__(self, max_concurrency: int, deadline_ms: int) -> None:
+    A call whose awaiting task is cancelled goes on to its end if it has begun, and what it claims
+    or reserves is given back then; if it has not begun, it is not done.
+    """
+
+    def __init__(self, max_concurrency: int, deadline_ms: int, owner: Owner) -> None:
         """`deadline_ms` is that of calls which have none of their own."""
         if max_concurrency < 1:
             raise InvalidSize(f"max_concurrency is at least 1, not {max_concurrency}")
         self._deadline_ms = deadline_ms
-        self._threads = ThreadPoolExecutor(max_concurrency, thread_name_prefix="prefixd-aio")
+        self._owner = owner
+        self._calls = Threads("prefixd-aio", max_concurrency)
+        self._waiting_calls = Threads("prefixd-aio-wait", MAX_WAITING_CALLS)
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """`call(...)` in a thread. Its `deadline_ms`, where it has one, counts from now and not
-        from when a thread is free.
+        """`call(...)` in a thread; with a `wait_ms` it is one that waits. Its `deadline_ms`, where
+        it has one, counts from now and not from when a thread is free. Raises ClientClosed."""
+        threads = self._waiting_calls if kwargs.get("wait_ms") else self._calls
+        return await self._run(threads, partial(call, *args, **kwargs))
 
-        When the awaiting task is cancelled, the call goes on to its end, and what it claims or
-        reserves is given back.
-        """
-        given = kwargs.get("deadline_ms")
+    async def run_waiting(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The same for a call that waits for something else than its own answer."""
+        return await self._run(self._waiting_calls, partial(call, *args, **kwargs))
+
+    async def _run(self, threads: Threads, call: partial[T]) -> T:
+        self._owner.check()  # a fork has none of the threads
+        given = call.keywords.get("deadline_ms")
         within_ms = given if isinstance(given, int) else self._deadline_ms
-        asked_s = monotonic()
+        since_s = monotonic()
+        future: Future[T] = Future()
 
-        def work() -> T:
-            if "deadline_ms" in kwargs:
-                waited_ms = round((monotonic() - asked_s) * 1e3)
-                kwargs["deadline_ms"] = within_ms - waited_ms
-            return call(*args, **kwargs)
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            if "deadline_ms" in call.keywords:
+                waited_ms = round((monotonic() - since_s) * 1e3)
+                call.keywords["deadline_ms"] = within_ms - waited_ms
+            try:
+                future.set_result(call())
+            except BaseException as problem:
+                future.set_exception(problem)
 
-        try:
-            future = self._threads.submit(work)
-        except RuntimeError:
-            raise ClientClosed("this client is closed") from None
+        if not threads.submit(work):
+            raise ClientClosed("this client is closed")
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            future.add_done_callback(_give_back)
+            # In a thread, whether the call has ended or not: giving back may block.
+            future.add_done_callback(lambda done: self._calls.submit(partial(_give_back, done)))
             raise
 
-    def close(self) -> None:
-        """Wait for the threads, which have nothing to wait for once the client is closed."""
-        self._threads.shutdown(wait=True)
+    def close(self, within_s: float) -> None:
+        """Take no more calls, and wait for those that are under way. Not in the loop's thread."""
+        until_s = monotonic() + within_s
+        for threads in (self._calls, self._waiting_calls):
+            threads.close()
+        for threads in (self._calls, self._waiting_calls):
+            threads.join(max(0.0, until_s - monotonic()))
 
 
 def _give_back(future: Future[T]) -> None:
-    """Nobody wants the result of a call any more."""
+    """The result of this call is not wanted any more."""
     if future.cancelled() or future.exception() is not None:
         return
     result = future.result()
-    if isinstance(result, Hit):
-        result.release()
-    elif isinstance(result, list):
-        for each in result:
-            if isinstance(each, Reservation):
-                each.cancel()
+    try:
+        if isinstance(result, Hit):
+            result.release()
+        elif isinstance(result, list):
+            for each in result:
+                if isinstance(each, Reservation):
+                    each.cancel()
+    except CallerError:
+        pass  # the client was closed meanwhile, which gave everything back
 
 
 class AsyncHit:

@@ -75,9 +75,10 @@ class MinBenefit:
     def worth(self, entries: Sequence[Entry], token_counts: Sequence[int]) -> int:
         """How many of `entries`, from the first on, to load: as many as save the most time.
 
-        All of them for every `RETRY_EVERY`-th hit that should be cut.
+        All of them for every `RETRY_EVERY`-th hit that should be cut, and where a token count is
+        0: unknown, so that nothing can be said.
         """
-        if self._prefill_tokens_per_s is None:
+        if self._prefill_tokens_per_s is None or 0 in token_counts:
             return len(entries)
         best, best_s, saved_s = 0, self._min_benefit_s, 0.0
         for count, (entry, tokens) in enumerate(zip(entries, token_counts, strict=True), 1):

@@ -1,19 +1,21 @@
 """The client: look for cached state, restore it, save it. Never the reason a request fails.
 
-Whatever goes wrong on the way to the daemon (it is gone, it is slow, a checksum is wrong, a
-claim was lost) is a miss, and counted. Only a caller's own mistake raises: `CallerError` and
-what is below it, such as a key of the wrong length or a client that was closed.
+Whatever goes wrong on the way to the daemon (it is gone, it hangs, it refuses, it is of another
+version, a checksum is wrong, a claim was lost) is a miss, and counted. Only a caller's own mistake
+raises, before anything is asked: `CallerError` and what is below it, such as a key of the wrong
+length, a client that was closed, or one that a forked process took along.
 """
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
-from ..proto.errors import CallerError, ClientClosed, DeadlineExceeded, InvalidSize
+from ..proto.errors import CallerError, ClientClosed, InvalidSize
 from ..proto.keys import Key, Namespace, check_key, prefix_keys
 from ..proto.limits import (
     DEFAULT_BLOCK_TOKENS,
@@ -24,26 +26,35 @@ from ..proto.limits import (
 )
 from .benefit import LoadSpeeds, MinBenefit
 from .counters import Counters, Snapshot
-from .deadline import Deadline
-from .hit import Hit
-from .local.transport import LocalTransport
+from .failures import Failures
+from .hits import Hit, Reader
 from .owner import Owner
 from .policy import SavePolicy
-from .reading import VERIFY_CHOICES, Reader, Verify
-from .remote import RemoteTransport
+from .restores import VERIFY_CHOICES, Verify
 from .results import ClaimMode, Found, RestoreResult
-from .saves import Saves
-from .searching import Searcher, checked_keys
-from .session import DEFAULT_CONNECT_TIMEOUT_MS
-from .transport import Transport
-from .walk import BlockChain, count_tokens, prefix_walk
-from .writing import Writer
+from .save_methods import Saves
+from .saves import Writer
+from .search import (
+    BlockChain,
+    Searcher,
+    checked_keys,
+    count_tokens,
+    prefix_walk,
+)
+from .wire.deadline import Deadline
+from .wire.remote import RemoteTransport
+from .wire.session import DEFAULT_CONNECT_TIMEOUT_MS
+from .wire.transport import Transport
 
 if TYPE_CHECKING:
     from ..proto.keys import Tokens
     from .buffers import Payload
 
 DEFAULT_MAX_PENDING_SAVES: Final = 64
+#: What closing may take beyond its deadline, to see calls end that it made fail.
+_GRACE_S: Final = 0.02
+#: What leaving the daemon may take when a client was not closed.
+_FORGOTTEN_S: Final = 0.25
 
 
 class Client(Saves):
@@ -55,7 +66,11 @@ class Client(Saves):
 
     Every method takes `deadline_ms` for that one call: how long it may take, beside what it was
     told to wait for others (`wait_ms`) and the time that moving its bytes is given (64 MiB/s at
-    least).
+    least). A daemon that hangs costs one call its deadline; until it answers again the others are
+    misses at once.
+
+    A program that ends without closing its client drops the asynchronous saves that are pending.
+    A forked process can use nothing of it: every call raises CallerError there.
     """
 
     def __init__(
@@ -68,7 +83,7 @@ class Client(Saves):
         evict_save_timeout_ms: int = DEFAULT_EVICT_SAVE_TIMEOUT_MS,
         lease_ms: int = 0,
         policy: SavePolicy | None = None,
-        verify: Verify = "disk",
+        verify: Verify = "always",
         prefill_tokens_per_s: float | None = None,
         min_benefit_ms: float = 0.0,
         max_pending_saves: int = DEFAULT_MAX_PENDING_SAVES,
@@ -80,9 +95,10 @@ class Client(Saves):
         `name`: shown to operators, and to whoever meets one of its saves in flight.
         `connect_timeout_ms`: after it the daemon counts as down. `lease_ms` of claims, 0: the
         daemon's own. `policy`: the gates of saves, and the stride of `longest_prefix`.
-        `verify`: whose CRC32C is checked on restore: `always`, `disk` (what comes from disk),
-        `never`. `prefill_tokens_per_s`: how fast the engine computes; hits that are estimated to
-        load slower, or to save less than `min_benefit_ms`, are left out. `max_pending_saves`:
+        `verify`: what has its CRC32C checked on restore: `always` everything, `disk` what comes
+        from disk, `never` nothing; views and single layers are never checked.
+        `prefill_tokens_per_s`: how fast the engine computes; hits that are estimated to load
+        slower, or to save less than `min_benefit_ms`, are left out. `max_pending_saves`:
         asynchronous saves beyond are dropped. `local`: do in place what can be done in place, on
         the daemon's host; else everything over gRPC. `transport`, and the `counters` that it
         counts in, replace both.
@@ -116,22 +132,25 @@ class Client(Saves):
                 address, name, counters=self._counters, connect_timeout_ms=connect_timeout_ms
             )
             if local:
-                transport = LocalTransport(remote)
+                transport = _local_transport(remote)
         self._transport = transport
+        self._failures = failures = Failures()
         self._reader = Reader(
             self._transport,
             self._counters,
+            failures,
             self.speeds,
             self._owner,
             verify=verify,
             deadline_ms=deadline_ms,
         )
         self._searcher = Searcher(
-            self._transport, self._reader, self._counters, benefit, lease_ms=lease_ms
+            self._transport, self._reader, self._counters, failures, benefit, lease_ms=lease_ms
         )
         self._writer = Writer(
             self._transport,
             self._counters,
+            failures,
             self._owner,
             deadline_ms=deadline_ms,
             evict_save_timeout_ms=evict_save_timeout_ms,
@@ -140,7 +159,7 @@ class Client(Saves):
 
         # Not __del__: at the end of the program that runs when the threads are gone already.
         self._finalizer = weakref.finalize(
-            self, _forgotten, self._owner, self._writer, self._transport
+            self, _forgotten, self._owner, self._writer, self._reader, self._transport
         )
 
     # ---- looking for state
@@ -185,23 +204,29 @@ class Client(Saves):
 
         `parent_key` is the prefix entry of its last save, which may still be in flight: waits
         for it at most `wait_ms` (None: `policy.session_resume_wait_ms`), and takes the longest
-        prefix of `tokens` if it does not come, all in one rpc. An entry that, by its own token
-        count, is not one of these `tokens` is not used.
+        prefix of `tokens` if it does not come, all in one rpc. The parent is only used if its key
+        is that of a prefix of `tokens`: of one of the walk's lengths or all of them, or of as many
+        as it was saved with (an entry saved with `token_count` 0 does not say).
         """
         wait_ms = self.policy.session_resume_wait_ms if wait_ms is None else wait_ms
         deadline = self._begin(deadline_ms, wait_ms)
         parent_key = check_key(parent_key)
         stride_tokens = self.policy.boundary_align_tokens
-        walk = prefix_walk(namespace, tokens, stride_tokens, exact_end=exact_end)
-        others = [(k, n) for k, n in zip(*walk, strict=True) if k != parent_key]
-        others = others[: self._transport.max_batch_keys - 1]
+        ends = prefix_walk(namespace, tokens, stride_tokens, exact_end=True)
+        # What these tokens say of the parent counts, whatever it was saved with.
+        parent_count = dict(zip(*ends, strict=True)).get(parent_key)
+        others = [
+            (key, count)
+            for key, count in zip(*ends, strict=True)
+            if key != parent_key and (exact_end or not count % stride_tokens)
+        ]
         keys = [parent_key, *(key for key, _ in others)]
-        counts = [None, *(count for _, count in others)]
+        counts = [parent_count, *(count for _, count in others)]
         hit = self._searcher.claim(keys, counts, ClaimMode.FIRST, wait_ms, deadline)
-        if not hit or hit.keys != [parent_key]:
+        if not hit or hit.keys != [parent_key] or parent_count is not None:
             return hit or None
-        length = hit.token_counts[0]
-        if length <= count_tokens(tokens) and prefix_keys(namespace, tokens, [length]) == hit.keys:
+        length = min(hit.token_counts[0], count_tokens(tokens))
+        if length and prefix_keys(namespace, tokens, [length]) == hit.keys:
             return hit
         self._reader.release([hit], deadline_ms)
         return self._searcher.claim(keys[1:], counts[1:], ClaimMode.FIRST, 0, deadline) or None
@@ -225,21 +250,21 @@ class Client(Saves):
         wait_ms: int = 0,
         deadline_ms: int | None = None,
     ) -> Hit:
-        """The blocks of a chain up to the first that is missing, claimed, in one rpc; empty (and
-        false) when that is block 0. `claim` False only looks: on the daemon's host without any
-        rpc, and hashing no more blocks than there are.
+        """The blocks of a chain up to the first that is missing, claimed; empty (and false) when
+        that is block 0. `hit.miss` says why the run ends; None: all blocks are there.
 
-        Only the complete blocks of a `BlockChain` are looked for, and only as many as one call
-        takes (4,096 unless the daemon says less).
+        One rpc for as many blocks as one call takes (4,096 unless the daemon says less). `claim`
+        False only looks: on the daemon's host without any rpc, and hashing no more blocks than
+        there are. Only the complete blocks of a `BlockChain` are looked for.
         """
         deadline = self._begin(deadline_ms, wait_ms)
-        most = self._transport.max_batch_keys
         counts: list[int | None] | None = None
+        wanted: Sequence[Key]
         if isinstance(keys, BlockChain):
-            wanted = keys.whole(most)
+            wanted = keys.complete_keys
             counts = [keys.block_tokens] * len(wanted)
         else:
-            wanted = checked_keys(keys[:most], most)
+            wanted = checked_keys(keys)
         if not claim:
             return self._searcher.look(wanted, counts, ClaimMode.RUN, wait_ms, deadline)
         return self._searcher.claim(wanted, counts, ClaimMode.RUN, wait_ms, deadline)
@@ -252,12 +277,14 @@ class Client(Saves):
         wait_ms: int = 0,
         deadline_ms: int | None = None,
     ) -> Hit:
-        """Pin those of `keys` that `mode` wants; empty (and false) if there are none. One rpc.
+        """Pin those of `keys` that `mode` wants; empty (and false) if there are none.
 
-        Raises InvalidKey, InvalidBatch.
+        A key that is named twice is there twice. One rpc for 4,096 keys. Raises InvalidKey.
         """
         deadline = self._begin(deadline_ms, wait_ms)
-        checked = checked_keys(keys, self._transport.max_batch_keys)
+        if not isinstance(mode, ClaimMode):
+            raise CallerError(f"a mode is one of ClaimMode, not {mode!r}")
+        checked = checked_keys(keys)
         return self._searcher.claim(checked, None, mode, wait_ms, deadline)
 
     def probe(
@@ -267,20 +294,20 @@ class Client(Saves):
 
         Pins nothing, renews nothing, moves nothing in an eviction order. One rpc; on the daemon's
         host none without `wait_ms`, and then what is on its way counts as absent: only the daemon
-        knows of it. Raises InvalidKey, InvalidBatch.
+        knows of it. Raises InvalidKey.
         """
         deadline = self._begin(deadline_ms, wait_ms)
-        checked = checked_keys(keys, self._transport.max_batch_keys)
+        checked = checked_keys(keys)
         return self._searcher.probe(checked, wait_ms, deadline)
 
     def exists(self, keys: Sequence[Key], *, deadline_ms: int | None = None) -> list[bool]:
         """Which of `keys` are published; none of them when the daemon can't be asked.
 
         Moves nothing, like `probe`, and says nothing else. On the daemon's host without any
-        rpc. Raises InvalidKey, InvalidBatch.
+        rpc. Raises InvalidKey.
         """
         deadline = self._begin(deadline_ms)
-        checked = checked_keys(keys, self._transport.max_batch_keys)
+        checked = checked_keys(keys)
         return self._searcher.exist(checked, deadline)
 
     # ---- restoring it
@@ -314,21 +341,24 @@ class Client(Saves):
         deadline = self._begin(deadline_ms)
         try:
             return self._transport.wait(deadline)
-        except DeadlineExceeded:
+        except Exception as problem:
+            self._failures.reason(problem)
             return False
 
-    def close(self, *, flush_ms: int | None = None) -> None:
-        """Finish the pending saves (within `flush_ms`, None: `deadline_ms`; the rest is dropped)
-        and leave the daemon, which releases whatever this client still holds. Idempotent."""
+    def close(self, *, deadline_ms: int | None = None) -> None:
+        """Finish the pending saves and leave the daemon, which releases whatever this client still
+        holds, all within `deadline_ms`; saves that are not done by then are dropped (0: all of
+        them), and calls under way in other threads end as misses.
+
+        Idempotent. In a forked process it does nothing: there is nothing to leave.
+        """
         if self._closed:
             return
         self._closed = True
         self._finalizer.detach()
-        if not self._owner.is_here:
-            return  # in a fork there is nothing to leave
-        self._writer.close(flush_ms)
-        self._transport.close()
-        self._writer.join()
+        if self._owner.is_here:
+            within_ms = self.deadline_ms if deadline_ms is None else deadline_ms
+            _close(self._writer, self._reader, self._transport, within_ms / 1e3)
 
     def __enter__(self) -> Client:
         return self
@@ -355,10 +385,27 @@ class Client(Saves):
         return Deadline(within_ms + wait_ms)
 
 
-def _forgotten(owner: Owner, writer: Writer, transport: Transport) -> None:
-    """A client was dropped, or the program ends, without its being closed."""
+def _local_transport(remote: RemoteTransport) -> Transport:
+    try:
+        from .local.transport import LocalTransport
+    except ModuleNotFoundError:
+        # Reading in place needs lmdb, which the client alone does not bring.
+        return remote
+    return LocalTransport(remote)
+
+
+def _close(writer: Writer, reader: Reader, transport: Transport, within_s: float) -> None:
+    until_s = time.monotonic() + within_s + _GRACE_S
+    writer.close(within_s)
+    reader.close()
+    transport.close(max(0.0, until_s - time.monotonic()))
+    writer.join(max(0.0, until_s - time.monotonic()))
+
+
+def _forgotten(owner: Owner, writer: Writer, reader: Reader, transport: Transport) -> None:
+    """A client was dropped, or the program ends, without its being closed: pending saves are
+    dropped."""
     if owner.is_here:
         warnings.warn("a client was never closed", ResourceWarning, stacklevel=1)
-        writer.close(0)
-        transport.close()
-        writer.join()
+        writer.drop_pending()
+        _close(writer, reader, transport, _FORGOTTEN_S)

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
-from ..proto.errors import (
-    ClaimLost,
-    DaemonUnavailable,
-    DeadlineExceeded,
-    Draining,
-    EntryCorrupt,
-    PrefixdError,
-    StaleIncarnation,
-    UnknownClaim,
-    UnknownEntry,
-    UnknownReservation,
-    UnknownSession,
-)
 from ..proto.keys import Key
 from ..proto.vocabulary import SaveReason, Tier
 
@@ -38,30 +24,16 @@ class MissReason(StrEnum):
     CORRUPT = "corrupt"
     """The bytes that arrived do not match their checksum."""
     UNREADABLE = "unreadable"
-    """The daemon could not read the bytes and dropped the entry."""
+    """The daemon could not read the bytes."""
     LOST = "lost"
     """The claim ended before the bytes were read."""
     SLOW = "slow"
     """Computing it is estimated to be faster than loading it."""
     REFUSED = "refused"
-    """The daemon had a reason of its own, such as a full table."""
-
-
-def miss_reason(error: PrefixdError) -> MissReason:
-    """The miss that a failed call is."""
-    match error:
-        case DeadlineExceeded():
-            return MissReason.DEADLINE
-        case DaemonUnavailable() | Draining() | UnknownSession() | StaleIncarnation():
-            return MissReason.UNAVAILABLE
-        case ClaimLost() | UnknownClaim():
-            return MissReason.LOST
-        case EntryCorrupt():
-            return MissReason.CORRUPT
-        case UnknownEntry():
-            return MissReason.ABSENT
-        case _:
-            return MissReason.REFUSED
+    """The daemon had a reason of its own, such as a full table or missing rights."""
+    UNEXPECTED = "unexpected"
+    """The answer does not follow the contract (a daemon of another version), or something failed
+    that never should; the log says what."""
 
 
 class ClaimMode(IntEnum):
@@ -161,18 +133,6 @@ class SaveOutcome(NamedTuple):
 
 
 _FINAL = frozenset((SaveStatus.SAVED, SaveStatus.PRESENT, SaveStatus.TOO_LARGE))
-
-
-def failed_saves(keys: Sequence[Key], error: PrefixdError) -> list[SaveOutcome]:
-    """The outcome of every item of a save whose call failed."""
-    if isinstance(error, UnknownReservation):
-        status = SaveStatus.LOST
-    else:
-        status = {
-            MissReason.UNAVAILABLE: SaveStatus.UNAVAILABLE,
-            MissReason.DEADLINE: SaveStatus.DEADLINE,
-        }.get(miss_reason(error), SaveStatus.FAILED)
-    return [SaveOutcome(key, status, message=str(error)) for key in keys]
 
 
 class ReserveStatus(IntEnum):

@@ -1,209 +1,359 @@
-"""The half of the client that saves; `client.Client` inherits it."""
+"""Payloads on their way out: saves, at once or in their turn, and reservations."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Literal, TypeAlias, overload
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from ..proto.keys import Key
+from ..proto.errors import (
+    CallerError,
+    InvalidBatch,
+    InvalidSize,
+    UnknownReason,
+    UnknownTier,
+)
+from ..proto.keys import Key, check_key, token_bytes
+from ..proto.layout import check_layout, check_token_ids
+from ..proto.limits import MAX_LEASE_MS, MAX_TOKEN_IDS_BYTES, MAX_WAIT_MS
 from ..proto.vocabulary import SaveReason, Tier
-from .results import SaveOutcome
-from .transport import ReserveItem, SaveTerms
-from .writing import Reservation, SaveItem, Writer
+from .buffers import byte_view
+from .counters import Counters
+from .failures import Failures
+from .owner import Owner
+from .results import ReserveStatus, SaveOutcome, SaveStatus
+from .save_queue import SaveQueue
+from .wire.deadline import Deadline
+from .wire.link import Holding
+from .wire.transport import Granted, ReserveItem, SaveTerms, Saving, Transport
 
 if TYPE_CHECKING:
     from ..proto.keys import Tokens
     from .buffers import Payload
 
-AsynchronousReason: TypeAlias = Literal[SaveReason.COLD, SaveReason.CONTINUED, SaveReason.FINISH]
-SynchronousReason: TypeAlias = Literal[SaveReason.EVICT, SaveReason.SHUTDOWN]
+T = TypeVar("T")
+
+#: Token ids that go with one call: they travel in one message, which takes 16 MiB.
+_BATCH_TOKEN_IDS_BYTES: Final = 2 * MAX_TOKEN_IDS_BYTES
 
 
-class Saves(ABC):
-    """Saving payloads, at once, in their turn, or after having reserved the right to."""
+@dataclass(frozen=True, slots=True)
+class SaveItem:
+    """One key to save. The payload is referenced: don't change it before the save is done.
 
-    _writer: Writer
+    `token_count`: tokens that the state stands for. `layer_count`: 0, or how many equal layers
+    the payload is made of, for readers that take single ones. `token_ids`: optional, stored
+    with the entry so that a verifying read can recompute its key; `bytes` are taken to be
+    u32 little-endian already (as those of a padded block have to be).
+    """
 
-    @abstractmethod
-    def _check_usable(self) -> None:
-        """Raises CallerError if the client can't be used (any more)."""
+    key: Key
+    payload: Payload
+    token_count: int = 0
+    layer_count: int = 0
+    token_ids: Tokens | bytes | None = None
 
-    @overload
-    def save(
+
+class Reservation:
+    """The answer to the wish to save one key: the exclusive right to, or why not.
+
+    Use as a context manager: what was not written when the block ends is cancelled, so that
+    whoever waits for the key is told at once. Not thread-safe.
+    """
+
+    def __init__(self, writer: Writer, item: ReserveItem, granted: Granted) -> None:
+        """Made by the client."""
+        self._writer = writer
+        self._used = False
+        self.item = item
+        self.status = granted.status
+        self.holding = granted.holding
+        #: Who saves the key at this moment, and for how long (IN_FLIGHT).
+        self.owner = granted.owner
+        self.age_ms = granted.age_ms
+        #: Why the daemon could not be asked (FAILED).
+        self.message = granted.message
+
+    @property
+    def key(self) -> Key:
+        return self.item.key
+
+    @property
+    def granted(self) -> bool:
+        """May and must this client save the key now? True until it was written or cancelled."""
+        return self.status is ReserveStatus.GRANTED and not self._used
+
+    @property
+    def lost(self) -> bool:
+        """Did it expire, or end with its session, before it was used?"""
+        return self.holding is not None and self.holding.why_lost is not None
+
+    def write(self, payload: Payload, *, deadline_ms: int | None = None) -> SaveOutcome:
+        """Save the payload, which has exactly the reserved size, and wait until it is published.
+
+        Raises CallerError if there is nothing to write to, InvalidSize for another size.
+        """
+        return self._writer.write([(self, payload)], deadline_ms)[0]
+
+    def cancel(self, *, deadline_ms: int | None = None) -> bool:
+        """Give the right back. Idempotent. False: there was none left."""
+        return self._writer.cancel([self], deadline_ms)[0]
+
+    def _take(self) -> Holding | None:
+        """The right, for the one that uses it up; None if there is none."""
+        if not self.granted:
+            return None
+        self._used = True
+        return self.holding
+
+    def __repr__(self) -> str:
+        return f"<Reservation: {self.status.name.lower()} {self.key.hex()[:16]}>"
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(
         self,
-        key: Key,
-        payload: Payload,
-        *,
-        tier: Tier,
-        reason: SynchronousReason,
-        token_count: int = 0,
-        layer_count: int = 0,
-        token_ids: Tokens | bytes | None = None,
-        ancestors: Sequence[Key] = (),
-        wait_ms: int = 0,
-        deadline_ms: int | None = None,
-    ) -> SaveOutcome: ...
-    @overload
-    def save(
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+
+class Writer:
+    """Saves for one client. Thread-safe."""
+
+    def __init__(
         self,
-        key: Key,
-        payload: Payload,
+        transport: Transport,
+        counters: Counters,
+        failures: Failures,
+        owner: Owner,
         *,
-        tier: Tier,
-        reason: AsynchronousReason,
-        token_count: int = 0,
-        layer_count: int = 0,
-        token_ids: Tokens | bytes | None = None,
-        ancestors: Sequence[Key] = (),
-        wait_ms: int = 0,
-        deadline_ms: int | None = None,
-    ) -> Future[SaveOutcome]: ...
-    @overload
+        deadline_ms: int,
+        evict_save_timeout_ms: int,
+        max_pending_saves: int,
+    ) -> None:
+        self._transport = transport
+        self._counters = counters
+        self._failures = failures
+        self._owner = owner
+        self._deadline_ms = deadline_ms
+        self._evict_save_timeout_ms = evict_save_timeout_ms
+        self._queue = SaveQueue(max_pending_saves)
+
     def save(
-        self,
-        key: Key,
-        payload: Payload,
-        *,
-        tier: Tier,
-        reason: SaveReason,
-        token_count: int = 0,
-        layer_count: int = 0,
-        token_ids: Tokens | bytes | None = None,
-        ancestors: Sequence[Key] = (),
-        wait_ms: int = 0,
-        deadline_ms: int | None = None,
-    ) -> SaveOutcome | Future[SaveOutcome]: ...
-    def save(
-        self,
-        key: Key,
-        payload: Payload,
-        *,
-        tier: Tier,
-        reason: SaveReason,
-        token_count: int = 0,
-        layer_count: int = 0,
-        token_ids: Tokens | bytes | None = None,
-        ancestors: Sequence[Key] = (),
-        wait_ms: int = 0,
-        deadline_ms: int | None = None,
-    ) -> SaveOutcome | Future[SaveOutcome]:
-        """Save one payload; see `save_many` and `SaveItem`."""
-        item = SaveItem(key, payload, token_count, layer_count, token_ids)
-        return self._writer.save_one(
-            item, self._terms(tier, reason, ancestors, wait_ms), deadline_ms
+        self, items: Sequence[SaveItem], terms: SaveTerms, deadline_ms: int | None
+    ) -> list[SaveOutcome] | Future[list[SaveOutcome]]:
+        """See `Client.save_many`."""
+        savings, terms = self._checked(items, terms)
+        if not terms.reason.asynchronous:
+            return self._save_blocking(savings, terms, deadline_ms)
+        return self._queue.submit(
+            lambda: self._save_in_turn(savings, terms, deadline_ms),
+            lambda: self._dropped(savings),
         )
 
-    @overload
-    def save_many(
-        self,
-        items: Sequence[SaveItem],
-        *,
-        tier: Tier,
-        reason: SynchronousReason,
-        ancestors: Sequence[Key] = (),
-        wait_ms: int = 0,
-        deadline_ms: int | None = None,
-    ) -> list[SaveOutcome]: ...
-    @overload
-    def save_many(
-        self,
-        items: Sequence[SaveItem],
-        *,
-        tier: Tier,
-        reason: AsynchronousReason,
-        ancestors: Sequence[Key] = (),
-        wait_ms: int = 0,
-        deadline_ms: int | None = None,
-    ) -> Future[list[SaveOutcome]]: ...
-    @overload
-    def save_many(
-        self,
-        items: Sequence[SaveItem],
-        *,
-        tier: Tier,
-        reason: SaveReason,
-        ancestors: Sequence[Key] = (),
-        wait_ms: int = 0,
-        deadline_ms: int | None = None,
-    ) -> list[SaveOutcome] | Future[list[SaveOutcome]]: ...
-    def save_many(
-        self,
-        items: Sequence[SaveItem],
-        *,
-        tier: Tier,
-        reason: SaveReason,
-        ancestors: Sequence[Key] = (),
-        wait_ms: int = 0,
-        deadline_ms: int | None = None,
-    ) -> list[SaveOutcome] | Future[list[SaveOutcome]]:
-        """Save payloads to one tier, in one rpc; of a chain: root first.
+    def save_one(
+        self, item: SaveItem, terms: SaveTerms, deadline_ms: int | None
+    ) -> SaveOutcome | Future[SaveOutcome]:
+        """See `Client.save`."""
+        savings, terms = self._checked([item], terms)
+        if not terms.reason.asynchronous:
+            return self._save_blocking(savings, terms, deadline_ms)[0]
+        return self._queue.submit(
+            lambda: self._save_in_turn(savings, terms, deadline_ms)[0],
+            lambda: self._dropped(savings)[0],
+        )
 
-        The reasons `cold`, `continued` and `finish` are asynchronous: never blocks, and the
-        future holds how each item ended. Calls are worked off in their order; beyond
-        `max_pending_saves` of them they are dropped and counted. `evict` and `shutdown` block
-        until the items are published, at most `evict_save_timeout_ms` (or `deadline_ms`), and
-        return how each ended. Payloads are referenced, not copied: don't change them until then.
+    def flush(self, deadline_ms: int | None) -> bool:
+        """See `Client.flush`."""
+        return self._queue.flush(self._within_ms(deadline_ms) / 1e3)
 
-        `ancestors`: the blocks before the first item, root first; they are used by this save.
-        `wait_ms`: how long to wait for others that save the same keys.
+    def drop_pending(self) -> None:
+        """From now on what waits, or comes, is dropped."""
+        self._queue.drop_pending()
 
-        Raises InvalidKey, InvalidBatch (also for a key named twice), InvalidSize, UnknownTier,
-        UnknownReason; what only the daemon can tell comes out of the future.
-        """
-        terms = self._terms(tier, reason, ancestors, wait_ms)
-        return self._writer.save(items, terms, deadline_ms)
+    def close(self, within_s: float) -> None:
+        """Finish what is pending, within that time; what is not begun by then is dropped."""
+        self._queue.flush(within_s)
+        self._queue.drop_pending()
+
+    def join(self, within_s: float) -> None:
+        """After `close`, and after the transport was closed: wait for the thread."""
+        self._queue.close(within_s)
 
     def reserve(
-        self,
-        items: Sequence[ReserveItem],
-        *,
-        tier: Tier,
-        reason: SaveReason,
-        ancestors: Sequence[Key] = (),
-        wait_ms: int = 0,
-        ttl_ms: int = 0,
-        deadline_ms: int | None = None,
+        self, items: Sequence[ReserveItem], terms: SaveTerms, deadline_ms: int | None
     ) -> list[Reservation]:
-        """Ask for the exclusive right to save keys, and for their room, before computing them.
-
-        Of several clients that miss the same key one is granted it and computes; the others
-        learn who that is, or with `wait_ms` wait until it is PRESENT. `ttl_ms`: how long a
-        reservation lasts, 0: as long as the daemon says. One rpc. Raises as `save_many`.
-        """
-        terms = self._terms(tier, reason, ancestors, wait_ms, ttl_ms)
-        return self._writer.reserve(items, terms, deadline_ms)
+        """See `Client.reserve`."""
+        items = [item._replace(key=check_key(item.key)) for item in items]
+        for item in items:
+            check_layout(item.payload_bytes, item.layer_count)
+            check_token_ids(len(item.token_ids))
+            _check_tokens(item.token_count)
+        terms = _checked_terms(terms)
+        deadline = Deadline(self._within_ms(deadline_ms) + terms.wait_ms)
+        reservations: list[Reservation] = []
+        for batch, batch_terms in self._batches(items, items, terms):
+            try:
+                granted = self._transport.reserve(batch, batch_terms, deadline)
+            except Exception as problem:
+                self._failures.reason(problem)
+                granted = [Granted(ReserveStatus.FAILED, message=str(problem))] * len(batch)
+            reservations += [
+                Reservation(self, item, each) for item, each in zip(batch, granted, strict=True)
+            ]
+        return reservations
 
     def write(
-        self,
-        writes: Sequence[tuple[Reservation, Payload]],
-        *,
-        deadline_ms: int | None = None,
+        self, writes: Sequence[tuple[Reservation, Payload]], deadline_ms: int | None
     ) -> list[SaveOutcome]:
-        """Save the payloads of granted reservations, in one rpc; see `Reservation.write`."""
-        self._check_usable()
-        return self._writer.write(writes, deadline_ms)
+        """See `Client.write`."""
+        self._owner.check()
+        if len({id(reservation) for reservation, _ in writes}) < len(writes):
+            raise InvalidBatch("a write has each reservation once")
+        payloads = []
+        for reservation, payload in writes:
+            view = byte_view(payload)
+            if not reservation.granted:
+                raise CallerError(f"{reservation!r} can't be written (any more)")
+            if len(view) != reservation.item.payload_bytes:
+                raise InvalidSize(
+                    f"{reservation.item.payload_bytes} bytes were reserved, these are {len(view)}"
+                )
+            payloads.append(view)
+        held = [
+            (holding, reservation.key)
+            for reservation, _ in writes
+            if (holding := reservation._take()) is not None
+        ]
+        sizes_bytes = [len(payload) for payload in payloads]
+        deadline = Deadline(self._within_ms(deadline_ms), sum(sizes_bytes))
+        outcomes: list[SaveOutcome] = []
+        size = self._transport.max_batch_keys
+        for start in range(0, len(held), size):
+            batch = held[start : start + size]
+            try:
+                outcomes += self._transport.write(batch, payloads[start : start + size], deadline)
+            except Exception as problem:
+                outcomes += self._failures.saves([key for _, key in batch], problem)
+        self._counters.saves(outcomes, sizes_bytes)
+        return outcomes
 
-    def cancel(
-        self, reservations: Sequence[Reservation], *, deadline_ms: int | None = None
-    ) -> list[bool]:
-        """Give reservations back, in one rpc; see `Reservation.cancel`."""
-        self._check_usable()
-        return self._writer.cancel(reservations, deadline_ms)
+    def cancel(self, reservations: Sequence[Reservation], deadline_ms: int | None) -> list[bool]:
+        """See `Client.cancel`."""
+        self._owner.check()
+        holdings = [reservation._take() for reservation in reservations]
+        held = [holding for holding in holdings if holding is not None]
+        if not held:
+            return [False] * len(reservations)
+        try:
+            cancelled = self._transport.cancel(held, Deadline(self._within_ms(deadline_ms)))
+        except Exception as problem:
+            self._failures.reason(problem)
+            cancelled = [False] * len(held)  # they end with their time to live, or their session
+        done = iter(cancelled)
+        return [holding is not None and next(done) for holding in holdings]
 
-    def flush(self, *, deadline_ms: int | None = None) -> bool:
-        """Wait for the asynchronous saves so far. False: that took longer."""
-        self._check_usable()
-        return self._writer.flush(deadline_ms)
+    def _checked(
+        self, items: Sequence[SaveItem], terms: SaveTerms
+    ) -> tuple[list[Saving], SaveTerms]:
+        return [_saving(item) for item in items], _checked_terms(terms)
 
-    def _terms(
-        self,
-        tier: Tier,
-        reason: SaveReason,
-        ancestors: Sequence[Key],
-        wait_ms: int,
-        ttl_ms: int = 0,
-    ) -> SaveTerms:
-        self._check_usable()
-        return SaveTerms(tier, reason, ancestors, wait_ms, ttl_ms)
+    def _save_blocking(
+        self, savings: Sequence[Saving], terms: SaveTerms, deadline_ms: int | None
+    ) -> list[SaveOutcome]:
+        """For as long as the engine was promised, whatever the size."""
+        within_ms = self._evict_save_timeout_ms if deadline_ms is None else deadline_ms
+        return self._save_now(savings, terms, Deadline(within_ms))
+
+    def _save_in_turn(
+        self, savings: Sequence[Saving], terms: SaveTerms, deadline_ms: int | None
+    ) -> list[SaveOutcome]:
+        transfer_bytes = sum(len(saving.payload) for saving in savings)
+        within_ms = self._within_ms(deadline_ms) + terms.wait_ms
+        return self._save_now(savings, terms, Deadline(within_ms, transfer_bytes))
+
+    def _save_now(
+        self, savings: Sequence[Saving], terms: SaveTerms, deadline: Deadline
+    ) -> list[SaveOutcome]:
+        outcomes: list[SaveOutcome] = []
+        items = [saving.item for saving in savings]
+        for batch, batch_terms in self._batches(savings, items, terms):
+            try:
+                outcomes += self._transport.save(batch, batch_terms, deadline)
+            except Exception as problem:
+                keys = [saving.item.key for saving in batch]
+                outcomes += self._failures.saves(keys, problem)
+        self._counters.saves(outcomes, [len(saving.payload) for saving in savings])
+        return outcomes
+
+    def _batches(
+        self, things: Sequence[T], items: Sequence[ReserveItem], terms: SaveTerms
+    ) -> Iterator[tuple[Sequence[T], SaveTerms]]:
+        """`things` (one for each of `items`) by as many as one call takes, each with its terms:
+        the items of earlier batches are ancestors of the later ones."""
+        max_keys = self._transport.max_batch_keys
+        ancestors = terms.ancestors
+        start = 0
+        while start < len(items):
+            stop, room_bytes = start, _BATCH_TOKEN_IDS_BYTES
+            keys: set[Key] = set()
+            while stop < len(items) and stop - start < max_keys:
+                room_bytes -= len(items[stop].token_ids)
+                # A call names each key once.
+                if items[stop].key in keys or (keys and room_bytes < 0):
+                    break
+                keys.add(items[stop].key)
+                stop += 1
+            # Of more ancestors than a call takes, those next to the batch: a chain is evicted from
+            # its leaf, and those that were not named are older than these.
+            yield things[start:stop], terms._replace(ancestors=ancestors[-max_keys:])
+            ancestors = [*ancestors, *(item.key for item in items[start:stop])]
+            start = stop
+
+    def _dropped(self, savings: Sequence[Saving]) -> list[SaveOutcome]:
+        why = "too many saves are waiting, or the client was closed"
+        outcomes = [SaveOutcome(s.item.key, SaveStatus.DROPPED, message=why) for s in savings]
+        self._counters.saves(outcomes, [0] * len(outcomes))
+        return outcomes
+
+    def _within_ms(self, deadline_ms: int | None) -> int:
+        return self._deadline_ms if deadline_ms is None else deadline_ms
+
+
+def _saving(item: SaveItem) -> Saving:
+    payload = byte_view(item.payload)
+    token_ids = b"" if item.token_ids is None else item.token_ids
+    if not isinstance(token_ids, bytes):
+        token_ids = bytes(token_bytes(token_ids))
+    check_layout(len(payload), item.layer_count)
+    check_token_ids(len(token_ids))
+    _check_tokens(item.token_count)
+    return Saving(
+        ReserveItem(
+            check_key(item.key), len(payload), item.token_count, item.layer_count, token_ids
+        ),
+        payload,
+    )
+
+
+def _check_tokens(token_count: int) -> None:
+    if not 0 <= token_count < 2**32:
+        raise InvalidSize(f"a token count is in 0 ... 2^32 - 1, not {token_count}")
+
+
+def _checked_terms(terms: SaveTerms) -> SaveTerms:
+    if not isinstance(terms.tier, Tier):
+        raise UnknownTier(f"a tier is one of Tier, not {terms.tier!r}")
+    if not isinstance(terms.reason, SaveReason):
+        raise UnknownReason(f"a save reason is one of SaveReason, not {terms.reason!r}")
+    if not 0 <= terms.wait_ms <= MAX_WAIT_MS:
+        raise InvalidSize(f"a wait is in 0 ... {MAX_WAIT_MS} ms, not {terms.wait_ms}")
+    if not 0 <= terms.ttl_ms <= MAX_LEASE_MS:
+        raise InvalidSize(f"ttl_ms is in 0 ... {MAX_LEASE_MS}, not {terms.ttl_ms}")
+    return terms._replace(ancestors=[check_key(key) for key in terms.ancestors])

@@ -13,8 +13,14 @@ from typing import Final
 from .errors import ConfigError
 
 ADDRESS_VARIABLE: Final = "PREFIXD_ADDRESS"
+#: Where operators are served, if that is configured apart from the address.
+ADMIN_ADDRESS_VARIABLE: Final = "PREFIXD_ADMIN_ADDRESS"
 SOCKET_NAME: Final = "prefixd.sock"
 UNIX_SCHEME: Final = "unix:"
+#: Beside a daemon's socket stand two more, whose names have these additional endings: for what
+#: clients on its host do in place (proto/local.py), and for its operators.
+LOCAL_SUFFIX: Final = ".local"
+ADMIN_SUFFIX: Final = ".admin"
 #: sun_path of Linux, without its closing zero.
 MAX_SOCKET_PATH_BYTES: Final = 107
 
@@ -64,6 +70,13 @@ def normalize_address(address: str, *, listening: bool = False) -> str:
     if not (0 if listening else 1) <= int(port) < 65_536:
         raise ConfigError(f"{address!r} has the port {port}: ports are 1 to 65535")
     return text
+
+
+def admin_address(address: str) -> str | None:
+    """Where the operators of the daemon at `address` are served, unless it is configured otherwise.
+    None: not from here, for it is a TCP address, and operators are served on the daemon's host."""
+    path = socket_path(address)
+    return None if path is None else f"{UNIX_SCHEME}{path}{ADMIN_SUFFIX}"
 
 
 def socket_path(address: str) -> Path | None:

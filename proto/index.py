@@ -1,96 +1,466 @@
-"""The rows of the index: what a reader on the same host needs to find an entry's bytes.
+"""The index: where the bytes of every published entry lie, readable without asking the daemon.
 
-The index is an LMDB environment in /dev/shm that the daemon alone writes and anybody who may
-open it reads. A row is keyed by the 32 bytes of its entry's key; little-endian:
+A hash table in a sealed memfd. The daemon's event loop alone writes it (`server.runtime.index`);
+a client gets the descriptor, maps it read-only, and takes no lock. A row that is found is right.
+A reader that is overtaken by changes again and again may miss a row; the entry then counts as not
+cached.
 
+The file has a size from the start and is sparse: memory grows with the entries. It is a header,
+the heads of the hash chains (u32 row numbers), and rows of 96 bytes. Row n lies at byte 96 * n;
+row number 0 ends a chain. Integers are little-endian.
+
+    header
     offset  bytes  type  meaning
-    ------  -----  ----  --------------------------------------------
-         0      1  u8    tier
-         1      1  u8    save reason
-         2      2  u16   layer count
-         4      4  u32   token count
-         8      4  u32   CRC32C of the payload
-        12      4  u32   bytes of token ids
-        16      8  u64   generation
-        24      8  u64   payload bytes
-        32   16*n  u64   extents in the tier's arena: offset, length ...
+    ------  -----  ----  ------------------------------------------------------------------
+         0      8  raw   magic, "PFXINDEX"
+         8      4  u32   format version, 1
+        12      4  u32   H, the most heads that there can be
+        16      4  u32   R, the most rows that there can be
+        20     16  raw   incarnation of the daemon that writes it
+        36     16  u128  random odd multiplier of the hash
+        52      4  u32   CRC32C of bytes 0..51
+       128      8  u64   state: LIVE, or nothing in the index may be believed
+       136      8  u64   shape: number of heads (32 bits), a bit that is set while rows are moved
+                         between chains (MOVING), and a count of changes (31 bits)
 
-The row is removed, and its removal committed, before anything else is written to its extents.
-A reader that copies the bytes and then finds a row of the same generation has a good copy.
+    heads: H u32 from byte 4096. Rows: R of them, from the first multiple of 96 behind the heads.
+
+    row of an entry
+    offset  bytes  type  meaning
+    ------  -----  ----  ------------------------------------------------------------------
+         0     32  raw   key
+        32      8  u64   generation; zeroed when the row is removed
+        40      8  u64   payload bytes
+        48      8  u64   offset of the first extent in the tier's arena
+        56      8  u64   length of the first extent
+        64      4  u32   token count
+        68      4  u32   CRC32C of the payload
+        72      4  u32   bytes of token ids
+        76      2  u16   layer count
+        78      1  u8    tier
+        79      1  u8    save reason
+        80      4  u32   number of extents
+        84      4  u32   row that carries on the list of extents, or 0
+        88      4  u32   CRC32C of bytes 0..87, xor the kind of row
+        92      4  u32   next row of the hash chain, not covered by the checksum
+
+    row that carries on a list of extents
+         0     72  u64   offsets and lengths, nine numbers
+        72      8  u64   generation of the entry
+        80      4  u32   position of this row in the list, from 0
+        84      4  u32   row that carries on from here, or 0
+        88      4  u32   CRC32C of bytes 0..87, xor the kind of row
+        92      4  u32   not used
+
+Hash: the first 8 bytes of the key as an integer, times the multiplier, without the 64 low bits.
+Linear hashing: with n heads, take the hash modulo the next power of two (at or above n), and if
+there is no such head yet, modulo half of that. A head more divides one chain in two, so the table
+grows by small steps. Clients choose keys, and one on this host can read the multiplier, therefore
+a chain has at most MAX_CHAIN rows; an entry that finds its chain full is not listed.
+
+What readers rely on:
+
+- A row is written whole before it is linked, and is never changed while it is linked: a new
+  generation is a new row in the place of the old one. Links and heads are aligned 4-byte stores.
+- A row is unlinked, and its generation zeroed, before `IndexWriter.delete` returns and the extents
+  can be reused. A reader that copied the bytes and *then* finds the row has a good copy.
+- A reader may hold the number of a row that was removed and used again. It then sees another key,
+  or bytes of both that the checksum refuses. Not having found its key, it looks at `shape`; if
+  that changed, its walk may have been led astray and it tries again, a bounded number of times.
+- Stores become visible in program order, and loads are done in it, as on x86-64. On other
+  processors the checksum still refuses mixtures.
+- A writer that dies at any instruction leaves good rows, and misses.
 """
 
 from __future__ import annotations
 
+import mmap
 import struct
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Final, NamedTuple, Protocol
 
 from .errors import RecordError
-from .record import head_bytes_for
-from .vocabulary import Tier
+from .keys import Key
+from .layout import crc32c
+from .limits import KEY_BYTES
 
-#: Under this name (no key: it is not 32 bytes) stands the incarnation of the daemon that writes.
-INCARNATION_ROW: Final = b"incarnation"
-#: Before the key of an entry of the shm tier: somebody holds a claim on it. For the daemon's own
-#: use after a restart.
-CLAIMED: Final = b"claimed:"
-#: Environment of the index, below the directory of the shm tier.
-INDEX_DIRECTORY: Final = "index"
+MAGIC: Final = b"PFXINDEX"
+VERSION: Final = 1
+ROW_BYTES: Final = 96
+#: What a reader copies of a row: all but the link, which may change while the row stands.
+CHECKED_BYTES: Final = 92
+HEADER_BYTES: Final = 4096
+MAX_CHAIN: Final = 16
+#: At slabs of 64 KiB: at least 256 MiB, in the worst case of fragmentation.
+MAX_EXTENTS: Final = 4096
+#: Offsets and lengths in a row that carries on a list.
+WORDS_PER_ROW: Final = 9
 
-_FIXED: Final = struct.Struct("<BBHIIIQQ")
+#: Positions in the header, as u64.
+STATE: Final = 16
+SHAPE: Final = 17
+LIVE: Final = 0x4556494C_58444E49
+REVOKED: Final = 0
+HEADS_MASK: Final = 2**32 - 1
+MOVING: Final = 1 << 32
+
+#: Kinds of row. Each has its own checksum, so one comparison says that a row is whole and of
+#: which kind it is: an entry with one extent at most, with more, or the rest of such a list.
+#: They differ in half of their bits, so that no small damage turns one into another.
+ONE_EXTENT: Final = 0x3333_3333
+EXTENTS: Final = 0x5555_5555
+CONTINUATION: Final = 0x6666_6666
+
+INCARNATION_BYTES: Final = 16
+MULTIPLIER_BYTES: Final = 16
+#: The part of a key that is hashed, and what of the product is not used.
+HASHED: Final = struct.Struct(f"<Q{KEY_BYTES - 8}x")
+HASH_SHIFT: Final = 64
+
+#: Offsets in a row.
+GENERATION_OFFSET: Final = 32
+CONTINUATION_OFFSET: Final = 84
+LINK_OFFSET: Final = 92
+
+_HEADER: Final = struct.Struct(f"<8sIII{INCARNATION_BYTES}s{MULTIPLIER_BYTES}s")
+_ENTRY: Final = struct.Struct("<32sQQQQIIIHBBII")
+_CONTINUATION: Final = struct.Struct(f"<{WORDS_PER_ROW}QQII")
+_U32: Final = struct.Struct("<I")
+#: Number of extents and the row that carries on.
+_EXTENTS: Final = struct.Struct("<80xII")
+#: Generation, position and the row that carries on from a continuation row.
+_PART: Final = struct.Struct("<72xQII")
+_GENERATION: Final = struct.Struct(f"<{GENERATION_OFFSET}xQ")
+_KEY_PART: Final = slice(KEY_BYTES)
+#: Walks along a chain that keeps changing before a key counts as absent.
+_TRIES: Final = 8
+#: Equal to no shape.
+_UNSETTLED: Final = -1
+
+
+def _residue(kind: int) -> int:
+    """The CRC32C of any `CHECKED_BYTES` that end in their own checksum xor `kind`.
+
+    A CRC is linear: over a message and its own checksum it is a constant, and the xor adds the
+    same to each.
+    """
+    return crc32c(_U32.pack(kind))
+
+
+_WHOLE_ONE_EXTENT: Final = _residue(ONE_EXTENT)
+_WHOLE_EXTENTS: Final = _residue(EXTENTS)
+_WHOLE_CONTINUATION: Final = _residue(CONTINUATION)
+
+
+class Listed(Protocol):
+    """What a row says of an entry. `location` is offset, length, offset, length ..."""
+
+    @property
+    def key(self) -> Key: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def payload_bytes(self) -> int: ...
+    @property
+    def token_count(self) -> int: ...
+    @property
+    def payload_crc32c(self) -> int: ...
+    @property
+    def token_ids_bytes(self) -> int: ...
+    @property
+    def layer_count(self) -> int: ...
+    @property
+    def tier(self) -> int: ...
+    @property
+    def reason(self) -> int: ...
+    @property
+    def location(self) -> tuple[int, ...]: ...
 
 
 class IndexRow(NamedTuple):
-    """See the table above. `location` is offset, length, offset, length ..."""
+    """A row, unpacked. See the table above; `tier` and `reason` are numbers of the vocabulary."""
 
-    tier: int
-    reason: int
-    layer_count: int
+    key: Key
+    generation: int
+    payload_bytes: int
     token_count: int
     payload_crc32c: int
     token_ids_bytes: int
-    generation: int
-    payload_bytes: int
+    layer_count: int
+    tier: int
+    reason: int
     location: tuple[int, ...]
 
+
+class Layout(NamedTuple):
+    """Where things lie in an index of at most so many heads and rows."""
+
+    max_heads: int
+    max_rows: int
+
     @property
-    def payload_offset(self) -> int:
-        """Where the payload begins within the extents: shm holds whole records."""
-        return head_bytes_for(self.token_ids_bytes) if self.tier == Tier.SHM else 0
+    def first_row(self) -> int:
+        """The number of the first row."""
+        return -(-(HEADER_BYTES + 4 * self.max_heads) // ROW_BYTES)
+
+    @property
+    def end_row(self) -> int:
+        """One more than the number of the last row."""
+        return self.first_row + self.max_rows
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the file: whole pages."""
+        return -(-self.end_row * ROW_BYTES // HEADER_BYTES) * HEADER_BYTES
 
 
-def pack_row(row: IndexRow) -> bytes:
-    """The stored form."""
-    fixed = _FIXED.pack(
-        row.tier,
-        row.reason,
-        row.layer_count,
-        row.token_count,
-        row.payload_crc32c,
-        row.token_ids_bytes,
-        row.generation,
-        row.payload_bytes,
+def pack_header(layout: Layout, incarnation: bytes, multiplier: int) -> bytes:
+    """The part of the header that never changes."""
+    fields = _HEADER.pack(
+        MAGIC,
+        VERSION,
+        *layout,
+        incarnation,
+        multiplier.to_bytes(MULTIPLIER_BYTES, "little"),
     )
-    return fixed + struct.pack(f"<{len(row.location)}Q", *row.location)
+    return fields + _U32.pack(crc32c(fields))
 
 
-def unpack_fixed(data: bytes | memoryview) -> tuple[int, int, int, int, int, int, int, int]:
-    """Everything before the extents, in the order of the table. Raises `RecordError`."""
-    try:
-        return _FIXED.unpack_from(data)
-    except struct.error:
-        raise RecordError(f"an index row of {len(data)} bytes") from None
+def pack_row(entry: Listed, continuation: int = 0) -> bytes:
+    """The row of an entry without its link. Raises struct.error for a number that has no room."""
+    location = entry.location
+    fields = _ENTRY.pack(
+        entry.key,
+        entry.generation,
+        entry.payload_bytes,
+        *(location[:2] or (0, 0)),
+        entry.token_count,
+        entry.payload_crc32c,
+        entry.token_ids_bytes,
+        entry.layer_count,
+        entry.tier,
+        entry.reason,
+        len(location) // 2,
+        continuation,
+    )
+    return _checked(fields, EXTENTS if len(location) > 2 else ONE_EXTENT)
 
 
-def generation_of(data: bytes | memoryview) -> int:
-    """Of a stored row. Raises `RecordError`."""
-    return unpack_fixed(data)[6]
+def pack_continuation(
+    generation: int, position: int, words: tuple[int, ...], continuation: int
+) -> bytes:
+    """A row of at most `WORDS_PER_ROW` offsets and lengths, without its link."""
+    padding = (0,) * (WORDS_PER_ROW - len(words))
+    fields = _CONTINUATION.pack(*words, *padding, generation, position, continuation)
+    return _checked(fields, CONTINUATION)
 
 
-def unpack_row(data: bytes | memoryview) -> IndexRow:
-    """Read a row. Raises `RecordError` where it has no row's length."""
-    extents_bytes = len(data) - _FIXED.size
-    if extents_bytes < 0 or extents_bytes % 16:
-        raise RecordError(f"an index row of {len(data)} bytes")
-    tier, reason, layers, tokens, crc32c, ids_bytes, generation, payload = unpack_fixed(data)
-    location = struct.unpack_from(f"<{extents_bytes // 8}Q", data, _FIXED.size)
-    return IndexRow(tier, reason, layers, tokens, crc32c, ids_bytes, generation, payload, location)
+def _checked(fields: bytes, kind: int) -> bytes:
+    return fields + _U32.pack(crc32c(fields) ^ kind)
+
+
+def unpack_row(row: bytes) -> IndexRow:
+    """What a row says, as `IndexReader` gives it. Raises RecordError if it has no row's length."""
+    if len(row) < CHECKED_BYTES:
+        raise RecordError(f"an index row of {len(row)} bytes")
+    key, generation, payload, offset, length, tokens, crc, ids, layers, tier, reason, extents, _ = (
+        _ENTRY.unpack_from(row)
+    )
+    location: tuple[int, ...] = (offset, length) if extents else ()
+    rest = 2 * (extents - 1) if extents > 1 else 0
+    if len(row) != CHECKED_BYTES + 8 * rest:
+        raise RecordError(f"an index row of {len(row)} bytes for {extents} extents")
+    if rest:
+        location += struct.unpack_from(f"<{rest}Q", row, CHECKED_BYTES)
+    return IndexRow(key, generation, payload, tokens, crc, ids, layers, tier, reason, location)
+
+
+def generation_of(row: bytes) -> int:
+    """Of a packed row. Raises RecordError if it has no row's length."""
+    if len(row) < CHECKED_BYTES:
+        raise RecordError(f"an index row of {len(row)} bytes")
+    generation: int = _GENERATION.unpack_from(row)[0]
+    return generation
+
+
+class IndexReader:
+    """Looks entries up in a mapped index. Thread-safe; takes no locks.
+
+    Rows are returned packed: `unpack_row` and `generation_of` read them. Keys are `KEY_BYTES`
+    long, else struct.error is raised. No content of the file makes a method raise or loop: what is
+    damaged or revoked is not found. `live` tells whether the index as a whole may be believed, for
+    callers that would otherwise ask the daemon.
+    """
+
+    def __init__(self, buffer: mmap.mmap | bytes) -> None:
+        """`buffer` stays the caller's, who keeps it mapped until `close`.
+
+        Raises RecordError if it holds no index of this version.
+        """
+        if len(buffer) < HEADER_BYTES:
+            raise RecordError(f"an index of {len(buffer)} bytes")
+        fixed = buffer[: _HEADER.size]
+        magic, version, max_heads, max_rows, incarnation, multiplier = _HEADER.unpack(fixed)
+        if magic != MAGIC or version != VERSION:
+            raise RecordError(f"no index of version {VERSION}: {magic!r}, version {version}")
+        if buffer[_HEADER.size : _HEADER.size + 4] != _U32.pack(crc32c(fixed)):
+            raise RecordError("the header of the index is damaged")
+        self.layout: Final = Layout(max_heads, max_rows)
+        if not max_heads or self.layout.size_bytes > len(buffer):
+            raise RecordError(f"an index of {len(buffer)} bytes for {max_rows} rows")
+        #: of the daemon that writes it
+        self.incarnation: Final[bytes] = incarnation
+        self._multiplier: Final = int.from_bytes(multiplier, "little")
+        self._data: Final = buffer
+        self._owned: mmap.mmap | None = None
+        with memoryview(buffer) as whole, whole[: self.layout.size_bytes] as used:
+            words = used.cast("I")
+            self._header: Final = used[:HEADER_BYTES].cast("Q")
+        heads_start = HEADER_BYTES // 4
+        self._heads: Final = words[heads_start : heads_start + max_heads]
+        self._links: Final = words[LINK_OFFSET // 4 :: ROW_BYTES // 4]
+        words.release()
+
+    @classmethod
+    def attach(cls, fd: int) -> IndexReader:
+        """Map the index behind a descriptor, which stays the caller's; `close` unmaps it.
+
+        Raises RecordError, and OSError if it can't be mapped.
+        """
+        try:
+            mapping = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+        except ValueError as problem:  # an empty file
+            raise RecordError(f"no index: {problem}") from None
+        try:
+            reader = cls(mapping)
+        except RecordError:
+            mapping.close()
+            raise
+        reader._owned = mapping
+        return reader
+
+    @property
+    def live(self) -> bool:
+        """May the index be believed?"""
+        return self._header[STATE] == LIVE
+
+    def get(self, keys: Iterable[bytes]) -> list[bytes | None]:
+        """The row of each key, None where there is none."""
+        return list(self._look_up(keys))
+
+    def run(self, keys: Iterable[bytes]) -> list[bytes]:
+        """The rows of the keys before the first that is not there. `keys` may be lazy: no more
+        than one beyond the last hit is taken."""
+        found: list[bytes] = []
+        for row in self._look_up(keys):
+            if row is None:
+                break
+            found.append(row)
+        return found
+
+    def first(self, keys: Iterable[bytes]) -> tuple[int, bytes] | None:
+        """The first key that is there: its position among `keys` and its row."""
+        for position, row in enumerate(self._look_up(keys)):
+            if row is not None:
+                return position, row
+        return None
+
+    def contains(self, keys: Iterable[bytes]) -> list[bool]:
+        """Which keys are there."""
+        return [row is not None for row in self._look_up(keys)]
+
+    def unchanged(self, keys: Iterable[bytes], rows: Iterable[bytes]) -> bool:
+        """Does each key still have the row that was found before, or one of its generation?
+
+        True after bytes were copied: nothing was written over them before the copy was done.
+        """
+        return all(
+            found == row or (found is not None and generation_of(found) == generation_of(row))
+            for found, row in zip(self._look_up(keys), rows, strict=True)
+        )
+
+    def row_at(self, number: int) -> bytes | None:
+        """The entry's row of that number, if there stands one; for those who visit all."""
+        start = number * ROW_BYTES
+        return self._complete(self._data[start : start + CHECKED_BYTES])
+
+    def close(self) -> None:
+        """Give the buffer back; nothing may be called during or after it. Idempotent."""
+        for view in (self._header, self._heads, self._links):
+            view.release()
+        if self._owned is not None:
+            self._owned.close()
+
+    def _look_up(self, keys: Iterable[bytes]) -> Iterator[bytes | None]:
+        """One row or None for each key. Written out, without calls: it runs for every block."""
+        data, heads, links, header = self._data, self._heads, self._links, self._header
+        multiplier, hashed_word, checksum = self._multiplier, HASHED.unpack, crc32c
+        key_part, whole = _KEY_PART, _WHOLE_ONE_EXTENT
+        if header[STATE] != LIVE:
+            for _ in keys:
+                yield None
+            return
+        seen, count, mask = self._shape()
+        for key in keys:
+            (word,) = hashed_word(key)
+            hashed = word * multiplier >> HASH_SHIFT
+            found: bytes | None = None
+            tries = _TRIES
+            while True:
+                bucket = hashed & mask
+                if bucket >= count:
+                    bucket &= mask >> 1
+                steps = MAX_CHAIN
+                number = heads[bucket]
+                while number:
+                    start = number * ROW_BYTES
+                    row = data[start : start + CHECKED_BYTES]
+                    if row[key_part] == key:
+                        found = row if checksum(row) == whole else self._complete(row)
+                        if found is None:
+                            seen = _UNSETTLED
+                        break
+                    steps -= 1
+                    number = links[number] if steps and number < len(links) else 0
+                if found is not None or header[SHAPE] == seen:
+                    break
+                tries -= 1
+                if not tries:
+                    break
+                seen, count, mask = self._shape()
+            yield found
+
+    def _shape(self) -> tuple[int, int, int]:
+        """`shape` as it is while no row is being moved, the number of heads, and the mask of a
+        hash that goes with it."""
+        shape = self._header[SHAPE]
+        count = min(max(shape & HEADS_MASK, 1), self.layout.max_heads)
+        mask = (1 << (count - 1).bit_length()) - 1
+        return _UNSETTLED if shape & MOVING else shape, count, mask
+
+    def _complete(self, row: bytes) -> bytes | None:
+        """The row of an entry, with the rest of its extents behind it. None if it is none, or if
+        not all of it is there."""
+        checksum = crc32c(row)
+        if checksum == _WHOLE_ONE_EXTENT:
+            return row
+        if checksum != _WHOLE_EXTENTS or len(row) != CHECKED_BYTES:
+            return None
+        generation = generation_of(row)
+        extents, number = _EXTENTS.unpack_from(row)
+        missing = 2 * (extents - 1)
+        if not 0 < missing < 2 * MAX_EXTENTS:
+            return None
+        parts = [row]
+        for position in range(-(-missing // WORDS_PER_ROW)):
+            start = number * ROW_BYTES
+            part = self._data[start : start + CHECKED_BYTES]
+            if len(part) != CHECKED_BYTES or crc32c(part) != _WHOLE_CONTINUATION:
+                return None
+            found, at, number = _PART.unpack_from(part)
+            if found != generation or at != position:
+                return None
+            words = min(missing, WORDS_PER_ROW)
+            missing -= words
+            parts.append(part[: 8 * words])
+        return b"".join(parts)

@@ -47,6 +47,9 @@ MAX_SESSIONS: Final = 4_096
 MAX_CLAIMS_PER_SESSION: Final = 65_536
 MAX_RESERVATIONS_PER_SESSION: Final = 65_536
 MAX_WAITERS: Final = 65_536
+#: Saves in flight that waiting requests wait for, each counted once per request: about 200 bytes.
+MAX_WAITED_KEYS: Final = 262_144
+MAX_WAITED_KEYS_PER_SESSION: Final = 65_536
 MAX_PAGE_ENTRIES: Final = 10_000
 
 # ---- save policy (the gates of `client.policy`)

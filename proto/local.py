@@ -6,8 +6,8 @@ travel with an answer (SCM_RIGHTS). Those of a hand-over are named
 
     ram       the RAM arena: a sealed memfd that the kernel lets nobody but the daemon write
     shm       the shm arena, opened read-only
-    index     directory of the index (LMDB, read-only by contract and by mode)
-    disk      directory of the disk tier (LMDB, read-only)
+    index     the index (proto.index): a sealed memfd, opened read-only
+    disk      the arena of the disk tier, opened read-only
     staging   this session's own memfd, sealed against resizing: the client writes its saves
               into it, the daemon copies out of it
 """
@@ -25,8 +25,8 @@ from .errors import InvalidSize, MalformedMessage
 from .limits import MAX_MESSAGE_BYTES
 
 MAX_DESCRIPTORS: Final = 8
-#: The socket stands beside the gRPC one under this additional ending.
-SOCKET_SUFFIX: Final = ".local"
+#: A larger request needs a connection that is attached to a session.
+MAX_SMALL_REQUEST_BYTES: Final = 256 * 2**10
 
 RAM: Final = "ram"
 SHM: Final = "shm"
@@ -56,25 +56,40 @@ class Frames(Generic[M]):
         self._parse: Callable[[bytes], M] = parse
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> None:
+    def feed(self, data: bytes | memoryview) -> None:
         self._buffer += data
 
-    def next(self) -> M | None:
-        """The next message that is complete. Raises MalformedMessage for what is none."""
-        buffer = self._buffer
-        if len(buffer) < _LENGTH.size:
-            return None
-        (length_bytes,) = _LENGTH.unpack_from(buffer)
+    @property
+    def buffered_bytes(self) -> int:
+        """What was fed and not given yet."""
+        return len(self._buffer)
+
+    @property
+    def next_bytes(self) -> int:
+        """What the next message takes on the wire; 0: it has not begun. Raises MalformedMessage
+        for one that is too long."""
+        if len(self._buffer) < _LENGTH.size:
+            return 0
+        (length_bytes,) = _LENGTH.unpack_from(self._buffer)
         if length_bytes > MAX_MESSAGE_BYTES:
             raise MalformedMessage(
                 f"a message of {length_bytes} bytes, {MAX_MESSAGE_BYTES} is the most"
             )
-        end = _LENGTH.size + length_bytes
-        if len(buffer) < end:
+        return _LENGTH.size + int(length_bytes)
+
+    def next(self) -> M | None:
+        """The next message that is complete. Raises MalformedMessage for what is none."""
+        end = self.next_bytes
+        buffer = self._buffer
+        if not end or len(buffer) < end:
             return None
-        data = bytes(buffer[_LENGTH.size : end])
+        data = bytes(memoryview(buffer)[_LENGTH.size : end])
         del buffer[:end]
         try:
             return self._parse(data)
         except DecodeError as problem:
-            raise MalformedMessage(f"{length_bytes} bytes that are no message: {problem}") from None
+            raise MalformedMessage(f"{len(data)} bytes that are no message: {problem}") from None
+
+    def clear(self) -> None:
+        """Forget what was fed."""
+        self._buffer.clear()

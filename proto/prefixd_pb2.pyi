@@ -162,13 +162,17 @@ class _ReadStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     READ_STATUS_OK: _ReadStatus.ValueType  # 0
     READ_STATUS_UNREADABLE: _ReadStatus.ValueType  # 1
-    """the store could not give the bytes; the entry was dropped"""
+    """the store could not give the bytes now; the entry stays"""
+    READ_STATUS_DAMAGED: _ReadStatus.ValueType  # 2
+    """the bytes are not those that were saved; the entry is dropped"""
 
 class ReadStatus(_ReadStatus, metaclass=_ReadStatusEnumTypeWrapper): ...
 
 READ_STATUS_OK: ReadStatus.ValueType  # 0
 READ_STATUS_UNREADABLE: ReadStatus.ValueType  # 1
-"""the store could not give the bytes; the entry was dropped"""
+"""the store could not give the bytes now; the entry stays"""
+READ_STATUS_DAMAGED: ReadStatus.ValueType  # 2
+"""the bytes are not those that were saved; the entry is dropped"""
 Global___ReadStatus: typing_extensions.TypeAlias = ReadStatus
 
 class _ReserveStatus:
@@ -186,7 +190,7 @@ class _ReserveStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     RESERVE_STATUS_TOO_LARGE: _ReserveStatus.ValueType  # 4
     """for this tier, for ever"""
     RESERVE_STATUS_NO_ROOM: _ReserveStatus.ValueType  # 5
-    """everything is pinned or reserved; may succeed later"""
+    """everything is pinned or reserved, or this session's share is; may succeed later"""
 
 class ReserveStatus(_ReserveStatus, metaclass=_ReserveStatusEnumTypeWrapper): ...
 
@@ -199,7 +203,7 @@ RESERVE_STATUS_IN_FLIGHT: ReserveStatus.ValueType  # 3
 RESERVE_STATUS_TOO_LARGE: ReserveStatus.ValueType  # 4
 """for this tier, for ever"""
 RESERVE_STATUS_NO_ROOM: ReserveStatus.ValueType  # 5
-"""everything is pinned or reserved; may succeed later"""
+"""everything is pinned or reserved, or this session's share is; may succeed later"""
 Global___ReserveStatus: typing_extensions.TypeAlias = ReserveStatus
 
 class _SaveStatus:
@@ -249,23 +253,29 @@ Global___SaveStatus: typing_extensions.TypeAlias = SaveStatus
 
 @typing.final
 class SessionRef(google.protobuf.message.Message):
-    """Whose call it is. Of another start of the daemon: FAILED_PRECONDITION stale_incarnation;
-    of a session that ended: FAILED_PRECONDITION unknown_session. Open a new session and repeat.
+    """Whose call it is, and the proof: the secret that Welcome told. Every call that acts for a session
+    is refused without it, on every transport. Of another start of the daemon: FAILED_PRECONDITION
+    stale_incarnation; of a session that ended or never was, and with another secret:
+    FAILED_PRECONDITION unknown_session, which of these it was is not said. Open a new session and
+    repeat.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     INCARNATION_FIELD_NUMBER: builtins.int
     SESSION_ID_FIELD_NUMBER: builtins.int
+    SECRET_FIELD_NUMBER: builtins.int
     incarnation: builtins.bytes
     session_id: builtins.int
+    secret: builtins.bytes
     def __init__(
         self,
         *,
         incarnation: builtins.bytes = ...,
         session_id: builtins.int = ...,
+        secret: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "secret", b"secret", "session_id", b"session_id"]) -> None: ...
 
 Global___SessionRef: typing_extensions.TypeAlias = SessionRef
 
@@ -285,7 +295,7 @@ class EntryInfo(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     generation: builtins.int
-    """never reused, not even by another start of the daemon"""
+    """never reused by this start of the daemon (its incarnation)"""
     payload_bytes: builtins.int
     token_count: builtins.int
     payload_crc32c: builtins.int
@@ -509,6 +519,7 @@ class Welcome(google.protobuf.message.Message):
     DAEMON_VERSION_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
     LOCAL_SOCKET_FIELD_NUMBER: builtins.int
+    SESSION_SECRET_FIELD_NUMBER: builtins.int
     incarnation: builtins.bytes
     session_id: builtins.int
     heartbeat_interval_ms: builtins.int
@@ -521,6 +532,8 @@ class Welcome(google.protobuf.message.Message):
     daemon_version: builtins.str
     local_socket: builtins.str
     """where clients on this host are served; empty: nowhere (see LocalRequest)"""
+    session_secret: builtins.bytes
+    """for SessionRef: 16 random bytes that only this client knows"""
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierLimits]: ...
     def __init__(
@@ -537,8 +550,9 @@ class Welcome(google.protobuf.message.Message):
         daemon_version: builtins.str = ...,
         tiers: collections.abc.Iterable[Global___TierLimits] | None = ...,
         local_socket: builtins.str = ...,
+        session_secret: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk_bytes", b"chunk_bytes", "claim_lease_ms", b"claim_lease_ms", "daemon_version", b"daemon_version", "heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "local_socket", b"local_socket", "max_batch_keys", b"max_batch_keys", "max_message_bytes", b"max_message_bytes", "reservation_ttl_ms", b"reservation_ttl_ms", "session_id", b"session_id", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_bytes", b"chunk_bytes", "claim_lease_ms", b"claim_lease_ms", "daemon_version", b"daemon_version", "heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "local_socket", b"local_socket", "max_batch_keys", b"max_batch_keys", "max_message_bytes", b"max_message_bytes", "reservation_ttl_ms", b"reservation_ttl_ms", "session_id", b"session_id", "session_secret", b"session_secret", "tiers", b"tiers"]) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 
@@ -932,7 +946,10 @@ class SaveItem(google.protobuf.message.Message):
     layer_count: builtins.int
     """0, or a divisor of payload_bytes"""
     token_ids: builtins.bytes
-    """optional, u32 little-endian: a verifying read recomputes the key from them"""
+    """Optional, u32 little-endian. Stored and given back as they are: the daemon does not know the
+    namespace, and can't tell whether they are those of the key. A reader that knows it can
+    (verify_token_ids in proto/record.py).
+    """
     def __init__(
         self,
         *,
@@ -1283,6 +1300,9 @@ class LocalRequest(google.protobuf.message.Message):
     connection, on as many connections as there are calls at once: a LocalRequest is answered by one
     LocalResponse of the same kind, or by a Failure; save_staged by several. What the rpcs of the same
     names promise holds here too. Whoever hangs up before the answer has asked for nothing.
+    A connection belongs to the first session that a request on it proves. Until then it takes no
+    request above 256 KiB and is closed when it is idle; a client says `attach` first, therefore.
+    A session belongs to the process that first proved it here: others are refused.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1295,6 +1315,7 @@ class LocalRequest(google.protobuf.message.Message):
     CANCEL_FIELD_NUMBER: builtins.int
     SAVE_STAGED_FIELD_NUMBER: builtins.int
     GIVE_BACK_FIELD_NUMBER: builtins.int
+    ATTACH_FIELD_NUMBER: builtins.int
     @property
     def hand_over(self) -> Global___HandOverRequest: ...
     @property
@@ -1313,6 +1334,10 @@ class LocalRequest(google.protobuf.message.Message):
     def give_back(self) -> Global___ReleaseRequest:
         """as GiveBack of a session: not answered"""
 
+    @property
+    def attach(self) -> Global___SessionRef:
+        """whose connection this is: not answered"""
+
     def __init__(
         self,
         *,
@@ -1324,10 +1349,11 @@ class LocalRequest(google.protobuf.message.Message):
         cancel: Global___CancelRequest | None = ...,
         save_staged: Global___SaveStagedRequest | None = ...,
         give_back: Global___ReleaseRequest | None = ...,
+        attach: Global___SessionRef | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "give_back", b"give_back", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_staged", b"save_staged"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "give_back", b"give_back", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_staged", b"save_staged"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hand_over", "lookup", "claim", "release", "reserve", "cancel", "save_staged", "give_back"] | None: ...
+    def HasField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "give_back", b"give_back", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_staged", b"save_staged"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "give_back", b"give_back", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_staged", b"save_staged"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hand_over", "lookup", "claim", "release", "reserve", "cancel", "save_staged", "give_back", "attach"] | None: ...
 
 Global___LocalRequest: typing_extensions.TypeAlias = LocalRequest
 
@@ -1403,32 +1429,46 @@ Global___Failure: typing_extensions.TypeAlias = Failure
 
 @typing.final
 class HandOverRequest(google.protobuf.message.Message):
-    """Asks for what can be used in place. Errors: invalid_argument (another user)."""
+    """Asks for what can be used in place. Errors: FAILED_PRECONDITION (session, another process)."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
-    PID_FIELD_NUMBER: builtins.int
-    pid: builtins.int
-    """What the client takes itself for: LMDB's table of readers needs both sides to see the same
-    process numbers, and the daemon compares it with the kernel's.
-    """
     @property
     def session(self) -> Global___SessionRef: ...
     def __init__(
         self,
         *,
         session: Global___SessionRef | None = ...,
-        pid: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["pid", b"pid", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["session", b"session"]) -> None: ...
 
 Global___HandOverRequest: typing_extensions.TypeAlias = HandOverRequest
 
 @typing.final
+class Descriptor(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """see proto/local.py"""
+    size_bytes: builtins.int
+    """what can be mapped; 0: that is no memory"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        size_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "size_bytes", b"size_bytes"]) -> None: ...
+
+Global___Descriptor: typing_extensions.TypeAlias = Descriptor
+
+@typing.final
 class HandOverResponse(google.protobuf.message.Message):
-    """The descriptors come with it (SCM_RIGHTS), in the order of their names (proto/local.py)."""
+    """The descriptors come with it (SCM_RIGHTS), in this order."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1449,29 +1489,20 @@ class HandOverResponse(google.protobuf.message.Message):
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
     DESCRIPTORS_FIELD_NUMBER: builtins.int
-    RAM_ARENA_BYTES_FIELD_NUMBER: builtins.int
-    SHM_ARENA_BYTES_FIELD_NUMBER: builtins.int
-    STAGING_BYTES_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
-    ram_arena_bytes: builtins.int
-    shm_arena_bytes: builtins.int
-    staging_bytes: builtins.int
     @property
-    def descriptors(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def descriptors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Descriptor]: ...
     @property
     def refused(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """what is not handed over, and why"""
+        """what is not handed over, by name, and why"""
 
     def __init__(
         self,
         *,
-        descriptors: collections.abc.Iterable[builtins.str] | None = ...,
-        ram_arena_bytes: builtins.int = ...,
-        shm_arena_bytes: builtins.int = ...,
-        staging_bytes: builtins.int = ...,
+        descriptors: collections.abc.Iterable[Global___Descriptor] | None = ...,
         refused: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["descriptors", b"descriptors", "ram_arena_bytes", b"ram_arena_bytes", "refused", b"refused", "shm_arena_bytes", b"shm_arena_bytes", "staging_bytes", b"staging_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["descriptors", b"descriptors", "refused", b"refused"]) -> None: ...
 
 Global___HandOverResponse: typing_extensions.TypeAlias = HandOverResponse
 
@@ -1482,7 +1513,9 @@ class SaveStagedRequest(google.protobuf.message.Message):
     with parts is answered by the number of parts that the daemon has copied, whose room is the
     client's again; the last answer holds the results. What is published is what the daemon copied,
     if its CRC32C is the one that was meant.
-    Errors: those of Save, FAILED_PRECONDITION unknown_staging.
+    The daemon takes the memory of a session that has saved nothing for a while: the next save is
+    refused with unknown_staging, and the one after that may be staged again.
+    Errors: those of Save, FAILED_PRECONDITION unknown_staging (save over gRPC).
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1697,6 +1730,22 @@ class StatsResponse(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class InFlightEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     DAEMON_VERSION_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     UPTIME_MS_FIELD_NUMBER: builtins.int
@@ -1708,6 +1757,7 @@ class StatsResponse(google.protobuf.message.Message):
     WAITERS_FIELD_NUMBER: builtins.int
     COUNTERS_FIELD_NUMBER: builtins.int
     HEALTH_FIELD_NUMBER: builtins.int
+    IN_FLIGHT_FIELD_NUMBER: builtins.int
     daemon_version: builtins.str
     incarnation: builtins.bytes
     uptime_ms: builtins.int
@@ -1717,12 +1767,16 @@ class StatsResponse(google.protobuf.message.Message):
     reservations: builtins.int
     waiters: builtins.int
     health: builtins.str
-    """"serving", or which background task is ill"""
+    """"serving", or what does not work"""
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierStats]: ...
     @property
     def counters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """everything that is counted, by its metric name"""
+
+    @property
+    def in_flight(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """what calls take of the daemon's memory, and refusals for want of it"""
 
     def __init__(
         self,
@@ -1738,8 +1792,9 @@ class StatsResponse(google.protobuf.message.Message):
         waiters: builtins.int = ...,
         counters: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         health: builtins.str = ...,
+        in_flight: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["claims", b"claims", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "incarnation", b"incarnation", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "waiters", b"waiters"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claims", b"claims", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "in_flight", b"in_flight", "incarnation", b"incarnation", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "waiters", b"waiters"]) -> None: ...
 
 Global___StatsResponse: typing_extensions.TypeAlias = StatsResponse
 
@@ -1791,19 +1846,23 @@ class ListEntriesRequest(google.protobuf.message.Message):
     TIER_FIELD_NUMBER: builtins.int
     PAGE_ENTRIES_FIELD_NUMBER: builtins.int
     CURSOR_FIELD_NUMBER: builtins.int
+    NEXT_VICTIMS_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     page_entries: builtins.int
     """0: 100"""
-    cursor: builtins.int
-    """0: from the start"""
+    cursor: builtins.bytes
+    """as a page gave it; empty: from the start"""
+    next_victims: builtins.bool
+    """one page of those that leave next, in that order, then pinned ones"""
     def __init__(
         self,
         *,
         tier: Global___Tier.ValueType = ...,
         page_entries: builtins.int = ...,
-        cursor: builtins.int = ...,
+        cursor: builtins.bytes = ...,
+        next_victims: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cursor", b"cursor", "page_entries", b"page_entries", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cursor", b"cursor", "next_victims", b"next_victims", "page_entries", b"page_entries", "tier", b"tier"]) -> None: ...
 
 Global___ListEntriesRequest: typing_extensions.TypeAlias = ListEntriesRequest
 
@@ -1813,15 +1872,15 @@ class ListEntriesResponse(google.protobuf.message.Message):
 
     ENTRIES_FIELD_NUMBER: builtins.int
     NEXT_CURSOR_FIELD_NUMBER: builtins.int
-    next_cursor: builtins.int
-    """0: that was the last page"""
+    next_cursor: builtins.bytes
+    """empty: that was the last page"""
     @property
     def entries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EntryDetail]: ...
     def __init__(
         self,
         *,
         entries: collections.abc.Iterable[Global___EntryDetail] | None = ...,
-        next_cursor: builtins.int = ...,
+        next_cursor: builtins.bytes = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["entries", b"entries", "next_cursor", b"next_cursor"]) -> None: ...
 
@@ -1854,7 +1913,7 @@ class InspectResponse(google.protobuf.message.Message):
     PROBLEM_FIELD_NUMBER: builtins.int
     verified: builtins.bool
     problem: builtins.str
-    """empty, or what is wrong with the bytes"""
+    """empty, or what is wrong with the bytes; if not verified: why not"""
     @property
     def entry(self) -> Global___EntryDetail: ...
     def __init__(
@@ -1873,9 +1932,23 @@ Global___InspectResponse: typing_extensions.TypeAlias = InspectResponse
 class ListClaimsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    PAGE_CLAIMS_FIELD_NUMBER: builtins.int
+    CURSOR_FIELD_NUMBER: builtins.int
+    CLAIM_ID_FIELD_NUMBER: builtins.int
+    page_claims: builtins.int
+    """0: 100"""
+    cursor: builtins.int
+    """0: from the start"""
+    claim_id: builtins.int
+    """this claim only, with all of its keys"""
     def __init__(
         self,
+        *,
+        page_claims: builtins.int = ...,
+        cursor: builtins.int = ...,
+        claim_id: builtins.int = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claim_id", b"claim_id", "cursor", b"cursor", "page_claims", b"page_claims"]) -> None: ...
 
 Global___ListClaimsRequest: typing_extensions.TypeAlias = ListClaimsRequest
 
@@ -1890,14 +1963,18 @@ class ClaimDetail(google.protobuf.message.Message):
     LEASE_LEFT_MS_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    ENTRIES_FIELD_NUMBER: builtins.int
     claim_id: builtins.int
     session_id: builtins.int
     owner: builtins.str
     age_ms: builtins.int
     lease_left_ms: builtins.int
     payload_bytes: builtins.int
+    entries: builtins.int
     @property
-    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """the first of them, root first; all if the claim was asked for"""
+
     def __init__(
         self,
         *,
@@ -1908,8 +1985,9 @@ class ClaimDetail(google.protobuf.message.Message):
         lease_left_ms: builtins.int = ...,
         keys: collections.abc.Iterable[builtins.bytes] | None = ...,
         payload_bytes: builtins.int = ...,
+        entries: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "claim_id", b"claim_id", "keys", b"keys", "lease_left_ms", b"lease_left_ms", "owner", b"owner", "payload_bytes", b"payload_bytes", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "claim_id", b"claim_id", "entries", b"entries", "keys", b"keys", "lease_left_ms", b"lease_left_ms", "owner", b"owner", "payload_bytes", b"payload_bytes", "session_id", b"session_id"]) -> None: ...
 
 Global___ClaimDetail: typing_extensions.TypeAlias = ClaimDetail
 
@@ -1918,14 +1996,18 @@ class ListClaimsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CLAIMS_FIELD_NUMBER: builtins.int
+    NEXT_CURSOR_FIELD_NUMBER: builtins.int
+    next_cursor: builtins.int
+    """0: that was the last page"""
     @property
     def claims(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClaimDetail]: ...
     def __init__(
         self,
         *,
         claims: collections.abc.Iterable[Global___ClaimDetail] | None = ...,
+        next_cursor: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["claims", b"claims"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claims", b"claims", "next_cursor", b"next_cursor"]) -> None: ...
 
 Global___ListClaimsResponse: typing_extensions.TypeAlias = ListClaimsResponse
 
@@ -1933,9 +2015,19 @@ Global___ListClaimsResponse: typing_extensions.TypeAlias = ListClaimsResponse
 class ListReservationsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    PAGE_RESERVATIONS_FIELD_NUMBER: builtins.int
+    CURSOR_FIELD_NUMBER: builtins.int
+    page_reservations: builtins.int
+    """0: 100"""
+    cursor: builtins.int
+    """0: from the start"""
     def __init__(
         self,
+        *,
+        page_reservations: builtins.int = ...,
+        cursor: builtins.int = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cursor", b"cursor", "page_reservations", b"page_reservations"]) -> None: ...
 
 Global___ListReservationsRequest: typing_extensions.TypeAlias = ListReservationsRequest
 
@@ -1989,14 +2081,18 @@ class ListReservationsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     RESERVATIONS_FIELD_NUMBER: builtins.int
+    NEXT_CURSOR_FIELD_NUMBER: builtins.int
+    next_cursor: builtins.int
+    """0: that was the last page"""
     @property
     def reservations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ReservationDetail]: ...
     def __init__(
         self,
         *,
         reservations: collections.abc.Iterable[Global___ReservationDetail] | None = ...,
+        next_cursor: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["reservations", b"reservations"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["next_cursor", b"next_cursor", "reservations", b"reservations"]) -> None: ...
 
 Global___ListReservationsResponse: typing_extensions.TypeAlias = ListReservationsResponse
 
@@ -2103,6 +2199,7 @@ class PreviewResponse(google.protobuf.message.Message):
     reserved_bytes: builtins.int
     needed_bytes: builtins.int
     evicted_bytes: builtins.int
+    """where more would leave than are listed: at least"""
     @property
     def victims(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EntryDetail]: ...
     def __init__(
@@ -2315,12 +2412,17 @@ class CheckResponse(google.protobuf.message.Message):
     ENTRIES_FIELD_NUMBER: builtins.int
     PAYLOADS_VERIFIED_FIELD_NUMBER: builtins.int
     PAYLOAD_BYTES_VERIFIED_FIELD_NUMBER: builtins.int
+    PROBLEM_COUNT_FIELD_NUMBER: builtins.int
+    PAYLOADS_UNREADABLE_FIELD_NUMBER: builtins.int
     entries: builtins.int
     payloads_verified: builtins.int
     payload_bytes_verified: builtins.int
+    problem_count: builtins.int
+    payloads_unreadable: builtins.int
+    """that their store could not read; nothing is known of them"""
     @property
     def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """empty: everything adds up"""
+        """empty: everything adds up; the first 1,000 of problem_count"""
 
     def __init__(
         self,
@@ -2329,7 +2431,9 @@ class CheckResponse(google.protobuf.message.Message):
         entries: builtins.int = ...,
         payloads_verified: builtins.int = ...,
         payload_bytes_verified: builtins.int = ...,
+        problem_count: builtins.int = ...,
+        payloads_unreadable: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["entries", b"entries", "payload_bytes_verified", b"payload_bytes_verified", "payloads_verified", b"payloads_verified", "problems", b"problems"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "payload_bytes_verified", b"payload_bytes_verified", "payloads_unreadable", b"payloads_unreadable", "payloads_verified", b"payloads_verified", "problem_count", b"problem_count", "problems", b"problems"]) -> None: ...
 
 Global___CheckResponse: typing_extensions.TypeAlias = CheckResponse

@@ -109,7 +109,8 @@ class CacheServicer(object):
 
     def Claim(self, request, context):
         """Pins entries so that they stay readable until Release, the end of the lease or of the session.
-        Errors: INVALID_ARGUMENT (batch, key), FAILED_PRECONDITION (session), RESOURCE_EXHAUSTED (too many claims).
+        Errors: INVALID_ARGUMENT (batch, key), FAILED_PRECONDITION (session), RESOURCE_EXHAUSTED (too
+        many claims, or more of a tier than one session may pin).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -134,8 +135,10 @@ class CacheServicer(object):
     def Write(self, request_iterator, context):
         """Sends the bytes of granted reservations. Each is checked and published when its last part
         arrives; parts of one reservation come in order and without gaps. A stream that ends before
-        that cancels the reservations that it wrote to.
-        Errors: INVALID_ARGUMENT (malformed stream), FAILED_PRECONDITION (session).
+        that cancels the reservations that it wrote to, and so does one whose client is silent for too
+        long, or whose session ends.
+        Errors: INVALID_ARGUMENT (malformed stream), FAILED_PRECONDITION (session), RESOURCE_EXHAUSTED
+        (too many saves at once, a silent client).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,9 +170,11 @@ class CacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Read(self, request, context):
-        """Streams the payloads of claimed entries, in the order asked for.
+        """Streams the payloads of claimed entries, in the order asked for. A single entry that cannot be
+        read is a part with its status; the others are sent, and the claim is held on.
         Errors: INVALID_ARGUMENT (range), FAILED_PRECONDITION (session, claim lost), NOT_FOUND
-        (no such claim). A single entry that cannot be read is a part with its status.
+        (no such claim), RESOURCE_EXHAUSTED (too many reads at once, or a client that does not take
+        its bytes).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -591,7 +596,8 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListEntries(self, request, context):
-        """Entries of a tier, next victim first; pinned entries come last. Paged.
+        """Entries of a tier: the next victims, or in pages all of them, in no order. An entry that is
+        there all the time is on exactly one page, whatever comes, goes or is used meanwhile.
         Errors: INVALID_ARGUMENT (page size, cursor).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -607,14 +613,16 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListClaims(self, request, context):
-        """Claims that are held, by whom and for how long still.
+        """Claims that are held, by whom and for how long still. Paged.
+        Errors: INVALID_ARGUMENT (page size), NOT_FOUND (no such claim).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListReservations(self, request, context):
-        """Saves that are not published yet, and the stage that each is in.
+        """Saves that are not published yet, and the stage that each is in. Paged.
+        Errors: INVALID_ARGUMENT (page size).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -660,7 +668,8 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Check(self, request, context):
-        """Recounts the whole state from scratch; deep also reads and checks every payload.
+        """Recounts the whole state from scratch while the daemon goes on; deep also reads and checks
+        every payload. An entry whose bytes are wrong is dropped, one that can't be read stays.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -298,7 +298,8 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
 
     Claim: _CacheClaimType
     """Pins entries so that they stay readable until Release, the end of the lease or of the session.
-    Errors: INVALID_ARGUMENT (batch, key), FAILED_PRECONDITION (session), RESOURCE_EXHAUSTED (too many claims).
+    Errors: INVALID_ARGUMENT (batch, key), FAILED_PRECONDITION (session), RESOURCE_EXHAUSTED (too
+    many claims, or more of a tier than one session may pin).
     """
 
     Release: _CacheReleaseType
@@ -313,8 +314,10 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
     Write: _CacheWriteType
     """Sends the bytes of granted reservations. Each is checked and published when its last part
     arrives; parts of one reservation come in order and without gaps. A stream that ends before
-    that cancels the reservations that it wrote to.
-    Errors: INVALID_ARGUMENT (malformed stream), FAILED_PRECONDITION (session).
+    that cancels the reservations that it wrote to, and so does one whose client is silent for too
+    long, or whose session ends.
+    Errors: INVALID_ARGUMENT (malformed stream), FAILED_PRECONDITION (session), RESOURCE_EXHAUSTED
+    (too many saves at once, a silent client).
     """
 
     Save: _CacheSaveType
@@ -334,9 +337,11 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
     """
 
     Read: _CacheReadType
-    """Streams the payloads of claimed entries, in the order asked for.
+    """Streams the payloads of claimed entries, in the order asked for. A single entry that cannot be
+    read is a part with its status; the others are sent, and the claim is held on.
     Errors: INVALID_ARGUMENT (range), FAILED_PRECONDITION (session, claim lost), NOT_FOUND
-    (no such claim). A single entry that cannot be read is a part with its status.
+    (no such claim), RESOURCE_EXHAUSTED (too many reads at once, or a client that does not take
+    its bytes).
     """
 
 CacheAsyncStub: typing_extensions.TypeAlias = CacheStub[
@@ -412,7 +417,8 @@ class CacheServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.ClaimResponse, collections.abc.Awaitable[prefixd_pb2.ClaimResponse]]:
         """Pins entries so that they stay readable until Release, the end of the lease or of the session.
-        Errors: INVALID_ARGUMENT (batch, key), FAILED_PRECONDITION (session), RESOURCE_EXHAUSTED (too many claims).
+        Errors: INVALID_ARGUMENT (batch, key), FAILED_PRECONDITION (session), RESOURCE_EXHAUSTED (too
+        many claims, or more of a tier than one session may pin).
         """
 
     @abc.abstractmethod
@@ -442,8 +448,10 @@ class CacheServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[prefixd_pb2.WriteResponse, collections.abc.Awaitable[prefixd_pb2.WriteResponse]]:
         """Sends the bytes of granted reservations. Each is checked and published when its last part
         arrives; parts of one reservation come in order and without gaps. A stream that ends before
-        that cancels the reservations that it wrote to.
-        Errors: INVALID_ARGUMENT (malformed stream), FAILED_PRECONDITION (session).
+        that cancels the reservations that it wrote to, and so does one whose client is silent for too
+        long, or whose session ends.
+        Errors: INVALID_ARGUMENT (malformed stream), FAILED_PRECONDITION (session), RESOURCE_EXHAUSTED
+        (too many saves at once, a silent client).
         """
 
     @abc.abstractmethod
@@ -483,9 +491,11 @@ class CacheServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.ReadRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[prefixd_pb2.ReadResponse], collections.abc.AsyncIterator[prefixd_pb2.ReadResponse]]:
-        """Streams the payloads of claimed entries, in the order asked for.
+        """Streams the payloads of claimed entries, in the order asked for. A single entry that cannot be
+        read is a part with its status; the others are sent, and the claim is held on.
         Errors: INVALID_ARGUMENT (range), FAILED_PRECONDITION (session, claim lost), NOT_FOUND
-        (no such claim). A single entry that cannot be read is a part with its status.
+        (no such claim), RESOURCE_EXHAUSTED (too many reads at once, or a client that does not take
+        its bytes).
         """
 
 def add_CacheServicer_to_server(servicer: CacheServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
@@ -769,7 +779,8 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
     """Counters and gauges of the daemon, its tiers and its sessions."""
 
     ListEntries: _AdminListEntriesType
-    """Entries of a tier, next victim first; pinned entries come last. Paged.
+    """Entries of a tier: the next victims, or in pages all of them, in no order. An entry that is
+    there all the time is on exactly one page, whatever comes, goes or is used meanwhile.
     Errors: INVALID_ARGUMENT (page size, cursor).
     """
 
@@ -779,10 +790,14 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
     """
 
     ListClaims: _AdminListClaimsType
-    """Claims that are held, by whom and for how long still."""
+    """Claims that are held, by whom and for how long still. Paged.
+    Errors: INVALID_ARGUMENT (page size), NOT_FOUND (no such claim).
+    """
 
     ListReservations: _AdminListReservationsType
-    """Saves that are not published yet, and the stage that each is in."""
+    """Saves that are not published yet, and the stage that each is in. Paged.
+    Errors: INVALID_ARGUMENT (page size).
+    """
 
     ListSessions: _AdminListSessionsType
     """Connected clients, and how much each holds."""
@@ -807,7 +822,9 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
     """Reaps what is expired and drops whatever a store or the index holds that no entry owns."""
 
     Check: _AdminCheckType
-    """Recounts the whole state from scratch; deep also reads and checks every payload."""
+    """Recounts the whole state from scratch while the daemon goes on; deep also reads and checks
+    every payload. An entry whose bytes are wrong is dropped, one that can't be read stays.
+    """
 
 AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -873,7 +890,8 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.ListEntriesRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.ListEntriesResponse, collections.abc.Awaitable[prefixd_pb2.ListEntriesResponse]]:
-        """Entries of a tier, next victim first; pinned entries come last. Paged.
+        """Entries of a tier: the next victims, or in pages all of them, in no order. An entry that is
+        there all the time is on exactly one page, whatever comes, goes or is used meanwhile.
         Errors: INVALID_ARGUMENT (page size, cursor).
         """
 
@@ -893,7 +911,9 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.ListClaimsRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.ListClaimsResponse, collections.abc.Awaitable[prefixd_pb2.ListClaimsResponse]]:
-        """Claims that are held, by whom and for how long still."""
+        """Claims that are held, by whom and for how long still. Paged.
+        Errors: INVALID_ARGUMENT (page size), NOT_FOUND (no such claim).
+        """
 
     @abc.abstractmethod
     def ListReservations(
@@ -901,7 +921,9 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.ListReservationsRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.ListReservationsResponse, collections.abc.Awaitable[prefixd_pb2.ListReservationsResponse]]:
-        """Saves that are not published yet, and the stage that each is in."""
+        """Saves that are not published yet, and the stage that each is in. Paged.
+        Errors: INVALID_ARGUMENT (page size).
+        """
 
     @abc.abstractmethod
     def ListSessions(
@@ -956,6 +978,8 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.CheckRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.CheckResponse, collections.abc.Awaitable[prefixd_pb2.CheckResponse]]:
-        """Recounts the whole state from scratch; deep also reads and checks every payload."""
+        """Recounts the whole state from scratch while the daemon goes on; deep also reads and checks
+        every payload. An entry whose bytes are wrong is dropped, one that can't be read stays.
+        """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

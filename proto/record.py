@@ -25,7 +25,7 @@ before the header's checksum has matched, and only as it says here.
   offset+P      4  u32   CRC32C of the payload                          it is the payload's check
 
 Metadata: `key` (32 bytes) and, if the writer gave them, `token_ids` (u32 little-endian; a
-padded block with its -1), from which `verify_token_ids` recomputes the key. A reader ignores
+padded block with its -1), from which `layout.verify_token_ids` recomputes the key. A reader ignores
 names that it does not know, so that later versions can add some; what a reader has to know in
 order to read a record right gets a flag.
 
@@ -42,18 +42,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
-from crc32c import crc32c as crc32c
 
 from .errors import InvalidSize, RecordError
-from .keys import (
-    TOKEN_BYTES,
-    Key,
-    Namespace,
-    block_key_of_bytes,
-    check_key,
-    prefix_key_of_bytes,
-)
-from .limits import KEY_BYTES, MAX_LAYERS, MAX_PAYLOAD_BYTES, MAX_TOKEN_IDS_BYTES
+from .keys import TOKEN_BYTES, Key, check_key
+from .layout import check_layout, check_token_ids
+from .layout import crc32c as crc32c
+from .limits import KEY_BYTES, MAX_TOKEN_IDS_BYTES
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -228,51 +222,3 @@ def decode_trailer(buffer: Buffer) -> int:
         )
     crc: int = _CRC.unpack(view)[0]
     return crc
-
-
-def check_layout(payload_bytes: int, layer_count: int) -> None:
-    """Raises `InvalidSize` unless a payload can have this size and this many equal layers."""
-    if not 0 < payload_bytes <= MAX_PAYLOAD_BYTES:
-        raise InvalidSize(f"a payload has 1 ... {MAX_PAYLOAD_BYTES} bytes, not {payload_bytes}")
-    if not 0 <= layer_count <= MAX_LAYERS:
-        raise InvalidSize(f"a payload has 0 ... {MAX_LAYERS} layers, not {layer_count}")
-    if layer_count and payload_bytes % layer_count:
-        raise InvalidSize(f"{payload_bytes} bytes are not {layer_count} equal layers")
-
-
-def layer_slice(payload_bytes: int, layer_count: int, layer: int) -> slice:
-    """Where layer `layer` lies in the payload. Raises `InvalidSize` if there is no such layer."""
-    check_layout(payload_bytes, layer_count)
-    if not 0 <= layer < layer_count:
-        raise InvalidSize(f"there is no layer {layer} of {layer_count}")
-    layer_bytes = payload_bytes // layer_count
-    return slice(layer * layer_bytes, (layer + 1) * layer_bytes)
-
-
-# ---- token ids
-
-
-def check_token_ids(token_ids_bytes: int) -> None:
-    """Raises `InvalidSize` unless a record may carry so many bytes of token ids."""
-    if token_ids_bytes > MAX_TOKEN_IDS_BYTES or token_ids_bytes % TOKEN_BYTES:
-        raise InvalidSize(
-            f"token ids are at most {MAX_TOKEN_IDS_BYTES} bytes, {TOKEN_BYTES} each, "
-            f"not {token_ids_bytes}"
-        )
-
-
-def verify_token_ids(
-    namespace: Namespace,
-    key: Key,
-    token_ids: Buffer,
-    parent: Key | None = None,
-    index: int | None = None,
-) -> bool:
-    """Is `key` the key of these stored token ids?
-
-    As a prefix entry of the namespace; with `index`, as that block of a chain after `parent`
-    (None: the namespace's root, before block 0).
-    """
-    if index is None:
-        return prefix_key_of_bytes(namespace, token_ids) == key
-    return block_key_of_bytes(namespace.root if parent is None else parent, index, token_ids) == key

@@ -15,34 +15,29 @@ from typing import Any
 
 import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health_pb2
 
 from .. import __version__
-from ..proto import limits, local, prefixd_pb2, prefixd_pb2_grpc
-from ..proto.endpoints import socket_path
+from ..proto.endpoints import LOCAL_SUFFIX, socket_path
 from ..proto.errors import ConfigError, PrefixdError
 from ..proto.units import format_bytes
-from ..tiers.arena import Arena
 from ..tiers.heap import keep_large_blocks
 from ..tiers.store import Store, StoreError
-from . import building, recovery
-from .admin import AdminService
-from .budgets import Plan, resolve
-from .clock import Clock
-from .config import load_config
-from .events import ArenaGrown
-from .handoff import Handoff
-from .local import LocalServer, remove_leftover
+from . import assembly
+from .api.front import HEALTH_SERVICES, Front
+from .api.local_socket import remove_leftover
+from .api.metrics import serve_metrics
+from .api.sessions import ServiceConfig
+from .config.budgets import Plan, resolve
+from .config.loading import load_config
+from .config.machine import Machine
+from .config.options import Config
+from .core.events import ArenaGrown
 from .lock import lock_directories
 from .logs import configure_logs
-from .loop import Core
-from .machine import Machine
-from .metrics import serve_metrics
-from .options import Config
-from .service import CacheService
-from .sessions import ServiceConfig
-from .wire import add_service
+from .runtime import recovery
+from .runtime.clock import Clock
+from .runtime.loop import Core
 
 log = structlog.get_logger("prefixd")
 
@@ -51,7 +46,6 @@ _SECURED_BEFORE_SERVING_BYTES = 256 * 2**20
 #: Memory that a device has no room for is asked for again this often.
 _SECURE_AGAIN_S = 5.0
 _HEALTH_INTERVAL_S = 1.0
-_SERVICES = ("prefixd.v1.Cache", "prefixd.v1.Admin")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -90,27 +84,22 @@ async def serve(plan: Plan) -> None:
         incarnation = secrets.token_bytes(16)
         core = await stack.enter_async_context(_running_core(plan, incarnation))
         config = plan.config
-        service_config = ServiceConfig(
-            incarnation=incarnation,
-            daemon_version=__version__,
-            heartbeat_interval_ms=config.sessions.heartbeat_ns // 1_000_000,
-            claim_lease_ms=config.sessions.claim_lease_ns // 1_000_000,
-            reservation_ttl_ms=config.sessions.reservation_ttl_ns // 1_000_000,
-            local_socket=f"{_socket_of(config)}{local.SOCKET_SUFFIX}",
-        )
-        service = CacheService(core, service_config)
-        hand_over = Handoff(core, incarnation, config.shm.directory, config.server.staging_bytes)
-        local_server = LocalServer(service_config.local_socket, service, hand_over)
-        await local_server.start()
-        stack.push_async_callback(local_server.close)
+        front = Front(core, service_config(config, incarnation))
+        stack.callback(front.close)
+        await front.local.start()
+        stack.push_async_callback(front.local.close)
         if config.server.metrics:
             metrics_at = stack.enter_context(
-                serve_metrics(config.server.metrics, core.state, core.ill)
+                serve_metrics(
+                    config.server.metrics, core.state, core.unhealthy, core.lag, front.in_flight
+                )
             )
             log.info("metrics", address=metrics_at)
-        await _serve_rpcs(core, config, service, service_config, stop)
+        await _serve_rpcs(core, config, front, stop)
         if core.broken.is_set():
-            raise PrefixdError(f"stopped, for the state does not add up: {core.ill()['state']}")
+            raise PrefixdError(
+                f"stopped, for the state does not add up: {core.unhealthy()['state']}"
+            )
 
 
 class _Stop:
@@ -132,28 +121,22 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
     with ExitStack() as closing:
         stores = {}
         for tier, tier_plan in plan.tiers.items():
-            store = building.make_store(
+            store = assembly.make_store(
                 tier_plan, verify_at_start=config.shm.verify_at_start, sync=config.disk.sync
             )
             closing.callback(store.close)
             stores[tier] = store
-        index = building.make_index(
-            config.shm.directory, incarnation, building.index_map_bytes(plan)
-        )
+        index = assembly.make_index(plan, incarnation)
         closing.callback(index.close)
         executor = ThreadPoolExecutor(config.server.worker_threads, "prefixd-worker")
         closing.callback(executor.shutdown, cancel_futures=True)
-        state = building.make_state(plan, stores, clock.now_ns())
+        state = assembly.make_state(plan, stores, clock.now_ns())
         core = Core(state, stores, index, executor, clock)
-        securing = [
-            _Securing(core, store, arena)
-            for store in stores.values()
-            if (arena := building.arena_of(store)) is not None
-        ]
+        securing = [_Securing(core, store) for store in stores.values()]
         try:
+            await recovery.recover(core, incarnation)
             for one in securing:
                 await one.secure(_SECURED_BEFORE_SERVING_BYTES)
-            await recovery.recover(core, config.sessions.claim_lease_ns)
             background = asyncio.gather(*(one.secure_all() for one in securing))
             try:
                 yield core
@@ -168,30 +151,32 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
 class _Securing:
     """Turns one arena into real memory, segment by segment, off the loop."""
 
-    def __init__(self, core: Core, store: Store, arena: Arena) -> None:
+    def __init__(self, core: Core, store: Store) -> None:
         self._core = core
         self._tier = store.tier
-        self._arena = arena
-        self._segments = arena.secure_segments()
+        self._store = store
+        self._segments = store.secure_segments()
         self._part = f"{store.tier.label} arena"
-        self._grown(arena.secured_bytes)
+        self._secured_bytes = store.secured_bytes
+        self._grown(self._secured_bytes)
 
     def _grown(self, secured_bytes: int) -> None:
+        self._secured_bytes = secured_bytes
         self._core.post(ArenaGrown(self._tier, secured_bytes, self._core.clock.now_ns()))
 
     async def secure_all(self) -> None:
         """Returns when all of it is there: what a device has no room for is asked for again."""
         while not await self.secure():
             await asyncio.sleep(_SECURE_AGAIN_S)
-        self._core.illnesses.pop(self._part, None)
+        self._core.health.conditions.pop(self._part, None)
         log.info(
             "arena_secured",
             tier=self._tier.label,
-            secured=format_bytes(self._arena.secured_bytes),
+            secured=format_bytes(self._secured_bytes),
         )
 
     async def secure(self, upto_bytes: int | None = None) -> bool:
-        """Up to so many bytes, or (None) all. False: there was no room, which is an illness."""
+        """Up to so many bytes, or (None) all. False: there was no room, as `conditions` say."""
         loop, executor = asyncio.get_running_loop(), self._core.executor
         try:
             while there_bytes := await loop.run_in_executor(executor, next, self._segments, 0):
@@ -199,60 +184,52 @@ class _Securing:
                 if upto_bytes is not None and there_bytes >= upto_bytes:
                     break
         except Exception as problem:
-            if self._part not in self._core.illnesses:
+            if self._part not in self._core.health.conditions:
                 log.error("arena_not_secured", tier=self._tier.label, error=str(problem))
-            self._core.illnesses[self._part] = str(problem)
-            self._segments = self._arena.secure_segments()
+            self._core.health.conditions[self._part] = str(problem)
+            self._segments = self._store.secure_segments()
             return False
         return True
 
 
-def make_server(
-    core: Core, service: CacheService, service_config: ServiceConfig
-) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
-    """A server with every service, and what its health service says. It listens nowhere yet."""
-    server = grpc.aio.server(
-        options=[
-            ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
-            # A second daemon at the same TCP port is a mistake, not a share of the load.
-            ("grpc.so_reuseport", 0),
-        ]
+def service_config(config: Config, incarnation: bytes) -> ServiceConfig:
+    """What the services in front of the core need to know of a configuration."""
+    server, sessions = config.server, config.sessions
+    return ServiceConfig(
+        incarnation=incarnation,
+        daemon_version=__version__,
+        heartbeat_interval_ms=sessions.heartbeat_ns // 1_000_000,
+        claim_lease_ms=sessions.claim_lease_ns // 1_000_000,
+        reservation_ttl_ms=sessions.reservation_ttl_ns // 1_000_000,
+        local_socket=f"{_path_of(server.address)}{LOCAL_SUFFIX}",
+        max_rpcs=server.max_rpcs,
+        max_sessions=sessions.max_sessions,
+        max_connections=server.max_connections,
+        max_connections_per_session=server.max_connections_per_session,
+        max_local_bytes=server.max_local_bytes,
+        max_read_bytes=server.max_read_bytes,
+        max_save_bytes=server.max_save_bytes,
+        staging_bytes=server.staging_bytes,
+        staging_total_bytes=server.staging_total_bytes,
+        stall_timeout_s=server.stall_timeout_ns / 1e9,
     )
-    checker = health.aio.HealthServicer()
-    add_service(server, prefixd_pb2_grpc.add_CacheServicer_to_server, service)
-    add_service(
-        server, prefixd_pb2_grpc.add_AdminServicer_to_server, AdminService(core, service_config)
-    )
-    health_pb2_grpc.add_HealthServicer_to_server(checker, server)
-    names = [service.full_name for service in prefixd_pb2.DESCRIPTOR.services_by_name.values()]
-    reflection.enable_server_reflection(
-        [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server
-    )
-    return server, checker
 
 
-async def _serve_rpcs(
-    core: Core,
-    config: Config,
-    service: CacheService,
-    service_config: ServiceConfig,
-    stop: _Stop,
-) -> None:
-    server, checker = make_server(core, service, service_config)
-    addresses = _listen(server, config)
-    await server.start()
-    watching = asyncio.ensure_future(_watch_health(core, checker))
+async def _serve_rpcs(core: Core, config: Config, front: Front, stop: _Stop) -> None:
+    addresses = _listen(front, config)
+    await front.workers.start()
+    await front.operators.start()
+    watching = asyncio.ensure_future(_watch_health(core, front))
     log.info("serving", version=__version__, pid=os.getpid(), addresses=addresses)
     await _first(stop.asked.wait(), core.broken.wait())
     log.info("stopping", drain_timeout_s=config.server.drain_timeout_ns / 1e9)
     watching.cancel()
-    await checker.enter_graceful_shutdown()
+    await front.health.enter_graceful_shutdown()
     draining = core.drain(config.server.drain_timeout_ns / 1e9)
     # In a state that is broken nothing comes to its end any more.
     await _first(draining, stop.hurried.wait(), core.broken.wait())
     core.end_sessions()
-    await server.stop(grace=1.0)
+    await asyncio.gather(front.workers.stop(grace=1.0), front.operators.stop(grace=1.0))
     log.info("stopped")
 
 
@@ -264,16 +241,27 @@ async def _first(*events: Coroutine[Any, Any, object]) -> None:
         task.cancel()
 
 
-def _listen(server: grpc.aio.Server, config: Config) -> list[str]:
-    """Bind every address. The socket's directory is locked: what lies there is a leftover."""
-    path = _socket_of(config)
-    remove_leftover(path)
-    _bind(server, config.server.address)
-    path.chmod(config.server.socket_mode)
-    addresses = [config.server.address]
-    if config.server.tcp:
-        host = config.server.tcp.rpartition(":")[0]
-        addresses.append(f"{host}:{_bind(server, config.server.tcp)}")
+def _listen(front: Front, config: Config) -> list[str]:
+    """Bind every address. The sockets' directory is locked: what lies there is a leftover."""
+    server = config.server
+    sockets = [
+        (front.workers, server.address, server.socket_mode),
+        (front.operators, server.operators(), 0o600),
+    ]
+    for listener, address, mode in sockets:
+        path = _path_of(address)
+        remove_leftover(path)
+        # Before the mode is right, this user alone may connect.
+        before = os.umask(0o177)
+        try:
+            _bind(listener, address)
+        finally:
+            os.umask(before)
+        path.chmod(mode)
+    addresses = [address for _, address, _ in sockets]
+    if server.tcp:
+        host = server.tcp.rpartition(":")[0]
+        addresses.append(f"{host}:{_bind(front.workers, server.tcp)}")
     return addresses
 
 
@@ -285,20 +273,20 @@ def _bind(server: grpc.aio.Server, address: str) -> int:
         raise OSError(f"can't listen on {address}: {problem}") from None
 
 
-def _socket_of(config: Config) -> Path:
-    path = socket_path(config.server.address)
+def _path_of(address: str) -> Path:
+    path = socket_path(address)
     assert path is not None, "the configuration allows Unix sockets only"
     return path
 
 
-async def _watch_health(core: Core, checker: health.aio.HealthServicer) -> None:
+async def _watch_health(core: Core, front: Front) -> None:
     """Tell the health service what the core says of itself, again and again."""
     serving = health_pb2.HealthCheckResponse.SERVING
     not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
     while True:
-        status = not_serving if core.ill() else serving
-        for service in ("", *_SERVICES):
-            await checker.set(service, status)
+        status = not_serving if core.unhealthy() else serving
+        for service in HEALTH_SERVICES:
+            await front.health.set(service, status)
         await asyncio.sleep(_HEALTH_INTERVAL_S)
 
 

@@ -18,7 +18,7 @@ from typing import Final
 
 from ..proto.endpoints import socket_path
 from ..proto.errors import DirectoryInUse
-from .options import Config
+from .config.options import Config
 
 LOCK_NAME: Final = "prefixd.lock"
 _MAX_NOTE_BYTES: Final = 4096

@@ -1,6 +1,6 @@
-"""One shared mapping in which entries lie in extents, and what writes an entry into it.
+"""Arenas: the room of a tier, in which entries lie in extents, and what writes an entry into it.
 
-The daemon maps an arena once for writing; everybody else maps it read-only. Two kinds:
+The daemon writes an arena; everybody else gets a descriptor that can only read. Three kinds:
 
 `Arena.anonymous`
     A memfd, sealed as soon as the daemon's own mapping exists: with F_SEAL_FUTURE_WRITE the
@@ -12,33 +12,37 @@ The daemon maps an arena once for writing; everybody else maps it read-only. Two
     A file in /dev/shm, which a restart finds again. Such files take no seals: what keeps
     readers from more is a descriptor that was opened read-only, and the file's owner and mode.
     It never shrinks under a reader: a smaller arena is a new file.
+`DiskArena` (`tiers.disk_arena`)
+    A file on a disk, which is not mapped: a broken sector is an answer there, not a signal.
 
-Pages are real memory before anything is written to them (`secure`). A full /dev/shm is
-therefore an answer when the arena is made, not a SIGBUS when it is used, and no save pays
-for a first touch (measured: 0.4 GB/s with, 12-19 GB/s without).
+The room is taken from the device before anything is written to it (`secure_segments`). A full
+/dev/shm is therefore an answer when the arena is made, not a SIGBUS when it is used, and no
+save pays for a first touch (measured: 0.4 GB/s with, 12-19 GB/s without).
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from ..proto.copying import address_of, copy, copy_crc32c
-from ..proto.record import RecordHead
-from .store import Buffer, EntryWriter, Location, StoreError, StoreFull
+from ..proto.arena_header import encode_arena_header
+from ..proto.copying import address_of, copy_crc32c
+from ..proto.entry import TOKEN_IDS_CRC_BYTES, EntryRecord
+from ..proto.layout import crc32c
+from .files import open_own_file, secure_range, write_errors
+from .store import SEGMENT_BYTES, Buffer, Damaged, EntryWriter, Location, StoreError
 
 DEFAULT_SLAB_BYTES: Final = 64 * 2**10
 MIN_SLAB_BYTES: Final = 4096
-#: What is secured at once: about 30 ms on a machine that has the memory at hand.
-SEGMENT_BYTES: Final = 64 * 2**20
 
 _F_SEAL_SEAL: Final = 0x01
 _F_SEAL_SHRINK: Final = 0x02
@@ -47,28 +51,75 @@ _F_SEAL_FUTURE_WRITE: Final = 0x10
 SEALS: Final = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
 #: Linux 5.14: faults pages in for writing as an answer, never as a signal.
 _MADV_POPULATE_WRITE: Final = 23
-#: What a device without room answers: a full file system, a quota or limit, no memory.
-FULL_ERRORS: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM))
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-class Arena:
-    """A shared mapping of `size_bytes`, of which `secured_bytes` from the start are memory.
+class BaseArena(ABC):
+    """What all arenas do. `size_bytes` is the size wanted, `secured_bytes` of it from the start
+    are the device's answer so far, and `found_bytes` an earlier start left, with their content.
 
-    `fd` belongs to the arena. Writing to one range is for one thread at a time; everything
-    else may be used from any.
+    `fd` belongs to the arena; a client gets one of `open_reader`. Writing to one range is for
+    one thread at a time; everything else may be used from any.
     """
 
-    def __init__(self, fd: int, size_bytes: int, *, reused: bool) -> None:
-        """Takes over `fd`. Use `anonymous` or `file`."""
+    fd: int
+    size_bytes: int
+    found_bytes: int
+    secured_bytes: int
+    #: Failed attempts to make what was written durable. The kernel tells of a failed write-back
+    #: once: bytes that were written before such a failure are not known to be stored, whatever
+    #: a later sync says.
+    failed_syncs: int = 0
+
+    @abstractmethod
+    def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
+        """Take the arena's room from the device, segment by segment; yields `secured_bytes`
+        after each. A later call goes on. Raises StoreFull, StoreError."""
+
+    @abstractmethod
+    def put(self, start: int, data: memoryview, crc: int) -> int:
+        """Write `data` at an offset; returns the CRC32C of the bytes that were written,
+        continuing `crc`. Raises StoreError, StoreFull."""
+
+    @abstractmethod
+    def views(self, location: Location, offset_bytes: int, length_bytes: int) -> list[memoryview]:
+        """A range of an entry's bytes, read-only, in order. Raises Damaged if the location or
+        the arena does not hold so many bytes, StoreError if they can't be read."""
+
+    @abstractmethod
+    def write_header(self, incarnation: bytes, slab_bytes: int) -> None:
+        """Write the arena's first page (`proto.arena_header`). Raises StoreError, StoreFull."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close `fd`. May be called twice."""
+
+    def secure(self) -> None:
+        """`secure_segments`, all at once."""
+        for _ in self.secure_segments():
+            pass
+
+    def gather(self, location: Location, offset_bytes: int, length_bytes: int) -> bytes:
+        """A copy of a range of an entry's bytes."""
+        return b"".join(self.views(location, offset_bytes, length_bytes))
+
+    def open_reader(self) -> int:
+        """A new descriptor that can only read, for a client. The caller closes it."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+class Arena(BaseArena):
+    """An arena in shared memory, mapped. Use `anonymous` or `file`."""
+
+    def __init__(self, fd: int, size_bytes: int, *, found: bool) -> None:
+        """Takes over `fd`."""
         self.fd = fd
-        self.size_bytes: Final = size_bytes
-        #: Is this a file that an earlier daemon left, with its bytes?
-        self.reused: Final = reused
+        self.size_bytes = size_bytes
         # Pages are only ever allocated in order, by `secure_segments`.
-        self.secured_bytes = min(os.fstat(fd).st_blocks * 512, size_bytes) if reused else 0
+        self.found_bytes = min(os.fstat(fd).st_blocks * 512, size_bytes) if found else 0
+        self.secured_bytes = self.found_bytes
         self._mapping = mmap.mmap(fd, size_bytes)
         self._writable = memoryview(self._mapping)
         self._readable = self._writable.toreadonly()
@@ -76,12 +127,12 @@ class Arena:
     @classmethod
     def anonymous(cls, size_bytes: int, name: str = "prefixd-ram") -> Arena:
         """A sealed memfd. `name` is what /proc shows. Raises StoreError."""
-        _check_size(size_bytes)
+        check_size(size_bytes)
         fd = -1
         try:
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, size_bytes)
-            arena = cls(fd, size_bytes, reused=False)
+            arena = cls(fd, size_bytes, found=False)
             # After the one mapping that may write was made.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         except OSError as problem:
@@ -94,23 +145,23 @@ class Arena:
     def file(cls, path: Path, size_bytes: int, mode: int = 0o640) -> Arena:
         """The arena in the file `path`, with its bytes if it is there and no larger than this.
 
-        A larger one is replaced by a new file; who still maps the old one keeps it. `mode` says
-        who may read it: a file takes no seals, but once it is mapped it has no mode for writing,
-        so that a reader can't open it anew for that, not even as its owner. Raises StoreError,
-        also if the file belongs to somebody else.
+        A larger one is replaced by a new file; processes that map the old one keep it. `mode`
+        says who may read it: a file takes no seals, but once it is mapped it has no mode for
+        writing, so that a reader can't open it again for that, not even as its owner. Raises
+        StoreError, also if the file belongs to another user.
         """
-        _check_size(size_bytes)
+        check_size(size_bytes)
         writable, readable = mode | stat.S_IWUSR, mode & ~0o222
         fd = -1
         try:
-            found_bytes = _make_writable(path, writable)
+            fd = open_own_file(path, writable)
+            found_bytes = os.fstat(fd).st_size
             if found_bytes > size_bytes:
+                os.close(fd)
                 path.unlink()
-                found_bytes = 0
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            fd = os.open(path, flags, writable)
+                fd, found_bytes = open_own_file(path, writable), 0
             os.ftruncate(fd, size_bytes)
-            arena = cls(fd, size_bytes, reused=found_bytes > 0)
+            arena = cls(fd, size_bytes, found=found_bytes > 0)
             os.fchmod(fd, readable)
             return arena
         except (OSError, StoreError) as problem:
@@ -119,23 +170,13 @@ class Arena:
             raise StoreError(f"can't make the arena {path}: {problem}") from None
 
     def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
-        """Turn the arena into real memory, segment by segment; yields `secured_bytes` after each.
-
-        Meant for a background thread: each step runs without the GIL. Raises StoreFull when the
-        device has no more room; what was secured stays.
-        """
+        """As in every arena. Each step runs without the GIL, and brings pages of an earlier
+        start back into memory."""
         done_bytes = 0
         while done_bytes < self.size_bytes:
             length_bytes = min(segment_bytes, self.size_bytes - done_bytes)
-            try:
-                os.posix_fallocate(self.fd, done_bytes, length_bytes)
-            except OSError as problem:
-                if problem.errno not in FULL_ERRORS:
-                    raise StoreError(f"can't secure an arena: {problem}") from None
-                raise StoreFull(
-                    f"room for {self.secured_bytes} of the {self.size_bytes} bytes of an arena: "
-                    f"{problem.strerror}"
-                ) from None
+            with write_errors(secure_sentence(self)):
+                secure_range(self.fd, done_bytes, length_bytes)
             with address_of(self._writable[done_bytes : done_bytes + length_bytes]) as address:
                 # Older kernels don't have it (EINVAL); then pages are faulted in on first use.
                 _libc.madvise(address, length_bytes, _MADV_POPULATE_WRITE)
@@ -143,43 +184,26 @@ class Arena:
             self.secured_bytes = max(self.secured_bytes, done_bytes)
             yield self.secured_bytes
 
-    def secure(self) -> None:
-        """`secure_segments`, all at once."""
-        for _ in self.secure_segments():
-            pass
+    def put(self, start: int, data: memoryview, crc: int) -> int:
+        return copy_crc32c(self.writable(start, len(data)), data, crc)
 
     def views(self, location: Location, offset_bytes: int, length_bytes: int) -> list[memoryview]:
-        """Read-only views of a range of an entry's bytes, one per extent. Nothing is copied.
-
-        Raises StoreError if the location does not hold so many bytes.
-        """
-        views: list[memoryview] = []
-        for start, extent_bytes in zip(location[::2], location[1::2], strict=True):
-            if not length_bytes:
-                break
-            if offset_bytes >= extent_bytes:
-                offset_bytes -= extent_bytes
-                continue
-            taken_bytes = min(extent_bytes - offset_bytes, length_bytes)
-            begin = start + offset_bytes
-            views.append(self._readable[begin : begin + taken_bytes])
-            length_bytes -= taken_bytes
-            offset_bytes = 0
-        if length_bytes:
-            raise StoreError(f"{length_bytes} bytes are beyond the entry's extents")
-        return views
-
-    def gather(self, location: Location, offset_bytes: int, length_bytes: int) -> bytes:
-        """A copy of a range of an entry's bytes."""
-        return b"".join(self.views(location, offset_bytes, length_bytes))
+        """Views of the arena itself, one per extent. Nothing is copied."""
+        return [
+            self._readable[start : start + taken_bytes]
+            for start, taken_bytes in ranges(location, offset_bytes, length_bytes)
+        ]
 
     def writable(self, start: int, length_bytes: int) -> memoryview:
         """The daemon's own view of a range of the arena."""
         return self._writable[start : start + length_bytes]
 
-    def open_reader(self) -> int:
-        """A new descriptor that can only read, for a client. The caller closes it."""
-        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    def write_header(self, incarnation: bytes, slab_bytes: int) -> None:
+        header = encode_arena_header(incarnation, slab_bytes)
+        with write_errors("write an arena's header"):
+            # Touching a page that tmpfs has no room for is a SIGBUS.
+            secure_range(self.fd, 0, slab_bytes)
+        self.writable(0, len(header))[:] = header
 
     def close(self) -> None:
         """Unmap, and close `fd`. While views are held, the mapping stays until the last is gone."""
@@ -195,28 +219,23 @@ class Arena:
 
 
 class ArenaWriter(EntryWriter):
-    """Writes an entry through its extents: what comes `before`, the payload, what comes `after`.
+    """Writes an entry through its extents: the payload, then the token ids and their CRC32C.
 
-    `after` is given the payload's CRC32C, which is computed over the arena's own bytes.
+    The payload's CRC32C is that of the bytes in the arena: a client that changes its memory
+    meanwhile is noticed.
     """
 
-    def __init__(
-        self,
-        arena: Arena,
-        head: RecordHead,
-        location: Location,
-        *,
-        before: bytes,
-        after: Callable[[int], bytes],
-    ) -> None:
-        self.head = head
-        self.location = location
+    def __init__(self, arena: BaseArena, entry: EntryRecord, token_ids: bytes) -> None:
+        if len(token_ids) != entry.token_ids_bytes:
+            raise ValueError(f"{len(token_ids)} bytes of token ids, not {entry.token_ids_bytes}")
+        self.entry = entry
+        self.sealed = False
+        #: `arena.failed_syncs` when the first byte was written.
+        self.failed_syncs = arena.failed_syncs
         self._arena = arena
-        self._before = before
-        self._after = after
+        self._token_ids = token_ids
         self._written_bytes = 0
         self._crc = 0
-        self._sealed = False
         #: where the next byte goes: the extent, and what is used of it
         self._extent = 0
         self._used_bytes = 0
@@ -227,40 +246,64 @@ class ArenaWriter(EntryWriter):
 
     def write(self, data: Buffer) -> None:
         view = memoryview(data).cast("B")
-        if self._written_bytes + len(view) > self.head.payload_bytes:
+        if self._written_bytes + len(view) > self.entry.payload_bytes:
             raise ValueError(
                 f"{self._written_bytes + len(view)} bytes for a payload of "
-                f"{self.head.payload_bytes}"
+                f"{self.entry.payload_bytes}"
             )
-        self._put(self._before)
-        self._before = b""
-        for room, piece in self._rooms(view):
-            self._crc = copy_crc32c(room, piece, self._crc)
+        if not self._written_bytes:
+            self.failed_syncs = self._arena.failed_syncs
+        self._crc = self._put(view, self._crc)
         self._written_bytes += len(view)
 
     def seal(self) -> int:
-        if self._written_bytes != self.head.payload_bytes:
-            raise ValueError(f"{self._written_bytes} bytes of {self.head.payload_bytes}")
-        if not self._sealed:
-            self._put(self._after(self._crc))
-            self._sealed = True
+        if self._written_bytes != self.entry.payload_bytes:
+            raise ValueError(f"{self._written_bytes} bytes of {self.entry.payload_bytes}")
+        if not self.sealed:
+            if self._token_ids:
+                crc = crc32c(self._token_ids).to_bytes(TOKEN_IDS_CRC_BYTES, "little")
+                self._put(memoryview(self._token_ids + crc), 0)
+                self._token_ids = b""
+            self.entry = replace(self.entry, payload_crc32c=self._crc)
+            self.sealed = True
         return self._crc
 
-    def _put(self, data: bytes) -> None:
-        for room, piece in self._rooms(memoryview(data)):
-            copy(room, piece)
-
-    def _rooms(self, data: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
-        """`data` in pieces, each with the place in the arena where it goes."""
+    def _put(self, data: memoryview, crc: int) -> int:
+        """Write `data` where the last piece ended; returns its CRC32C, continuing `crc`."""
         while data:
-            start, extent_bytes = self.location[self._extent : self._extent + 2]
+            start, extent_bytes = self.entry.location[self._extent : self._extent + 2]
             piece = data[: extent_bytes - self._used_bytes]
-            yield self._arena.writable(start + self._used_bytes, len(piece)), piece
+            crc = self._arena.put(start + self._used_bytes, piece, crc)
             data = data[len(piece) :]
             self._used_bytes += len(piece)
             if self._used_bytes == extent_bytes:
                 self._extent += 2
                 self._used_bytes = 0
+        return crc
+
+
+def ranges(location: Location, offset_bytes: int, length_bytes: int) -> Iterator[tuple[int, int]]:
+    """A range of an entry's bytes as ranges of the arena: start and length.
+
+    Raises Damaged if the location does not hold so many bytes.
+    """
+    for start, extent_bytes in zip(location[::2], location[1::2], strict=True):
+        if not length_bytes:
+            return
+        if offset_bytes >= extent_bytes:
+            offset_bytes -= extent_bytes
+            continue
+        taken_bytes = min(extent_bytes - offset_bytes, length_bytes)
+        yield start + offset_bytes, taken_bytes
+        length_bytes -= taken_bytes
+        offset_bytes = 0
+    if length_bytes:
+        raise Damaged(f"{length_bytes} bytes are beyond the entry's extents")
+
+
+def secure_sentence(arena: BaseArena) -> str:
+    """What failed, for `write_errors`."""
+    return f"secure more than {arena.secured_bytes} of the {arena.size_bytes} bytes of an arena"
 
 
 def check_slab(slab_bytes: int) -> None:
@@ -274,22 +317,7 @@ def whole_slabs(length_bytes: int, slab_bytes: int) -> int:
     return -(-length_bytes // slab_bytes) * slab_bytes
 
 
-def _make_writable(path: Path, mode: int) -> int:
-    """The size of a file that an earlier daemon left, 0 without one. Raises OSError, StoreError."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return 0
-    try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-            raise StoreError(f"{path} is not a file of this user")
-        os.fchmod(fd, mode)
-        return found.st_size
-    finally:
-        os.close(fd)
-
-
-def _check_size(size_bytes: int) -> None:
+def check_size(size_bytes: int) -> None:
+    """Raises StoreError unless an arena can have this size."""
     if size_bytes < 1 or size_bytes % MIN_SLAB_BYTES:
         raise StoreError(f"an arena has whole pages of {MIN_SLAB_BYTES} bytes, not {size_bytes}")

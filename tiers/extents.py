@@ -15,6 +15,7 @@ fragmentation never costs capacity.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from typing import Final
 
 from .store import Location
@@ -27,6 +28,7 @@ _MAX_SLABS: Final = 2**31 - 1
 #: Runs of a request's own class are not all long enough; so many are looked at.
 _OWN_CLASS_LOOKS: Final = 16
 _NONE: Final = -1
+_RUNS_A_STEP: Final = 512
 
 
 def _class_of(slabs: int) -> int:
@@ -38,18 +40,23 @@ def _class_of(slabs: int) -> int:
 
 
 class ExtentAllocator:
-    """Hands out the slabs of an arena of `capacity_bytes`, rounded down to whole slabs.
+    """Hands out the slabs of an arena of `arena_bytes`, rounded down to whole slabs, but not
+    the first `header_bytes` of it, which are whole slabs too.
 
     A `Location` is offset, length, offset, length ... in bytes, each a multiple of
     `slab_bytes`. `allocate` and `free` of one run take O(1), about 2 us. Whatever makes no
     sense raises ValueError and changes nothing. Not thread-safe.
     """
 
-    def __init__(self, capacity_bytes: int, slab_bytes: int) -> None:
+    def __init__(self, arena_bytes: int, slab_bytes: int, header_bytes: int = 0) -> None:
         if slab_bytes < 1 or slab_bytes & (slab_bytes - 1):
             raise ValueError(f"a slab is a power of two of bytes, not {slab_bytes}")
+        if header_bytes < 0 or header_bytes % slab_bytes:
+            raise ValueError(f"a header of {header_bytes} bytes is not whole slabs")
         self.slab_bytes: Final = slab_bytes
+        self.header_bytes: Final = header_bytes
         self._shift: Final = slab_bytes.bit_length() - 1
+        #: of the arena, from its start; those of the header count as allocated
         self._slabs = 0
         self._free_slabs = 0
         #: 1 for every slab that is allocated
@@ -62,11 +69,12 @@ class ExtentAllocator:
         self._heads = array("i", [_NONE]) * _CLASSES
         #: bit c: the list of class c is not empty
         self._classes = 0
-        self.grow(capacity_bytes)
+        self.grow(arena_bytes)
 
     @property
     def capacity_bytes(self) -> int:
-        return self._slabs << self._shift
+        """What entries can have at most: the arena without its header."""
+        return max(0, (self._slabs << self._shift) - self.header_bytes)
 
     @property
     def free_bytes(self) -> int:
@@ -121,12 +129,12 @@ class ExtentAllocator:
             self._used[start : start + slabs] = b"\1" * slabs
             self._free_slabs -= slabs
 
-    def grow(self, capacity_bytes: int) -> None:
-        """There are so many bytes from now on; never fewer than before (ValueError)."""
-        slabs = capacity_bytes >> self._shift
+    def grow(self, arena_bytes: int) -> None:
+        """The arena has so many bytes from now on; never fewer than before (ValueError)."""
+        slabs = arena_bytes >> self._shift
         added = slabs - self._slabs
         if added < 0:
-            raise ValueError(f"{capacity_bytes} bytes are less than {self.capacity_bytes}")
+            raise ValueError(f"{arena_bytes} bytes are less than {self._slabs << self._shift}")
         if slabs > _MAX_SLABS:
             raise ValueError(f"{slabs} slabs, at most {_MAX_SLABS}: take larger slabs")
         if not added:
@@ -134,11 +142,27 @@ class ExtentAllocator:
         self._used += b"\1" * added
         for links in (self._run, self._next, self._previous):
             links.frombytes(bytes(links.itemsize * added))
-        start, self._slabs = self._slabs, slabs
-        self._release(start, added)
+        start = max(self._slabs, self.header_bytes >> self._shift)
+        self._slabs = slabs
+        if start < slabs:
+            self._release(start, slabs - start)
 
     def check(self) -> None:
         """Recount everything; raises AssertionError. O(runs)."""
+        for _ in self.check_steps():
+            pass
+
+    def copy(self) -> ExtentAllocator:
+        """The same slabs, for whoever has to look at them for long: 13 bytes a slab are copied."""
+        copy = ExtentAllocator(0, self.slab_bytes)
+        copy._slabs, copy._free_slabs = self._slabs, self._free_slabs
+        copy._used, copy._classes = self._used[:], self._classes
+        copy._run, copy._next = self._run[:], self._next[:]
+        copy._previous, copy._heads = self._previous[:], self._heads[:]
+        return copy
+
+    def check_steps(self) -> Iterator[None]:
+        """`check` in steps of some hundred runs; nothing may change meanwhile, see `copy`."""
         free_runs: dict[int, int] = {}
         start = self._used.find(0)
         while start != -1:
@@ -148,6 +172,8 @@ class ExtentAllocator:
             assert self._run[start] == self._run[end - 1] == slabs, f"run at slab {start}"
             free_runs[start] = slabs
             start = self._used.find(0, end)
+            if not len(free_runs) % _RUNS_A_STEP:
+                yield
         assert len(self._used) == self._slabs
         assert sum(free_runs.values()) == self._free_slabs, "free slabs"
         for size_class, head in enumerate(self._heads):
@@ -157,6 +183,8 @@ class ExtentAllocator:
                 assert self._previous[start] == previous, f"back link of slab {start}"
                 assert _class_of(free_runs.pop(start)) == size_class, f"class of slab {start}"
                 previous, start = start, self._next[start]
+                if not len(free_runs) % _RUNS_A_STEP:
+                    yield
         assert not free_runs, f"free runs in no list: {free_runs}"
 
     # ---- runs
@@ -266,9 +294,15 @@ class ExtentAllocator:
         runs: list[tuple[int, int]] = []
         for offset, length in zip(location[::2], location[1::2], strict=True):
             start, slabs = offset >> shift, length >> shift
-            if (offset | length) & mask or start < 0 or slabs < 1 or start + slabs > self._slabs:
+            if (
+                (offset | length) & mask
+                or offset < self.header_bytes
+                or slabs < 1
+                or start + slabs > self._slabs
+            ):
                 raise ValueError(
-                    f"no location in {self.capacity_bytes} bytes of {self.slab_bytes}: {location}"
+                    f"no location in {self._slabs << self._shift} bytes of {self.slab_bytes}: "
+                    f"{location}"
                 )
             runs.append((start, slabs))
         if len(runs) > 1:

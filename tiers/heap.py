@@ -8,7 +8,7 @@ from typing import Final
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
-#: The most that glibc allows; chunks and LMDB's own buffers are far below.
+#: The most that glibc allows.
 _LARGEST_HEAP_BLOCK_BYTES: Final = 32 * 2**20
 _KEPT_BYTES: Final = 512 * 2**20
 
@@ -17,10 +17,10 @@ def keep_large_blocks() -> bool:
     """Let this process reuse large freed blocks; False where the C library can't.
 
     By default glibc gives them back to the kernel, which zeroes every page that is then asked
-    for again. For the disk tier, whose buffers and LMDB's dirty pages come and go with each
-    commit, that was most of the time: of 240 MiB, 470 ms without and 160 ms with this; reads
-    on worker threads 140 and 30 ms. All threads share one heap, as blocks that a thread freed
-    in a heap of its own are lost to the others. At most 512 MiB stay with the process.
+    for again. For reads of the disk tier on worker threads, whose buffers come and go, that was
+    most of the time: of 240 MiB, 140 ms without and 30 ms with this. All threads share one heap,
+    as blocks that a thread freed in a heap of its own are lost to the others. At most 512 MiB
+    stay with the process.
 
     To be called before threads are started. It holds for the whole process, so it is for
     programs, not for libraries.

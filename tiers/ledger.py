@@ -63,6 +63,11 @@ class Ledger:
     # ---- questions
 
     @property
+    def usable_bytes(self) -> int:
+        """What entries can have of the budget at most: not the header of an arena."""
+        return self.budget_bytes - (self.extents.header_bytes if self.extents is not None else 0)
+
+    @property
     def free_bytes(self) -> int:
         return self.limit_bytes - self.published_bytes - self.reserved_bytes
 
@@ -73,7 +78,7 @@ class Ledger:
 
     def admission(self, stored_bytes: int, entries: int = 1) -> Admission:
         """Can `entries` new entries of `stored_bytes` in all be reserved?"""
-        if stored_bytes > self.budget_bytes or (self.max_entries and entries > self.max_entries):
+        if stored_bytes > self.usable_bytes or (self.max_entries and entries > self.max_entries):
             return Admission.TOO_LARGE
         reserved_bytes = self.reserved_bytes + stored_bytes
         # One entry may be larger than that by itself; it then has to be alone.
@@ -181,7 +186,8 @@ class Ledger:
         return self.policy.evict(coming)
 
     def remove(self, resident: Resident) -> None:
-        """Take an unpinned entry out of the eviction order whose turn it is not; likewise."""
+        """Take an entry out of the eviction order that is not the next victim; `forget` has to
+        follow, or `bury` once it is not pinned any more."""
         self.policy.remove(resident)
 
     def forget(self, resident: Resident) -> None:
@@ -190,6 +196,12 @@ class Ledger:
         self.entries -= 1
         if self.extents is not None:
             self.extents.free(resident.location)
+
+    def bury(self, resident: Resident) -> None:
+        """The last claim is gone on an entry that was removed while it was pinned."""
+        self.pinned_bytes -= resident.stored_bytes
+        self.pinned_entries -= 1
+        self.forget(resident)
 
     def grow(self, secured_bytes: int) -> None:
         """The arena has this many bytes of real memory now."""

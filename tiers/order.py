@@ -26,7 +26,19 @@ class Resident:
     after: Resident | None = field(default=None, init=False, repr=False)
     key: Key
     stored_bytes: int
-    location: Location
+    #: the location; of one extent its offset alone, which saves 80 bytes for each entry
+    place: int | Location
+
+    @property
+    def location(self) -> Location:
+        """Where it lies."""
+        place = self.place
+        return (place, self.stored_bytes) if isinstance(place, int) else place
+
+    @location.setter
+    def location(self, location: Location) -> None:
+        one = len(location) == 2 and location[1] == self.stored_bytes
+        self.place = location[0] if one else location
 
 
 class Order(ABC):
@@ -46,6 +58,14 @@ class Order(ABC):
     @abstractmethod
     def victims(self) -> Iterator[Key]:
         """Who would leave, next first; changes nothing."""
+
+    @abstractmethod
+    def holds(self, resident: Resident) -> bool:
+        """Is it in the order?"""
+
+    @abstractmethod
+    def may_evict(self, resident: Resident) -> bool:
+        """Is it one of the victims?"""
 
     @abstractmethod
     def prepare(self, coming: Resident) -> None: ...
@@ -101,6 +121,22 @@ class Recency(Order):
         while resident is not None and resident is not self._ends:
             yield resident.key
             resident = resident.after
+
+    def holds(self, resident: Resident) -> bool:
+        """Its neighbours have to say the same; that all that is linked like this is one ring
+        follows from the stamps of its entries, which grow from each to the next."""
+        before, after = resident.before, resident.after
+        if before is None or after is None:
+            return False
+        return before.after is resident and after.before is resident
+
+    def may_evict(self, resident: Resident) -> bool:
+        return resident.before is not None or resident.after is not None
+
+    def follower(self, resident: Resident | None) -> Resident | None:
+        """What leaves after one that it holds (None: first of all), if anything does."""
+        after = self._ends.after if resident is None else resident.after
+        return None if after is self._ends else after
 
     def prepare(self, coming: Resident) -> None:
         """Nothing to adapt."""
@@ -161,6 +197,15 @@ class OrderOfKeys(Order):
 
     def victims(self) -> Iterator[Key]:
         return self._policy.victims()
+
+    def holds(self, resident: Resident) -> bool:
+        return resident.key in self._policy
+
+    def may_evict(self, resident: Resident) -> bool:
+        return resident.key in self._policy and not self._policy.is_pinned(resident.key)
+
+    def __len__(self) -> int:
+        return len(self._policy)
 
     def prepare(self, coming: Resident) -> None:
         self._policy.prepare(coming.key, coming.stored_bytes)

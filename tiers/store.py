@@ -1,48 +1,84 @@
 """The contract of every store: it moves bytes, and knows nothing of budgets or orders.
 
-Where an entry lies is decided before a store is asked (`tiers.ledger` owns the extents), and
+Where an entry lies is decided before a store is called (`tiers.ledger` owns the extents), and
 an entry is visible only after the metadata server published it. A store therefore never has
-to arbitrate anything: no two writers ever hold the same extent or the same key.
+to arbitrate: no two writers ever hold the same extent or the same key.
 
-Threads: `writer()` and the stores with `blocking = False` may be used from the event loop;
-`apply`, `read`, `usage` and `recover` of a blocking store only from worker threads. Calls for
-different entries may run at the same time.
+How an entry comes and goes:
+
+1. `writer(entry)`, `write` and `seal` move the payload into its extents.
+2. `apply([writer])` makes it durable: the payload first, then the record that names it.
+3. `forget([entry])` ends it. The record is erased by the next `apply`, and at the latest before
+   any writer writes its first byte: so no byte is written to an extent whose old record still
+   stands. The caller has to call `forget` before it gives the extents to another entry, and
+   nothing else; the order of the two on the device is the store's business.
+
+Three ways to fail, which share no base class beyond Exception where they must not be confused:
+
+`StoreError`
+    Failure: an I/O error, no memory, a device that is gone. What is stored may be good: the
+    entry stays, this read is a miss, and the tier is unhealthy.
+`StoreFull`, a StoreError
+    The device has no room although the budget has. The answer to this save, no illness.
+`Damaged`
+    The stored bytes are not those that were saved: a checksum does not match, or the file ends
+    before them. The entry is lost and has to be dropped. Not a StoreError.
+
+Threads: everything of a store with `blocking = False` may be called from the event loop. Of a
+blocking store only `writer`, `forget`, `stored_bytes` and the attributes; everything else does
+I/O and belongs on worker threads. Calls for different entries may run at the same time.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Final, Protocol, TypeAlias
 
+from ..proto.entry import EntryRecord
+from ..proto.entry import Location as Location
 from ..proto.keys import Key
-from ..proto.record import RecordHead
+from ..proto.layout import crc32c
 from ..proto.vocabulary import Tier
-
-#: Where an entry lies in an arena: offset, length, offset, length ... in bytes. Lengths are
-#: multiples of the slab. Empty in stores that are addressed by key.
-Location: TypeAlias = tuple[int, ...]
 
 #: Anything that exports a contiguous byte buffer.
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
+#: What is secured at once: about 30 ms on a machine that has the memory at hand.
+SEGMENT_BYTES: Final = 64 * 2**20
+#: How much of a payload is read at once to compute its checksum.
+VERIFY_BYTES: Final = 2**20
+
+
+class EntryRef(Protocol):
+    """What a store has to know of an entry that it holds: `EntryRecord`, or anything like it."""
+
+    @property
+    def key(self) -> Key: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def payload_bytes(self) -> int: ...
+    @property
+    def token_ids_bytes(self) -> int: ...
+    @property
+    def location(self) -> Location: ...
+
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """What a store gives back of an entry that survived a restart."""
+    """An entry that survived a restart, and its use before."""
 
-    head: RecordHead
-    location: Location
-    payload_crc32c: int
+    record: EntryRecord
     last_used_ns: int
     hits: int
 
 
 @dataclass(frozen=True, slots=True)
-class Recovery:
-    """What a store found at start, least recently used first. `dropped` names what could not be
-    adopted, with the reason."""
+class RecoveryBatch:
+    """A part of what a store found at start. `dropped`: entries that could not be adopted, each
+    with the reason; the key is the one that a damaged record shows."""
 
     entries: list[StoredEntry]
     dropped: list[tuple[Key, str]]
@@ -52,28 +88,32 @@ class Recovery:
 class Usage:
     """The part of an entry that changes after it was published."""
 
-    key: Key
+    entry: EntryRef
     last_used_ns: int
     hits: int
 
 
 class StoreError(Exception):
-    """The store could not do what it was told; what it held before is unchanged."""
+    """The store could not do what it was told. What it holds may be good."""
 
 
 class StoreFull(StoreError):
-    """The device has no space left though the budget has."""
+    """The device has no room left though the budget has."""
+
+
+class Damaged(Exception):  # an answer about an entry; must not read like StoreError
+    """The stored bytes of an entry are not those that were saved."""
 
 
 class EntryWriter(ABC):
-    """Takes the payload of one entry, in order, and keeps the CRC32C of what it took.
+    """Takes the payload of one entry, in order, and keeps the CRC32C of what it stored.
 
-    Not thread-safe; one thread at a time. A writer that is dropped before `seal` leaves
-    nothing that anyone could see.
+    Not thread-safe; one thread at a time. A writer that is dropped before `apply` leaves
+    nothing that can be found.
     """
 
-    head: RecordHead
-    location: Location
+    #: What is being saved. Complete, with its checksum, once it is sealed.
+    entry: EntryRecord
 
     @property
     @abstractmethod
@@ -82,14 +122,17 @@ class EntryWriter(ABC):
 
     @abstractmethod
     def write(self, data: Buffer) -> None:
-        """Take the next bytes. A store may keep a reference to `data` until `apply`: the
-        caller does not change it. Raises ValueError beyond `head.payload_bytes`."""
+        """Store the next bytes; `data` is not used after the call.
+
+        Raises ValueError beyond `entry.payload_bytes`, StoreError, StoreFull. After a StoreError
+        the writer can't go on.
+        """
 
     @abstractmethod
     def seal(self) -> int:
         """All bytes are there: return the CRC32C of the payload as it was stored.
 
-        Raises ValueError if bytes are missing.
+        Raises ValueError if bytes are missing, StoreError, StoreFull.
         """
 
 
@@ -97,54 +140,115 @@ class Store(ABC):
     """One tier's bytes."""
 
     tier: ClassVar[Tier]
-    #: True: `apply`, `read`, `usage` and `recover` touch a disk and belong on worker threads.
+    #: True: most calls touch a disk and belong on worker threads; see the module.
     blocking: ClassVar[bool]
+    #: True: an entry is there for good once `apply` has written its record. False: `apply` does
+    #: nothing.
+    recorded: ClassVar[bool]
+    slab_bytes: int
+    #: Bytes at the start of the arena that belong to no entry: what `ExtentAllocator` has to
+    #: leave out.
+    header_bytes: int
+
+    @property
+    @abstractmethod
+    def size_bytes(self) -> int:
+        """Bytes of the arena once all of its room is there."""
+
+    @property
+    @abstractmethod
+    def secured_bytes(self) -> int:
+        """Bytes of the arena, from its start, whose room is there."""
 
     @abstractmethod
     def stored_bytes(self, payload_bytes: int, token_ids_bytes: int) -> int:
-        """What an entry costs of the tier's budget, everything included."""
+        """What an entry takes from the arena: whole slabs."""
 
     @abstractmethod
-    def writer(self, head: RecordHead, location: Location) -> EntryWriter:
-        """Begin an entry. Cheap; no visible effect."""
+    def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
+        """Get the arena's room from the device, segment by segment; yields the bytes from the
+        arena's start that are there after each.
 
-    @abstractmethod
-    def apply(self, sealed: Sequence[EntryWriter], erased: Iterable[Key]) -> None:
-        """Make sealed entries durable and forget erased keys, in one step.
-
-        When it returns, the sealed entries survive whatever the tier survives. Erasures come
-        first: a key may be erased and sealed again in one call. Erasing an unknown key is no
-        error. Raises StoreFull or StoreError; then nothing of the call happened.
+        Meant for a background thread. Raises StoreFull when the device has no more room; what
+        was secured stays, and a later call goes on: less than a segment is left to the others
+        who use the device. Raises StoreError.
         """
 
     @abstractmethod
-    def read(
-        self, head: RecordHead, location: Location, offset_bytes: int, length_bytes: int
-    ) -> list[memoryview]:
-        """A range of the payload, as read-only views in order (one per extent or chunk).
+    def set_incarnation(self, incarnation: bytes) -> None:
+        """This start of the daemon begins to write to the arena: 16 random bytes that readers
+        find in its header. Has to come before the first `writer`. Raises StoreError."""
 
-        Views into an arena stay valid as long as the entry is pinned; others own their bytes.
-        Of `head.token_ids` the length has to be right, for where a payload begins depends on it.
-        Raises StoreError if the bytes are not there.
+    @abstractmethod
+    def writer(self, entry: EntryRecord, token_ids: bytes = b"") -> EntryWriter:
+        """Begin an entry in the room that it names. Cheap; no visible effect.
+
+        Raises ValueError if the token ids are not as long as the entry says.
         """
 
     @abstractmethod
-    def token_ids(self, head: RecordHead, location: Location, token_ids_bytes: int) -> bytes:
-        """The token ids saved with an entry. Raises StoreError."""
+    def forget(self, entries: Iterable[EntryRef]) -> None:
+        """These entries are gone: their records are erased before their room is written again.
+
+        Never does I/O in a blocking store, and never fails: what can't be erased is tried again
+        by the next `apply`, and the next write of any entry waits for it. Forgetting what is
+        not there, or was replaced, is no error.
+        """
+
+    @property
+    @abstractmethod
+    def unerased(self) -> int:
+        """Entries that were forgotten and whose records may still stand."""
 
     @abstractmethod
-    def recover(self, directory: Mapping[Key, Location]) -> Recovery:
-        """What survived. `directory` is what the index in /dev/shm remembers of this tier;
-        stores that keep their own directory ignore it."""
+    def apply(self, sealed: Sequence[EntryWriter]) -> None:
+        """Erase what was forgotten, and make sealed entries durable.
+
+        When it returns, the sealed entries survive whatever the tier survives. Raises StoreFull
+        or StoreError: then none of them is saved, and what was forgotten is tried again later.
+        """
+
+    @abstractmethod
+    def read(self, entry: EntryRef, offset_bytes: int, length_bytes: int) -> list[memoryview]:
+        """A range of the payload, as read-only views in order.
+
+        Views into a mapped arena stay valid as long as the entry is pinned; others own their
+        bytes. Raises ValueError for a range outside of the payload, StoreError, Damaged.
+        """
+
+    @abstractmethod
+    def token_ids(self, entry: EntryRef) -> bytes:
+        """The token ids saved with an entry, checked. Raises StoreError, Damaged."""
+
+    @abstractmethod
+    def recover(self) -> Iterator[RecoveryBatch]:
+        """What survived, in batches, least recently used first. Raises StoreError.
+
+        To be consumed before the first `writer`. The records of what is dropped are erased.
+        """
+
+    @abstractmethod
+    def scan(self) -> Iterator[list[EntryRecord]]:
+        """What the records name now, in batches, for cross-checks. Raises StoreError."""
 
     @abstractmethod
     def record_usage(self, usages: Sequence[Usage]) -> None:
-        """Remember use, in one batch, for the next `recover`. May lose the latest at a crash."""
+        """Remember use for the next `recover`: hints, which a crash may lose. Raises StoreError."""
 
     @abstractmethod
-    def held_keys(self) -> set[Key] | None:
-        """The keys that the store itself holds, for cross-checks; None: it keeps no directory."""
+    def probe(self) -> None:
+        """A small real write, for a watchdog. Raises StoreError when it fails."""
 
     @abstractmethod
     def close(self) -> None:
         """Give everything back to the system. What the tier survives is still there."""
+
+    def verify(self, entry: EntryRef, payload_crc32c: int) -> None:
+        """Read a whole payload, a piece at a time. Raises Damaged unless it has this CRC32C,
+        StoreError if it can't be read."""
+        crc = 0
+        for start in range(0, entry.payload_bytes, VERIFY_BYTES):
+            for view in self.read(entry, start, min(VERIFY_BYTES, entry.payload_bytes - start)):
+                crc = crc32c(view, crc)
+        if crc != payload_crc32c:
+            raise Damaged(f"the stored bytes have CRC32C {crc:08x}, {payload_crc32c:08x} was saved")

@@ -13,7 +13,7 @@ from typing import Final
 from ...proto.errors import PrefixdError
 from ...proto.keys import Key
 from ..client import Client
-from ..reading import Verify
+from ..restores import Verify
 from .samples import Case
 
 #: With the number of processes behind it.

@@ -11,7 +11,7 @@ from ...proto.limits import MAX_BATCH_KEYS
 from ...proto.vocabulary import SaveReason, Tier
 from ..client import Client
 from ..results import SaveStatus
-from ..writing import SaveItem
+from ..saves import SaveItem
 from .moving import new_keys
 from .samples import Case
 

@@ -12,7 +12,7 @@ from ...proto.keys import Key
 from ...proto.vocabulary import SaveReason, Tier
 from ..client import Client
 from ..results import SaveStatus
-from ..writing import SaveItem
+from ..saves import SaveItem
 from .samples import Case
 
 #: Batches that a tier has room for: the one that is read, the one that is saved, and one more.

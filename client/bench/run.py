@@ -13,8 +13,8 @@ from ...proto.vocabulary import Tier
 from ..client import Client
 from ..counters import Counters
 from ..local.transport import LocalTransport
-from ..reading import Verify
-from ..remote import RemoteTransport
+from ..restores import Verify
+from ..wire.remote import RemoteTransport
 from .crowd import Crowd
 from .evicting import ALONE, OPS, PINNED, Evictions
 from .moving import BATCHES_HELD, Batch, Buffers, Subject, memcpy_case

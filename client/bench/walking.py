@@ -12,8 +12,8 @@ from ...proto.keys import Key, Namespace, block_keys, iter_block_keys, prefix_ke
 from ...proto.vocabulary import SaveReason, Tier
 from ..client import Client
 from ..results import SaveStatus
-from ..walk import boundaries
-from ..writing import SaveItem
+from ..saves import SaveItem
+from ..search import boundaries
 from .samples import Case
 
 if TYPE_CHECKING:

@@ -90,40 +90,52 @@ def ls(
     ctl: Ctl,
     tier: TiersOption = None,
     limit: Annotated[int, typer.Option("--limit", min=0, help="Entries per tier, 0 for all.")] = 20,
-    cursor: Annotated[
-        int, typer.Option("--cursor", min=0, help="Go on where a page ended (with one --tier).")
-    ] = 0,
 ) -> None:
-    """List entries, next victim first; pinned entries come last."""
+    """List the entries that leave next, in that order; pinned entries come last.
+
+    With --limit 0, or more than fit into one answer, all are listed, least recently used first.
+    """
     from . import messages, render
 
     with ctl.connect() as daemon:
         present = daemon.stats().tiers
         tiers = _chosen(tier) or [Tier(t.tier) for t in present]
-        if cursor and len(tiers) != 1:
-            raise typer.BadParameter("--cursor needs exactly one --tier")
         entry_counts = {Tier(t.tier): t.entries for t in present}
-        pages = [(t, *daemon.entries(t, limit, cursor)) for t in tiers]
+        listed = [(t, _entries(daemon, t, limit)) for t in tiers]
     if ctl.as_json:
-        listed = [
+        print_json(
             {
-                "tier": t.label,
-                "entries": [messages.as_dict(entry) for entry in entries],
-                "next_cursor": next_cursor,
+                "tiers": [
+                    {"tier": t.label, "entries": [messages.as_dict(entry) for entry in entries]}
+                    for t, entries in listed
+                ]
             }
-            for t, entries, next_cursor in pages
-        ]
-        print_json({"tiers": listed})
+        )
         return
     console = make_console()
-    for t, entries, next_cursor in pages:
-        title = f"{t.label}: {len(entries):,} of {entry_counts.get(t, 0):,} entries"
+    for t, entries in listed:
         if not entries:
             console.print(f"{t.label}: no entries")
             continue
+        title = f"{t.label}: {len(entries):,} of {entry_counts.get(t, 0):,} entries"
         console.print(render.entries_table(entries, time.time_ns(), title))
-        if next_cursor:
-            console.print(f"more: prefixctl ls --tier {t.label} --cursor {next_cursor}")
+
+
+def _entries(daemon: AdminConnection, tier: Tier, limit: int) -> list[pb.EntryDetail]:
+    """What `ls` shows of a tier."""
+    from ...proto.limits import MAX_PAGE_ENTRIES
+
+    if 0 < limit <= MAX_PAGE_ENTRIES:
+        return daemon.next_victims(tier, limit)
+    entries = _least_recent_first(daemon, tier)
+    return entries[:limit] if limit else entries
+
+
+def _least_recent_first(daemon: AdminConnection, tier: Tier) -> list[pb.EntryDetail]:
+    """Every entry of a tier, the pinned ones last: under LRU the order in which they leave."""
+    return sorted(
+        daemon.all_entries(tier), key=lambda entry: (entry.pins > 0, entry.last_used_unix_ns)
+    )
 
 
 def inspect(
@@ -191,8 +203,11 @@ def claims(ctl: Ctl) -> None:
     from . import messages, render
 
     with ctl.connect() as daemon:
-        response = daemon.claims()
-    ctl.show(messages.as_dict(response), lambda: render.claims_table(response.claims))
+        found = daemon.claims()
+    ctl.show(
+        {"claims": [messages.as_dict(claim) for claim in found]},
+        lambda: render.claims_table(found),
+    )
 
 
 def reservations(ctl: Ctl) -> None:
@@ -200,8 +215,11 @@ def reservations(ctl: Ctl) -> None:
     from . import messages, render
 
     with ctl.connect() as daemon:
-        response = daemon.reservations()
-    ctl.show(messages.as_dict(response), lambda: render.reservations_table(response.reservations))
+        found = daemon.reservations()
+    ctl.show(
+        {"reservations": [messages.as_dict(one) for one in found]},
+        lambda: render.reservations_table(found),
+    )
 
 
 def sessions(ctl: Ctl) -> None:
@@ -278,9 +296,20 @@ def evict(
 
 
 def _victims(daemon: AdminConnection, tier: Tier, free_bytes: int) -> tuple[int, int]:
-    """How many entries an eviction would take, and their stored bytes."""
+    """How many entries an eviction would take, and their stored bytes. Exact under LRU, and in
+    other orders as far as one page of victims goes."""
+    from ...proto.limits import MAX_PAGE_ENTRIES
+
+    page = daemon.next_victims(tier, MAX_PAGE_ENTRIES)
+    found = _sum_of(page, free_bytes)
+    if found[1] < free_bytes and len(page) == MAX_PAGE_ENTRIES:
+        return _sum_of(_least_recent_first(daemon, tier), free_bytes)
+    return found
+
+
+def _sum_of(victims: list[pb.EntryDetail], free_bytes: int) -> tuple[int, int]:
     entries = freed = 0
-    for entry in daemon.all_entries(tier):
+    for entry in victims:
         if freed >= free_bytes or entry.pins:
             break
         entries += 1
@@ -319,13 +348,13 @@ def check(
 def health(ctl: Ctl) -> None:
     """Ask the health service, as a probe does.
 
-    Exits 0 when it serves, 1 when it is ill or stopping, 3 when it is not there.
+    Exits 0 when it serves, 1 when it is unhealthy or stopping, 3 when it is not there.
     """
     from .connection import Health
 
     with ctl.connect() as daemon:
         status = daemon.health()
-        # "serving", or which background task is ill.
+        # "serving", or what does not work.
         why = "" if status is Health.SERVING else _why(daemon)
     if ctl.as_json:
         print_json({"address": ctl.address, "status": status.value, "why": why})

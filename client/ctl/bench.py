@@ -114,7 +114,7 @@ def _plan(
     pinned: int,
 ) -> Plan:
     from ..bench.run import PARTS, Plan
-    from ..reading import VERIFY_CHOICES, Verify
+    from ..restores import VERIFY_CHOICES, Verify
 
     chosen = tuple(dict.fromkeys(parts or PARTS))
     if unknown := set(chosen) - set(PARTS):
@@ -162,6 +162,8 @@ def tier_flags(plan: Plan) -> list[str]:
         f"--ram.budget={arena_bytes}",
         f"--shm.budget={arena_bytes if 'shm' in plan.parts else 0}",
         f"--disk.budget={disk_bytes if 'disk' in plan.parts else 0}",
+        "--sessions.max_pinned_share=1",
+        "--sessions.max_reserved_share=1",
         f"--disk.max_in_flight={in_flight_bytes}",
         *(f"--{tier}.slab={SLAB_BYTES}" for tier in ("ram", "shm")),
     ]
@@ -177,6 +179,9 @@ def _evictions(plan: Plan, note: Note) -> list[Row]:
         f"--ram.slab={SMALL_SLAB_BYTES}",
         "--shm.budget=0",
         "--disk.budget=0",
+        # One client fills all of it and claims nearly all of it.
+        "--sessions.max_pinned_share=1",
+        "--sessions.max_reserved_share=1",
     ]
     with ExitStack() as stack:
         daemons = []

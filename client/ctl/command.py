@@ -70,9 +70,12 @@ class Ctl:
 
     def connect(self, timeout_s: float = options.DEFAULT_TIMEOUT_S) -> AdminConnection:
         """The daemon, for operators. `timeout_s`: of one call, unless --timeout says otherwise."""
+        from ...proto.endpoints import ADMIN_ADDRESS_VARIABLE, normalize_address
         from .connection import AdminConnection
 
-        return AdminConnection(self.address, self.common.timeout_s or timeout_s)
+        given = os.environ.get(ADMIN_ADDRESS_VARIABLE)
+        operators = normalize_address(given) if given else None
+        return AdminConnection(self.address, self.common.timeout_s or timeout_s, operators)
 
     def show(self, data: object, table: Callable[[], RenderableType]) -> None:
         """Print the data as JSON, or else what `table` makes of it."""
@@ -103,7 +106,9 @@ AddressOption = Annotated[
     typer.Option(
         "--address",
         metavar="ADDRESS",
-        help="unix:/path or host:port (default: $PREFIXD_ADDRESS, or the local daemon).",
+        help="unix:/path or host:port (default: $PREFIXD_ADDRESS, or the local daemon). Operators "
+        "are served at the socket beside it, with .admin behind its name ($PREFIXD_ADMIN_ADDRESS "
+        "if it is elsewhere).",
         rich_help_panel="Common options",
     ),
 ]
@@ -192,7 +197,7 @@ class Group(TyperGroup):
         except Exception as error:
             # Imported here: commands that never fail (--help) don't pay for gRPC.
             from ...proto.errors import PrefixdError
-            from ..replay.source import TraceError
+            from ..lab.source import TraceError
 
             if not isinstance(error, PrefixdError | TraceError):
                 raise

@@ -1,7 +1,9 @@
-"""The operator's connection to a daemon: the Admin service and the health check."""
+"""The operator's connection to a daemon: the Admin service, on a socket of its own that only the
+daemon's user may use, and the health check, which is answered where workers are served."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from types import TracebackType
@@ -13,6 +15,7 @@ from grpc_health.v1 import health_pb2
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto import prefixd_pb2_grpc as pb_grpc
+from ...proto.endpoints import admin_address, socket_path
 from ...proto.errors import DaemonUnavailable, DeadlineExceeded, PrefixdError, from_grpc
 from ...proto.vocabulary import Tier
 
@@ -45,11 +48,18 @@ class AdminConnection:
     Connects with the first call. A context manager; may be used from several threads.
     """
 
-    def __init__(self, address: str, timeout_s: float) -> None:
+    def __init__(self, address: str, timeout_s: float, operators: str | None = None) -> None:
+        """`address` is where workers are served, which names the daemon. `operators` is where the
+        Admin service is, if it is not beside that (`server.admin_address`)."""
         self.address = address
         self.timeout_s = timeout_s
+        self._operators = operators or admin_address(address)
+        # Of a TCP address only the health is known from here: the calls below say so.
+        self._admin_channel = grpc.insecure_channel(
+            self._operators or address, options=CHANNEL_OPTIONS
+        )
+        self._admin = pb_grpc.AdminStub(self._admin_channel)
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._admin = pb_grpc.AdminStub(self._channel)
         # The generated stub has no types.
         self._health = self._channel.unary_unary(
             "/grpc.health.v1.Health/Check",
@@ -70,74 +80,84 @@ class AdminConnection:
 
     def close(self) -> None:
         self._channel.close()
+        self._admin_channel.close()
 
     def stats(self) -> pb.StatsResponse:
-        return self._call(self._admin.Stats, pb.StatsRequest())
+        return self._operate(self._admin.Stats, pb.StatsRequest())
 
-    def entries(self, tier: Tier, limit: int, cursor: int = 0) -> tuple[list[pb.EntryDetail], int]:
-        """Up to `limit` entries of a tier (0: all), next victim first, and where the next page
-        begins (0: nowhere, these were the last)."""
-        found: list[pb.EntryDetail] = []
-        for response in self._pages(tier, limit, cursor):
-            found += response.entries
-            cursor = response.next_cursor
-            if limit and len(found) >= limit:
-                break
-        return found, cursor
+    def next_victims(self, tier: Tier, limit: int) -> list[pb.EntryDetail]:
+        """The entries of a tier that leave next, in that order, then some that are pinned; at
+        most `limit`, and at most a page."""
+        request = pb.ListEntriesRequest(
+            tier=wire_tier(tier),
+            page_entries=min(limit, limits.MAX_PAGE_ENTRIES),
+            next_victims=True,
+        )
+        return list(self._operate(self._admin.ListEntries, request).entries)
 
     def all_entries(self, tier: Tier) -> Iterator[pb.EntryDetail]:
-        """Every entry of a tier, next victim first, a page at a time."""
-        for response in self._pages(tier, 0, 0):
-            yield from response.entries
-
-    def _pages(self, tier: Tier, limit: int, cursor: int) -> Iterator[pb.ListEntriesResponse]:
-        """Pages of at most `limit` entries (0: as large as is good), until the last."""
+        """Every entry of a tier, in no order, a page at a time."""
+        request = pb.ListEntriesRequest(tier=wire_tier(tier), page_entries=PAGE_ENTRIES)
         while True:
-            request = pb.ListEntriesRequest(
-                tier=wire_tier(tier),
-                page_entries=min(limit or PAGE_ENTRIES, PAGE_ENTRIES),
-                cursor=cursor,
-            )
-            response = self._call(self._admin.ListEntries, request)
-            yield response
-            cursor = response.next_cursor
-            if not cursor:
+            response = self._operate(self._admin.ListEntries, request)
+            yield from response.entries
+            if not response.next_cursor:
                 return
-            if limit:
-                limit -= len(response.entries)
+            request.cursor = response.next_cursor
 
     def inspect(self, key: bytes, *, verify: bool) -> pb.InspectResponse:
-        return self._call(self._admin.Inspect, pb.InspectRequest(key=key, verify=verify))
+        return self._operate(self._admin.Inspect, pb.InspectRequest(key=key, verify=verify))
 
-    def claims(self) -> pb.ListClaimsResponse:
-        return self._call(self._admin.ListClaims, pb.ListClaimsRequest())
+    def claims(self) -> list[pb.ClaimDetail]:
+        """Every claim, with the first of its keys."""
+        found: list[pb.ClaimDetail] = []
+        request = pb.ListClaimsRequest(page_claims=PAGE_ENTRIES)
+        while True:
+            response = self._operate(self._admin.ListClaims, request)
+            found += response.claims
+            if not response.next_cursor:
+                return found
+            request.cursor = response.next_cursor
 
-    def reservations(self) -> pb.ListReservationsResponse:
-        return self._call(self._admin.ListReservations, pb.ListReservationsRequest())
+    def claim(self, claim_id: int) -> pb.ClaimDetail:
+        """One claim with all of its keys. Raises UnknownClaim."""
+        request = pb.ListClaimsRequest(claim_id=claim_id)
+        return self._operate(self._admin.ListClaims, request).claims[0]
+
+    def reservations(self) -> list[pb.ReservationDetail]:
+        """Every save that is not published yet."""
+        found: list[pb.ReservationDetail] = []
+        request = pb.ListReservationsRequest(page_reservations=PAGE_ENTRIES)
+        while True:
+            response = self._operate(self._admin.ListReservations, request)
+            found += response.reservations
+            if not response.next_cursor:
+                return found
+            request.cursor = response.next_cursor
 
     def sessions(self) -> pb.ListSessionsResponse:
-        return self._call(self._admin.ListSessions, pb.ListSessionsRequest())
+        return self._operate(self._admin.ListSessions, pb.ListSessionsRequest())
 
     def preview(self, tier: Tier, payload_bytes: int, entries: int) -> pb.PreviewResponse:
         request = pb.PreviewRequest(
             tier=wire_tier(tier), payload_bytes=payload_bytes, entries=entries
         )
-        return self._call(self._admin.Preview, request)
+        return self._operate(self._admin.Preview, request)
 
     def evict(self, free_bytes: int, tiers: Sequence[Tier]) -> pb.EvictResponse:
         request = pb.EvictRequest(free_bytes=free_bytes, tiers=[wire_tier(tier) for tier in tiers])
-        return self._call(self._admin.Evict, request)
+        return self._operate(self._admin.Evict, request)
 
     def curve(self, tier: Tier, budgets_bytes: Sequence[int] = ()) -> pb.CurveResponse:
         """What a tier would hit at these budgets; at a quarter to four times its own if empty."""
         request = pb.CurveRequest(tier=wire_tier(tier), budget_bytes=budgets_bytes)
-        return self._call(self._admin.Curve, request)
+        return self._operate(self._admin.Curve, request)
 
     def gc(self) -> pb.GcResponse:
-        return self._call(self._admin.Gc, pb.GcRequest())
+        return self._operate(self._admin.Gc, pb.GcRequest())
 
     def check(self, *, deep: bool) -> pb.CheckResponse:
-        return self._call(self._admin.Check, pb.CheckRequest(deep=deep))
+        return self._operate(self._admin.Check, pb.CheckRequest(deep=deep))
 
     def health(self, *, wait_for_ready: bool = False) -> Health:
         """What the health service says of the daemon as a whole.
@@ -145,31 +165,61 @@ class AdminConnection:
         `wait_for_ready`: wait for a daemon that does not answer yet, within the timeout.
         """
         request = health_pb2.HealthCheckRequest()
-        response = self._call(self._health, request, wait_for_ready=wait_for_ready)
+        response = self._call(self.address, self._health, request, wait_for_ready=wait_for_ready)
         serving = response.status == health_pb2.HealthCheckResponse.SERVING
         return Health.SERVING if serving else Health.NOT_SERVING
 
+    def _operate(self, method: Callable[..., Response], request: object) -> Response:
+        if self._operators is None:
+            raise DaemonUnavailable(
+                f"operators are served on the daemon's own host, not at {self.address}: give "
+                "--address the daemon's Unix socket"
+            )
+        return self._call(self._operators, method, request)
+
     def _call(
-        self, method: Callable[..., Response], request: object, *, wait_for_ready: bool = False
+        self,
+        address: str,
+        method: Callable[..., Response],
+        request: object,
+        *,
+        wait_for_ready: bool = False,
     ) -> Response:
         try:
             return method(request, timeout=self.timeout_s, wait_for_ready=wait_for_ready)
         except grpc.RpcError as failure:
-            raise self._explained(from_grpc(failure)) from None
+            raise self._explained(address, from_grpc(failure)) from None
 
-    def _explained(self, error: PrefixdError) -> PrefixdError:
+    def _explained(self, address: str, error: PrefixdError) -> PrefixdError:
         match error:
+            case DaemonUnavailable() if _forbidden(address):
+                return DaemonUnavailable(
+                    f"permission denied on {address}; run this as the daemon's user"
+                )
             case DaemonUnavailable():
                 return DaemonUnavailable(
-                    f"no daemon answers at {self.address}; start one with `prefixd`, or say "
+                    f"no daemon answers at {address}; start one with `prefixd`, or say "
                     "where it is with --address or $PREFIXD_ADDRESS"
                 )
             case DeadlineExceeded():
                 return DeadlineExceeded(
-                    f"the daemon at {self.address} did not answer within {self.timeout_s:g} s; "
+                    f"the daemon at {address} did not answer within {self.timeout_s:g} s; "
                     "--timeout gives it longer"
                 )
         return error
+
+
+def _forbidden(address: str) -> bool:
+    """Is there a socket that this user may not connect to?"""
+    path = socket_path(address)
+    if path is None:
+        return False
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as attempt:
+            attempt.connect(str(path))
+    except OSError as problem:
+        return isinstance(problem, PermissionError)
+    return False
 
 
 def wire_tier(tier: Tier) -> pb.Tier.ValueType:

@@ -17,9 +17,10 @@ from rich.text import Text
 from ...proto import prefixd_pb2 as pb
 from ...proto.units import format_bytes, parse_bytes
 from ...proto.vocabulary import Tier
-from ..replay.generate import generate
-from ..replay.live import LiveOptions, LiveReplay
-from ..replay.outcome import Totals
+from ..lab.generate import generate
+from ..lab.live import LiveReplay
+from ..lab.outcome import Totals
+from ..lab.worker import LiveOptions
 from . import messages, render
 from .connection import AdminConnection
 from .live import TierBoard, live_view

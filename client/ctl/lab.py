@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
-from .command import Common, ExitCode, command, fail, make_console, print_json
+from .command import Common, ExitCode, fail, make_console, print_json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -69,16 +69,12 @@ class JsonCommand(TyperCommand):
 
 
 def register(app: typer.Typer) -> None:
-    """Add the lab's commands to prefixctl."""
-    from . import lab_curve  # which uses this module
-
+    """Add `trace` and `analyze`."""
     trace = typer.Typer(no_args_is_help=True, help="Make and convert request traces.")
     trace.command("generate", cls=JsonCommand)(generate)
     trace.command("convert", cls=JsonCommand)(convert)
     app.add_typer(trace, name="trace", rich_help_panel=LAB)
     app.command("analyze", cls=JsonCommand, rich_help_panel=LAB)(analyze)
-    command(app, "curve", panel=LAB, cls=JsonCommand, own_json=True)(lab_curve.curve)
-    app.command("advise", cls=JsonCommand, rich_help_panel=LAB)(lab_curve.advise)
 
 
 def generate(
@@ -103,9 +99,9 @@ def generate(
     [bold]batch[/]: one instruction over many documents.
     [bold]random[/]: nothing in common.
     """
-    from ..replay import generate as generator
-    from ..replay.analyze import Summary
-    from ..replay.trace import write_trace
+    from ..lab import generate as generator
+    from ..lab.analyze import Summary
+    from ..lab.trace import write_trace
     from . import lab_views as views
     from .progress import counting
 
@@ -171,9 +167,9 @@ def convert(
     from chained SHA-256 hashes of token ids or, without a tokeniser, of the
     text's bytes.
     """
-    from ..replay.analyze import Summary
-    from ..replay.convert import Converter, ConvertOptions
-    from ..replay.trace import write_trace
+    from ..lab.analyze import Summary
+    from ..lab.convert import Converter, ConvertOptions
+    from ..lab.trace import write_trace
     from . import lab_views as views
     from .progress import reading
 
@@ -217,8 +213,8 @@ def analyze(
     Unique, shared and reusable blocks, shared-prefix lengths, reuse distances,
     popularity, session depth, and what a cache without limits would save.
     """
-    from ..replay import analyze as analysis
-    from ..replay.trace import read_trace
+    from ..lab import analyze as analysis
+    from ..lab.trace import read_trace
     from . import lab_views as views
     from .progress import reading
 

@@ -10,7 +10,7 @@ import typer
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from . import lab
-from .command import Ctl
+from .command import Ctl, command
 from .options import TierName, parse_seconds, parse_size
 
 PICTURES = "Pictures and pages"
@@ -23,6 +23,12 @@ WANTED = "What is wanted"
 PictureOption = Annotated[
     str | None, typer.Option(metavar="FILE", help="Draw it.", rich_help_panel=PICTURES)
 ]
+
+
+def register(app: typer.Typer) -> None:
+    """Add `curve` and `advise`."""
+    command(app, "curve", panel=lab.LAB, cls=lab.JsonCommand, own_json=True)(curve)
+    app.command("advise", cls=lab.JsonCommand, rich_help_panel=lab.LAB)(advise)
 
 
 def curve(
@@ -207,8 +213,8 @@ def _curve_live(ctl: Ctl, tiers: Sequence[str], capacity: str | None, target: st
 def _write_pictures(
     data: dict[str, Any], png: str | None, svg: str | None, html: str | None
 ) -> None:
-    from ..replay.plots import write_plot
-    from ..replay.report import render_report
+    from ..lab.plots import write_plot
+    from ..lab.report import render_report
 
     pictures: tuple[tuple[str | None, Literal["png", "svg"]], ...] = ((png, "png"), (svg, "svg"))
     for path, kind in pictures:
@@ -282,9 +288,9 @@ def advise(
     RAM, /dev/shm and disk, what sorting requests by shared prefix would add, and
     a piece of prefixd.toml.
     """
-    from ..replay import advise as adviser
-    from ..replay.curve import curve_of
-    from ..replay.trace import read_trace
+    from ..lab import advise as adviser
+    from ..lab.curve import curve_of
+    from ..lab.trace import read_trace
     from . import lab_views as views
     from .progress import Rereading, reading
 
@@ -316,7 +322,7 @@ def advise(
 
 def _token_bytes(bytes_per_token: str | None, model_shape: str | None) -> int:
     from ...proto.units import parse_bytes
-    from ..replay.advise import parse_model_shape
+    from ..lab.advise import parse_model_shape
 
     if (bytes_per_token is None) == (model_shape is None):
         raise ValueError("say how big a token's KV state is: --bytes-per-token or --model-shape")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import typer
 
-from . import admin, bench, lab, replay
+from . import admin, bench, lab, lab_curve, lab_fleet, replay
 from .command import AddressOption, Common, Ctl, Group, JsonOption, TimeoutOption, command
 
 app = typer.Typer(
@@ -65,6 +65,8 @@ bench.register(app)
 admin.register(app)
 command(app, "version", panel=admin.LOOK)(version)
 lab.register(app)
+lab_curve.register(app)
+lab_fleet.register(app)
 
 
 def main() -> None:

@@ -27,8 +27,8 @@ _TAIL_LINES: Final = 15
 
 
 class PrivateDaemon:
-    """A daemon in a process of its own, below `directory`, which is short: its socket's path
-    may have 107 bytes. A context manager that starts and stops it; may be started again.
+    """A daemon in a process of its own, below `directory`, which is short: the path of its longest
+    socket may have 107 bytes. A context manager that starts and stops it; may be started again.
 
     `flags` are the daemon's own. Its log is `directory/log`; what it stores lies in
     `directory/disk` and in `shm_directory`. Neither directory is removed.

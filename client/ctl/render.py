@@ -293,7 +293,7 @@ def claims_table(claims: Sequence[pb.ClaimDetail]) -> RenderableType:
             f"{claim.claim_id}",
             claim.owner,
             f"{claim.session_id}",
-            f"{len(claim.keys):,}",
+            f"{claim.entries:,}",
             size(claim.payload_bytes),
             age(claim.age_ms * NS_PER_MS),
             age(claim.lease_left_ms * NS_PER_MS),
@@ -386,7 +386,13 @@ def check_view(response: pb.CheckResponse, *, deep: bool) -> RenderableType:
     if deep:
         verified = format_bytes(response.payload_bytes_verified)
         counted += f", {response.payloads_verified:,} payloads ({verified}) read and verified"
+        if response.payloads_unreadable:
+            counted += f", {response.payloads_unreadable:,} could not be read"
     if not response.problems:
         return Text.assemble(("everything adds up", "green"), f": {counted}")
-    found = Text.assemble((f"{len(response.problems):,} problems", "bold red"), f" in {counted}:")
-    return Group(found, *[Text(f"- {problem}") for problem in response.problems])
+    count = response.problem_count
+    found = Text.assemble((f"{count:,} problems", "bold red"), f" in {counted}:")
+    lines = [Text(f"- {problem}") for problem in response.problems]
+    if count > len(lines):
+        lines.append(Text(f"... and {count - len(lines):,} more"))
+    return Group(found, *lines)

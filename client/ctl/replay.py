@@ -191,8 +191,8 @@ def _replay_live(
     ctl: Ctl, trace: str, target: str | None, common: dict[str, Any], options: dict[str, Any]
 ) -> None:
     from ...proto.errors import UnknownTier
-    from ..replay.live import LiveOptions
-    from ..replay.trace import read_trace
+    from ..lab.trace import read_trace
+    from ..lab.worker import LiveOptions
     from .replay_live import run_live, tiers_of, totals_view
 
     block_bytes = common["block_bytes"] or DEFAULT_BLOCK_BYTES

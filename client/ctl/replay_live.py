@@ -17,9 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ...proto.vocabulary import Tier
-from ..replay.live import LiveOptions, LiveReplay
-from ..replay.outcome import STEPS, Totals
-from ..replay.trace import TraceReader
+from ..lab.live import LiveReplay
+from ..lab.outcome import STEPS, Totals
+from ..lab.trace import TraceReader
+from ..lab.worker import LiveOptions
 from . import render
 from .command import make_console
 from .connection import AdminConnection

@@ -15,11 +15,11 @@ from rich.text import Text
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from ...proto.units import format_bytes, parse_bytes
 from ...tiers.eviction import POLICIES
-from ..replay.charts import label
-from ..replay.columns import TraceColumns, TraceSummary
-from ..replay.curve import DEFAULT_POINTS, LruCurve, exact_curve, sampled_curve
-from ..replay.report import report_data
-from ..replay.simulate import (
+from ..lab.charts import label
+from ..lab.columns import TraceColumns, TraceSummary
+from ..lab.curve import DEFAULT_POINTS, LruCurve, exact_curve, sampled_curve
+from ..lab.report import report_data
+from ..lab.simulate import (
     Cell,
     ReplayResult,
     TouchOrder,
@@ -27,7 +27,7 @@ from ..replay.simulate import (
     replay_all,
     replay_document,
 )
-from ..replay.trace import Request, read_trace
+from ..lab.trace import Request, read_trace
 from .lab_views import percent
 from .progress import bar, reading
 from .render import make_table
@@ -254,7 +254,7 @@ def _replays(
 
 def offline_view(data: Json, block_bytes: int | None = None) -> RenderableType:
     """The trace in a line, and every replay in a row."""
-    return Group(_trace_line(data["trace"]), results_table(data["results"], block_bytes))
+    return Group(trace_line(data["trace"]), results_table(data["results"], block_bytes))
 
 
 def results_table(results: Sequence[Json], block_bytes: int | None = None) -> Table:
@@ -304,7 +304,7 @@ def curve_view(data: Json, most_rows: int = 16) -> RenderableType:
             percent(point["hit_tokens"] / best if best else 0.0),
             "knee" if point is knee else "",
         )
-    parts: list[RenderableType] = [_trace_line(data["trace"]), table]
+    parts: list[RenderableType] = [trace_line(data["trace"]), table]
     if data["sampled"]:
         parts.append(_samples_table(data["sampled"]))
     if data["results"]:
@@ -328,7 +328,8 @@ def _samples_table(sampled: Sequence[Json]) -> Table:
     return table
 
 
-def _trace_line(trace: Json) -> Text:
+def trace_line(trace: Json) -> Text:
+    """The trace in numbers, and what an unlimited cache hits of it."""
     return Text(
         f"{trace['requests']:,} requests, {trace['prompt_tokens']:,} prompt tokens, "
         f"{trace['blocks']:,} blocks, {trace['unique_blocks']:,} different; an unlimited cache "

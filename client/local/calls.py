@@ -12,19 +12,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from ...proto import local
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import (
-    DaemonUnavailable,
-    DeadlineExceeded,
-    MalformedMessage,
-    from_name,
-)
+from ...proto.errors import DaemonUnavailable, DeadlineExceeded, MalformedMessage, from_name
 from ...proto.limits import MAX_BATCH_KEYS
-from ..connection import Calls
+from ..wire.connection import Calls
 
 #: A daemon that does not take a connection in this time is asked over gRPC.
 _CONNECT_S: Final = 0.5
@@ -35,13 +30,14 @@ _RECEIVE_BYTES: Final = 64 * 2**10
 class Line:
     """One connection. Not thread-safe."""
 
-    def __init__(self, path: str, timeout_s: float) -> None:
-        """Raises OSError when nobody listens there."""
+    def __init__(self, path: str, session: pb.SessionRef, timeout_s: float) -> None:
+        """Says whose it is before anything else. Raises OSError when nobody listens there."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._frames = local.Frames(pb.LocalResponse.FromString)
         try:
             self._socket.settimeout(timeout_s)
             self._socket.connect(path)
+            self._socket.sendall(local.frame(pb.LocalRequest(attach=session)))
         except OSError:
             self._socket.close()
             raise
@@ -69,9 +65,10 @@ class Line:
 
     def hand_over(
         self, session: pb.SessionRef, timeout_s: float
-    ) -> tuple[pb.HandOverResponse, dict[str, int]]:
-        """The daemon's descriptors by name, which the caller then owns. Raises PrefixdError."""
-        asked = pb.HandOverRequest(session=session, pid=os.getpid())
+    ) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
+        """The daemon's descriptors by name, each with its size in bytes, which the caller then
+        owns; and what was refused, with the reasons. Raises PrefixdError."""
+        asked = pb.HandOverRequest(session=session)
         self.send(pb.LocalRequest(hand_over=asked), timeout_s)
         fds: list[int] = []
         try:
@@ -93,7 +90,13 @@ class Line:
             for fd in fds:
                 os.close(fd)
             raise
-        return response, dict(zip(response.descriptors, fds, strict=True))
+        handed = zip(response.descriptors, fds, strict=True)
+        return {each.name: (fd, each.size_bytes) for each, fd in handed}, dict(response.refused)
+
+    def shut_down(self) -> None:
+        """Make the call that is under way fail. From another thread."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()
@@ -102,11 +105,13 @@ class Line:
 class LocalCalls:
     """`connection.Calls` over lines, or `instead` of them while none can be had. Thread-safe."""
 
-    def __init__(self, path: str, instead: Calls) -> None:
+    def __init__(self, path: str, session: pb.SessionRef, instead: Calls) -> None:
         self._path = path
+        self._session = session
         self._instead = instead
         self._lock = threading.Lock()
         self._idle: list[Line] = []
+        self._busy: set[Line] = set()
         self._closed = False
 
     @contextmanager
@@ -114,14 +119,21 @@ class LocalCalls:
         """A line for one call, from its request to its last response. Raises OSError: no line
         can be had, and nothing was asked."""
         with self._lock:
+            if self._closed:
+                raise OSError("these connections were closed")
             line = self._idle.pop() if self._idle else None
-        line = line or Line(self._path, min(timeout_s, _CONNECT_S))
+        line = line or Line(self._path, self._session, min(timeout_s, _CONNECT_S))
+        with self._lock:
+            self._busy.add(line)
         try:
             yield line
         except BaseException:
+            with self._lock:
+                self._busy.discard(line)
             line.close()
             raise
         with self._lock:
+            self._busy.discard(line)
             if not self._closed:
                 self._idle.append(line)
                 return
@@ -134,6 +146,13 @@ class LocalCalls:
                 batch = claims[start : start + MAX_BATCH_KEYS]
                 asked = pb.ReleaseRequest(session=session, claim_ids=batch)
                 line.send(pb.LocalRequest(give_back=asked), _CONNECT_S)
+
+    def hang_up(self) -> None:
+        """The session has ended: calls under way fail, now."""
+        self.close()
+        with self._lock:
+            for line in self._busy:
+                line.shut_down()
 
     def close(self) -> None:
         """Hang up, now or when the calls under way have ended."""

@@ -1,65 +1,35 @@
-"""What the daemon handed over: its index, its arenas and its disk tier, to be read in place.
+"""What the daemon handed over: its index, its arenas and this session's staging memory.
 
 Reading without asking is optimistic: look an entry up, copy its bytes, look it up again. The
-daemon removes the row of an entry, and commits that, before anything is written to its extents;
-a row of the same generation afterwards therefore says that the copy is good.
+daemon removes the row of an entry before anything else is written to its extents, and the next
+start of a daemon writes its incarnation into an arena before anything else; a row of the same
+generation, and the same incarnation, *after* the last byte was copied therefore say that the
+copy is good. It does not matter how long that took, what became of the session or of the claim,
+or whether the daemon still runs.
+
+Nothing is closed here: mappings and descriptors go with the last reference to them, so a thread
+that reads never loses what it reads from.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
 
-import lmdb
-
-from ...proto import disk, local
+from ...proto import local
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import RecordError
-from ...proto.index import INCARNATION_ROW, IndexRow, generation_of, unpack_row
+from ...proto.index import IndexReader, unpack_row
 from ...proto.keys import Key
 from ...proto.vocabulary import Tier
 from ..results import Entry
+from ..wire.transport import Copied
+from .arenas import Arena, FileArena, MappedArena
 from .calls import LocalCalls
-from .environments import Environment
 from .staging import StagingMemory
-
-
-class Arena:
-    """A tier's memory, mapped read-only. Takes over `fd`."""
-
-    def __init__(self, fd: int, size_bytes: int) -> None:
-        try:
-            self._mapping = mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ)
-        finally:
-            os.close(fd)
-        self._view = memoryview(self._mapping)
-
-    def views(self, row: IndexRow, offset_bytes: int, length_bytes: int) -> list[memoryview]:
-        """A range of a payload where it lies, one view per extent."""
-        skip_bytes = row.payload_offset + offset_bytes
-        views: list[memoryview] = []
-        for start, extent_bytes in zip(row.location[::2], row.location[1::2], strict=True):
-            if not length_bytes:
-                break
-            if skip_bytes >= extent_bytes:
-                skip_bytes -= extent_bytes
-                continue
-            taken_bytes = min(extent_bytes - skip_bytes, length_bytes)
-            begin = start + skip_bytes
-            views.append(self._view[begin : begin + taken_bytes])
-            length_bytes -= taken_bytes
-            skip_bytes = 0
-        return views
-
-    def close(self) -> None:
-        """Unmap it, now or when the last view into it is gone."""
-        self._view.release()
-        with suppress(BufferError):
-            self._mapping.close()
 
 
 class LocalNode:
@@ -70,170 +40,161 @@ class LocalNode:
 
     def __init__(
         self,
-        response: pb.HandOverResponse,
-        fds: dict[str, int],
+        descriptors: Mapping[str, tuple[int, int]],
+        refused: Mapping[str, str],
         ref: pb.SessionRef,
         calls: LocalCalls,
     ) -> None:
-        """Takes over `fds` and `calls`. `ref`: the session that they were handed to."""
+        """`descriptors`: what was handed over by name, each with its size in bytes; closed here.
+        `ref`: the session that they were handed to. Takes over `calls`."""
         self.ref: Final = ref
         self.calls: Final = calls
-        self._incarnation: Final = ref.incarnation
-        self._lock = threading.Lock()
-        self._users = 0
-        self._closing = False
-        self.refused: Final = dict(response.refused)
-        self._index: Environment | None = None
-        self._disk: Environment | None = None
+        self.refused: Final = dict(refused)
+        self.index: IndexReader | None = None
         self.arenas: Final[dict[int, Arena]] = {}
         self.staging: StagingMemory | None = None
-        sizes = {local.RAM: response.ram_arena_bytes, local.SHM: response.shm_arena_bytes}
-        tiers = {local.RAM: Tier.RAM, local.SHM: Tier.SHM}
-        for name, fd in fds.items():
+        attach: dict[str, Callable[[int, int], None]] = {
+            local.INDEX: self._attach_index,
+            local.RAM: partial(self._attach_memory, Tier.RAM),
+            local.SHM: partial(self._attach_memory, Tier.SHM),
+            local.DISK: self._attach_disk,
+            local.STAGING: self._attach_staging,
+        }
+        for name, (fd, size_bytes) in descriptors.items():
             try:
-                if name in tiers:
-                    self.arenas[tiers[name]] = Arena(fd, sizes[name])
-                elif name == local.STAGING:
-                    self.staging = StagingMemory(fd, response.staging_bytes)
-                else:
-                    self._open_environment(name, fd)
-            except (OSError, ValueError, lmdb.Error) as problem:
+                if name in attach:  # a later version may hand over more
+                    attach[name](fd, size_bytes)
+            except (OSError, ValueError, RecordError) as problem:
                 self.refused[name] = str(problem)
+            finally:
+                os.close(fd)
 
-    def _open_environment(self, name: str, fd: int) -> None:
-        try:
-            if name == local.INDEX:
-                self._index = Environment(fd)
-            elif name == local.DISK:
-                self._disk = Environment(fd, disk.CHUNKS)
-        finally:
-            os.close(fd)
+    def _attach_index(self, fd: int, _size_bytes: int) -> None:
+        index = IndexReader.attach(fd)
+        if index.incarnation != self.ref.incarnation:
+            raise RecordError("the index is that of another start of the daemon")
+        self.index = index
+
+    def _attach_memory(self, tier: Tier, fd: int, size_bytes: int) -> None:
+        self.arenas[tier] = MappedArena(fd, size_bytes, outlives_daemon=tier is Tier.SHM)
+
+    def _attach_disk(self, fd: int, _size_bytes: int) -> None:
+        self.arenas[Tier.DISK] = FileArena(fd)
+
+    def _attach_staging(self, fd: int, size_bytes: int) -> None:
+        self.staging = StagingMemory(os.dup(fd), size_bytes)
 
     @property
     def indexed(self) -> bool:
-        """Can entries be looked up here?"""
-        return self._index is not None
+        """Can entries be looked up here, at this moment?"""
+        return self.index is not None and self.index.live
 
-    def readable(self, tier: int) -> bool:
-        """Can entries of that tier be read here?"""
-        return tier in self.arenas or (tier == Tier.DISK and self._disk is not None)
+    # ---- copies
 
-    def enter(self) -> bool:
-        """Before anything that looks at the node's memory, which is not taken away before
-        `leave`. False: it was closed already, and there is nothing to leave."""
-        with self._lock:
-            if self._closing:
-                return False
-            self._users += 1
-            return True
+    def copy(
+        self, entries: Sequence[Entry], targets: Sequence[memoryview], check: Sequence[bool]
+    ) -> list[Copied]:
+        """Copy whole payloads into `targets`, each exactly as long as its payload. `check`: whose
+        CRC32C is compared."""
+        index = self.index
+        if index is None:
+            return [Copied.GONE] * len(entries)
+        keys = [entry.key for entry in entries]
+        rows = index.get(keys)
+        copies = [
+            self._copy(entry, row, target, checked)
+            for entry, row, target, checked in zip(entries, rows, targets, check, strict=True)
+        ]
+        return self._validated(keys, rows, copies)
 
-    def leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            last = self._closing and not self._users
-        if last:
-            self._close()
+    def _copy(self, entry: Entry, row: bytes | None, target: memoryview, check: bool) -> Copied:
+        if row is None:
+            return Copied.GONE
+        found = unpack_row(row)
+        arena = self.arenas.get(found.tier)
+        if found.generation != entry.generation or arena is None:
+            return Copied.GONE
+        try:
+            crc = arena.read_into(found.location, target, check=check)
+        except OSError:
+            return Copied.GONE  # the daemon knows more
+        return Copied.CORRUPT if check and crc != found.payload_crc32c else Copied.WHOLE
 
-    # ---- looking up: what the index holds under keys, all of one moment. Raises lmdb.Error, and
-    # RecordError when nobody may believe the index: whoever asks has to ask the daemon.
+    def _validated(
+        self, keys: Sequence[Key], rows: Sequence[bytes | None], copies: list[Copied]
+    ) -> list[Copied]:
+        """The outcome of copies that are done: of an entry that left meanwhile, nothing counts."""
+        looked = [n for n, outcome in enumerate(copies) if outcome is not Copied.GONE]
+        found: list[tuple[Key, bytes]] = [(keys[n], rows[n] or b"") for n in looked]
+        if self.stand(found):
+            return copies
+        for number, pair in zip(looked, found, strict=True):
+            if not self.stand([pair]):
+                copies[number] = Copied.GONE
+        return copies
 
-    def get(self, keys: Iterable[Key]) -> list[bytes | None]:
-        """The packed rows of keys; None where there is none."""
-        with self._begin() as txn:
-            self._check(txn)
-            return [txn.get(key) for key in keys]
+    def read(self, entry: Entry, offset_bytes: int, length_bytes: int) -> bytes | None:
+        """A range of a payload, not checked; None: it can't be had here."""
+        (row,) = self.index.get([entry.key]) if self.index is not None else (None,)
+        views = None if row is None else self._views(entry, row, offset_bytes, length_bytes)
+        if row is None or views is None:
+            return None
+        data = b"".join(views)
+        return data if self.stand([(entry.key, row)]) else None
 
-    def get_run(self, keys: Iterable[Key]) -> list[tuple[Key, bytes]]:
-        """Keys and packed rows up to the first key that is not there; `keys` may be lazy, no
-        more than one beyond the last hit is taken."""
-        found: list[tuple[Key, bytes]] = []
-        with self._begin() as txn:
-            self._check(txn)
-            for key in keys:
-                data = txn.get(key)
-                if data is None:
-                    break
-                found.append((key, data))
-        return found
+    def views(
+        self, entries: Sequence[Entry]
+    ) -> tuple[list[list[memoryview]], list[tuple[Key, bytes]]] | None:
+        """The payloads of claimed entries where they lie, and the rows that they are good with:
+        as long as those `stand`. None: some can't be reached."""
+        if self.index is None:
+            return None
+        rows = self.index.get([entry.key for entry in entries])
+        views: list[list[memoryview]] = []
+        standing: list[tuple[Key, bytes]] = []
+        for entry, row in zip(entries, rows, strict=True):
+            found = None if row is None else self._views(entry, row, 0, entry.payload_bytes)
+            if row is None or found is None:
+                return None
+            views.append(found)
+            standing.append((entry.key, row))
+        return views, standing
 
-    def get_first(self, keys: Iterable[Key]) -> tuple[int, Key, bytes] | None:
-        """The first key that is there, with its position and its packed row."""
-        with self._begin() as txn:
-            self._check(txn)
-            for position, key in enumerate(keys):
-                data = txn.get(key)
-                if data is not None:
-                    return position, key, data
-        return None
+    def _views(
+        self, entry: Entry, row: bytes, offset_bytes: int, length_bytes: int
+    ) -> list[memoryview] | None:
+        found = unpack_row(row)
+        arena = self.arenas.get(found.tier)
+        if found.generation != entry.generation or arena is None:
+            return None
+        try:
+            return arena.views(found.location, offset_bytes, length_bytes)
+        except OSError:
+            return None
 
-    def _begin(self) -> Any:
-        # Not typed: what it reads is bytes here, and would be views with other arguments.
-        assert self._index is not None, "asked without an index"
-        return self._index.lmdb.begin()
+    def stand(self, rows: Sequence[tuple[Key, bytes]]) -> bool:
+        """Do these rows still stand, and did no later start of the daemon write to their arenas?
 
-    def _check(self, txn: Any) -> None:
-        if txn.get(INCARNATION_ROW) != self._incarnation:
-            # Another start writes it now, of arenas that we don't have; or its daemon could not
-            # keep it true.
-            raise RecordError("the index is not that of this session's daemon")
-
-    def rows(self, keys: Iterable[Key]) -> list[IndexRow | None]:
-        """The rows of keys; None where there is none."""
-        return [None if data is None else unpack_row(data) for data in self.get(keys)]
-
-    def unchanged(self, entries: Sequence[Entry], rows: Mapping[Key, bytes]) -> bool:
-        """Are the rows of all entries still those, or else at least of the same generation?"""
-        found = self.get(entry.key for entry in entries)
+        True after a copy: what was copied is what was saved.
+        """
+        index = self.index
+        if index is None or not index.live:
+            return False
+        if not index.unchanged([key for key, _ in rows], [row for _, row in rows]):
+            return False
+        incarnation = self.ref.incarnation
         return all(
-            data is not None
-            and (data == rows.get(entry.key) or generation_of(data) == entry.generation)
-            for data, entry in zip(found, entries, strict=True)
+            self.arenas[t].written_by(incarnation)
+            for t in {unpack_row(row).tier for _, row in rows}
         )
 
-    # ---- reading
 
-    def views(self, row: IndexRow, offset_bytes: int, length_bytes: int) -> list[memoryview]:
-        """A range of a payload in an arena, in place. Nothing of it is verified, and it is only
-        good while the entry is claimed, or if its row is unchanged after it was copied."""
-        return self.arenas[row.tier].views(row, offset_bytes, length_bytes)
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """A claim that was made from rows of the index: while they stand, its bytes are good."""
 
-    def disk_chunks(
-        self, key: Key, offset_bytes: int, length_bytes: int
-    ) -> Iterator[tuple[int, memoryview]]:
-        """A range of a payload on disk, chunk by chunk: offset from its start, bytes.
+    node: LocalNode
+    rows: Sequence[tuple[Key, bytes]]
 
-        The views belong to a read transaction that ends with the iteration: copy, don't keep.
-        Raises RecordError when a chunk is missing.
-        """
-        assert self._disk is not None
-        with self._disk.lmdb.begin(db=self._disk.table, buffers=True) as txn:
-            done_bytes = 0
-            for index, part in disk.chunk_ranges(offset_bytes, length_bytes):
-                chunk = txn.get(disk.chunk_key(key, index))
-                if chunk is None or len(chunk) < part.stop:
-                    raise RecordError(f"chunk {index} of {key.hex()} is not there")
-                yield done_bytes, memoryview(chunk)[part]
-                done_bytes += part.stop - part.start
-
-    def close(self) -> None:
-        """Give everything back, as soon as nobody is using it. Views that are held keep their
-        arena mapped."""
-        with self._lock:
-            if self._closing:
-                return
-            self._closing = True
-            busy = self._users
-        self.calls.close()
-        if not busy:
-            self._close()
-
-    def _close(self) -> None:
-        for arena in self.arenas.values():
-            arena.close()
-        self.arenas.clear()
-        if self.staging is not None:
-            self.staging.close()
-        for environment in (self._index, self._disk):
-            if environment is not None:
-                environment.close()
-        self._index = self._disk = None
+    def stands(self) -> bool:
+        return self.node.stand(self.rows)

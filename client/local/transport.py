@@ -11,25 +11,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
-import lmdb
-
 from ...proto import local
-from ...proto.errors import ClaimLost, DeadlineExceeded, PrefixdError, RecordError, UnknownStaging
-from ...proto.index import IndexRow, generation_of, unpack_fixed, unpack_row
+from ...proto.errors import DeadlineExceeded, PrefixdError, UnknownStaging
+from ...proto.index import unpack_row
 from ...proto.keys import Key
 from ...proto.vocabulary import SaveReason, Tier
-from ..deadline import Deadline
-from ..link import Holding, Link
-from ..remote import RemoteTransport, Stage
 from ..results import ClaimMode, Entry, Found, Presence, SaveOutcome
-from ..transport import Claimed, Granted, Range, ReserveItem, SaveTerms, Saving, Sink
+from ..wire.deadline import Deadline
+from ..wire.link import Holding, Link
+from ..wire.remote import RemoteTransport, Stage
+from ..wire.transport import Claimed, Copied, Granted, Range, ReserveItem, SaveTerms, Saving, Sink
 from . import staging
 from .calls import LocalCalls
-from .node import LocalNode
+from .node import InPlace, LocalNode
 
 logger = logging.getLogger("prefixd.client")
 
@@ -37,11 +35,9 @@ logger = logging.getLogger("prefixd.client")
 HAND_OVER_S: Final = 0.5
 #: After a hand-over that took longer, calls don't try again for so long.
 RETRY_HAND_OVER_S: Final = 5.0
-#: Reads wait for the next save or heartbeat to be told; so many are told at once.
-MAX_UNTOLD_READS: Final = 512
+#: Reads are reported with the next save or heartbeat; so many are reported at once.
+MAX_PENDING_TOUCHES: Final = 512
 
-#: What a damaged or closed environment, or a row of another version, raises.
-_UNREADABLE: Final = (lmdb.Error, RecordError, KeyError)
 _TIERS: Final = {int(tier): tier for tier in Tier}
 _REASONS: Final = {int(reason): reason for reason in SaveReason}
 
@@ -60,13 +56,13 @@ class LocalTransport:
         self._not_before_s = 0.0
         self._closed = False
         # A lock of its own: heartbeats take it, and must not wait for a hand-over.
-        self._untold_lock = threading.Lock()
-        self._untold: list[Key] = []
+        self._touches_lock = threading.Lock()
+        self._pending_touches: list[Key] = []
 
     # ---- the node
 
-    def _enter(self, deadline: Deadline | None = None) -> LocalNode | None:
-        """The node of the current session, for use until its `leave`; None: there is none.
+    def _current(self, deadline: Deadline | None = None) -> LocalNode | None:
+        """The node of the current session; None: there is none.
 
         With a deadline, waits for a session if there is none yet. Raises PrefixdError.
         """
@@ -74,20 +70,16 @@ class LocalTransport:
         if link is None or link.why_ended:
             if deadline is not None:
                 self._remote.link(deadline)
-            self._current(deadline)
-        node = self._node
-        return node if node is not None and node.enter() else None
+            self._switch(deadline)
+        return self._node
 
-    def _enter_to_read(self, deadline: Deadline | None = None) -> LocalNode | None:
-        """The same, of a node that has an index: without it nothing can be read in place."""
-        node = self._enter(deadline)
-        if node is not None and not node.indexed:
-            node.leave()
-            return None
-        return node
+    def _indexed(self, deadline: Deadline | None = None) -> LocalNode | None:
+        """The same, of a node with an index: without one, nothing can be read in place."""
+        node = self._current(deadline)
+        return node if node is not None and node.indexed else None
 
-    def _current(self, deadline: Deadline | None) -> None:
-        """Have the node of the current session, if there is one. Raises DeadlineExceeded."""
+    def _switch(self, deadline: Deadline | None) -> None:
+        """Take the node of the current session, if there is one. Raises DeadlineExceeded."""
         link = self._remote.current
         if link is self._link:
             return
@@ -97,8 +89,8 @@ class LocalTransport:
                 return
             old, self._node, self._link = self._node, None, None
             if old is not None:
-                old.close()
-                self._take_untold()  # nobody knows what became of those entries
+                old.calls.close()
+                self._take_touches()  # of entries of an earlier session
                 self._not_before_s = 0.0
             if link is None or time.monotonic() < self._not_before_s:
                 return
@@ -109,16 +101,16 @@ class LocalTransport:
                 self._not_before_s = time.monotonic() + RETRY_HAND_OVER_S
                 return
             self._link = link
-            link.before_heartbeat = self._tell_untold
+            link.before_heartbeat = self._report_touches
             if self._node is not None:
                 link.calls = self._node.calls
+                link.on_end = self._node.calls.hang_up
 
     def refused(self) -> dict[str, str]:
-        node = self._enter()
+        node = self._current()
         if node is None:
             why = "there is no hand-over from this daemon"
             return dict.fromkeys((local.INDEX, local.STAGING), why)
-        node.leave()
         return dict(node.refused)
 
     # ---- in place
@@ -126,94 +118,56 @@ class LocalTransport:
     def find(
         self, keys: Iterable[Key], mode: ClaimMode, deadline: Deadline
     ) -> list[tuple[int, Entry]] | None:
-        found = self._look(keys, mode, deadline)
-        return None if found is None else [(at, _entry(key, row)) for at, key, row in found]
-
-    def _look(
-        self, keys: Iterable[Key], mode: ClaimMode, deadline: Deadline
-    ) -> list[tuple[int, Key, bytes]] | None:
-        """What `find` finds, as the index has it: positions, keys and packed rows."""
-        node = self._enter_to_read(deadline)
+        node = self._indexed(deadline)
         if node is None:
             return None
-        try:
-            return _find(node, keys, mode)
-        except _UNREADABLE as problem:
-            logger.warning("the index can't be read: %s", problem)
-            return None
-        finally:
-            node.leave()
+        return [(at, entry) for at, entry, _ in _found(node, keys, mode)]
 
     def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
-        node = self._enter_to_read(deadline)
-        if node is not None:
-            try:
-                return [data is not None for data in node.get(keys)]
-            except _UNREADABLE as problem:
-                logger.warning("the index can't be read: %s", problem)
-            finally:
-                node.leave()
-        return self._remote.exist(keys, deadline)
+        node = self._indexed(deadline)
+        if node is None or node.index is None:
+            return self._remote.exist(keys, deadline)
+        return node.index.contains(keys)
 
-    def copy(self, entries: Sequence[Entry], sink: Sink) -> list[bool]:
-        node = self._enter_to_read()
+    def copy(
+        self, entries: Sequence[Entry], targets: Sequence[memoryview], check: Sequence[bool]
+    ) -> list[Copied]:
+        node = self._indexed()
         if node is None:
-            return [False] * len(entries)
-        try:
-            keys = [entry.key for entry in entries]
-            copied = [
-                _copy(node, number, entry, row, sink)
-                for number, (entry, row) in enumerate(zip(entries, node.rows(keys), strict=True))
-            ]
-            return [
-                done and data is not None and generation_of(data) == entry.generation
-                for done, data, entry in zip(copied, node.get(keys), entries, strict=True)
-            ]
-        except _UNREADABLE as problem:
-            logger.warning("can't read in place: %s", problem)
-            return [False] * len(entries)
-        finally:
-            node.leave()
+            return [Copied.GONE] * len(entries)
+        return node.copy(entries, targets, check)
 
     def views(self, claim: Holding, entries: Sequence[Entry]) -> list[list[memoryview]] | None:
-        node = self._enter_to_read()
-        if node is None:
+        if claim.why_lost is not None:
+            return None  # nothing would keep the bytes there
+        held = claim.in_place
+        node = held.node if isinstance(held, InPlace) else self._indexed()
+        found = None if node is None else node.views(entries)
+        if node is None or found is None:
             return None
-        try:
-            found = [claim.rows.get(entry.key) for entry in entries]
-            if None in found:
-                found = node.get(entry.key for entry in entries)
-            views: list[list[memoryview]] = []
-            for entry, data in zip(entries, found, strict=True):
-                row = None if data is None else unpack_row(data)
-                if row is None or row.generation != entry.generation:
-                    return None
-                if row.tier not in node.arenas:
-                    return None
-                views.append(node.views(row, 0, row.payload_bytes))
-            return views if claim.why_lost is None else None
-        except _UNREADABLE as problem:
-            logger.warning("can't read in place: %s", problem)
-            return None
-        finally:
-            node.leave()
+        views, rows = found
+        if held is None:
+            claim.in_place = InPlace(node, rows)
+        elif isinstance(held, InPlace):
+            claim.in_place = InPlace(node, list(dict([*held.rows, *rows]).items()))
+        return views
 
     def touch(self, keys: Sequence[Key]) -> None:
-        with self._untold_lock:
-            self._untold += keys
-            if len(self._untold) < MAX_UNTOLD_READS:
+        with self._touches_lock:
+            self._pending_touches += keys
+            if len(self._pending_touches) < MAX_PENDING_TOUCHES:
                 return
-            # Here, so that a save never finds more than it may tell.
-            told, self._untold = self._untold, []
-        self._remote.touch(told)
+            # Here, so that a save never finds more than it may report.
+            reported, self._pending_touches = self._pending_touches, []
+        self._remote.touch(reported)
 
-    def _tell_untold(self) -> None:
-        self._remote.touch(self._take_untold())
+    def _report_touches(self) -> None:
+        self._remote.touch(self._take_touches())
 
-    def _take_untold(self) -> list[Key]:
-        with self._untold_lock:
-            told, self._untold = self._untold, []
-            return told
+    def _take_touches(self) -> list[Key]:
+        with self._touches_lock:
+            taken, self._pending_touches = self._pending_touches, []
+            return taken
 
     # ---- the read side
 
@@ -243,26 +197,33 @@ class LocalTransport:
         self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, lease_ms: int, deadline: Deadline
     ) -> Claimed:
         """Only of what the index has: a miss costs the daemon nothing."""
-        found = None if wait_ms else self._look(keys, mode, deadline)
-        if found == []:
-            return Claimed(None, [], [], in_flight=False)
-        if found:
-            entries = [_entry(key, row) for _, key, row in found]
+        node = None if wait_ms else self._indexed(deadline)
+        if node is not None:
+            found = list(_found(node, keys, mode))
+            if not found:
+                return Claimed(None, [], [], in_flight=False)
+            entries = [entry for _, entry, _ in found]
             holding = self._remote.claim_known(entries, lease_ms, deadline)
             if holding is not None:
-                holding.rows = {key: row for _, key, row in found}
+                holding.in_place = InPlace(node, [(entry.key, row) for _, entry, row in found])
                 return Claimed(holding, [at for at, _, _ in found], entries, in_flight=False)
         return self._remote.claim(keys, mode, wait_ms, lease_ms, deadline)
 
     def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
-        """In place what can be, the rest over gRPC; both under the claim."""
-        rest = list(range(len(ranges)))
-        node = self._enter_to_read()
-        if node is not None:
-            try:
-                rest = [n for n, wanted in enumerate(ranges) if not _read(node, n, wanted, sink)]
-            finally:
-                node.leave()
+        """Parts of payloads in place where that is possible; the rest from the daemon."""
+        node = self._indexed()
+        rest: list[int] = []
+        for number, wanted in enumerate(ranges):
+            part = wanted.length_bytes < wanted.entry.payload_bytes and not wanted.token_ids
+            data = (
+                node.read(wanted.entry, wanted.offset_bytes, wanted.length_bytes)
+                if node is not None and part
+                else None
+            )
+            if data is None:
+                rest.append(number)
+            else:
+                sink(number, 0, data)
         if rest:
             self._remote.read(
                 claim,
@@ -270,24 +231,31 @@ class LocalTransport:
                 lambda number, offset, data: sink(rest[number], offset, data),
                 deadline,
             )
-        if claim.why_lost is not None:
-            raise ClaimLost(claim.why_lost)
 
     def release(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
-        """Without waiting, where the index proves that nothing of it was taken away: while a row
-        stands, nothing else is written to its extents."""
-        node = self._enter_to_read()
-        if node is None:
-            return self._remote.release(claims, deadline)
+        """Of a claim whose rows are known, they alone decide: what was read or viewed under it is
+        good as long as they stand, whatever became of the claim. The daemon is told without
+        waiting for an answer."""
+        held = [claim.in_place for claim in claims]
+        told = [n for n, each in enumerate(held) if isinstance(each, InPlace)]
+        asked = [n for n, each in enumerate(held) if not isinstance(each, InPlace)]
+        results = [isinstance(each, InPlace) and each.stands() for each in held]
+        self._give_back([claims[n] for n in told])
+        if asked:
+            answers = self._remote.release([claims[n] for n in asked], deadline)
+            for number, answer in zip(asked, answers, strict=True):
+                results[number] = answer
+        return results
+
+    def _give_back(self, claims: Sequence[Holding]) -> None:
+        node = self._node
+        mine = [claim for claim in claims if claim.link is self._link]
+        if not mine or node is None:
+            return  # they ended with their session
         try:
-            if not _unchanged(node, claims):
-                return self._remote.release(claims, deadline)
-            node.calls.give_back(node.ref, [claim.number for claim in claims])
+            node.calls.give_back(node.ref, [claim.number for claim in mine])
         except (PrefixdError, OSError):
-            self._remote.give_back(claims)
-        finally:
-            node.leave()
-        return [True] * len(claims)
+            self._remote.give_back(mine)
 
     def forget(self, claim: Holding) -> None:
         self._remote.forget(claim)
@@ -300,7 +268,7 @@ class LocalTransport:
     def reserve(
         self, items: Sequence[ReserveItem], terms: SaveTerms, deadline: Deadline
     ) -> list[Granted]:
-        return self._remote.reserve(items, self._with_reads(terms), deadline)
+        return self._remote.reserve(items, self._with_touches(terms), deadline)
 
     def cancel(self, reservations: Sequence[Holding], deadline: Deadline) -> list[bool]:
         return self._remote.cancel(reservations, deadline)
@@ -325,7 +293,7 @@ class LocalTransport:
         self, items: Sequence[Saving], terms: SaveTerms, deadline: Deadline
     ) -> list[SaveOutcome]:
         """Through staging memory if there is some."""
-        terms = self._with_reads(terms)
+        terms = self._with_touches(terms)
         staged = self._staged(
             [saving.payload for saving in items],
             deadline,
@@ -340,30 +308,27 @@ class LocalTransport:
         save: Callable[[LocalNode, Stage], list[SaveOutcome]],
     ) -> list[SaveOutcome] | None:
         """None: this can't be saved through staging memory, and nothing has happened."""
-        node = self._enter(deadline)
-        if node is None:
+        node = self._current(deadline)
+        if node is None or node.staging is None or not any(map(len, payloads)):
             return None
         try:
-            if node.staging is not None and any(map(len, payloads)):
-                return save(node, partial(staging.save, node.staging, node.calls))
+            return save(node, partial(staging.save, node.staging, node.calls))
         except (UnknownStaging, OSError) as problem:
             logger.info("saving over gRPC: %s", problem)
-        finally:
-            node.leave()
         return None
 
-    def _with_reads(self, terms: SaveTerms) -> SaveTerms:
+    def _with_touches(self, terms: SaveTerms) -> SaveTerms:
         """A save makes room: what was read before it has to count before it."""
-        return terms._replace(touched=self._take_untold())
+        return terms._replace(touched=self._take_touches())
 
-    def close(self) -> None:
-        self._tell_untold()
-        self._remote.close()
+    def close(self, within_s: float) -> None:
+        self._report_touches()
+        self._remote.close(within_s)
         with self._lock:
             self._closed = True
-            node, self._node = self._node, None
+            node, self._node, self._link = self._node, None, None
         if node is not None:
-            node.close()
+            node.calls.close()
 
 
 # ---- the hand-over
@@ -377,11 +342,11 @@ def _hand_over(link: Link, within_s: float) -> LocalNode | None:
     path = link.welcome.local_socket
     if not path:
         return None
-    calls = LocalCalls(path, link.connection.stub)
+    calls = LocalCalls(path, link.ref, link.connection)
     try:
         with calls.line(within_s) as line:
-            response, fds = line.hand_over(link.ref, within_s)
-        node = LocalNode(response, fds, link.ref, calls)
+            descriptors, refused = line.hand_over(link.ref, within_s)
+        node = LocalNode(descriptors, refused, link.ref, calls)
     except DeadlineExceeded:
         raise
     except (OSError, PrefixdError) as problem:
@@ -395,77 +360,44 @@ def _hand_over(link: Link, within_s: float) -> LocalNode | None:
 # ---- rows
 
 
-def _unchanged(node: LocalNode, claims: Sequence[Holding]) -> bool:
-    """Are these claims of this session, and stands every row that they were made of?"""
-    try:
-        return all(
-            claim.why_lost is None and node.unchanged(claim.entries, claim.rows) for claim in claims
-        )
-    except _UNREADABLE:
-        return False
-
-
-def _entry(key: Key, data: bytes) -> Entry:
-    tier, reason, layers, tokens, crc32c, ids_bytes, generation, payload = unpack_fixed(data)
-    return Entry(
-        key, _TIERS[tier], payload, tokens, crc32c, layers, ids_bytes, generation, _REASONS[reason]
-    )
-
-
-def _find(node: LocalNode, keys: Iterable[Key], mode: ClaimMode) -> list[tuple[int, Key, bytes]]:
+def _found(
+    node: LocalNode, keys: Iterable[Key], mode: ClaimMode
+) -> Iterator[tuple[int, Entry, bytes]]:
+    """What `mode` wants of the keys: position, entry and packed row. Takes no more keys than it
+    needs."""
+    index = node.index
+    assert index is not None
+    rows: Iterable[tuple[int, bytes | None]]
     match mode:
         case ClaimMode.RUN:
-            return [(at, key, row) for at, (key, row) in enumerate(node.get_run(keys))]
+            rows = enumerate(index.run(keys))
         case ClaimMode.FIRST:
-            first = node.get_first(keys)
-            return [] if first is None else [first]
+            first = index.first(keys)
+            rows = () if first is None else (first,)
         case ClaimMode.ANY:
-            wanted = list(keys)
-            found = enumerate(zip(wanted, node.get(wanted), strict=True))
-            return [(at, key, row) for at, (key, row) in found if row is not None]
+            rows = enumerate(index.get(keys))
+    for position, row in rows:
+        entry = None if row is None else _entry(row)
+        if row is not None and entry is not None:
+            yield position, entry, row
+        elif mode is ClaimMode.RUN:
+            return
 
 
-def _copy(node: LocalNode, number: int, entry: Entry, row: IndexRow | None, sink: Sink) -> bool:
-    """Hand a whole payload to `sink` from where it lies. False: it is not there any more."""
-    if row is None or row.generation != entry.generation or not node.readable(row.tier):
-        return False
-    try:
-        _pour(node, number, entry.key, row, 0, row.payload_bytes, sink)
-    except RecordError:
-        return False  # evicted since
-    return True
-
-
-def _read(node: LocalNode, number: int, wanted: Range, sink: Sink) -> bool:
-    """The same for a range, under a claim. False: not from here."""
-    entry = wanted.entry
-    if wanted.token_ids or not node.readable(entry.tier):
-        return False
-    try:
-        (row,) = node.rows([entry.key])
-        if row is None or row.generation != entry.generation:
-            return False
-        _pour(node, number, entry.key, row, wanted.offset_bytes, wanted.length_bytes, sink)
-    except _UNREADABLE as problem:
-        logger.warning("can't read %s in place: %s", entry.key.hex(), problem)
-        return False
-    return True
-
-
-def _pour(
-    node: LocalNode,
-    number: int,
-    key: Key,
-    row: IndexRow,
-    offset_bytes: int,
-    length_bytes: int,
-    sink: Sink,
-) -> None:
-    if row.tier == Tier.DISK:
-        for done_bytes, chunk in node.disk_chunks(key, offset_bytes, length_bytes):
-            sink(number, done_bytes, chunk)
-        return
-    done_bytes = 0
-    for view in node.views(row, offset_bytes, length_bytes):
-        sink(number, done_bytes, view)
-        done_bytes += len(view)
+def _entry(row: bytes) -> Entry | None:
+    """None: of a tier or a reason that this version does not know."""
+    found = unpack_row(row)
+    tier, reason = _TIERS.get(found.tier), _REASONS.get(found.reason)
+    if tier is None or reason is None:
+        return None
+    return Entry(
+        found.key,
+        tier,
+        found.payload_bytes,
+        found.token_count,
+        found.payload_crc32c,
+        found.layer_count,
+        found.token_ids_bytes,
+        found.generation,
+        reason,
+    )

@@ -33,9 +33,9 @@ from prefixd.client.bench.samples import Case, interleave
 from prefixd.client.client import Client
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
-from prefixd.client.hit import Hit
+from prefixd.client.hits import Hit
 from prefixd.client.results import SaveStatus
-from prefixd.client.writing import SaveItem
+from prefixd.client.saves import SaveItem
 from prefixd.proto.index import INDEX_DIRECTORY
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier

@@ -25,9 +25,9 @@ from typing import TypeVar
 
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
-from prefixd.server.answers import ClaimAnswer, Opened, ReserveAnswer, WriteOrder
-from prefixd.server.effects import Effect, Reply
-from prefixd.server.events import (
+from prefixd.server.core.answers import ClaimAnswer, Opened, ReserveAnswer, WriteOrder
+from prefixd.server.core.effects import Effect, Reply
+from prefixd.server.core.events import (
     ClaimAsked,
     ClaimMode,
     EvictAsked,
@@ -39,8 +39,8 @@ from prefixd.server.events import (
     Tick,
     WriteSealed,
 )
-from prefixd.server.state import MetaState
-from prefixd.server.tables import StateConfig
+from prefixd.server.core.state import MetaState
+from prefixd.server.core.tables import StateConfig
 from prefixd.tiers.eviction import LRU
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.ledger import Ledger
@@ -66,7 +66,9 @@ class Driver:
             LRU(budget_bytes),
             extents=ExtentAllocator(budget_bytes, SLAB_BYTES),
         )
-        config = StateConfig(max_claims_per_session=10**9, max_reservations_per_session=10**9)
+        config = StateConfig(
+            max_claims_per_session=10**9, max_reservations_per_session=10**9, max_steps=10**9
+        )
         whole_slabs = lambda payload, ids: -(-(payload + ids) // SLAB_BYTES) * SLAB_BYTES  # noqa: E731
         self.state = MetaState(config, {Tier.RAM: ledger}, {Tier.RAM: whole_slabs}, frozenset(), 1)
         self.now_ns = time.time_ns()
@@ -130,7 +132,7 @@ class Driver:
 
     def evict(self, entries: int) -> list[Effect]:
         return self.state.apply(
-            EvictAsked(self.request(), (Tier.RAM,), entries * SLAB_BYTES, self.now_ns)
+            EvictAsked(self.request(), Tier.RAM, entries * SLAB_BYTES, entries, self.now_ns)
         )
 
 
@@ -169,7 +171,7 @@ class Side:
             if start % FLUSH_KEYS == 0:
                 self.driver.flush()
         gc.collect()
-        gc.freeze()  # as the daemon does, see `server/garbage.py`
+        gc.freeze()  # as the daemon does, see `server/runtime/collector.py`
         # The list is ours, the keys in it are the state's.
         own_bytes = sys.getsizeof(self.keys)
         self.entry_bytes = (resident_bytes() - before_bytes - own_bytes) / entries

@@ -4,7 +4,7 @@
 One JSON object per line: {"what", "op", "bytes" or "entries", "p50_us", and "gb_per_s" where
 bytes are moved}. Batches of --entries entries; figures are stable only as ratios inside one run.
 
-    python tests/bench/bench_tiers.py memcpy arena disk extents --entries 48 --repeats 7
+    python tests/bench/bench_tiers.py memcpy arena disk records extents --entries 48 --repeats 7
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import shutil
 import statistics
 import tempfile
@@ -21,14 +22,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from prefixd.proto.copying import copy, copy_crc32c
+from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
-from prefixd.proto.record import RecordHead, crc32c
+from prefixd.proto.record import crc32c
+from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.tiers.arena_store import RecordedStore
 from prefixd.tiers.disk import DiskStore
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.heap import keep_large_blocks
 from prefixd.tiers.ram import RamStore
+from prefixd.tiers.records import Records
 from prefixd.tiers.shm import ShmStore
-from prefixd.tiers.store import Location, Store, Usage
+from prefixd.tiers.store import Store, Usage
 
 SIZES = [4 * 2**10, 64 * 2**10, 2**20, 5 * 2**20]
 
@@ -61,10 +66,29 @@ class Batch:
         self.size_bytes = size_bytes
         self.source = memoryview(bytearray(os.urandom(size_bytes) * entries))
         self.room = memoryview(bytearray(b"\1" * (size_bytes * entries)))
-        self.heads = [
-            RecordHead(Key(os.urandom(32)), number, size_bytes, 512, 0, 1, 1, 0)
-            for number in range(entries)
-        ]
+        self._generation = 0
+
+    def placed(self, store: Store, extents: ExtentAllocator) -> list[EntryRecord]:
+        """An entry for each payload, in room of its own."""
+        stored_bytes = store.stored_bytes(self.size_bytes, 0)
+        entries = []
+        for _ in range(self.entries):
+            self._generation += 1
+            entries.append(
+                EntryRecord(
+                    key=Key(os.urandom(32)),
+                    tier=store.tier,
+                    reason=SaveReason.COLD,
+                    generation=self._generation,
+                    created_ns=self._generation,
+                    payload_bytes=self.size_bytes,
+                    token_count=512,
+                    layer_count=0,
+                    token_ids_bytes=0,
+                    location=extents.allocate(stored_bytes),
+                )
+            )
+        return entries
 
     def part(self, of: memoryview, number: int) -> memoryview:
         return of[number * self.size_bytes : (number + 1) * self.size_bytes]
@@ -100,25 +124,31 @@ def bench_memcpy(entries: int, repeats: int) -> None:
             report("memcpy", op, measure(repeats, action), entries, size_bytes)
 
 
-def save_all(store: Store, batch: Batch, locations: Sequence[Location]) -> None:
+def save_all(store: Store, batch: Batch, entries: Sequence[EntryRecord]) -> None:
     writers = []
-    for number, head in enumerate(batch.heads):
-        writer = store.writer(head, locations[number])
+    for number, entry in enumerate(entries):
+        writer = store.writer(entry)
         writer.write(batch.part(batch.source, number))
         writer.seal()
         writers.append(writer)
-    store.apply(writers, [])
+    store.apply(writers)
 
 
-def view_all(store: Store, batch: Batch, locations: Sequence[Location]) -> None:
-    for head, location in zip(batch.heads, locations, strict=True):
-        store.read(head, location, 0, batch.size_bytes)
+def replace_all(store: Store, batch: Batch, entries: Sequence[EntryRecord]) -> None:
+    """As a full tier does: the entries that had the room go first."""
+    store.forget(entries)
+    save_all(store, batch, entries)
 
 
-def read_all(store: Store, batch: Batch, locations: Sequence[Location], verify: bool) -> None:
-    for number, head in enumerate(batch.heads):
+def view_all(store: Store, batch: Batch, entries: Sequence[EntryRecord]) -> None:
+    for entry in entries:
+        store.read(entry, 0, batch.size_bytes)
+
+
+def read_all(store: Store, batch: Batch, entries: Sequence[EntryRecord], verify: bool) -> None:
+    for number, entry in enumerate(entries):
         room, start = batch.part(batch.room, number), 0
-        for view in store.read(head, locations[number], 0, batch.size_bytes):
+        for view in store.read(entry, 0, batch.size_bytes):
             target = room[start : start + len(view)]
             if verify:
                 copy_crc32c(target, view)
@@ -127,35 +157,52 @@ def read_all(store: Store, batch: Batch, locations: Sequence[Location], verify: 
             start += len(view)
 
 
+def opened(store: Store) -> ExtentAllocator:
+    """Make a store ready to be written."""
+    store.set_incarnation(os.urandom(16))
+    secured_bytes = [0, *store.secure_segments()][-1]
+    return ExtentAllocator(secured_bytes, store.slab_bytes, store.header_bytes)
+
+
 def bench_arena(entries: int, repeats: int) -> None:
     directory = Path(tempfile.mkdtemp(prefix="prefixd-bench-", dir="/dev/shm"))
-    budget_bytes = 2 * entries * max(SIZES)
+    budget_bytes = (2 * entries + 1) * max(SIZES)
     stores: list[RamStore | ShmStore] = []
     try:
         stores += [RamStore(budget_bytes), ShmStore(directory, budget_bytes)]
         for store in stores:
             label = store.tier.label
             start = time.perf_counter()
-            store.arena.secure()
+            extents = opened(store)
             seconds = time.perf_counter() - start
             report(label, "secure", seconds, 1, store.arena.size_bytes)
             for size_bytes in SIZES:
                 batch = Batch(entries, size_bytes)
-                extents = ExtentAllocator(store.arena.secured_bytes, store.slab_bytes)
-                stored_bytes = store.stored_bytes(size_bytes, 0)
-                locations = [extents.allocate(stored_bytes) for _ in range(entries)]
-                for op, action in (
-                    ("save", lambda: save_all(store, batch, locations)),  # noqa: B023  # at once
-                    ("view", lambda: view_all(store, batch, locations)),  # noqa: B023
-                    ("read", lambda: read_all(store, batch, locations, False)),  # noqa: B023
-                    ("read and verify", lambda: read_all(store, batch, locations, True)),  # noqa: B023
-                ):
-                    report(label, op, measure(repeats, action), entries, size_bytes)
+                placed = batch.placed(store, extents)
+                report_store(store, label, batch, placed, repeats)
                 assert batch.room == batch.source
+                for entry in placed:
+                    extents.free(entry.location)
     finally:
         for store in stores:
             store.close()
         shutil.rmtree(directory)
+
+
+def report_store(
+    store: Store, label: str, batch: Batch, placed: list[EntryRecord], repeats: int
+) -> None:
+    for op, action in (
+        ("save", lambda: save_all(store, batch, placed)),
+        ("save in place of others", lambda: replace_all(store, batch, placed)),
+        ("view", lambda: view_all(store, batch, placed)),
+        ("read", lambda: read_all(store, batch, placed, False)),
+        ("read and verify", lambda: read_all(store, batch, placed, True)),
+    ):
+        if op != "view" or not store.blocking:
+            report(label, op, measure(repeats, action), batch.entries, batch.size_bytes)
+    uses = [Usage(entry, 1, 1) for entry in placed]
+    report(label, "usage", measure(repeats, lambda: store.record_usage(uses)), batch.entries)
 
 
 def bench_disk(entries: int, repeats: int, parent: Path | None) -> None:
@@ -164,28 +211,46 @@ def bench_disk(entries: int, repeats: int, parent: Path | None) -> None:
         for size_bytes in SIZES:
             directory = Path(tempfile.mkdtemp(prefix="prefixd-bench-", dir=parent))
             batch = Batch(entries, size_bytes)
-            nowhere = [()] * entries
-            store = DiskStore(directory, 4 * entries * size_bytes + 2**26, sync=sync)
+            store: RecordedStore = DiskStore(
+                directory, 2 * entries * max(size_bytes, 2**16) + 2**26, sync=sync
+            )
             try:
-                # The first batches grow the file; later ones find erased pages in it.
-                for _ in range(4):
-                    save_all(store, batch, nowhere)
-                seconds = measure(repeats, lambda: save_all(store, batch, nowhere))  # noqa: B023
-                report(label, "save", seconds, entries, size_bytes)
-                if sync:
-                    report_reads(store, batch, label, repeats)
+                extents = opened(store)
+                report_store(store, label, batch, batch.placed(store, extents), repeats)
             finally:
                 store.close()
                 shutil.rmtree(directory)
 
 
-def report_reads(store: DiskStore, batch: Batch, label: str, repeats: int) -> None:
-    nowhere = [()] * batch.entries
-    seconds = measure(repeats, lambda: read_all(store, batch, nowhere, False))
-    report(label, "read from page cache", seconds, batch.entries, batch.size_bytes)
-    uses = [Usage(head.key, 1, 1) for head in batch.heads]
-    report(label, "usage", measure(repeats, lambda: store.record_usage(uses)), batch.entries)
-    report(label, "recover", measure(repeats, lambda: store.recover({})), batch.entries)
+def bench_records(count: int, parent: Path | None) -> None:
+    """Recovery of so many entries, with the peak of memory that it adds."""
+    directory = Path(tempfile.mkdtemp(prefix="prefixd-bench-", dir=parent))
+    slab_bytes = 2**16
+    records = Records(directory, Tier.DISK, count + 1, slab_bytes, sync=True)
+    try:
+        records.secure(count + 1)
+        start = time.perf_counter()
+        for first in range(1, count + 1, 10_000):
+            records.put(
+                [
+                    EntryRecord(
+                        *(Key(os.urandom(32)), Tier.DISK, SaveReason.COLD, slab, slab),
+                        *(slab_bytes, 512, 0, 0, (slab * slab_bytes, slab_bytes), 1),
+                    )
+                    for slab in range(first, min(first + 10_000, count + 1))
+                ]
+            )
+        report("records", "put, 10,000 a batch", time.perf_counter() - start, count)
+        before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        start = time.perf_counter()
+        found = sum(len(batch.entries) for batch in records.recover((count + 1) * slab_bytes))
+        assert found == count
+        report("records", "recover", time.perf_counter() - start, count)
+        added_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
+        print(json.dumps({"what": "records", "peak_bytes_an_entry": added_kib * 1024 // count}))
+    finally:
+        records.close()
+        shutil.rmtree(directory)
 
 
 def bench_extents(slabs: int) -> None:
@@ -222,14 +287,15 @@ def bench_extents(slabs: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", nargs="*", help="memcpy, arena, disk, extents; all by default")
+    parser.add_argument("what", nargs="*", help="memcpy, arena, disk, records, extents")
     parser.add_argument("--entries", type=int, default=48, help="entries in a batch")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--slabs", type=int, default=1_000_000, help="of the allocator's arena")
+    parser.add_argument("--records", type=int, default=1_000_000, help="entries to recover")
     parser.add_argument("--directory", type=Path, help="where the disk store is made")
     options = parser.parse_args()
     keep_large_blocks()  # as the daemon does
-    for what in options.what or ["memcpy", "arena", "disk", "extents"]:
+    for what in options.what or ["memcpy", "arena", "disk", "records", "extents"]:
         match what:
             case "memcpy":
                 bench_memcpy(options.entries, options.repeats)
@@ -237,6 +303,8 @@ def main() -> None:
                 bench_arena(options.entries, options.repeats)
             case "disk":
                 bench_disk(options.entries, options.repeats, options.directory)
+            case "records":
+                bench_records(options.records, options.directory)
             case "extents":
                 bench_extents(options.slabs)
             case _:

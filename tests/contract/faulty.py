@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 
-from prefixd.proto.keys import Key
-from prefixd.proto.record import RecordHead
+from prefixd.proto.entry import EntryRecord
 from prefixd.tiers.store import (
+    SEGMENT_BYTES,
     Buffer,
+    EntryRef,
     EntryWriter,
-    Location,
-    Recovery,
+    RecoveryBatch,
     Store,
     StoreError,
     StoreFull,
@@ -34,6 +34,7 @@ class Fault(Enum):
     REFUSED_WRITE = "`write` fails"
     SEAL_ERROR = "`seal` fails"
     USAGE_ERROR = "`record_usage` fails"
+    PROBE_ERROR = "`probe` fails"
     FLIPPED_WRITE = "one bit changes between `write` and what is stored"
     FULL = "`apply` has no room and does nothing"
     WRITE_ERROR = "`apply` fails and does nothing"
@@ -49,6 +50,7 @@ OPERATIONS: Mapping[Fault, str] = {
     Fault.REFUSED_WRITE: "write",
     Fault.SEAL_ERROR: "seal",
     Fault.USAGE_ERROR: "usage",
+    Fault.PROBE_ERROR: "probe",
     Fault.FLIPPED_WRITE: "write",
     Fault.FULL: "apply",
     Fault.WRITE_ERROR: "apply",
@@ -78,6 +80,9 @@ class FaultyStore(Store):
         self.inner = inner
         self.tier = inner.tier  # type: ignore[misc]  # of the one store that this wraps
         self.blocking = inner.blocking  # type: ignore[misc]
+        self.recorded = inner.recorded  # type: ignore[misc]
+        self.slab_bytes = inner.slab_bytes
+        self.header_bytes = inner.header_bytes
         self.on_call = on_call
         #: every fault that happened, in order
         self.happened: list[Fault] = []
@@ -86,7 +91,7 @@ class FaultyStore(Store):
         self._armed: deque[Fault] = deque()
 
     def arm(self, fault: Fault) -> None:
-        """Let the next operation that this fault belongs to have it."""
+        """Give this fault to the next operation that it belongs to."""
         self._armed.append(fault)
 
     def draw(self, operation: str) -> Fault | None:
@@ -113,13 +118,34 @@ class FaultyStore(Store):
 
     # ---- the contract
 
+    @property
+    def size_bytes(self) -> int:
+        return self.inner.size_bytes
+
+    @property
+    def secured_bytes(self) -> int:
+        return self.inner.secured_bytes
+
     def stored_bytes(self, payload_bytes: int, token_ids_bytes: int) -> int:
         return self.inner.stored_bytes(payload_bytes, token_ids_bytes)
 
-    def writer(self, head: RecordHead, location: Location) -> EntryWriter:
-        return _FaultyWriter(self, self.inner.writer(head, location))
+    def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
+        return self.inner.secure_segments(segment_bytes)
 
-    def apply(self, sealed: Sequence[EntryWriter], erased: Iterable[Key]) -> None:
+    def set_incarnation(self, incarnation: bytes) -> None:
+        self.inner.set_incarnation(incarnation)
+
+    def writer(self, entry: EntryRecord, token_ids: bytes = b"") -> EntryWriter:
+        return _FaultyWriter(self, self.inner.writer(entry, token_ids))
+
+    def forget(self, entries: Iterable[EntryRef]) -> None:
+        self.inner.forget(entries)
+
+    @property
+    def unerased(self) -> int:
+        return self.inner.unerased
+
+    def apply(self, sealed: Sequence[EntryWriter]) -> None:
         fault = self.draw("apply")
         if fault is Fault.FULL:
             raise StoreFull("no room, on purpose")
@@ -128,38 +154,40 @@ class FaultyStore(Store):
         if fault is Fault.CRASH_BEFORE:
             raise Crash
         self.inner.apply(
-            [writer.inner if isinstance(writer, _FaultyWriter) else writer for writer in sealed],
-            erased,
+            [writer.inner if isinstance(writer, _FaultyWriter) else writer for writer in sealed]
         )
         if fault is Fault.CRASH_AFTER:
             raise Crash
 
-    def read(
-        self, head: RecordHead, location: Location, offset_bytes: int, length_bytes: int
-    ) -> list[memoryview]:
+    def read(self, entry: EntryRef, offset_bytes: int, length_bytes: int) -> list[memoryview]:
         fault = self.draw("read")
         if fault is Fault.READ_ERROR:
             raise StoreError("a failed read, on purpose")
         if fault is Fault.SHORT_READ:
             length_bytes = self._random.randrange(length_bytes)
-        views = self.inner.read(head, location, offset_bytes, length_bytes)
+        views = self.inner.read(entry, offset_bytes, length_bytes)
         if fault is Fault.FLIPPED_READ and views:
             views[-1] = memoryview(self.flip(views[-1]))
         return views
 
-    def token_ids(self, head: RecordHead, location: Location, token_ids_bytes: int) -> bytes:
-        return self.inner.token_ids(head, location, token_ids_bytes)
+    def token_ids(self, entry: EntryRef) -> bytes:
+        return self.inner.token_ids(entry)
 
-    def recover(self, directory: Mapping[Key, Location]) -> Recovery:
-        return self.inner.recover(directory)
+    def recover(self) -> Iterator[RecoveryBatch]:
+        return self.inner.recover()
+
+    def scan(self) -> Iterator[list[EntryRecord]]:
+        return self.inner.scan()
 
     def record_usage(self, usages: Sequence[Usage]) -> None:
         if self.draw("usage") is Fault.USAGE_ERROR:
             raise StoreError("use that is not recorded, on purpose")
         self.inner.record_usage(usages)
 
-    def held_keys(self) -> set[Key] | None:
-        return self.inner.held_keys()
+    def probe(self) -> None:
+        if self.draw("probe") is Fault.PROBE_ERROR:
+            raise StoreError("a failed probe, on purpose")
+        self.inner.probe()
 
     def close(self) -> None:
         self.inner.close()
@@ -168,8 +196,7 @@ class FaultyStore(Store):
 class _FaultyWriter(EntryWriter):
     def __init__(self, store: FaultyStore, inner: EntryWriter) -> None:
         self.inner = inner
-        self.head = inner.head
-        self.location = inner.location
+        self.entry = inner.entry
         self._store = store
 
     @property
@@ -187,4 +214,6 @@ class _FaultyWriter(EntryWriter):
     def seal(self) -> int:
         if self._store.draw("seal") is Fault.SEAL_ERROR:
             raise StoreError("a seal that failed, on purpose")
-        return self.inner.seal()
+        crc = self.inner.seal()
+        self.entry = self.inner.entry
+        return crc

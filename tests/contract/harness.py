@@ -13,27 +13,29 @@ from pathlib import Path
 
 from faulty import FaultyStore
 
+from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
-from prefixd.proto.record import RecordHead, crc32c
-from prefixd.proto.vocabulary import Tier
+from prefixd.proto.record import crc32c
+from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.tiers.disk import DiskStore
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.ram import RamStore
 from prefixd.tiers.shm import ShmStore
-from prefixd.tiers.store import EntryWriter, Location, Recovery, Store
+from prefixd.tiers.store import EntryWriter, RecoveryBatch, Store, StoredEntry
 
 SLAB = 4096
 KINDS = ("ram", "shm", "disk")
 SURVIVING = ("shm", "disk")
+TIERS = {tier.label: tier for tier in Tier}
 
 
 @dataclass(frozen=True)
 class Saved:
     """What the twin knows of an entry."""
 
-    head: RecordHead
-    location: Location
+    entry: EntryRecord
     payload: bytes
+    token_ids: bytes
 
     @property
     def crc(self) -> int:
@@ -41,32 +43,36 @@ class Saved:
 
 
 class Harness:
-    """A store of `kind` with `budget_bytes`, its extents, and its twin: a plain dict."""
+    """A store of `kind` with `slabs` slabs for entries, its extents, and its twin: a dict."""
 
-    def __init__(self, kind: str, *, budget_bytes: int = 64 * SLAB, sync: bool = False) -> None:
+    def __init__(self, kind: str, *, slabs: int = 64, sync: bool = False) -> None:
         self.kind = kind.removeprefix("faulty-")
         self.wrapped = kind.startswith("faulty-")
-        self.budget_bytes = budget_bytes
+        self.slabs = slabs
         self.sync = sync
         parent = "/dev/shm" if self.kind == "shm" else None
         self.directory = Path(tempfile.mkdtemp(prefix="prefixd-test-", dir=parent))
         self.saved: dict[Key, Saved] = {}
         self._generation = 0
+        self._starts = 0
         self.store = self._open()
 
     def _open(self) -> Store:
         store: Store
+        # The header, and the records of all slabs.
+        budget_bytes = (self.slabs + 1) * (SLAB + 160)
         match self.kind:
             case "ram":
-                store = RamStore(self.budget_bytes, SLAB)
+                store = RamStore(self.slabs * SLAB, SLAB)
             case "shm":
-                store = ShmStore(self.directory / "shm", self.budget_bytes, SLAB)
+                store = ShmStore(self.directory / "shm", budget_bytes, SLAB)
             case _:
-                store = DiskStore(self.directory / "disk", self.budget_bytes, sync=self.sync)
-        self.extents: ExtentAllocator | None = None
-        if isinstance(store, RamStore | ShmStore):
-            store.arena.secure()
-            self.extents = ExtentAllocator(store.arena.secured_bytes, SLAB)
+                store = DiskStore(self.directory / "disk", budget_bytes, SLAB, sync=self.sync)
+        self._starts += 1
+        store.set_incarnation(self._starts.to_bytes(16, "big"))
+        secured_bytes = [0, *store.secure_segments()][-1] or (self.slabs + 1) * SLAB
+        self.extents = ExtentAllocator(secured_bytes, SLAB, store.header_bytes)
+        assert self.extents.capacity_bytes == self.slabs * SLAB
         return FaultyStore(store, seed=11) if self.wrapped else store
 
     @property
@@ -74,18 +80,20 @@ class Harness:
         assert isinstance(self.store, FaultyStore)
         return self.store
 
-    def reopen(self) -> Recovery:
+    def reopen(self) -> RecoveryBatch:
         """A new process: what survives comes back, and the twin forgets the rest."""
-        directory = {key: saved.location for key, saved in self.saved.items()}
         self.store.close()
         self.store = self._open()
-        recovery = self.store.recover(directory)
-        if self.extents is not None:
-            for entry in recovery.entries:
-                self.extents.claim(entry.location)
+        entries: list[StoredEntry] = []
+        dropped: list[tuple[Key, str]] = []
+        for batch in self.store.recover():
+            entries += batch.entries
+            dropped += batch.dropped
+        for entry in entries:
+            self.extents.claim(entry.record.location)
         if self.kind == "ram":
             self.saved = {}
-        return recovery
+        return RecoveryBatch(entries, dropped)
 
     def close(self) -> None:
         """May be called twice."""
@@ -94,34 +102,29 @@ class Harness:
 
     # ---- the steps of a save
 
-    def head(self, key: Key, payload_bytes: int, token_ids: bytes = b"") -> RecordHead:
+    def entry(self, key: Key, payload_bytes: int, token_ids: bytes = b"") -> EntryRecord:
+        """An entry with its room."""
         self._generation += 1
-        return RecordHead(
+        stored_bytes = self.store.stored_bytes(payload_bytes, len(token_ids))
+        return EntryRecord(
             key=key,
+            tier=TIERS[self.kind],
+            reason=SaveReason.COLD,
             generation=self._generation,
+            created_ns=1_000 + self._generation,
             payload_bytes=payload_bytes,
             token_count=len(token_ids) // 4,
             layer_count=0,
-            reason=1,
-            tier={"ram": Tier.RAM, "shm": Tier.SHM, "disk": Tier.DISK}[self.kind],
-            created_ns=1_000 + self._generation,
-            token_ids=token_ids,
+            token_ids_bytes=len(token_ids),
+            location=self.extents.allocate(stored_bytes),
         )
 
-    def place(self, head: RecordHead) -> Location:
-        if self.extents is None:
-            return ()
-        return self.extents.allocate(
-            self.store.stored_bytes(head.payload_bytes, len(head.token_ids))
-        )
-
-    def free(self, location: Location) -> None:
-        if self.extents is not None:
-            self.extents.free(location)
+    def give_up(self, writer: EntryWriter) -> None:
+        """A save that comes to nothing: its room is free."""
+        self.extents.free(writer.entry.location)
 
     def begin(self, key: Key, payload: bytes, token_ids: bytes = b"") -> EntryWriter:
-        head = self.head(key, len(payload), token_ids)
-        return self.store.writer(head, self.place(head))
+        return self.store.writer(self.entry(key, len(payload), token_ids), token_ids)
 
     def write(self, writer: EntryWriter, payload: bytes, pieces: Sequence[int] = ()) -> int:
         """All of `payload`, cut at `pieces`, and sealed."""
@@ -138,44 +141,54 @@ class Harness:
         """Save one entry, in the place of one of the same key if there is one."""
         writer = self.begin(key, payload, token_ids)
         crc = self.write(writer, payload, pieces)
-        erased = [key] if key in self.saved else []
-        self.store.apply([writer], erased)
-        saved = self.remember(writer, payload)
-        assert crc == saved.crc
+        if key in self.saved:
+            self.store.forget([self.saved[key].entry])
+        self.store.apply([writer])
+        saved = self.remember(writer, payload, token_ids)
+        assert crc == saved.crc == saved.entry.payload_crc32c
         return saved
 
-    def remember(self, writer: EntryWriter, payload: bytes) -> Saved:
+    def remember(self, writer: EntryWriter, payload: bytes, token_ids: bytes = b"") -> Saved:
         """`apply` came back: the twin has the entry, and what was there before is gone."""
-        key = writer.head.key
-        self.forget(key)
-        self.saved[key] = Saved(writer.head, writer.location, payload)
+        key = writer.entry.key
+        self.free(key)
+        self.saved[key] = Saved(writer.entry, payload, token_ids)
         return self.saved[key]
 
-    def forget(self, key: Key) -> None:
+    def free(self, key: Key) -> None:
+        """The twin forgets an entry, and its room is free."""
         if key in self.saved:
-            self.free(self.saved.pop(key).location)
+            self.extents.free(self.saved.pop(key).entry.location)
+
+    def forget(self, *keys: Key) -> None:
+        """The store is told that entries are gone, and their room is free at once."""
+        self.store.forget([self.saved[key].entry for key in keys])
+        for key in keys:
+            self.free(key)
 
     def erase(self, *keys: Key) -> None:
-        self.store.apply([], keys)
-        for key in keys:
-            self.forget(key)
+        self.forget(*keys)
+        self.store.apply([])
+        assert self.store.unerased == 0
 
     # ---- reading back
 
     def read(self, saved: Saved, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
         if length_bytes is None:
             length_bytes = len(saved.payload) - offset_bytes
-        return b"".join(self.store.read(saved.head, saved.location, offset_bytes, length_bytes))
+        return b"".join(self.store.read(saved.entry, offset_bytes, length_bytes))
 
     def check(self) -> None:
         """Everything that was saved is there, byte for byte, and nothing else is."""
         for saved in self.saved.values():
             assert self.read(saved) == saved.payload
-            token_ids = saved.head.token_ids
-            assert self.store.token_ids(saved.head, saved.location, len(token_ids)) == token_ids
-        held = self.store.held_keys()
-        assert held is None or held == set(self.saved)
-        if self.extents is not None:
-            self.extents.check()
-            used = sum(sum(saved.location[1::2]) for saved in self.saved.values())
-            assert self.extents.capacity_bytes - self.extents.free_bytes == used
+            assert self.store.token_ids(saved.entry) == saved.token_ids
+            self.store.verify(saved.entry, saved.crc)
+        if self.kind != "ram" and not self.store.unerased:
+            held = [entry for batch in self.store.scan() for entry in batch]
+            assert sorted(held, key=lambda entry: entry.key) == sorted(
+                (saved.entry for saved in self.saved.values()), key=lambda entry: entry.key
+            )
+        self.extents.check()
+        used = sum(sum(saved.entry.location[1::2]) for saved in self.saved.values())
+        assert self.extents.capacity_bytes - self.extents.free_bytes == used

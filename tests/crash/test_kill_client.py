@@ -14,8 +14,7 @@ import pytest
 from prefixd.client import Client, Key, Presence, SaveItem, SaveReason, SaveStatus, Tier
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
-
-from ..daemon import eventually, private_daemon
+from tests.support.daemon import eventually, private_daemon
 
 HEARTBEAT_S = 4.0
 PUBLISHED = [Key(bytes([number]) * 32) for number in range(1, 6)]
@@ -84,10 +83,10 @@ def holds_nothing(admin: AdminConnection) -> bool:
 def test_what_a_killed_client_held_is_free_within_two_heartbeats(
     admin: AdminConnection, holder: subprocess.Popen[str]
 ) -> None:
-    (claim,) = admin.claims().claims
+    (claim,) = admin.claims()
     assert "holder" in claim.owner
     assert {bytes(key) for key in claim.keys} == set(PUBLISHED)
-    held = admin.reservations().reservations
+    held = admin.reservations()
     assert {bytes(reservation.key) for reservation in held} == set(RESERVED)
     before = admin.stats()
     assert [tier.pinned_entries for tier in before.tiers] == [len(PUBLISHED), 0, 0]

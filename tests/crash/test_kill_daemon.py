@@ -11,12 +11,12 @@ import pytest
 from prefixd.client import Client, Key, SaveItem, SaveReason, SaveStatus, Tier
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.replay.blocks import BlockPayloads, keys_of_ids, replay_namespace
-from prefixd.client.replay.generate import generate
-from prefixd.client.replay.live import LiveOptions, LiveReplay
-from prefixd.client.replay.outcome import Totals
-
-from ..daemon import eventually, private_daemon
+from prefixd.client.lab.blocks import BlockPayloads, keys_of_ids, replay_namespace
+from prefixd.client.lab.generate import generate
+from prefixd.client.lab.live import LiveReplay
+from prefixd.client.lab.outcome import Totals
+from prefixd.client.lab.worker import LiveOptions
+from tests.support.daemon import eventually, private_daemon
 
 BLOCK_BYTES = 20_000
 PAYLOADS = BlockPayloads(BLOCK_BYTES)
@@ -64,15 +64,9 @@ def start_up_report(daemon: PrivateDaemon) -> dict[str, dict[str, int]]:
 
 
 def holds_nothing(admin: AdminConnection) -> bool:
-    """Is nobody left, and with them whatever they held?
-
-    But for what may still be read through maps from before the restart, which the daemon pins
-    itself for as long as a lease may last.
-    """
+    """Has every client left, and everything that they held with them?"""
     stats = admin.stats()
-    held = [*admin.sessions().sessions, *admin.claims().claims]
-    strangers = {one.owner for one in held} - {"readers from before the restart"}
-    return not (strangers or stats.reservations or stats.waiters)
+    return not (stats.sessions or stats.claims or stats.reservations or stats.waiters)
 
 
 def read_back(client: Client, keys: list[Key]) -> list[bytes]:
@@ -108,7 +102,6 @@ def test_a_killed_daemon_in_the_middle_of_a_replay(daemon: PrivateDaemon, in_pla
     assert totals.requests == len(requests), "the workers reconnected by themselves and finished"
     assert totals.good
     assert totals.reconnects >= 4
-    assert totals.unavailable_requests >= 1
     assert counted_by_the_dead[0] > 0
     assert len(witness.acknowledged) > counted_by_the_dead[0], "the witness reconnected, too"
 
@@ -144,7 +137,7 @@ def test_an_idle_daemon_comes_back_as_it_was_killed(daemon: PrivateDaemon) -> No
                 items = [SaveItem(key, PAYLOADS.payload(block_id), 512)]
                 client.save_many(items, tier=tier, reason=SaveReason.EVICT)
     with daemon.admin() as admin:
-        before = {tier: list(admin.all_entries(tier)) for tier in Tier}
+        before = {tier: admin.next_victims(tier, 1_000) for tier in Tier}
         incarnation = admin.stats().incarnation
     assert all(len(entries) == 40 for entries in before.values())
 
@@ -158,7 +151,7 @@ def test_an_idle_daemon_comes_back_as_it_was_killed(daemon: PrivateDaemon) -> No
         assert [t.recovered_bytes for t in stats.tiers] == [0, 40 * BLOCK_BYTES, 40 * BLOCK_BYTES]
         assert [t.entries for t in stats.tiers] == [0, 40, 40]
         for tier in (Tier.SHM, Tier.DISK):
-            after = list(admin.all_entries(tier))
+            after = admin.next_victims(tier, 1_000)
             assert [e.key for e in after] == [e.key for e in before[tier]]
             assert [e.info for e in after] == [e.info for e in before[tier]]
         assert admin.check(deep=True).problems == []

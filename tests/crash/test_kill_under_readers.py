@@ -1,103 +1,119 @@
-"""A daemon that is killed while clients look at its memory: what they see stays what it was."""
+"""A daemon that is killed while clients read its memory: what they get is right or a miss, a
+release says whether a view was good until then, and the next daemon has all of its room."""
 
 from __future__ import annotations
 
 import pytest
 
-from prefixd.client import Client, MissReason, SaveReason, SaveStatus, Tier
+from prefixd.client import Client, Hit, MissReason, Tier
+from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.client.restores import Verify
 from prefixd.proto.limits import MAX_WAIT_MS
+from tests.support.daemon import eventually, private_daemon
+from tests.support.entries import payload_of, restore, save
+from tests.support.moments import disrupt
 
-from ..daemon import eventually, private_daemon
-from ..entries import items_of, payload_of, restore, save
-
-READERS = "readers from before the restart"
 PAYLOAD_BYTES = 1_000_000
-#: So many fill 8 MiB of shm.
+#: So many fill a tier of 8 MiB.
 NAMES = [f"entry {number}" for number in range(8)]
 BUDGET_BYTES = 8 * 2**20
 
 
-def test_what_is_viewed_in_shm_is_not_written_over_before_the_lease_has_passed() -> None:
-    """Nor can it be evicted; afterwards it is the room of others again."""
-    times = ("--sessions.claim_lease=4s", "--sessions.heartbeat=1s")
-    with private_daemon(*times) as daemon, Client(daemon.address) as client:
+def fill(daemon: PrivateDaemon, tier: Tier) -> None:
+    """Other entries everywhere: nothing of what was there before holds any room."""
+    with daemon.admin() as admin, Client(daemon.address) as other:
+        admin.evict(BUDGET_BYTES, [tier])
+        for name in NAMES:  # all at once are more than one client's share
+            save(other, [f"other {name}"], PAYLOAD_BYTES, tier)
+
+
+def viewed(hit: Hit) -> bytes:
+    views = hit.buffers
+    assert views is not None
+    return b"".join(views)
+
+
+def test_a_view_of_shm_is_good_until_the_next_daemon_takes_the_arena() -> None:
+    with private_daemon() as daemon, Client(daemon.address) as client:
         keys = save(client, NAMES[:2], PAYLOAD_BYTES, Tier.SHM)
-        seen = b"".join(payload_of(key, PAYLOAD_BYTES) for key in keys)
-        hit = client.claim(keys)
-        views = hit.buffers
-        assert views is not None
-        assert b"".join(views) == seen
+        right = b"".join(payload_of(key, PAYLOAD_BYTES) for key in keys)
+        early, untouched, overwritten = (client.claim(keys) for _ in range(3))
+        for hit in (early, untouched, overwritten):
+            assert viewed(hit) == right
+        views = overwritten.buffers or []
 
         daemon.kill()
+        assert early.release(), "nobody has written there"
         daemon.start()
-
-        with daemon.admin() as admin, Client(daemon.address) as other:
-
-            def held() -> bool:
-                return any(claim.owner == READERS for claim in admin.claims().claims)
-
-            def fill(number: int) -> int:
-                """Saves what fills the tier; says how many found room."""
-                names = [f"other {number} {n}" for n in range(8)]
-                items = items_of(names, PAYLOAD_BYTES)
-                outcomes = other.save_many(
-                    items, tier=Tier.SHM, reason=SaveReason.EVICT, deadline_ms=MAX_WAIT_MS
-                )
-                statuses = [outcome.status for outcome in outcomes]
-                assert set(statuses) <= {SaveStatus.SAVED, SaveStatus.NO_ROOM}
-                return statuses.count(SaveStatus.SAVED)
-
-            assert held()
-            rounds = 0
-            while True:
-                admin.evict(BUDGET_BYTES, [Tier.SHM])
-                saved = fill(rounds)
-                unchanged = b"".join(views) == seen
-                if not held():
-                    break  # between the save and now, or before
-                assert unchanged
-                assert saved == 6, "of eight rooms two are still looked at"
-                rounds += 1
-            assert rounds > 0
-            admin.evict(BUDGET_BYTES, [Tier.SHM])
-            assert fill(-1) == 8
-            assert b"".join(views) != seen, "and nobody has a right to look any more"
+        assert not untouched.release(), "somebody may have"
+        fill(daemon, Tier.SHM)
+        assert b"".join(views) != right
+        assert not overwritten.release()
+        assert (early.lost, untouched.lost, overwritten.lost) == (False, True, True)
+        with daemon.admin() as admin:
             assert admin.check(deep=True).problems == []
 
-        assert not hit.release()
-        assert hit.lost
 
-
-def test_what_is_viewed_in_ram_stays_as_long_as_it_is_looked_at() -> None:
-    """The memory of the daemon that was killed belongs to whoever has it mapped. The claim is
-    lost all the same, and the client goes on with the new daemon."""
+def test_a_view_of_ram_is_good_as_long_as_it_is_looked_at() -> None:
+    """The memory of a daemon that was killed belongs to those who have it mapped; the client goes
+    on with the next daemon."""
     with private_daemon() as daemon, Client(daemon.address) as client:
         keys = save(client, NAMES[:2], PAYLOAD_BYTES, Tier.RAM)
-        hit = client.claim(keys)
+        right = b"".join(payload_of(key, PAYLOAD_BYTES) for key in keys)
+        hit, read_later = client.claim(keys), client.claim(keys)
         looked = client.longest_run(keys, claim=False)
-        views = hit.buffers
-        assert views is not None
-        seen = b"".join(views)
+        assert viewed(hit) == right
+        views = hit.buffers or []
 
         daemon.kill()
         daemon.start()
         assert client.wait_connected(deadline_ms=MAX_WAIT_MS)
-        eventually(lambda: hit.lost)
+        eventually(lambda: read_later.lost)
+        fill(daemon, Tier.RAM)
 
-        assert b"".join(views) == seen
-        assert seen == b"".join(payload_of(key, PAYLOAD_BYTES) for key in keys)
         assert client.exists(keys) == [False, False]
-        result, _ = restore(looked)
-        assert result.miss is MissReason.ABSENT
-        assert restore(hit)[0].miss is MissReason.LOST
-        assert hit.buffers is None
-        assert not hit.release()
+        assert restore(looked)[0].miss is MissReason.ABSENT
+        assert restore(read_later)[0].miss is MissReason.LOST
+        assert b"".join(views) == right
+        assert hit.release()
+        with client.claim(save(client, NAMES[:2], PAYLOAD_BYTES, Tier.RAM)) as again:
+            assert viewed(again) == right
+        assert not again.lost
 
-        save(client, NAMES, PAYLOAD_BYTES, Tier.RAM)
-        assert b"".join(views) == seen
-        with client.claim(keys) as again:
-            assert again.buffers is not None
-            assert b"".join(again.buffers) == seen
+
+@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("claimed", [True, False], ids=["claimed", "looked"])
+def test_a_daemon_that_is_killed_and_replaced_in_the_middle_of_a_restore(
+    tier: Tier, claimed: bool
+) -> None:
+    """The next one writes to the same files while the rest is copied; RAM is that of the dead."""
+    choices: tuple[Verify, ...] = ("always", "never")
+    with private_daemon() as daemon:
+        for verify in choices:
+            with Client(daemon.address, verify=verify) as client:
+                keys = save(client, NAMES[:2], PAYLOAD_BYTES, tier)
+                hit = client.longest_run(keys, claim=claimed)
+
+                def happen() -> None:
+                    daemon.kill()
+                    daemon.start()
+                    fill(daemon, tier)
+
+                with pytest.MonkeyPatch.context() as patch:
+                    disrupt(patch, "in the middle of a copy", happen)
+                    result, payloads = restore(hit)
+                if tier is Tier.RAM:
+                    assert result
+                    assert payloads == [payload_of(key, PAYLOAD_BYTES) for key in keys]
+                else:
+                    assert result.restored == (False, False)
+                    assert result.miss in {
+                        MissReason.ABSENT,
+                        MissReason.LOST,
+                        MissReason.UNAVAILABLE,
+                    }
+                if claimed:
+                    assert hit.release() == (tier is Tier.RAM)
 
 
 @pytest.mark.parametrize("tier", [Tier.SHM, Tier.DISK])

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from prefixd.proto.record import RecordHead
+from prefixd.proto.entry import EntryRecord
 from prefixd.proto.vocabulary import SaveReason, Tier
-from prefixd.server import effects as fx
-from prefixd.server import events as ev
-from prefixd.server.events import ClaimMode, SaveItem, SaveOutcome
-from prefixd.server.state import MetaState
-from prefixd.server.tables import StateConfig
+from prefixd.server.core import effects as fx
+from prefixd.server.core import events as ev
+from prefixd.server.core.checking import Recount
+from prefixd.server.core.events import ClaimMode, SaveItem, SaveOutcome
+from prefixd.server.core.state import MetaState
+from prefixd.server.core.tables import StateConfig
 from prefixd.tiers.eviction.lru import LRU
 from prefixd.tiers.extents import ExtentAllocator
-from prefixd.tiers.ledger import Ledger
+from prefixd.tiers.ledger import Admission, Ledger
 from prefixd.tiers.store import StoredEntry
+from tests.model.twin import Twin, TwinLimits, TwinTier
+from tests.model.witness import NAMES, Witness, key_of, keys_of, name_of, plain
 
-from .twin import BEFORE, Twin, TwinLimits, TwinTier
-from .witness import NAMES, Witness, key_of, keys_of, name_of, one_by_one, plain
-
-LIMITS = TwinLimits(sessions=3, claims=3, reservations=4, waiters=3, lost_after=90)
+LIMITS = TwinLimits(
+    sessions=3,
+    claims=3,
+    reservations=4,
+    waiters=4,
+    lost_after=90,
+    waited=7,
+    waited_of_one=4,
+    unwritten=30,
+)
 RAM_BYTES, RAM_SECURED_BYTES, RAM_SLAB_BYTES = 40, 24, 4
 SHM_BYTES, SHM_SLAB_BYTES, SHM_ENTRIES = 40, 2, 2
+#: In front of what entries can have: the header of the arena.
+SHM_HEADER_BYTES = SHM_SLAB_BYTES
 DISK_BYTES, DISK_IN_FLIGHT_BYTES = 30, 20
 #: Of these some are exactly, and some just above, what a tier can take.
 PAYLOADS = st.sampled_from([1, 1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 12, 14, 28, 29, 37, 38, 40, 41])
@@ -64,11 +76,26 @@ def outcome_name(outcome: SaveOutcome) -> str:
     return outcome.name.lower().replace("_", " ")
 
 
+def one_usage(said: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Uses may be handed over in several pieces; the twin does it in one for each tier."""
+    found = [fact for fact in said if fact[0] != "usage"]
+    by_tier: dict[str, list[Any]] = {}
+    for fact in said:
+        if fact[0] == "usage":
+            by_tier.setdefault(fact[1], []).extend(fact[2])
+    return found + [("usage", tier, uses) for tier, uses in by_tier.items()]
+
+
 class MetaStateMachine(RuleBasedStateMachine):
-    """See the module."""
+    """See the module. `max_steps`: what an event does at most of work that can wait."""
+
+    max_steps = 4096
 
     def __init__(self) -> None:
         super().__init__()
+        #: a recount that is under way while things happen
+        self.recount: Recount | None = None
+        self.recount_steps: Iterator[None] = iter(())
         self.now = 1_000
         self.broken = False
         self.requests = 0
@@ -82,10 +109,12 @@ class MetaStateMachine(RuleBasedStateMachine):
             ),
             Tier.SHM: Ledger(
                 Tier.SHM,
-                SHM_BYTES,
+                SHM_HEADER_BYTES + SHM_BYTES,
                 LRU(SHM_BYTES),
                 max_entries=SHM_ENTRIES,
-                extents=ExtentAllocator(SHM_BYTES, SHM_SLAB_BYTES),
+                extents=ExtentAllocator(
+                    SHM_HEADER_BYTES + SHM_BYTES, SHM_SLAB_BYTES, SHM_HEADER_BYTES
+                ),
             ),
             Tier.DISK: Ledger(
                 Tier.DISK,
@@ -101,6 +130,10 @@ class MetaStateMachine(RuleBasedStateMachine):
                 max_claims_per_session=LIMITS.claims,
                 max_reservations_per_session=LIMITS.reservations,
                 max_waiters=LIMITS.waiters,
+                max_waited_keys=LIMITS.waited,
+                max_waited_keys_per_session=LIMITS.waited_of_one,
+                unwritten_ttl_ns=LIMITS.unwritten,
+                max_steps=self.max_steps,
             ),
             ledgers,
             {Tier.RAM: ram_cost, Tier.SHM: shm_cost, Tier.DISK: disk_cost},
@@ -121,21 +154,63 @@ class MetaStateMachine(RuleBasedStateMachine):
 
     def happens(self, event: ev.Event, twin: Callable[[], Any]) -> list[fx.Effect]:
         self.broken = True
-        effects = self.state.apply(event)
+        effects = self.applied(event)
         self.witness.sees(event, effects)
         expected = self.twin.happens(self.now, twin)
-        assert sorted(map(plain, one_by_one(effects)), key=repr) == sorted(expected, key=repr)
+        said = [*map(plain, effects)]
+        assert sorted(one_usage(said), key=repr) == sorted(expected, key=repr)
         self.commits += [e.tokens for e in effects if isinstance(e, fx.Commit)]
-        assert self.state.check() == []
         self.compare_state(event)
         self.broken = False
         return effects
+
+    def applied(self, event: ev.Event) -> list[fx.Effect]:
+        """Everything that comes of an event, also what it leaves for later."""
+        flush = isinstance(event, ev.Tick) and event.flush
+        if isinstance(event, ev.Tick):
+            event = replace(event, flush=False)
+        effects = self.step(event)
+        while True:
+            due_ns = self.state.next_deadline_ns()
+            if self.state.busy:
+                effects += self.step(ev.WorkLeft(self.now))
+            elif isinstance(event, ev.Tick) and due_ns is not None and due_ns <= self.now:
+                effects += self.step(ev.Tick(self.now))
+            elif flush:
+                flush = False
+                effects += self.step(ev.Tick(self.now, flush=True))
+            else:
+                return effects
+
+    def step(self, event: ev.Event) -> list[fx.Effect]:
+        effects = self.state.apply(event)
+        assert self.state.check() == []
+        self.go_on_counting(1)
+        return effects
+
+    def go_on_counting(self, steps: int) -> None:
+        for _ in range(steps):
+            if self.recount is not None and next(self.recount_steps, 0) == 0:
+                self.recount.__exit__(None, None, None)
+                problems, self.recount = self.recount.problems, None
+                assert problems == [], "of a recount while things happened"
+
+    @rule(steps=st.sampled_from([1, 4, 12]))
+    def count(self, steps: int) -> None:
+        if self.recount is None:
+            self.recount = self.state.recount(items_a_step=1).__enter__()
+            self.recount_steps = self.recount.steps()
+        self.go_on_counting(steps)
 
     def compare_state(self, event: ev.Event) -> None:
         tables, twin = self.state.tables, self.twin
         for tier, ledger in tables.ledgers.items():
             assert ledger.published_bytes + ledger.reserved_bytes <= ledger.limit_bytes
             assert (ledger.published_bytes + ledger.reserved_bytes) == twin.used(tier.label)[0]
+            # As an operator asks for several at once.
+            for entries in (1, SHM_ENTRIES, SHM_ENTRIES + 1):
+                too_many = 0 < ledger.max_entries < entries
+                assert (ledger.admission(1, entries) is Admission.TOO_LARGE) == too_many
             victims = [tables.entries[key] for key in ledger.victims()]
             assert [name_of(entry.key) for entry in victims] == twin.order[tier.label]
             stamps = [entry.last_used_ns for entry in victims]
@@ -148,7 +223,7 @@ class MetaStateMachine(RuleBasedStateMachine):
         due, next_ns = twin.due(), self.state.next_deadline_ns()
         if due:
             assert next_ns is not None
-            assert next_ns <= due[0][0], "a tick would come too late"
+            assert next_ns <= due[0][0] + twin.credit, "a tick would come too late"
         if isinstance(event, ev.Tick) and next_ns is not None:
             assert next_ns > self.now, "a tick would be due at once, again and again"
 
@@ -160,7 +235,7 @@ class MetaStateMachine(RuleBasedStateMachine):
     # ---- picking: mostly one that is alive, sometimes one that ended, rarely one that never was
 
     def a_session(self, pick: int) -> int:
-        live = [n for n, one in sorted(self.twin.sessions.items()) if one["owner"] != BEFORE]
+        live = sorted(self.twin.sessions)
         return live[pick % len(live)] if live and pick != 5 else 99
 
     def owner_of(self, pick: int, held: dict[int, dict[str, Any]], numbers: list[int]) -> int:
@@ -187,41 +262,39 @@ class MetaStateMachine(RuleBasedStateMachine):
             max_size=8,
             unique_by=lambda one: (one[0], one[1]),
         ),
-        claimed=st.booleans(),
+        batch=st.sampled_from([1, 3, 8]),
     )
-    def start(self, found: list[tuple[str, str, int, int, int]], claimed: bool) -> None:
+    def start(self, found: list[tuple[str, str, int, int, int]], batch: int) -> None:
         for tier in (Tier.SHM, Tier.DISK):
-            self.recover(tier, [one for one in found if one[1] == tier.label])
-        names = sorted(n for n, e in self.twin.entries.items() if e["tier"] == "shm")[claimed:]
-        until = self.now + 60
-        event = ev.ClaimsInherited(keys_of(names), until, self.now)
-        self.happens(event, partial(self.twin.inherit, names, until))
+            self.recover(tier, [one for one in found if one[1] == tier.label], batch)
         self.open()
         self.open()
 
-    def recover(self, tier: Tier, found: list[tuple[str, str, int, int, int]]) -> None:
+    def recover(self, tier: Tier, found: list[tuple[str, str, int, int, int]], batch: int) -> None:
         stored, expected, end = [], [], 0
         for number, (key, _, payload, used, ids) in enumerate(found):
             location: tuple[int, ...] = ()
             if tier is Tier.SHM:
-                location = (end, shm_cost(payload, ids))
+                location = (SHM_HEADER_BYTES + end, shm_cost(payload, ids))
                 end += location[1]
                 if end > SHM_BYTES:
                     break
             # Ages in any order, no two the same; generations of an earlier start.
             used_ns = 100 + 10 * used + number
-            head = RecordHead(
+            record = EntryRecord(
                 key=key_of(key),
+                tier=tier,
+                reason=SaveReason.COLD,
                 generation=number + 10 * tier,
+                created_ns=7,
                 payload_bytes=payload,
                 token_count=2 * payload,
                 layer_count=0,
-                reason=SaveReason.COLD,
-                tier=tier,
-                created_ns=7,
-                token_ids=bytes(ids),
+                token_ids_bytes=ids,
+                location=location,
+                payload_crc32c=77,
             )
-            stored.append(StoredEntry(head, location, 77, used_ns, hits=used))
+            stored.append(StoredEntry(record, used_ns, hits=used))
             expected.append(
                 {
                     "key": key,
@@ -233,8 +306,12 @@ class MetaStateMachine(RuleBasedStateMachine):
                     "hits": used,
                 }
             )
-        event = ev.TierRecovered(tier, tuple(stored), dropped=1, now_ns=self.now)
-        self.happens(event, partial(self.twin.recover, tier.label, expected))
+        stored.sort(key=lambda one: one.last_used_ns)
+        expected.sort(key=lambda one: one["used"])
+        for at in range(0, len(stored), batch):
+            some = tuple(stored[at : at + batch])
+            event = ev.TierRecovered(tier, some, dropped=1, now_ns=self.now)
+            self.happens(event, partial(self.twin.recover, tier.label, expected[at : at + batch]))
 
     def open(self) -> None:
         request = self.question()
@@ -247,7 +324,8 @@ class MetaStateMachine(RuleBasedStateMachine):
 
         def twin() -> None:
             if session in self.twin.sessions:
-                self.twin.sessions[session]["heard"] = self.now
+                one = self.twin.sessions[session]
+                one["heard"] = max(one["heard"], self.twin.served)
 
         self.happens(ev.HeartbeatCame(session, self.now), twin)
 
@@ -453,12 +531,11 @@ class MetaStateMachine(RuleBasedStateMachine):
     # ---- operators, stores, time
 
     @precondition(lambda self: self.twin.entries)
-    @rule(tiers=st.lists(TIER, max_size=2, unique=True), free=st.sampled_from([1, 1, 5, 14, 99]))
-    def evict(self, tiers: list[str], free: int) -> None:
+    @rule(tier=TIER, free=st.sampled_from([1, 1, 5, 14, 99]), most=st.sampled_from([1, 2, 9]))
+    def evict(self, tier: str, free: int, most: int) -> None:
         request = self.question()
-        chosen = tuple(Tier[tier.upper()] for tier in tiers)
-        event = ev.EvictAsked(request, chosen, free, self.now)
-        self.happens(event, partial(self.twin.evict, request, tiers, free))
+        event = ev.EvictAsked(request, Tier[tier.upper()], free, most, self.now)
+        self.happens(event, partial(self.twin.evict, request, tier, free, most))
 
     def damage(self, name: str, stale: bool) -> None:
         generation = self.witness.index[key_of(name)].generation - stale
@@ -481,13 +558,15 @@ class MetaStateMachine(RuleBasedStateMachine):
         passed=st.sampled_from([0, 1, 9, 20, 45]),
         flush=st.booleans(),
         heard=st.sampled_from([True, True, False]),
+        late=st.sampled_from([0, 0, 0, 5, 60]),
     )
-    def tick(self, passed: int, flush: bool, heard: bool = False) -> None:
-        self.now += passed
+    def tick(self, passed: int, flush: bool, heard: bool = False, late: int = 0) -> None:
+        """`late`: for so long the daemon did not serve."""
+        self.now += passed + late
         if heard:
             for who in range(len(self.twin.sessions)):
                 self.heartbeat(who)
-        self.happens(ev.Tick(self.now, flush), partial(self.twin.tick, flush))
+        self.happens(ev.Tick(self.now, flush, late), partial(self.twin.tick, flush, late))
 
     # ---- the end
 
@@ -505,8 +584,12 @@ class MetaStateMachine(RuleBasedStateMachine):
         self.tick(200, flush=True)
         tables = self.state.tables
         held = [tables.claims, tables.reservations, tables.in_flight, tables.waiting]
-        assert held == [{}, {}, {}, {}]
-        assert tables.timers == []
+        held += [tables.ending, tables.condemned, tables.unpinning]
+        assert held == [{}] * 7
+        assert tables.timers == tables.old_timers == []
+        assert tables.waited_keys == tables.anonymous_waited_keys == 0
+        assert not tables.backlog
+        assert not tables.waking
         assert tables.unrecorded == {}
         for ledger in tables.ledgers.values():
             assert ledger.reserved_bytes == ledger.pinned_bytes == 0

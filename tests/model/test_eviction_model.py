@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixd.tiers.eviction import POLICIES, EvictionPolicy, make_policy
-
-from .eviction_twins import TWINS, Twin
+from tests.model.eviction_twins import TWINS, Twin
 
 names = pytest.mark.parametrize("name", list(POLICIES))
 keys = st.integers(0, 11)

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
-from .machine import MetaStateMachine
+from tests.model.machine import MetaStateMachine
 
-TestMetaState = MetaStateMachine.TestCase
-TestMetaState.settings = settings(
-    max_examples=250,
+
+class SmallStepsMachine(MetaStateMachine):
+    """Leaves all that can wait for later, and does it one piece at a time."""
+
+    max_steps = 1
+
+
+SETTINGS = settings(
+    max_examples=200,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+TestMetaState = MetaStateMachine.TestCase
+TestMetaState.settings = SETTINGS
+TestMetaStateInSmallSteps = SmallStepsMachine.TestCase
+TestMetaStateInSmallSteps.settings = SETTINGS

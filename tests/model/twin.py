@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-#: An answer, or the tokens of the saves that it waits for.
+#: An answer, or the saves that it waits for: the mode, and their tokens by the places of the keys.
 Attempt = Callable[[bool], Any]
-
-BEFORE = "readers from before the restart"
 
 
 @dataclass
@@ -34,6 +32,9 @@ class TwinLimits:
     reservations: int
     waiters: int
     lost_after: int
+    waited: int  # saves that requests wait for, each counted for each request; and of a session
+    waited_of_one: int
+    unwritten: int  # how long a reservation stands without a byte
 
 
 class Twin:
@@ -41,7 +42,9 @@ class Twin:
         self.tiers = tiers
         self.limits = limits
         self.now = 0
+        self.credit = 0
         self.entries: dict[str, dict[str, Any]] = {}
+        self.condemned: list[dict[str, Any]] = []  # found damaged while they were claimed
         self.order: dict[str, list[str]] = {tier: [] for tier in tiers}  # next victim first
         self.dirty: list[str] = []
         self.sessions: dict[int, dict[str, Any]] = {}
@@ -50,17 +53,36 @@ class Twin:
         self.parked: dict[int, dict[str, Any]] = {}
         self.opened = self.claimed = self.reserved = self.batches = 0
         self.said: list[tuple[Any, ...]] = []
-        self.woken: list[int] = []
+        self.deadlines: dict[int, int] = {}  # of requests that wait, or waited
+        self.ended: list[tuple[int, bool]] = []  # saves, and whether they were published
 
     def happens(self, now: int, what: Callable[[], None]) -> list[tuple[Any, ...]]:
-        """Let something happen, then answer whoever it woke; returns everything that was said."""
-        self.now, self.said, self.woken = now, [], []
+        """Let something happen, then answer those who waited for it; returns all that was said."""
+        self.now, self.said = now, []
         what()
-        for request in self.woken:
-            parked = self.parked.pop(request, None)
-            if parked is not None:
-                self.ask(request, parked["until"], parked["session"], parked["attempt"])
+        self.tell_waiters()
         return self.said
+
+    @property
+    def served(self) -> int:
+        return self.now - self.credit
+
+    def tell_waiters(self) -> None:
+        """Of each save that ended, those who wait for it, in the order in which they began to."""
+        while self.ended:
+            token, saved = self.ended.pop(0)
+            for request in [r for r, p in self.parked.items() if token in p["tokens"].values()]:
+                parked = self.parked.get(request)
+                if parked is None:
+                    continue
+                places = {at: t for at, t in parked["tokens"].items() if t != token}
+                if (parked["mode"], saved) in (("run", False), ("first", True)):
+                    (place,) = (at for at, t in parked["tokens"].items() if t == token)
+                    places = {at: t for at, t in places.items() if at < place}
+                parked["tokens"] = places
+                if not places:
+                    del self.parked[request]
+                    self.ask(request, parked["until"], parked["session"], parked["attempt"])
 
     def say(self, *fact: Any) -> None:
         self.said.append(fact)
@@ -68,24 +90,37 @@ class Twin:
     # ---- questions
 
     def ask(self, request: int, until: int, session: int | None, attempt: Attempt) -> None:
-        patient = self.now < until and len(self.parked) < self.limits.waiters
-        answer = attempt(patient)
-        if isinstance(answer, set):
-            self.parked[request] = {
-                "until": until,
-                "session": session,
-                "attempt": attempt,
-                "tokens": answer,
-            }
-        else:
+        answer = attempt(self.now < until)
+        if not isinstance(answer, tuple) or answer[0] != "wait":
             self.say("reply", request, answer)
+            return
+        _, mode, tokens = answer
+        others = [p["size"] for p in self.parked.values()]
+        own = [p["size"] for p in self.parked.values() if p["session"] == session]
+        if (
+            len(self.parked) >= self.limits.waiters
+            or sum(others) + len(tokens) > self.limits.waited
+            or sum(own) + len(tokens) > self.limits.waited_of_one
+        ):
+            self.say("reply", request, attempt(False))
+            return
+        self.parked[request] = {
+            "until": until,
+            # Of the first time that it waits, also if it comes to wait for other saves.
+            "deadline": self.deadlines.setdefault(request, until - self.credit),
+            "session": session,
+            "attempt": attempt,
+            "mode": mode,
+            "tokens": tokens,
+            "size": len(tokens),
+        }
 
     def open(self, request: int, owner: str) -> None:
         if len(self.sessions) >= self.limits.sessions:
             self.say("reply", request, ("refused", "limit_reached"))
             return
         self.opened += 1
-        self.sessions[self.opened] = {"owner": owner, "heard": self.now, "lost": []}
+        self.sessions[self.opened] = {"owner": owner, "heard": self.served, "lost": []}
         self.say("reply", request, ("opened", self.opened))
 
     def saver_of(self, key: str) -> dict[str, Any] | None:
@@ -103,21 +138,30 @@ class Twin:
             return None
         session = self.sessions.get(save["session"])
         owner = session["owner"] if session else "a session that ended"
-        return ("in flight", owner, self.now - save["since"])
+        return ("in flight", owner, self.served - save["since"])
 
-    def in_flight(self, keys: Iterable[str]) -> set[int]:
-        savers = [self.saver_of(key) for key in keys if key not in self.entries]
-        return {save["token"] for save in savers if save is not None}
+    def waits_for(self, keys: Iterable[str], mode: str) -> Any:
+        """What a question about these keys waits for; None: for nothing."""
+        tokens = {}
+        for place, key in enumerate(keys):
+            save = self.saver_of(key)
+            if save is not None and key not in self.entries:
+                tokens[place] = save["token"]
+            elif (mode == "run" and key not in self.entries) or (
+                mode == "first" and key in self.entries
+            ):
+                break
+        return ("wait", mode, tokens) if tokens else None
 
     def lookup(self, keys: list[str], stop: bool, patient: bool) -> Any:
+        waits = self.waits_for(keys, "run" if stop else "all")
+        if waits and patient:
+            return waits
         seen = []
         for key in keys:
             seen.append(key)
             if stop and key not in self.entries:
                 break
-        pending = self.in_flight(seen)
-        if pending and patient:
-            return pending
         return ("lookup", [self.find(key) for key in seen])
 
     def claim(self, session: int, keys: list[str], mode: str, lease: int, patient: bool) -> Any:
@@ -125,15 +169,15 @@ class Twin:
             return ("refused", "unknown_session")
         if self.claims_of(session) >= self.limits.claims:
             return ("refused", "limit_reached")
+        waits = self.waits_for(keys, mode)
+        if waits and patient:
+            return waits
         seen = []
         for key in keys:
             seen.append(key)
             present = key in self.entries
             if (mode == "first" and present) or (mode == "run" and not present):
                 break
-        pending = self.in_flight(seen)
-        if pending and patient:
-            return pending
         found = [self.find(key) for key in seen]
         mine = [key for key in seen if key in self.entries]
         if not mine:
@@ -149,18 +193,13 @@ class Twin:
             entry = self.entries[key]
             if not entry["pins"]:
                 self.order[entry["tier"]].remove(key)
-                self.mark(key, True)
             entry["pins"] += 1
         self.claims[self.claimed] = {
             "session": session,
-            "keys": keys,
-            "taken": self.now,
+            "entries": [self.entries[key] for key in keys],
+            "taken": self.served,
             "lease": lease,
         }
-
-    def mark(self, key: str, claimed: bool) -> None:
-        if self.entries[key]["tier"] == "shm":
-            self.say("mark", key, claimed)
 
     def claims_of(self, session: int) -> int:
         return sum(1 for claim in self.claims.values() if claim["session"] == session)
@@ -173,8 +212,11 @@ class Twin:
         for number in claims:
             claim = self.claims.get(number)
             if claim is not None and claim["session"] == session:
+                whole = not any(one is two for one in self.condemned for two in claim["entries"])
                 self.give_back(number)
-                results.append("released")
+                results.append("released" if whole else "lost")
+                if not whole:
+                    self.remember_loss(session, number)
             elif number in self.sessions[session]["lost"]:
                 results.append("lost")
             elif claim is None and 1 <= number <= self.claimed:
@@ -184,21 +226,26 @@ class Twin:
         self.say("reply", request, ("release", results))
 
     def give_back(self, number: int) -> None:
-        for key in reversed(self.claims.pop(number)["keys"]):
-            entry = self.entries[key]
+        for entry in reversed(self.claims.pop(number)["entries"]):
             entry["pins"] -= 1
-            if not entry["pins"]:
-                self.order[entry["tier"]].append(key)
-                self.note_use(key)
-                self.mark(key, False)
+            if entry["pins"]:
+                continue
+            if any(entry is one for one in self.condemned):
+                self.condemned = [one for one in self.condemned if one is not entry]
+            else:
+                self.order[entry["tier"]].append(entry["key"])
+                self.note_use(entry["key"])
 
     def lose_claim(self, number: int) -> None:
         session = self.claims[number]["session"]
         self.give_back(number)
+        self.remember_loss(session, number)
+        self.say("claim lost", session, number)
+
+    def remember_loss(self, session: int, number: int) -> None:
         lost = self.sessions[session]["lost"]
         lost.append(number)
         del lost[: -self.limits.claims]
-        self.say("claim lost", session, number)
 
     # ---- use
 
@@ -234,7 +281,8 @@ class Twin:
 
     def used(self, tier: str) -> tuple[int, int]:
         """Bytes and entries, published and reserved."""
-        mine = [e["cost"] for e in self.entries.values() if e["tier"] == tier]
+        there = [*self.entries.values(), *self.condemned]
+        mine = [e["cost"] for e in there if e["tier"] == tier]
         mine += [s["cost"] for s in self.saves.values() if s["tier"] == tier]
         return sum(mine), len(mine)
 
@@ -244,7 +292,10 @@ class Twin:
 
     def leave(self, key: str) -> None:
         entry = self.entries.pop(key)
-        self.order[entry["tier"]].remove(key)
+        if entry["pins"]:
+            self.condemned.append(entry)
+        else:
+            self.order[entry["tier"]].remove(key)
         if key in self.dirty:
             self.dirty.remove(key)
         self.say("delete", key)
@@ -266,23 +317,19 @@ class Twin:
             used, entries = self.used(tier)
         return None
 
-    def evict(self, request: int, tiers: list[str], free: int) -> None:
-        if any(tier not in self.tiers for tier in tiers):
+    def evict(self, request: int, tier: str, free: int, most: int) -> None:
+        if tier not in self.tiers:
             self.say("reply", request, ("refused", "unknown_tier"))
             return
-        results = []
-        for tier in tiers or list(self.tiers):
-            victims = freed = 0
-            while freed < free and self.order[tier]:
-                freed += self.entries[self.order[tier][0]]["cost"]
-                victims += 1
-                self.leave(self.order[tier][0])
-            results.append((tier, victims, freed))
-        self.say("reply", request, ("evict", results))
+        victims = freed = 0
+        while freed < free and victims < most and self.order[tier]:
+            freed += self.entries[self.order[tier][0]]["cost"]
+            victims += 1
+            self.leave(self.order[tier][0])
+        more = freed >= free or victims == most
+        self.say("reply", request, ("evict", victims, freed, more))
 
     def damage(self, key: str) -> None:
-        for number in [n for n, claim in self.claims.items() if key in claim["keys"]]:
-            self.lose_claim(number)
         self.leave(key)
 
     # ---- saves
@@ -304,10 +351,10 @@ class Twin:
         mine = sum(1 for save in self.saves.values() if save["session"] == session)
         if mine + len(items) > self.limits.reservations:
             return ("refused", "limit_reached")
-        pending = self.in_flight(key for key, _, _ in items)
-        if pending and patient:
-            return pending
         keys = [key for key, _, _ in items]
+        waits = self.waits_for(keys, "all")
+        if waits and patient:
+            return waits
         chain = ancestors + keys
         for key in reversed(chain):
             if key in self.entries:
@@ -317,7 +364,7 @@ class Twin:
             self.reserve_one(session, tier, item, chain, "writing" if begin else "reserved", ttl)
             for item in items
         ]
-        return ("reserve", ttl, results)
+        return ("reserve", ttl if begin else min(ttl, self.limits.unwritten), results)
 
     def reserve_one(
         self,
@@ -347,8 +394,8 @@ class Twin:
             "payload": payload,
             "tokens": payload * 2,
             "stage": stage,
-            "since": self.now,
-            "expires": self.now + ttl,
+            "since": self.served,
+            "ttl": ttl,
             "batch": self.batches,
             "chain": chain,
         }
@@ -394,6 +441,7 @@ class Twin:
             "payload": save["payload"],
             "tokens": save["tokens"],
             "crc": save["crc"],
+            "key": save["key"],
             "pins": 0,
             "hits": 0,
         }
@@ -404,14 +452,12 @@ class Twin:
     def end(self, token: int, outcome: str) -> None:
         save = self.saves.pop(token)
         self.say("ended", token, outcome)
-        self.wake(token)
+        if save["stage"] != "doomed":
+            self.ended.append((token, outcome == "saved"))
         if all(other["batch"] != save["batch"] for other in self.saves.values()):
             for key in reversed(save["chain"]):
                 if key in self.entries:
                     self.refresh(key)
-
-    def wake(self, token: int) -> None:
-        self.woken += sorted(r for r, parked in self.parked.items() if token in parked["tokens"])
 
     def lose(self, token: int, tell: bool) -> bool:
         save = self.saves[token]
@@ -424,7 +470,7 @@ class Twin:
         else:
             save["stage"] = "doomed"
             self.say("stop", token)
-            self.wake(token)
+            self.ended.append((token, False))
         return True
 
     def cancel(self, request: int, session: int, tokens: list[int]) -> None:
@@ -442,6 +488,7 @@ class Twin:
     def lose_session(self, session: int) -> None:
         if session not in self.sessions:
             return
+        del self.sessions[session]
         for request in [r for r, p in self.parked.items() if p["session"] == session]:
             del self.parked[request]
             self.say("reply", request, ("refused", "unknown_session"))
@@ -449,7 +496,6 @@ class Twin:
             self.lose(token, tell=False)
         for number in sorted(n for n, c in self.claims.items() if c["session"] == session):
             self.give_back(number)
-        del self.sessions[session]
 
     def due(self) -> list[tuple[int, int, int]]:
         """Every deadline: when, what kind (in this order at one moment), whose."""
@@ -459,13 +505,17 @@ class Twin:
             renewed = max(claim["taken"], self.sessions[claim["session"]]["heard"])
             due.append((renewed + claim["lease"], 1, number))
         for token, save in self.saves.items():
-            if save["stage"] in ("reserved", "writing"):
-                due.append((save["expires"], 2, token))
-        due += [(parked["until"], 3, request) for request, parked in self.parked.items()]
+            if save["stage"] == "writing":
+                due.append((save["since"] + save["ttl"], 2, token))
+            elif save["stage"] == "reserved":
+                stands = min(save["ttl"], self.limits.unwritten)
+                due.append((save["since"] + stands, 2, token))
+        due += [(parked["deadline"], 3, request) for request, parked in self.parked.items()]
         return sorted(due)
 
-    def tick(self, flush: bool) -> None:
-        while (due := self.due()) and due[0][0] <= self.now:
+    def tick(self, flush: bool, late: int = 0) -> None:
+        self.credit += late
+        while (due := self.due()) and due[0][0] <= self.served:
             _, kind, number = due[0]
             if kind == 0:
                 self.lose_session(number)
@@ -476,6 +526,7 @@ class Twin:
             else:
                 parked = self.parked.pop(number)
                 self.ask(number, parked["until"], parked["session"], parked["attempt"])
+            self.tell_waiters()
         if flush:
             for tier in self.tiers:
                 keys = [key for key in self.dirty if self.entries[key]["tier"] == tier]
@@ -487,19 +538,19 @@ class Twin:
     # ---- starts
 
     def recover(self, tier: str, found: list[dict[str, Any]]) -> None:
-        """`found`: key, payload, token_ids, tokens, crc, used, hits; any order."""
+        """`found`: key, payload, token_ids, tokens, crc, used, hits; least recent first."""
         rules = self.tiers[tier]
-        kept: list[str] = []
-        for one in sorted(found, key=lambda one: one["used"], reverse=True):
+        for one in found:
             cost = rules.cost(one["payload"], one["token_ids"])
-            used, entries = self.used(tier)
-            room = used + cost <= rules.limit and (not rules.cap or entries < rules.cap)
-            if one["key"] in self.entries or not room:
+            if one["key"] in self.entries or cost > rules.limit:
                 self.say("erase", tier, one["key"])
-                if one["key"] not in self.entries:
-                    self.say("delete", one["key"])
                 continue
+            while self.used(tier)[0] + cost > rules.limit or (
+                rules.cap and self.used(tier)[1] >= rules.cap
+            ):
+                self.leave(self.order[tier][0])
             self.entries[one["key"]] = {
+                "key": one["key"],
                 "tier": tier,
                 "cost": cost,
                 "payload": one["payload"],
@@ -508,15 +559,5 @@ class Twin:
                 "pins": 0,
                 "hits": one["hits"],
             }
-            kept.append(one["key"])
+            self.order[tier].append(one["key"])
             self.say("put", one["key"])
-        self.order[tier] = kept[::-1]
-
-    def inherit(self, keys: list[str], until: int) -> None:
-        """Readers of an earlier start that may still be there."""
-        if keys:
-            self.opened += 1
-            heard = until - self.limits.lost_after
-            self.sessions[self.opened] = {"owner": BEFORE, "heard": heard, "lost": []}
-            self.claimed += 1
-            self.hold(self.opened, keys, until - self.now)

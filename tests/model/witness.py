@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, assert_never
 
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
-from prefixd.server import answers as an
-from prefixd.server import effects as fx
-from prefixd.server import events as ev
-from prefixd.server.state import MetaState
-from prefixd.server.tables import Entry
+from prefixd.server.core import answers as an
+from prefixd.server.core import effects as fx
+from prefixd.server.core import events as ev
+from prefixd.server.core.entries import Entry
+from prefixd.server.core.state import MetaState
 from prefixd.tiers.store import Location
 
 #: Keys go by a letter in the twin and in the rules, so that a failing run can be read.
@@ -40,11 +40,12 @@ class Witness:
         self.state = state
         self.outstanding: set[int] = set()
         self.index: dict[bytes, Entry] = {}
-        #: entries of the shm tier whose row says that they are claimed
-        self.marked: set[Key] = set()
+        #: by generation: entries that were dropped and whose bytes claims still hold
+        self.condemned: dict[int, Entry] = {}
         self.owners: dict[tuple[Tier, int], Owner] = {}
         self.orders: dict[int, an.WriteOrder] = {}
-        self.claims: dict[int, tuple[bytes, ...]] = {}
+        #: by claim: generations
+        self.claims: dict[int, tuple[int, ...]] = {}
         self.generations: set[int] = set()
         self.last_generation = 0
 
@@ -63,12 +64,9 @@ class Witness:
         for number in set(self.claims) - self.state.tables.claims.keys():
             del self.claims[number]
         tables = self.state.tables
-        if isinstance(event, ev.ClaimsInherited):
-            self.claims |= dict.fromkeys(tables.claims, event.keys)
+        self.bury()
         assert self.claims.keys() == tables.claims.keys(), "a claim that nobody was told of"
         assert self.outstanding == tables.waiting.keys()
-        pinned = {e.key for e in tables.entries.values() if e.pins and e.tier is Tier.SHM}
-        assert self.marked == pinned
 
     def sees_one(self, effect: fx.Effect, event: ev.Event, starting: bool) -> None:
         match effect:
@@ -92,22 +90,20 @@ class Witness:
             case fx.IndexDelete(key):
                 if starting and key not in self.index:
                     return  # a row of an earlier start
-                assert key not in self.marked, "left while claimed"
                 entry = self.index.pop(key)
                 self.free(entry.tier, entry.location, ("entry", key))
-            case fx.IndexClaim(keys, claimed):
-                for key in keys:
-                    assert self.index[key].tier is Tier.SHM
-                    assert (key in self.marked) != claimed, "marked twice, or never"
-                    self.marked ^= {key}
+                # Claims that end within this event, by themselves or with their session, are
+                # gone from the tables at its end.
+                live = self.state.tables.claims.keys() & self.claims.keys()
+                pinned = any(entry.generation in self.claims[number] for number in live)
+                assert not pinned or isinstance(event, ev.EntryDamaged), "pinned"
+                if isinstance(event, ev.EntryDamaged) and entry.pins:
+                    self.condemned[entry.generation] = entry
+                    self.take(entry.tier, entry.location, ("condemned", entry.generation))
             case fx.Erase():
-                for key in effect.keys:
-                    there = self.index.get(key)
+                for entry in effect.entries:
+                    there = self.index.get(entry.key)
                     assert there is None or (starting and there.tier is not effect.tier)
-                    # Claims that end within this event, by themselves or with their session,
-                    # are gone from the tables at its end.
-                    live = self.state.tables.claims.keys() & self.claims.keys()
-                    assert not any(key in self.claims[number] for number in live), "pinned"
             case fx.Commit():
                 assert set(effect.tokens) <= self.orders.keys()
                 assert isinstance(event, ev.WriteSealed)
@@ -123,9 +119,9 @@ class Witness:
                 used = [usage.last_used_ns for usage in effect.usages]
                 assert used == sorted(set(used)), "not in order of use"
                 for usage in effect.usages:
-                    entry = self.index[usage.key]
+                    entry = self.index[usage.entry.key]
                     assert entry.tier is effect.tier
-                    # Whoever is woken in the same turn uses it again.
+                    # A question that is answered within this event may use it again.
                     assert entry.last_used_ns >= usage.last_used_ns
             case fx.TellClaimLost():
                 del self.claims[effect.claim]
@@ -152,7 +148,7 @@ class Witness:
             for entry in entries:
                 assert self.index[entry.key] is entry, "claimed and not readable"
             if answer.claim:
-                self.claims[answer.claim] = tuple(entry.key for entry in entries)
+                self.claims[answer.claim] = tuple(entry.generation for entry in entries)
 
     def end_claims_of(self, session: int) -> None:
         for number in set(self.claims) - self.state.tables.claims.keys():
@@ -161,7 +157,15 @@ class Witness:
 
     # ---- arenas
 
+    def bury(self) -> None:
+        """Claims ended on what was condemned: its room is free."""
+        for generation in self.condemned.keys() - self.state.tables.condemned.keys():
+            gone = self.condemned.pop(generation)
+            assert not gone.pins
+            self.free(gone.tier, gone.location, ("condemned", generation))
+
     def take(self, tier: Tier, location: Location, owner: Owner) -> None:
+        self.bury()
         for unit in units(location):
             assert (tier, unit) not in self.owners, f"{owner} and {self.owners[tier, unit]}"
             self.owners[tier, unit] = owner
@@ -179,15 +183,6 @@ def units(location: Location) -> list[int]:
 # ---- what was said, as the twin says it
 
 
-def one_by_one(effects: Iterable[fx.Effect]) -> Iterator[fx.Effect]:
-    """Claims are remembered of many keys at once; the twin says each."""
-    for effect in effects:
-        if isinstance(effect, fx.IndexClaim):
-            yield from (fx.IndexClaim((key,), effect.claimed) for key in effect.keys)
-        else:
-            yield effect
-
-
 def plain(effect: fx.Effect) -> tuple[Any, ...]:
     match effect:
         case fx.Reply(request, answer):
@@ -196,11 +191,9 @@ def plain(effect: fx.Effect) -> tuple[Any, ...]:
             return ("put", name_of(entry.key))
         case fx.IndexDelete(key):
             return ("delete", name_of(key))
-        case fx.IndexClaim((key,), claimed):
-            return ("mark", name_of(key), claimed)
-        case fx.Erase(tier, keys):
-            (key,) = keys
-            return ("erase", tier.label, name_of(key))
+        case fx.Erase(tier, entries):
+            (entry,) = entries
+            return ("erase", tier.label, name_of(entry.key))
         case fx.Commit(tier, tokens):
             return ("commit", tier.label, list(tokens))
         case fx.StopWriting(token):
@@ -210,7 +203,11 @@ def plain(effect: fx.Effect) -> tuple[Any, ...]:
         case fx.Verify(entry):
             return ("verify", name_of(entry.key))
         case fx.RecordUsage(tier, usages):
-            return ("usage", tier.label, [(name_of(usage.key), usage.hits) for usage in usages])
+            return (
+                "usage",
+                tier.label,
+                [(name_of(usage.entry.key), usage.hits) for usage in usages],
+            )
         case fx.TellClaimLost(session, claim):
             return ("claim lost", session, claim)
         case fx.TellReservationLost(session, token, key):
@@ -237,8 +234,8 @@ def plain_answer(answer: an.Answer) -> tuple[Any, ...]:
             return ("cancel", list(results))
         case an.WriteOrder():
             return plain_reserved(answer)
-        case an.EvictAnswer(results):
-            return ("evict", [(one.tier.label, one.entries, one.freed_bytes) for one in results])
+        case an.EvictAnswer(entries, freed_bytes, more):
+            return ("evict", entries, freed_bytes, more)
         case _:
             assert_never(answer)
 

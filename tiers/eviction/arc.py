@@ -157,6 +157,9 @@ class ARC(EvictionPolicy[K]):
             self._frequent[key] = self._pinned_frequent.pop(key)
         self.moves += 1
 
+    def is_pinned(self, key: K) -> bool:
+        return key in self._pinned_recent or key in self._pinned_frequent
+
     def victims(self) -> Iterator[K]:
         recent, frequent = iter(self._recent.items()), iter(self._frequent)
         excess = self._recent_weight - self.p

@@ -122,6 +122,10 @@ class EvictionPolicy(ABC, Generic[K]):
         the others give it the place it would have had."""
 
     @abstractmethod
+    def is_pinned(self, key: K) -> bool:
+        """May this resident key not be a victim?"""
+
+    @abstractmethod
     def victims(self) -> Iterator[K]:
         """The keys that `evict()` would return, in that order, changing nothing. May be O(n)."""
 

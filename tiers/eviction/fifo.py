@@ -68,6 +68,9 @@ class FIFO(EvictionPolicy[K]):
         self._pinned.remove(key)
         self._queue.unpin(key)
 
+    def is_pinned(self, key: K) -> bool:
+        return key in self._pinned
+
     def victims(self) -> Iterator[K]:
         return (key for key in self._queue if key not in self._pinned)
 

@@ -23,7 +23,7 @@ class LFU(EvictionPolicy[K]):
     the meantime: its rank, pushed again at its unpin).
 
     Hits are O(1), evictions O(log n) amortised. libCacheSim's LFU breaks ties otherwise: see
-    `tests/test_eviction_peers.py`.
+    `tests/tiers/eviction/test_peers.py`.
     """
 
     name: ClassVar[str] = "lfu"
@@ -146,6 +146,9 @@ class LFU(EvictionPolicy[K]):
         if key in self._parked:
             self._parked.remove(key)
             heappush(self._heap, (*self._ranks[key], key))
+
+    def is_pinned(self, key: K) -> bool:
+        return key in self._pinned
 
     def victims(self) -> Iterator[K]:
         return (key for key in self.keys() if key not in self._pinned)

@@ -74,6 +74,9 @@ class LRU(EvictionPolicy[K]):
         self._order[key] = self._pinned.pop(key)
         self.moves += 1
 
+    def is_pinned(self, key: K) -> bool:
+        return key in self._pinned
+
     def victims(self) -> Iterator[K]:
         return iter(self._order)
 

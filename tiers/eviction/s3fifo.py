@@ -32,7 +32,7 @@ class S3FIFO(EvictionPolicy[K]):
     is heavier than S's share may have S for itself. When all of a full queue is pinned,
     the other has to give. A pinned key keeps its place and counts in its queue's share.
 
-    libCacheSim's S3FIFO differs in seven rules: see `tests/test_eviction_peers.py`.
+    libCacheSim's S3FIFO differs in seven rules: see `tests/tiers/eviction/test_peers.py`.
     """
 
     name: ClassVar[str] = "s3fifo"
@@ -188,6 +188,9 @@ class S3FIFO(EvictionPolicy[K]):
     def unpin(self, key: K) -> None:
         self._pinned.remove(key)
         (self._small if key in self._small else self._main).unpin(key)
+
+    def is_pinned(self, key: K) -> bool:
+        return key in self._pinned
 
     def victims(self) -> Iterator[K]:
         twin: S3FIFO[K] = S3FIFO(self.capacity, max_ghosts=0)

@@ -1,0 +1,456 @@
+"""A hit, entries found in the cache and pinned until they are released, and how it is read."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ..proto.errors import CallerError, ClaimLost, InvalidSize, UnknownEntry
+from ..proto.keys import Key
+from ..proto.layout import layer_slice
+from .benefit import LoadSpeeds
+from .buffers import byte_view
+from .counters import Counters
+from .failures import Failures
+from .owner import Owner
+from .restores import Collect, Copier, Restore, Verify
+from .results import ClaimMode, Entry, MissReason, RestoreResult
+from .wire.deadline import Deadline
+from .wire.link import Holding
+from .wire.transport import Range, Sink, Transport
+
+if TYPE_CHECKING:
+    from .buffers import Payload
+
+
+class Hit:
+    """What a search or a claim found, in the order of the keys asked for. False when empty.
+
+    A claimed hit keeps its entries readable until `release()`, which the end of a `with` block
+    does; the client's heartbeats renew its lease meanwhile. If a claim is lost all the same
+    (the daemon was restarted, the lease ran out), `lost` turns True and reads fail. A hit that
+    was only probed is claimed for as long as each read of it takes.
+
+    A hit that is dropped without being released is given back all the same, with a
+    ResourceWarning.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        entries: Sequence[Entry] = (),
+        token_counts: Sequence[int] = (),
+        *,
+        claims: Sequence[Holding] = (),
+        miss: MissReason | None = None,
+    ) -> None:
+        """Made by the client. `claims`: what pins the entries, in their order (several where one
+        call could not take all keys); none: nothing is pinned."""
+        self._reader = reader
+        self._lock = threading.Lock()
+        self._given_back = False
+        self._lost_before_release = False
+        self._claims = tuple(claims)
+        #: Of each entry, the claim that pins it and its place in that.
+        self._places = [(claim, place) for claim in claims for place in range(len(claim.entries))]
+        self.entries = tuple(entries)
+        #: Tokens that each entry stands for, as the walk that found it counted them, or as it was
+        #: saved; 0: nobody said.
+        self.token_counts = tuple(token_counts)
+        #: Why there is not more; None when everything asked for is there.
+        self.miss = miss
+
+    @property
+    def keys(self) -> list[Key]:
+        return [entry.key for entry in self.entries]
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of all entries together. How many of them need not be computed is what a
+        restore says: `RestoreResult.token_count`."""
+        return sum(self.token_counts)
+
+    @property
+    def payload_bytes(self) -> int:
+        """All entries together."""
+        return sum(entry.payload_bytes for entry in self.entries)
+
+    @property
+    def claimed(self) -> bool:
+        """Is it pinned, as far as this client knows?"""
+        return bool(self._claims) and not self._given_back and not self.lost
+
+    @property
+    def lost(self) -> bool:
+        """Was a claim taken away before it was released? What was read through views is then
+        to be thrown away; a restore says for itself what it is worth."""
+        if self._given_back:
+            return self._lost_before_release
+        return any(claim.why_lost is not None for claim in self._claims)
+
+    @property
+    def released(self) -> bool:
+        return self._given_back
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __bool__(self) -> bool:
+        return bool(self.entries)
+
+    def __repr__(self) -> str:
+        if not self:
+            return f"<Hit: none, {self.miss}>"
+        state = (
+            "probed"
+            if not self._claims
+            else "lost"
+            if self.lost
+            else "released"
+            if self.released
+            else "claimed"
+        )
+        return f"<Hit: {len(self)} entries, {self.token_count} tokens, {state}>"
+
+    # ---- bytes
+
+    def restore_into(
+        self, buffers: Sequence[Payload], *, deadline_ms: int | None = None
+    ) -> RestoreResult:
+        """Copy the payloads into `buffers`, one for each entry, or for the first ones.
+
+        Buffers are writable, contiguous, in CPU memory and exactly as long as their payload
+        (else InvalidSize). CRC32C is verified as the client was told to; what does not match is
+        a miss, and the daemon is told. If the claim was lost before the last byte was read,
+        nothing counts as restored. The result is true when every buffer holds what was saved;
+        `result.run` says how many do from the first on, `result.token_count` what that saves.
+        """
+        return self._reader.restore(self, range(len(buffers)), buffers, deadline_ms)
+
+    def read(self, index: int, *, deadline_ms: int | None = None) -> bytes | None:
+        """The payload of entry `index`, verified as a restore is; None: a miss.
+
+        Raises InvalidSize if there is no such entry; entries are counted from 0.
+        """
+        buffer = bytearray(self._entry(index).payload_bytes)
+        restored = self._reader.restore(self, [index], [buffer], deadline_ms)
+        return bytes(buffer) if restored else None
+
+    def views(self, index: int) -> list[memoryview] | None:
+        """The payload of claimed entry `index` where it lies, read-only and without a copy; None:
+        it can't be reached (another host, the disk tier, a lost claim), restore it.
+
+        One view as a rule, several where the tier was fragmented. Good until the hit is
+        released, if `release()` then says that the claim was held until now. Not verified.
+        Raises CallerError for a hit that is not claimed, InvalidSize if there is no such entry.
+        """
+        self._entry(index)
+        found = self._reader.views(self, [index])
+        return None if found is None else found[0]
+
+    @property
+    def buffers(self) -> list[memoryview] | None:
+        """The views of all entries in their order; None: some can't be reached. See `views`."""
+        found = self._reader.views(self, range(len(self)))
+        return None if found is None else [view for views in found for view in views]
+
+    def layer(self, index: int, layer: int, *, deadline_ms: int | None = None) -> bytes | None:
+        """One layer of entry `index`, without moving the others; None: a miss.
+
+        Not verified: the checksum is of the whole payload. Raises InvalidSize if there is no
+        such entry or it has no such layer.
+        """
+        entry = self._entry(index)
+        region = layer_slice(entry.payload_bytes, entry.layer_count, layer)
+        length_bytes = region.stop - region.start
+        return self._reader.read_range(self, index, region.start, length_bytes, deadline_ms)
+
+    def token_ids(self, index: int, *, deadline_ms: int | None = None) -> bytes | None:
+        """The token ids that were saved with entry `index` (u32 little-endian, maybe none), from
+        which `layout.verify_token_ids` recomputes its key; None: a miss. Raises InvalidSize if
+        there is no such entry."""
+        length_bytes = self._entry(index).token_ids_bytes
+        if not length_bytes:
+            return b""
+        return self._reader.read_range(self, index, 0, length_bytes, deadline_ms, token_ids=True)
+
+    def _entry(self, index: int) -> Entry:
+        if not 0 <= index < len(self.entries):
+            raise InvalidSize(f"there is no entry {index} in a hit of {len(self.entries)}")
+        return self.entries[index]
+
+    # ---- the end
+
+    def release(self, *, deadline_ms: int | None = None) -> bool:
+        """Give the claim back. True: it was held until now, and what was read through views is
+        good. Idempotent: says the same again. A hit without a claim has none to lose.
+
+        When the daemon can't be asked the claim counts as lost; it is given back when the daemon
+        answers again, or ends with its session.
+        """
+        return self._reader.release([self], deadline_ms)[0]
+
+    def _take(self) -> tuple[Holding, ...]:
+        """The claims, for the one that gives them back; empty if another did."""
+        with self._lock:
+            if self._given_back:
+                return ()
+            # Until the daemon says otherwise: a release in another thread may ask meanwhile.
+            self._lost_before_release = bool(self._claims)
+            self._given_back = True
+            return self._claims
+
+    def _check_readable(self) -> None:
+        """Raises CallerError once the hit was released."""
+        if self._given_back:
+            raise CallerError("this hit was released: its entries may be gone")
+
+    def __enter__(self) -> Hit:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        held = [claim for claim in self._claims if claim.why_lost is None]
+        if not held or self._given_back or not self._reader.owner.is_here:
+            return  # or a copy in a fork: the claim is that of the original
+        for claim in held:
+            self._reader.forget(claim)
+        warnings.warn(f"{self!r} was never released", ResourceWarning, source=self, stacklevel=1)
+
+
+class Reader:
+    """Reads and releases hits for one client. Thread-safe."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        counters: Counters,
+        failures: Failures,
+        speeds: LoadSpeeds,
+        owner: Owner,
+        *,
+        verify: Verify,
+        deadline_ms: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._transport = transport
+        self._counters = counters
+        self._failures = failures
+        self._speeds = speeds
+        #: In which process a hit may be used.
+        self.owner = owner
+        self._verify: Verify = verify
+        self._deadline_ms = deadline_ms
+        self._clock = clock
+        self._copier = Copier(transport.copy, failures)
+
+    def restore(
+        self,
+        hit: Hit,
+        indices: Sequence[int],
+        buffers: Sequence[Payload],
+        deadline_ms: int | None,
+    ) -> RestoreResult:
+        """Entries `indices` of the hit into `buffers`; see `Hit.restore_into`."""
+        self.owner.check()
+        hit._check_readable()
+        if len(indices) > len(hit):
+            raise InvalidSize(f"{len(indices)} buffers for a hit of {len(hit)} entries")
+        entries = [hit.entries[index] for index in indices]
+        views = _target_views(entries, buffers)
+        restore = Restore(entries, views, self._verify, self._clock)
+        stopped: MissReason | None = None
+        deadline = self._deadline(deadline_ms, sum(e.payload_bytes for e in entries))
+        try:
+            rest = self._copier.copy(restore)
+            self._touch(hit, entries, rest)
+            if rest:
+                ranges = [Range(entries[n], 0, 0, entries[n].payload_bytes) for n in rest]
+                places = [indices[n] for n in rest]
+                self._read(hit, places, ranges, _renumbered(restore, rest), deadline)
+        except Exception as problem:
+            stopped = self._failures.reason(problem)
+            restore.read_failed(lost=stopped is MissReason.LOST)
+        result = restore.result([hit.token_counts[index] for index in indices], stopped)
+        self._account(restore, result)
+        return result
+
+    def _touch(self, hit: Hit, entries: Sequence[Entry], rest: Sequence[int]) -> None:
+        """Report what was copied without a claim: leaf first, so that the root of a chain is the
+        most recent of it. A claim was a use already."""
+        if not hit._claims and len(rest) < len(entries):
+            unread = set(rest)
+            used = [entry.key for n, entry in enumerate(entries) if n not in unread]
+            self._transport.touch(used[::-1])
+
+    def views(self, hit: Hit, indices: Sequence[int]) -> list[list[memoryview]] | None:
+        """The payloads of claimed entries where they lie; see `Hit.views`."""
+        self.owner.check()
+        hit._check_readable()
+        if not hit._claims:
+            raise CallerError("views need a claim: what is not pinned may be written over")
+        views: list[list[memoryview]] = []
+        try:
+            for claim, numbers in _by_claim(hit, indices):
+                entries = [hit.entries[indices[number]] for number in numbers]
+                found = self._transport.views(claim, entries)
+                if found is None:
+                    return None
+                views += found
+        except Exception as problem:
+            self._counters.miss(self._failures.reason(problem))
+            return None
+        return views
+
+    def read_range(
+        self,
+        hit: Hit,
+        index: int,
+        offset_bytes: int,
+        length_bytes: int,
+        deadline_ms: int | None,
+        *,
+        token_ids: bool = False,
+    ) -> bytes | None:
+        """Some bytes of one entry, not verified; None: a miss."""
+        self.owner.check()
+        hit._check_readable()
+        collect = Collect()
+        deadline = self._deadline(deadline_ms, length_bytes)
+        wanted = Range(hit.entries[index], 0, offset_bytes, length_bytes, token_ids)
+        try:
+            self._read(hit, [index], [wanted], collect, deadline)
+        except Exception as problem:
+            self._counters.miss(self._failures.reason(problem))
+            return None
+        value = b"".join(collect.parts)
+        if collect.unreadable or len(value) != length_bytes:
+            self._counters.miss(MissReason.UNREADABLE)
+            return None
+        return value
+
+    def release(self, hits: Sequence[Hit], deadline_ms: int | None) -> list[bool]:
+        """Give back the claims of all of `hits` in one call; see `Hit.release`."""
+        self.owner.check()
+        taken = [(hit, own) for hit in hits if (own := hit._take())]
+        claims = [claim for _, own in taken for claim in own]
+        if claims:
+            released = self._released(claims, self._deadline(deadline_ms))
+            held = {claim for claim, held in zip(claims, released, strict=True) if held}
+            for hit, own in taken:
+                hit._lost_before_release = not held.issuperset(own)
+        return [not hit.lost for hit in hits]
+
+    def _released(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
+        """Of each claim: was it held until now?"""
+        try:
+            return self._transport.release(claims, deadline)
+        except Exception as problem:
+            self._failures.reason(problem)
+            for claim in claims:
+                self.forget(claim)
+            return [False] * len(claims)
+
+    def forget(self, claim: Holding) -> None:
+        """Give a claim back some time soon, without waiting. For finalizers, too."""
+        self._transport.forget(claim)
+
+    def close(self) -> None:
+        """Give up the thread that large restores share their work with."""
+        self._copier.close()
+
+    def _read(
+        self,
+        hit: Hit,
+        indices: Sequence[int],
+        ranges: Sequence[Range],
+        sink: Sink,
+        deadline: Deadline,
+    ) -> None:
+        """Hand `ranges`, of the entries `indices` of the hit, to `sink`: under the claims of the
+        hit, or under one for the moment. Raises whatever the transport raises; ClaimLost, if a
+        claim was not held until the last byte was there."""
+        if hit._claims:
+            for claim, numbers in _by_claim(hit, indices):
+                wanted = [ranges[n]._replace(place=hit._places[indices[n]][1]) for n in numbers]
+                self._transport.read(claim, wanted, _renumbered(sink, numbers), deadline)
+            for claim in hit._claims:
+                if claim.why_lost is not None:
+                    raise ClaimLost(claim.why_lost)
+            return
+        size = self._transport.max_batch_keys
+        for start in range(0, len(ranges), size):
+            batch = range(start, min(start + size, len(ranges)))
+            wanted = [ranges[n]._replace(place=n - start) for n in batch]
+            self._read_pinned(wanted, _renumbered(sink, batch), deadline)
+
+    def _read_pinned(self, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
+        """Under a claim for as long as this takes."""
+        wanted = [each.entry for each in ranges]
+        keys = [entry.key for entry in wanted]
+        claimed = self._transport.claim(keys, ClaimMode.RUN, 0, 0, deadline)
+        claim = claimed.holding
+        if claim is None:
+            raise UnknownEntry("the entries are gone since they were probed")
+        try:
+            if [_content(each) for each in claimed.entries] != [_content(each) for each in wanted]:
+                raise UnknownEntry("some entries are gone or were replaced since they were probed")
+            self._transport.read(claim, ranges, sink, deadline)
+            (held,) = self._transport.release([claim], deadline)
+        except BaseException:
+            self.forget(claim)
+            raise
+        if not held:
+            raise ClaimLost(claim.why_lost or "the claim ended before the bytes were read")
+
+    def _account(self, restore: Restore, result: RestoreResult) -> None:
+        restore.measure(self._speeds)
+        self._counters.restored(restore.whole)
+        if result.miss is not None:
+            self._counters.miss(result.miss)
+        if corrupt := restore.corrupt:
+            self._transport.suspect(corrupt)
+
+    def _deadline(self, deadline_ms: int | None, transfer_bytes: int = 0) -> Deadline:
+        return Deadline(self._deadline_ms if deadline_ms is None else deadline_ms, transfer_bytes)
+
+
+def _by_claim(hit: Hit, indices: Sequence[int]) -> list[tuple[Holding, list[int]]]:
+    """The claims that entries `indices` are under, each with the positions in `indices`."""
+    groups: dict[int, tuple[Holding, list[int]]] = {}
+    for number, index in enumerate(indices):
+        claim, _ = hit._places[index]
+        groups.setdefault(id(claim), (claim, []))[1].append(number)
+    return list(groups.values())
+
+
+def _renumbered(sink: Sink, numbers: Sequence[int]) -> Sink:
+    """A sink for ranges that are `numbers` of those that `sink` knows."""
+    return lambda number, offset_bytes, data: sink(numbers[number], offset_bytes, data)
+
+
+def _target_views(entries: Sequence[Entry], buffers: Sequence[Payload]) -> list[memoryview]:
+    """The buffers as flat writable bytes, each exactly as long as its payload, or InvalidSize."""
+    views = [byte_view(buffer, writable=True) for buffer in buffers]
+    for index, (entry, view) in enumerate(zip(entries, views, strict=True)):
+        if len(view) != entry.payload_bytes:
+            raise InvalidSize(
+                f"buffer {index} has {len(view)} bytes, its payload {entry.payload_bytes}"
+            )
+    return views
+
+
+def _content(entry: Entry) -> tuple[int, int, int]:
+    """What has to be the same in another save of a key for a read to mean the same."""
+    return entry.payload_bytes, entry.payload_crc32c, entry.layer_count

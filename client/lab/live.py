@@ -1,0 +1,226 @@
+"""Replays a trace through a running daemon: real bytes, every one of them verified.
+
+The requests are dealt in their order to worker processes, each with a client of its own
+(`worker`). The parent never touches a payload. Every worker has its own pipe, so that one
+that dies takes nothing with it but the request that it was working on.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from types import FrameType
+from typing import Final
+
+from ...proto.errors import CallerError
+from .outcome import Outcome, Totals
+from .trace import Request
+from .worker import Finished, LiveOptions, Ready, Refused, work
+
+#: How often the parent looks up when nothing happens, for signals and progress.
+_TURN_S: Final = 0.2
+#: Requests that a worker has at once: one in work, one to go on with.
+_DEALT_AHEAD: Final = 2
+_STOP_WITHIN_S: Final = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    process: SpawnProcess
+    pipe: Connection
+    #: requests dealt to it and not answered yet
+    dealt: int = 0
+    finished: bool = False
+
+
+class LiveReplay:
+    """One replay. `totals` may be read while it runs, from `on_progress`."""
+
+    def __init__(
+        self,
+        requests: Iterable[Request],
+        options: LiveOptions,
+        on_progress: Callable[[Totals], None] = lambda _: None,
+    ) -> None:
+        """`on_progress` is called after every request and at least five times a second."""
+        self.options = options
+        self.totals = Totals()
+        self._requests = iter(requests)
+        self._next: Request | None = None
+        self._on_progress = on_progress
+        self._workers: list[_Worker] = []
+        self._stopping = False
+        self._started_s = 0.0
+        self._first_timestamp_ms: int | None = None
+
+    def run(self) -> Totals:
+        """Replay to the end, to a Ctrl-C, or until the daemon was away for too long.
+
+        A first Ctrl-C finishes the requests under way; a second one raises KeyboardInterrupt.
+        Raises whatever reading the requests raises. No process outlives the call.
+        """
+        with self._interruptible():
+            try:
+                self._start()
+                self._deal_all()
+                self._finish()
+            finally:
+                for worker in self._workers:
+                    worker.pipe.close()
+                    worker.process.kill()
+                    worker.process.join()
+                    worker.process.close()
+        return self.totals
+
+    def stop(self) -> None:
+        """Deal no more requests. Callable from a signal handler or another thread."""
+        self._stopping = True
+
+    # ---- the workers
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for number in range(self.options.workers):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=work,
+                args=(theirs, self.options, number),
+                name=f"replay-{number}",
+                daemon=True,
+            )
+            process.start()
+            # The worker's end lives in the worker only: it closes when the worker dies.
+            theirs.close()
+            self._workers.append(_Worker(process, ours, dealt=1))
+        # Their start is no part of the replay.
+        while any(worker.dealt for worker in self._workers) and not self._stopping:
+            self._take(_TURN_S)
+        self._started_s = time.monotonic()
+
+    def _deal_all(self) -> None:
+        ahead = 1 if self.options.speed else _DEALT_AHEAD
+        more = True
+        while not self._stopping:
+            delay_s = 0.0
+            for worker in self._idle(ahead):
+                more = self._fetch()
+                delay_s = self._due_in_s()
+                if not more or delay_s > 0:
+                    break
+                self._deal(worker)
+            if not more:
+                break
+            self._take(min(delay_s, _TURN_S) if delay_s > 0 else _TURN_S)
+            if all(worker.finished for worker in self._workers):
+                break
+
+    def _idle(self, ahead: int) -> Iterator[_Worker]:
+        """Whoever can take another request, the least busy first."""
+        for dealt in range(ahead):
+            for worker in list(self._workers):
+                if worker.dealt == dealt and not worker.finished:
+                    yield worker
+
+    def _fetch(self) -> bool:
+        """Have the next request at hand. False: there is none."""
+        if self._next is None:
+            self._next = next(self._requests, None)
+        return self._next is not None
+
+    def _due_in_s(self) -> float:
+        """How long until the request at hand arrives; not above 0: now."""
+        if self._next is None or not self.options.speed:
+            return 0.0
+        if self._first_timestamp_ms is None:
+            self._first_timestamp_ms = self._next.timestamp_ms
+        arrival_s = (self._next.timestamp_ms - self._first_timestamp_ms) / 1e3
+        return arrival_s / self.options.speed - (time.monotonic() - self._started_s)
+
+    def _deal(self, worker: _Worker) -> None:
+        try:
+            worker.pipe.send(self._next)
+        except OSError:
+            self._lose(worker)
+            return
+        self._next = None
+        worker.dealt += 1
+
+    def _take(self, timeout_s: float) -> None:
+        """Take what the workers have to say, waiting at most so long for the first word."""
+        by_pipe = {worker.pipe: worker for worker in self._workers if not worker.finished}
+        for pipe in wait(list(by_pipe), timeout_s):
+            worker = by_pipe[pipe]  # type: ignore[index]  # wait() gives back what it was given
+            try:
+                message = worker.pipe.recv()
+            except (EOFError, OSError):
+                self._lose(worker)
+                continue
+            self._handle(worker, message)
+        if self._started_s:
+            self.totals.wall_seconds = time.monotonic() - self._started_s
+        self._on_progress(self.totals)
+
+    def _handle(self, worker: _Worker, message: Ready | Outcome | Refused | Finished) -> None:
+        match message:
+            case Ready():
+                worker.dealt -= 1
+            case Outcome():
+                worker.dealt -= 1
+                self.totals.add(message)
+            case Refused():
+                raise CallerError(message.why)
+            case Finished():
+                worker.finished = True
+                self.totals.rpcs.update(message.rpcs)
+                self.totals.reconnects += message.reconnects
+                if message.gave_up:
+                    self.totals.gave_up = True
+                    self._stopping = True
+
+    def _lose(self, worker: _Worker) -> None:
+        self.totals.workers_lost += 1
+        worker.finished = True
+        worker.dealt = 0
+
+    def _finish(self) -> None:
+        """Have every worker finish what it has and say goodbye."""
+        self.totals.interrupted = self._stopping and not self.totals.gave_up
+        for worker in self._workers:
+            if not worker.finished:
+                try:
+                    worker.pipe.send(None)
+                except OSError:
+                    self._lose(worker)
+        deadline_s = time.monotonic() + _STOP_WITHIN_S + self.options.reconnect_wait_s
+        while any(not worker.finished for worker in self._workers):
+            if time.monotonic() > deadline_s:
+                break
+            self._take(_TURN_S)
+        for worker in self._workers:
+            if not worker.finished:
+                self._lose(worker)
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Ctrl-C stops the dealing instead of tearing a message apart."""
+
+        def on_interrupt(number: int, frame: FrameType | None) -> None:
+            if self._stopping:
+                signal.default_int_handler(number, frame)
+            self.stop()
+
+        try:
+            before = signal.signal(signal.SIGINT, on_interrupt)
+        except ValueError:  # not in the main thread: whoever runs this calls stop() instead
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)

@@ -1,0 +1,153 @@
+"""The arenas of the tiers, read where they lie: mapped memory for ram and shm, a file for disk.
+
+Nothing here is validated: an arena gives the bytes that are at a place at this moment. Whether
+they are an entry's is for the index to say, after the copy (`node.LocalNode`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Final
+from weakref import finalize
+
+from ...proto.arena_header import ARENA_HEADER_BYTES, read_arena_incarnation
+from ...proto.copying import copy, copy_crc32c
+from ...proto.errors import RecordError
+from ...proto.layout import crc32c
+
+#: Read and checksummed piece by piece, so that the checksum finds its bytes in the cache.
+_PIECE_BYTES: Final = 2**20
+
+
+class Arena(ABC):
+    """One tier's memory. Thread-safe."""
+
+    @abstractmethod
+    def read_into(self, location: tuple[int, ...], target: memoryview, *, check: bool) -> int:
+        """Copy the first `len(target)` bytes of the extents at `location` into `target`.
+
+        Returns the CRC32C of what then is in `target`, 0 without `check`. Raises OSError if the
+        bytes can't be read, or if the arena does not hold so many.
+        """
+
+    @abstractmethod
+    def views(
+        self, location: tuple[int, ...], offset_bytes: int, length_bytes: int
+    ) -> list[memoryview] | None:
+        """A range of the extents where it lies, read-only, one view for each extent. None: it can
+        only be copied."""
+
+    @abstractmethod
+    def written_by(self, incarnation: bytes) -> bool:
+        """Is that start of the daemon the last one that wrote to this arena?"""
+
+
+class MappedArena(Arena):
+    """Memory that is mapped read-only. The mapping goes with its last view."""
+
+    def __init__(self, fd: int, size_bytes: int, *, outlives_daemon: bool) -> None:
+        """`fd` stays the caller's. `outlives_daemon`: the next start of the daemon may write to
+        the same memory. Raises OSError, ValueError."""
+        self._view: Final = memoryview(mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ))
+        self._outlives_daemon: Final = outlives_daemon
+
+    def read_into(self, location: tuple[int, ...], target: memoryview, *, check: bool) -> int:
+        crc = at = 0
+        for view in self._range(location, 0, len(target)):
+            room = target[at : at + len(view)]
+            if check:
+                crc = copy_crc32c(room, view, crc)
+            else:
+                copy(room, view)
+            at += len(view)
+        return crc
+
+    def views(
+        self, location: tuple[int, ...], offset_bytes: int, length_bytes: int
+    ) -> list[memoryview] | None:
+        return list(self._range(location, offset_bytes, length_bytes))
+
+    def _range(
+        self, location: tuple[int, ...], offset_bytes: int, length_bytes: int
+    ) -> Iterator[memoryview]:
+        for start, part_bytes in _parts(location, offset_bytes, length_bytes):
+            view = self._view[start : start + part_bytes]
+            if len(view) != part_bytes:
+                raise _beyond_the_end()
+            yield view
+
+    def written_by(self, incarnation: bytes) -> bool:
+        return not self._outlives_daemon or _incarnation(self._view) == incarnation
+
+
+class FileArena(Arena):
+    """A file on a disk. Read with `preadv`, which answers a broken sector with an error, where a
+    mapping would kill the process."""
+
+    def __init__(self, fd: int) -> None:
+        """`fd` stays the caller's. Raises OSError."""
+        self._fd: Final = os.dup(fd)
+        # Closed with the object, so that a thread that reads is never left with another file.
+        finalize(self, os.close, self._fd).atexit = False
+
+    def read_into(self, location: tuple[int, ...], target: memoryview, *, check: bool) -> int:
+        fd, crc, at = self._fd, 0, 0
+        piece_bytes = _PIECE_BYTES if check else len(target)
+        for start, part_bytes in _parts(location, 0, len(target)):
+            end = start + part_bytes
+            while start < end:
+                room = target[at : at + min(piece_bytes, end - start)]
+                read_bytes = os.preadv(fd, [room], start)
+                if not read_bytes:
+                    raise _beyond_the_end()
+                if check:
+                    crc = crc32c(room[:read_bytes], crc)
+                start += read_bytes
+                at += read_bytes
+        return crc
+
+    def views(
+        self,
+        location: tuple[int, ...],  # noqa: ARG002  # of every arena
+        offset_bytes: int,  # noqa: ARG002
+        length_bytes: int,  # noqa: ARG002
+    ) -> list[memoryview] | None:
+        return None
+
+    def written_by(self, incarnation: bytes) -> bool:
+        try:
+            return _incarnation(os.pread(self._fd, ARENA_HEADER_BYTES, 0)) == incarnation
+        except OSError:
+            return False
+
+
+def _parts(
+    location: tuple[int, ...], offset_bytes: int, length_bytes: int
+) -> Iterator[tuple[int, int]]:
+    """Start and length, in the arena, of each piece of a range of an entry's extents."""
+    for start, extent_bytes in zip(location[::2], location[1::2], strict=True):
+        if not length_bytes:
+            return
+        if offset_bytes >= extent_bytes:
+            offset_bytes -= extent_bytes
+            continue
+        part_bytes = min(extent_bytes - offset_bytes, length_bytes)
+        yield start + offset_bytes, part_bytes
+        length_bytes -= part_bytes
+        offset_bytes = 0
+    if length_bytes:
+        raise _beyond_the_end()
+
+
+def _incarnation(header: memoryview | bytes) -> bytes | None:
+    try:
+        return read_arena_incarnation(header)
+    except RecordError:
+        return None
+
+
+def _beyond_the_end() -> OSError:
+    return OSError("the arena does not hold so many bytes")

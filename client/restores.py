@@ -1,0 +1,247 @@
+"""The bytes of a restore: copied into the caller's buffers, checked and timed."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Final, Literal, TypeAlias
+
+from ..proto.copying import copy, copy_crc32c
+from ..proto.errors import PrefixdError
+from ..proto.keys import Key
+from ..proto.vocabulary import Tier
+from .benefit import LoadSpeeds
+from .failures import Failures
+from .results import Entry, MissReason, RestoreResult
+from .threads import Threads
+from .wire.transport import Copied
+
+#: Whose CRC32C is checked on restore: of everything, of what came from disk, of nothing.
+Verify: TypeAlias = Literal["always", "disk", "never"]
+
+VERIFY_CHOICES: Final = ("always", "disk", "never")
+
+#: From here on a restore that is checked is shared by two threads: copy and CRC32C take 1.3 times
+#: as long as the copy alone in one, in two 0.8 times (tests/bench/bench_local.py).
+SHARED_BYTES: Final = 16 * 2**20
+CPUS: Final = len(os.sched_getaffinity(0))
+
+
+class Restore:
+    """Takes the parts of a read (it is a `Sink`) and copies them into the caller's buffers."""
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        views: Sequence[memoryview],
+        verify: Verify,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._entries = entries
+        self._views = views
+        self._check = [
+            verify == "always" or (verify == "disk" and entry.tier is Tier.DISK)
+            for entry in entries
+        ]
+        self._received = [0] * len(views)
+        self._crcs = [0] * len(views)
+        #: What went wrong with single entries.
+        self._misses: dict[int, MissReason] = {}
+        self._whole: set[int] = set()
+        #: those of them that were copied in place and validated afterwards
+        self._validated: set[int] = set()
+        self._clock = clock
+        self._since_s = clock()
+        self._loaded: dict[Tier, tuple[int, float]] = {}
+        #: Parts of different entries may come in two threads.
+        self._finishing = threading.Lock()
+
+    @property
+    def checked_bytes(self) -> int:
+        """Payload whose CRC32C is computed."""
+        entries = zip(self._entries, self._check, strict=True)
+        return sum(entry.payload_bytes for entry, check in entries if check)
+
+    def __call__(self, index: int, offset_bytes: int, data: bytes | memoryview | None) -> None:
+        if data is None:
+            self._misses[index] = MissReason.UNREADABLE
+            return
+        view = self._views[index]
+        end_bytes = offset_bytes + len(data)
+        if offset_bytes != self._received[index] or end_bytes > len(view):
+            raise PrefixdError("the daemon sent bytes that are not the next ones")
+        if self._check[index]:
+            self._crcs[index] = copy_crc32c(view[offset_bytes:end_bytes], data, self._crcs[index])
+        else:
+            copy(view[offset_bytes:end_bytes], data)
+        self._received[index] = end_bytes
+        if end_bytes == len(view):
+            self._finish(index)
+
+    def _finish(self, index: int) -> None:
+        entry = self._entries[index]
+        if self._check[index] and self._crcs[index] != entry.payload_crc32c:
+            self._misses[index] = MissReason.CORRUPT
+        else:
+            self._whole.add(index)
+        with self._finishing:
+            now_s = self._clock()
+            loaded_bytes, seconds = self._loaded.get(entry.tier, (0, 0.0))
+            self._loaded[entry.tier] = (
+                loaded_bytes + entry.payload_bytes,
+                seconds + now_s - self._since_s,
+            )
+            self._since_s = now_s
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def target(self, index: int) -> tuple[Entry, memoryview, bool]:
+        """An entry, where it is to be copied to, and whether its CRC32C is to be compared."""
+        return self._entries[index], self._views[index], self._check[index]
+
+    def copied(self, outcomes: Sequence[Copied]) -> list[int]:
+        """How the copies of all entries in place went. Returns those that have to be read."""
+        now_s = self._clock()
+        whole = [n for n, outcome in enumerate(outcomes) if outcome is Copied.WHOLE]
+        self._misses.update(
+            (n, MissReason.CORRUPT) for n, each in enumerate(outcomes) if each is Copied.CORRUPT
+        )
+        self._whole.update(whole)
+        self._validated.update(whole)
+        total_bytes = sum(self._entries[n].payload_bytes for n in whole)
+        for n in whole:
+            entry = self._entries[n]
+            share_s = (now_s - self._since_s) * entry.payload_bytes / total_bytes
+            loaded_bytes, seconds = self._loaded.get(entry.tier, (0, 0.0))
+            self._loaded[entry.tier] = loaded_bytes + entry.payload_bytes, seconds + share_s
+        self._since_s = now_s
+        return [n for n, outcome in enumerate(outcomes) if outcome is Copied.GONE]
+
+    def read_failed(self, *, lost: bool) -> None:
+        """Reading from the daemon failed before it was known whether the bytes were the entries'
+        own: of those that were read, only what matches its checksum counts, and under a claim
+        that was `lost` nothing. What was copied in place was validated by itself."""
+        self._whole = {
+            n for n in self._whole if n in self._validated or (self._check[n] and not lost)
+        }
+
+    @property
+    def whole(self) -> list[Entry]:
+        """Entries that arrived as they were saved."""
+        return [self._entries[index] for index in sorted(self._whole)]
+
+    @property
+    def corrupt(self) -> list[Key]:
+        """Keys whose bytes don't match their checksum."""
+        return [
+            self._entries[index].key
+            for index, reason in self._misses.items()
+            if reason is MissReason.CORRUPT
+        ]
+
+    def measure(self, speeds: LoadSpeeds) -> None:
+        """Tell how long loading took: from the start, or the entry before, to the last byte."""
+        for tier, (loaded_bytes, seconds) in self._loaded.items():
+            speeds.measured(tier, loaded_bytes, seconds)
+
+    def result(self, token_counts: Sequence[int], stopped: MissReason | None) -> RestoreResult:
+        """`stopped`: why the read ended early, None if it did not."""
+        restored = tuple(index in self._whole for index in range(len(self._views)))
+        run = restored.index(False) if False in restored else len(restored)
+        miss = None
+        if run < len(restored):
+            miss = self._misses.get(run) or stopped or MissReason.UNREADABLE
+        return RestoreResult(
+            restored=restored,
+            run=run,
+            token_count=sum(token_counts[:run]),
+            payload_bytes=sum(entry.payload_bytes for entry in self._entries[:run]),
+            miss=miss,
+        )
+
+
+#: `Transport.copy`.
+CopyInPlace: TypeAlias = Callable[
+    [Sequence[Entry], Sequence[memoryview], Sequence[bool]], list[Copied]
+]
+
+
+class Copier:
+    """Copies entries from where they lie, as far as that is possible.
+
+    Large restores that are checked are shared with one thread of its own. Thread-safe.
+    """
+
+    def __init__(self, copy_in_place: CopyInPlace, failures: Failures) -> None:
+        self._copy_in_place = copy_in_place
+        self._failures = failures
+        self._second = Threads("prefixd-restore", 1)
+        self._sharing = threading.Lock()
+
+    def copy(self, restore: Restore) -> list[int]:
+        """Returns the entries that have to be read from the daemon."""
+        everything = range(len(restore))
+        half = _half(restore) if CPUS > 1 and restore.checked_bytes >= SHARED_BYTES else 0
+        if not half or not self._sharing.acquire(blocking=False):
+            return restore.copied(self._copied(restore, everything))
+        try:
+            return restore.copied(
+                self._copied_by_two(restore, everything[:half], everything[half:])
+            )
+        finally:
+            self._sharing.release()
+
+    def close(self) -> None:
+        """Copies go on without the second thread."""
+        self._second.close()
+
+    def _copied(self, restore: Restore, indices: range) -> list[Copied]:
+        targets = [restore.target(index) for index in indices]
+        entries, views, check = zip(*targets, strict=True) if targets else ((), (), ())
+        try:
+            return self._copy_in_place(entries, views, check)
+        except Exception as problem:
+            self._failures.reason(problem)
+            return [Copied.GONE] * len(indices)
+
+    def _copied_by_two(self, restore: Restore, first: range, rest: range) -> list[Copied]:
+        done = threading.Event()
+        rest_copied: list[Copied] = []
+
+        def copy_rest() -> None:
+            rest_copied.extend(self._copied(restore, rest))
+            done.set()
+
+        if not self._second.submit(copy_rest):
+            return self._copied(restore, range(first.start, rest.stop))
+        try:
+            first_copied = self._copied(restore, first)
+        finally:
+            done.wait()  # nothing is written into the buffers after this call
+        return first_copied + rest_copied
+
+
+def _half(restore: Restore) -> int:
+    """How many of the first entries are closest to half of the bytes; 0: one can't be shared."""
+    sizes = [restore.target(n)[0].payload_bytes for n in range(len(restore))]
+    ends = list(accumulate(sizes[:-1]))
+    middle = sum(sizes) / 2
+    return min(range(len(ends)), key=lambda index: abs(ends[index] - middle)) + 1 if ends else 0
+
+
+class Collect:
+    """A `Sink` for one range: its bytes as they came."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.unreadable = False
+
+    def __call__(self, _index: int, _offset_bytes: int, data: bytes | memoryview | None) -> None:
+        if data is None:
+            self.unreadable = True
+        else:
+            self.parts.append(bytes(data))

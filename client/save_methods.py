@@ -1,0 +1,212 @@
+"""The half of the client that saves; `client.Client` inherits it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Literal, TypeAlias, overload
+
+from ..proto.keys import Key
+from ..proto.vocabulary import SaveReason, Tier
+from .results import SaveOutcome
+from .saves import Reservation, SaveItem, Writer
+from .wire.transport import ReserveItem, SaveTerms
+
+if TYPE_CHECKING:
+    from ..proto.keys import Tokens
+    from .buffers import Payload
+
+AsynchronousReason: TypeAlias = Literal[SaveReason.COLD, SaveReason.CONTINUED, SaveReason.FINISH]
+SynchronousReason: TypeAlias = Literal[SaveReason.EVICT, SaveReason.SHUTDOWN]
+
+
+class Saves(ABC):
+    """Saving payloads, at once, in their turn, or after having reserved the right to."""
+
+    _writer: Writer
+
+    @abstractmethod
+    def _check_usable(self) -> None:
+        """Raises CallerError if the client can't be used (any more)."""
+
+    @overload
+    def save(
+        self,
+        key: Key,
+        payload: Payload,
+        *,
+        tier: Tier,
+        reason: SynchronousReason,
+        token_count: int = 0,
+        layer_count: int = 0,
+        token_ids: Tokens | bytes | None = None,
+        ancestors: Sequence[Key] = (),
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> SaveOutcome: ...
+    @overload
+    def save(
+        self,
+        key: Key,
+        payload: Payload,
+        *,
+        tier: Tier,
+        reason: AsynchronousReason,
+        token_count: int = 0,
+        layer_count: int = 0,
+        token_ids: Tokens | bytes | None = None,
+        ancestors: Sequence[Key] = (),
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> Future[SaveOutcome]: ...
+    @overload
+    def save(
+        self,
+        key: Key,
+        payload: Payload,
+        *,
+        tier: Tier,
+        reason: SaveReason,
+        token_count: int = 0,
+        layer_count: int = 0,
+        token_ids: Tokens | bytes | None = None,
+        ancestors: Sequence[Key] = (),
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> SaveOutcome | Future[SaveOutcome]: ...
+    def save(
+        self,
+        key: Key,
+        payload: Payload,
+        *,
+        tier: Tier,
+        reason: SaveReason,
+        token_count: int = 0,
+        layer_count: int = 0,
+        token_ids: Tokens | bytes | None = None,
+        ancestors: Sequence[Key] = (),
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> SaveOutcome | Future[SaveOutcome]:
+        """Save one payload; see `save_many` and `SaveItem`."""
+        item = SaveItem(key, payload, token_count, layer_count, token_ids)
+        return self._writer.save_one(
+            item, self._terms(tier, reason, ancestors, wait_ms), deadline_ms
+        )
+
+    @overload
+    def save_many(
+        self,
+        items: Sequence[SaveItem],
+        *,
+        tier: Tier,
+        reason: SynchronousReason,
+        ancestors: Sequence[Key] = (),
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> list[SaveOutcome]: ...
+    @overload
+    def save_many(
+        self,
+        items: Sequence[SaveItem],
+        *,
+        tier: Tier,
+        reason: AsynchronousReason,
+        ancestors: Sequence[Key] = (),
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> Future[list[SaveOutcome]]: ...
+    @overload
+    def save_many(
+        self,
+        items: Sequence[SaveItem],
+        *,
+        tier: Tier,
+        reason: SaveReason,
+        ancestors: Sequence[Key] = (),
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> list[SaveOutcome] | Future[list[SaveOutcome]]: ...
+    def save_many(
+        self,
+        items: Sequence[SaveItem],
+        *,
+        tier: Tier,
+        reason: SaveReason,
+        ancestors: Sequence[Key] = (),
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> list[SaveOutcome] | Future[list[SaveOutcome]]:
+        """Save payloads to one tier, in one rpc; of a chain: root first.
+
+        The reasons `cold`, `continued` and `finish` are asynchronous: never blocks, and the
+        future holds how each item ended. Calls are worked off in their order; beyond
+        `max_pending_saves` of them they are dropped and counted. `evict` and `shutdown` block
+        until the items are published, at most `evict_save_timeout_ms` (or `deadline_ms`), and
+        return how each ended. Payloads are referenced, not copied: don't change them until then.
+
+        `ancestors`: the blocks before the first item, root first; they are used by this save.
+        `wait_ms`: how long to wait for others that save the same keys.
+
+        More items than one call takes go in several calls, and a key that is named twice in two.
+        Raises InvalidKey, InvalidSize, UnknownTier, UnknownReason; what the daemon refuses, such
+        as a tier that it does not have, is an outcome.
+        """
+        terms = self._terms(tier, reason, ancestors, wait_ms)
+        return self._writer.save(items, terms, deadline_ms)
+
+    def reserve(
+        self,
+        items: Sequence[ReserveItem],
+        *,
+        tier: Tier,
+        reason: SaveReason,
+        ancestors: Sequence[Key] = (),
+        wait_ms: int = 0,
+        ttl_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> list[Reservation]:
+        """Ask for the exclusive right to save keys, and for their room, before computing them.
+
+        Of several clients that miss the same key one is granted it and computes; the others
+        learn who that is, or with `wait_ms` wait until it is PRESENT. `ttl_ms`: how long a
+        reservation lasts, 0: as long as the daemon says. One rpc. Raises as `save_many`.
+        """
+        terms = self._terms(tier, reason, ancestors, wait_ms, ttl_ms)
+        return self._writer.reserve(items, terms, deadline_ms)
+
+    def write(
+        self,
+        writes: Sequence[tuple[Reservation, Payload]],
+        *,
+        deadline_ms: int | None = None,
+    ) -> list[SaveOutcome]:
+        """Save the payloads of granted reservations, in one rpc; see `Reservation.write`."""
+        self._check_usable()
+        return self._writer.write(writes, deadline_ms)
+
+    def cancel(
+        self, reservations: Sequence[Reservation], *, deadline_ms: int | None = None
+    ) -> list[bool]:
+        """Give reservations back, in one rpc; see `Reservation.cancel`."""
+        self._check_usable()
+        return self._writer.cancel(reservations, deadline_ms)
+
+    def flush(self, *, deadline_ms: int | None = None) -> bool:
+        """Wait for the asynchronous saves so far. False: that took longer.
+
+        Also allowed in the done-callback of a save, where it does those that wait itself."""
+        self._check_usable()
+        return self._writer.flush(deadline_ms)
+
+    def _terms(
+        self,
+        tier: Tier,
+        reason: SaveReason,
+        ancestors: Sequence[Key],
+        wait_ms: int,
+        ttl_ms: int = 0,
+    ) -> SaveTerms:
+        self._check_usable()
+        return SaveTerms(tier, reason, ancestors, wait_ms, ttl_ms)

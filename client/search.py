@@ -1,0 +1,360 @@
+"""The search for the longest cached prefix: which keys to ask for, and what is
+made of the answer.
+
+Prefix entries hold the whole state of `tokens[:n]` and are saved where n is a multiple of the
+stride, so the walk asks for those lengths, longest first. Block chains hold a block each; the
+walk goes forward and stops at the first block that is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple, overload
+
+from ..proto.errors import InvalidSize, InvalidTokens
+from ..proto.keys import Key, Namespace, check_key, iter_block_keys, prefix_keys
+from ..proto.limits import MAX_BATCH_KEYS
+from .benefit import MinBenefit
+from .counters import Counters
+from .failures import Failures
+from .hits import Hit, Reader
+from .results import NOT_FOUND, ClaimMode, Entry, Found, MissReason, Presence
+from .wire.deadline import Deadline
+from .wire.link import Holding
+from .wire.transport import Transport
+
+if TYPE_CHECKING:
+    from ..proto.keys import Tokens
+
+# ---- which keys
+
+
+class PrefixWalk(NamedTuple):
+    """Keys to look for, longest prefix first, and the tokens that each stands for."""
+
+    keys: list[Key]
+    token_counts: list[int]
+
+
+def count_tokens(tokens: Tokens) -> int:
+    """Raises InvalidTokens for what has no length."""
+    try:
+        return len(tokens)  # type: ignore[arg-type]  # a buffer without one is caught
+    except TypeError:
+        raise InvalidTokens(f"tokens are a sequence, not a {type(tokens).__name__}") from None
+
+
+def boundaries(token_count: int, stride_tokens: int, *, exact_end: bool = False) -> list[int]:
+    """The multiples of the stride in 1 ... token_count, ascending, and with `exact_end` the
+    count itself. At most the `MAX_BATCH_KEYS` longest."""
+    if stride_tokens < 1:
+        raise InvalidSize(f"a stride has at least one token, not {stride_tokens}")
+    lengths = range(stride_tokens, token_count + 1, stride_tokens)
+    ends = [token_count] if exact_end and token_count % stride_tokens else []
+    first = max(0, len(lengths) + len(ends) - MAX_BATCH_KEYS)
+    return [*lengths[first:], *ends]
+
+
+def prefix_walk(
+    namespace: Namespace, tokens: Tokens, stride_tokens: int, *, exact_end: bool = False
+) -> PrefixWalk:
+    """The walk over `tokens`, all keys in one hash pass. Empty if no stride is complete.
+
+    `exact_end` also asks for the state of all of `tokens`, wherever they end.
+    """
+    lengths = boundaries(count_tokens(tokens), stride_tokens, exact_end=exact_end)
+    keys = prefix_keys(namespace, tokens, lengths)
+    return PrefixWalk(keys[::-1], lengths[::-1])
+
+
+class BlockChain(Sequence[Key]):
+    """The keys of a prompt cut into blocks, root first, each hashed when it is asked for.
+
+    A walk that misses early hashes little. `tokens` are referenced, not copied: don't change
+    them before every key was asked for. Not thread-safe until then.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        block_tokens: int,
+        *,
+        include_partial: bool = False,
+    ) -> None:
+        """`include_partial`: a trailing incomplete block is part of the chain, to be saved; a
+        walk does not look for it. Raises InvalidSize, InvalidTokens."""
+        token_count = count_tokens(tokens)
+        self._keys: list[Key] = []
+        self._rest: Iterator[Key] = iter_block_keys(
+            namespace, tokens, block_tokens, include_partial=include_partial
+        )
+        #: Tokens of a whole block.
+        self.block_tokens = block_tokens
+        #: Blocks that are complete.
+        self.whole_blocks, partial_tokens = divmod(token_count, block_tokens)
+        #: Tokens of the trailing incomplete block; 0 if it is not part of the chain.
+        self.partial_tokens = partial_tokens if include_partial else 0
+
+    def __len__(self) -> int:
+        return self.whole_blocks + bool(self.partial_tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> Key: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Key]: ...
+    def __getitem__(self, index: int | slice) -> Key | list[Key]:
+        wanted = range(len(self))[index]
+        if isinstance(wanted, int):
+            self._hash_up_to(wanted)
+            return self._keys[wanted]
+        if wanted:
+            self._hash_up_to(max(wanted[0], wanted[-1]))
+        return [self._keys[position] for position in wanted]
+
+    def __iter__(self) -> Iterator[Key]:
+        keys = self._keys
+        for index in range(len(self)):
+            if index == len(keys):
+                keys.append(next(self._rest))
+            yield keys[index]
+
+    @property
+    def complete_keys(self) -> Sequence[Key]:
+        """The complete blocks, as lazily as the chain itself."""
+        return _Blocks(self, range(self.whole_blocks))
+
+    @property
+    def keys(self) -> list[Key]:
+        """Every key, hashed now if they were not."""
+        return self[:]
+
+    @property
+    def token_counts(self) -> list[int]:
+        """Tokens of each block."""
+        counts = [self.block_tokens] * self.whole_blocks
+        return [*counts, self.partial_tokens] if self.partial_tokens else counts
+
+    def _hash_up_to(self, last: int) -> None:
+        while len(self._keys) <= last:
+            self._keys.append(next(self._rest))
+
+
+class _Blocks(Sequence[Key]):
+    """Some blocks of a chain, hashed when they are asked for; so are slices of it."""
+
+    def __init__(self, chain: BlockChain, blocks: range) -> None:
+        self._chain = chain
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, index: int) -> Key: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Key]: ...
+    def __getitem__(self, index: int | slice) -> Key | Sequence[Key]:
+        wanted = self._blocks[index]
+        return self._chain[wanted] if isinstance(wanted, int) else _Blocks(self._chain, wanted)
+
+    def __iter__(self) -> Iterator[Key]:
+        if self._blocks.start or self._blocks.step != 1:
+            return (self._chain[block] for block in self._blocks)
+        return islice(self._chain, len(self._blocks))
+
+
+# ---- from keys to a hit
+
+
+class _Search:
+    """What the keys of one search turned out to be."""
+
+    def __init__(self) -> None:
+        self.claims: list[Holding] = []
+        self.positions: list[int] = []
+        self.entries: list[Entry] = []
+        #: Why there is not more, unless there is everything.
+        self.gap = MissReason.ABSENT
+
+
+class Searcher:
+    """Searches for one client. Thread-safe.
+
+    `token_counts` say what each key stands for, where the caller knows; None is what the entry
+    says of itself. More keys than a call takes go in several calls, and make one hit.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        reader: Reader,
+        counters: Counters,
+        failures: Failures,
+        benefit: MinBenefit,
+        *,
+        lease_ms: int,
+    ) -> None:
+        self._transport = transport
+        self._reader = reader
+        self._counters = counters
+        self._failures = failures
+        self._benefit = benefit
+        self._lease_ms = lease_ms
+
+    def claim(
+        self,
+        keys: Sequence[Key],
+        token_counts: Sequence[int | None] | None,
+        mode: ClaimMode,
+        wait_ms: int,
+        deadline: Deadline,
+    ) -> Hit:
+        """What `mode` wants of the keys, pinned; one rpc, or none without keys."""
+        found = _Search()
+        try:
+            self._claim(found, keys, mode, wait_ms, deadline)
+        except Exception as problem:
+            found.gap = self._failures.reason(problem)
+        return self._hit(found, keys, token_counts, mode)
+
+    def _claim(
+        self,
+        found: _Search,
+        keys: Sequence[Key],
+        mode: ClaimMode,
+        wait_ms: int,
+        deadline: Deadline,
+    ) -> None:
+        size = self._transport.max_batch_keys
+        for start in range(0, len(keys), size):
+            batch = keys if len(keys) <= size else keys[start : start + size]
+            claimed = self._transport.claim(batch, mode, wait_ms, self._lease_ms, deadline)
+            if claimed.in_flight:
+                found.gap = MissReason.IN_FLIGHT
+            if claimed.holding is not None:
+                found.claims.append(claimed.holding)
+                found.positions += [start + position for position in claimed.positions]
+                found.entries += claimed.entries
+            if mode is ClaimMode.FIRST and found.entries:
+                return
+            if mode is ClaimMode.RUN and len(claimed.entries) < len(batch):
+                return
+
+    def look(
+        self,
+        keys: Sequence[Key],
+        token_counts: Sequence[int | None] | None,
+        mode: ClaimMode,
+        wait_ms: int,
+        deadline: Deadline,
+    ) -> Hit:
+        """What `mode` wants of the keys, not pinned; in place if possible, else one rpc."""
+        found = _Search()
+        try:
+            if keys:
+                self._look(found, keys, mode, wait_ms, deadline)
+        except Exception as problem:
+            found.gap = self._failures.reason(problem)
+        return self._hit(found, keys, token_counts, mode)
+
+    def _look(
+        self,
+        found: _Search,
+        keys: Sequence[Key],
+        mode: ClaimMode,
+        wait_ms: int,
+        deadline: Deadline,
+    ) -> None:
+        # The index knows nothing of saves in flight: to wait for those the daemon is asked.
+        wanted = None if wait_ms else self._transport.find(keys, mode, deadline)
+        if wanted is None:
+            results = self._transport.lookup(list(keys), wait_ms, deadline)
+            wanted = _wanted(results, mode)
+            if any(result.presence is Presence.IN_FLIGHT for result in results):
+                found.gap = MissReason.IN_FLIGHT
+        found.positions += [position for position, _ in wanted]
+        found.entries += [entry for _, entry in wanted]
+
+    def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
+        """Which keys are published; none when the daemon can't be asked."""
+        try:
+            return self._transport.exist(keys, deadline) if keys else []
+        except Exception as problem:
+            self._counters.miss(self._failures.reason(problem))
+            return [False] * len(keys)
+
+    def probe(self, keys: Sequence[Key], wait_ms: int, deadline: Deadline) -> list[Found]:
+        """What is known of each key; nothing of any of them when the call fails."""
+        try:
+            return self._transport.lookup(keys, wait_ms, deadline) if keys else []
+        except Exception as problem:
+            self._counters.miss(self._failures.reason(problem))
+            return [NOT_FOUND] * len(keys)
+
+    def _hit(
+        self,
+        found: _Search,
+        keys: Sequence[Key],
+        token_counts: Sequence[int | None] | None,
+        mode: ClaimMode,
+    ) -> Hit:
+        """Counted: one hit or one miss."""
+        self._counters.add("lookups")
+        entries = found.entries
+        if not entries:
+            return self._miss(found.gap)
+        counts = _counts(entries, found.positions, token_counts)
+        worth = len(entries)
+        if mode is not ClaimMode.ANY:
+            worth = self._benefit.worth(entries, counts)
+        complete = mode is ClaimMode.FIRST or len(entries) == len(keys)
+        hit = Hit(
+            self._reader,
+            entries[:worth],
+            counts[:worth],
+            claims=found.claims,
+            miss=MissReason.SLOW if worth < len(entries) else None if complete else found.gap,
+        )
+        if not worth:
+            self._reader.release([hit], None)
+            return self._miss(MissReason.SLOW)
+        self._counters.hit(hit.entries, hit.token_counts)
+        return hit
+
+    def _miss(self, reason: MissReason) -> Hit:
+        self._counters.miss(reason)
+        return Hit(self._reader, miss=reason)
+
+
+def _wanted(answers: Sequence[Found], mode: ClaimMode) -> list[tuple[int, Entry]]:
+    """Positions and entries that `mode` wants of what was looked up."""
+    wanted: list[tuple[int, Entry]] = []
+    for position, answer in enumerate(answers):
+        if answer.entry is not None:
+            wanted.append((position, answer.entry))
+            if mode is ClaimMode.FIRST:
+                break
+        elif mode is ClaimMode.RUN:
+            break
+    return wanted
+
+
+def checked_keys(keys: Sequence[Key]) -> list[Key]:
+    """Raises InvalidKey."""
+    return [check_key(key) for key in keys]
+
+
+def _counts(
+    entries: Sequence[Entry],
+    positions: Sequence[int],
+    token_counts: Sequence[int | None] | None,
+) -> list[int]:
+    if token_counts is None:
+        return [entry.token_count for entry in entries]
+    known = [token_counts[position] for position in positions]
+    return [
+        entry.token_count if count is None else count
+        for entry, count in zip(entries, known, strict=True)
+    ]

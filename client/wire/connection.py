@@ -1,0 +1,145 @@
+"""One gRPC connection to a daemon, set up for moving payloads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, Final, Protocol, TypeVar
+
+import grpc
+from grpc.experimental import ChannelOptions
+
+from ...proto import prefixd_pb2 as pb
+from ...proto.errors import DaemonUnavailable, DeadlineExceeded
+from ...proto.limits import MAX_MESSAGE_BYTES
+from ...proto.prefixd_pb2_grpc import CacheStub
+
+T = TypeVar("T")
+
+#: What gRPC is given to end a call at its deadline, before the call ends without it.
+_SLACK_S: Final = 0.02
+#: How long a connection that can be closed at once may take for it.
+_CLOSE_S: Final = 0.01
+#: Room for what surrounds the largest message.
+_FRAMING_BYTES: Final = 64 * 2**10
+
+
+class Calls(Protocol):
+    """The calls that are one message each way, and small. Raise PrefixdError or grpc.RpcError."""
+
+    def Lookup(self, request: pb.LookupRequest, *, timeout: float) -> pb.LookupResponse: ...
+    def Claim(self, request: pb.ClaimRequest, *, timeout: float) -> pb.ClaimResponse: ...
+    def Release(self, request: pb.ReleaseRequest, *, timeout: float) -> pb.ReleaseResponse: ...
+    def Reserve(self, request: pb.ReserveRequest, *, timeout: float) -> pb.ReserveResponse: ...
+    def Cancel(self, request: pb.CancelRequest, *, timeout: float) -> pb.CancelResponse: ...
+
+
+class Connection:
+    """A channel with its calls, `Calls` among them. Closing it fails whatever is under way on it.
+
+    Every call but `Read` is waited for as a future: gRPC's blocking calls, and the closing of a
+    channel, end only when all bytes have left, and a daemon that is stopped takes none.
+    """
+
+    def __init__(self, address: str, connect_timeout_ms: int) -> None:
+        self.channel = grpc.insecure_channel(address, _options(connect_timeout_ms))
+        self.stub = CacheStub(self.channel)
+        service = pb.DESCRIPTOR.services_by_name["Cache"].full_name
+        # Saves encode their messages themselves (packing.py): no serializer.
+        self._save: grpc.StreamUnaryMultiCallable[bytes, pb.SaveResponse] = (
+            self.channel.stream_unary(f"/{service}/Save", None, pb.SaveResponse.FromString)
+        )
+        self._save_whole: grpc.UnaryUnaryMultiCallable[bytes, pb.SaveWholeResponse] = (
+            self.channel.unary_unary(f"/{service}/SaveWhole", None, pb.SaveWholeResponse.FromString)
+        )
+        self._write: grpc.StreamUnaryMultiCallable[bytes, pb.WriteResponse] = (
+            self.channel.stream_unary(f"/{service}/Write", None, pb.WriteResponse.FromString)
+        )
+        # Re-entrant: a finalizer that closes a forgotten client may run while it is held.
+        self._lock = threading.RLock()
+        self._under_way: set[grpc.Future[Any]] = set()
+        self._closed = False
+
+    # ---- Calls
+
+    def Lookup(self, request: pb.LookupRequest, *, timeout: float) -> pb.LookupResponse:
+        return self._result(self.stub.Lookup.future(request, timeout=timeout), timeout)
+
+    def Claim(self, request: pb.ClaimRequest, *, timeout: float) -> pb.ClaimResponse:
+        return self._result(self.stub.Claim.future(request, timeout=timeout), timeout)
+
+    def Release(self, request: pb.ReleaseRequest, *, timeout: float) -> pb.ReleaseResponse:
+        return self._result(self.stub.Release.future(request, timeout=timeout), timeout)
+
+    def Reserve(self, request: pb.ReserveRequest, *, timeout: float) -> pb.ReserveResponse:
+        return self._result(self.stub.Reserve.future(request, timeout=timeout), timeout)
+
+    def Cancel(self, request: pb.CancelRequest, *, timeout: float) -> pb.CancelResponse:
+        return self._result(self.stub.Cancel.future(request, timeout=timeout), timeout)
+
+    # ---- payloads
+
+    def save(
+        self, messages: Iterator[bytes], timeout_s: float
+    ) -> pb.SaveResponse | pb.SaveWholeResponse:
+        """`Cache.Save` of encoded SaveRequests, `SaveWhole` if there is but one. Raises
+        grpc.RpcError, PrefixdError."""
+        first, second = next(messages), next(messages, None)
+        if second is None:
+            return self._result(self._save_whole.future(first, timeout=timeout_s), timeout_s)
+        stream = chain((first, second), messages)
+        return self._result(self._save.future(stream, timeout=timeout_s), timeout_s)
+
+    def write(self, messages: Iterator[bytes], timeout_s: float) -> pb.WriteResponse:
+        """`Cache.Write` of encoded WriteRequests. Raises grpc.RpcError, PrefixdError."""
+        return self._result(self._write.future(messages, timeout=timeout_s), timeout_s)
+
+    def close(self) -> None:
+        """Returns at once; what gRPC still waits for it waits for in a thread of its own."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            under_way = list(self._under_way)
+        for call in under_way:
+            call.cancel()
+        closing = threading.Thread(target=self.channel.close, name="prefixd-hang-up", daemon=True)
+        try:
+            closing.start()
+        except RuntimeError:
+            return  # the process ends, and with it the connection
+        closing.join(_CLOSE_S)
+
+    def _result(self, call: grpc.Future[T], timeout_s: float) -> T:
+        with self._lock:
+            self._under_way.add(call)
+            closed = self._closed
+        try:
+            if closed:
+                call.cancel()
+            return call.result(timeout_s + _SLACK_S)
+        except grpc.FutureTimeoutError:
+            call.cancel()
+            raise DeadlineExceeded("the daemon did not take the call in time") from None
+        except grpc.FutureCancelledError:
+            raise DaemonUnavailable("the connection was closed") from None
+        finally:
+            with self._lock:
+                self._under_way.discard(call)
+
+
+def _options(connect_timeout_ms: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES + _FRAMING_BYTES),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES + _FRAMING_BYTES),
+        # Each attempt to connect is a new channel: it must not inherit the waits of the last.
+        ("grpc.use_local_subchannel_pool", 1),
+        # What gRPC takes as the time that connecting may take.
+        ("grpc.min_reconnect_backoff_ms", connect_timeout_ms),
+        ("grpc.initial_reconnect_backoff_ms", connect_timeout_ms),
+        # A cache daemon is next door; $http_proxy is not meant for it.
+        ("grpc.enable_http_proxy", 0),
+        # Reads run in the thread that reads, without a hand-over for each message: 2 x as fast.
+        (ChannelOptions.SingleThreadedUnaryStream, 1),
+    ]

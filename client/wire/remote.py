@@ -1,0 +1,500 @@
+"""The client's way to the daemon over gRPC: any host, a Unix socket or TCP."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias, TypeVar, cast
+
+import grpc
+
+from ...proto import prefixd_pb2 as pb
+from ...proto.endpoints import default_address, normalize_address
+from ...proto.errors import (
+    ERROR_METADATA,
+    ClaimLost,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    InvalidBatch,
+    InvalidSize,
+    PrefixdError,
+    StaleIncarnation,
+    UnknownReservation,
+    UnknownSession,
+    UnknownStaging,
+    from_grpc,
+)
+from ...proto.keys import Key
+from ...proto.limits import CHUNK_BYTES, MAX_BATCH_KEYS, MAX_CLIENT_NAME_CHARS, MAX_MESSAGE_BYTES
+from ..counters import Counters
+from ..results import ClaimMode, Entry, Found, SaveOutcome
+from . import messages
+from .backoff import Backoff
+from .deadline import Deadline
+from .link import Holding, Link
+from .packing import pack
+from .session import DEFAULT_CONNECT_TIMEOUT_MS, SessionKeeper, check_answering
+from .transport import Claimed, Copied, Granted, Range, ReserveItem, SaveTerms, Saving, Sink
+
+T = TypeVar("T")
+
+#: Makes a staged save: its opening, the payloads, until when. Raises PrefixdError, OSError.
+Stage: TypeAlias = Callable[
+    [pb.SaveStagedRequest, Sequence[memoryview], Deadline], list[pb.SaveResult]
+]
+
+#: What a message needs beside its header, and for a part of each item, generously.
+_FRAMING_BYTES, _PART_BYTES = 64, 32
+
+
+class RemoteTransport:
+    """`transport.Transport` over one connection that is opened again when it breaks.
+
+    A call that the daemon refuses because it does not know the session gets a new session and
+    is repeated once; it had no effect before. No other failure is repeated.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        name: str | None = None,
+        *,
+        counters: Counters,
+        connect_timeout_ms: int = DEFAULT_CONNECT_TIMEOUT_MS,
+        backoff: Backoff | None = None,
+    ) -> None:
+        """`address` None: the default one. `name` None: that of the program. Raises ConfigError
+        for what is no address, InvalidSize for a name that is too long."""
+        self._counters = counters
+        self._keeper = SessionKeeper(
+            default_address() if address is None else normalize_address(address),
+            _hello(name),
+            counters=counters,
+            connect_timeout_ms=connect_timeout_ms,
+            backoff=backoff,
+        )
+
+    @property
+    def max_batch_keys(self) -> int:
+        link = self._keeper.current
+        return (link.welcome.max_batch_keys if link else 0) or MAX_BATCH_KEYS
+
+    def _batches(self, things: Sequence[T]) -> Iterator[Sequence[T]]:
+        """As many at once as one call takes."""
+        size = self.max_batch_keys
+        return (things[start : start + size] for start in range(0, len(things), size))
+
+    @property
+    def connected(self) -> bool:
+        return self._keeper.connected
+
+    @property
+    def current(self) -> Link | None:
+        """The session in use, if there is one at this moment."""
+        return self._keeper.current
+
+    def link(self, deadline: Deadline) -> Link:
+        """The session in use; waits for the first one. Raises PrefixdError."""
+        return self._keeper.link(deadline)
+
+    def wait(self, deadline: Deadline) -> bool:
+        return self._keeper.wait(deadline)
+
+    def close(self, within_s: float) -> None:
+        self._keeper.close(within_s)
+
+    # ---- read side
+
+    def lookup(self, keys: Sequence[Key], wait_ms: int, deadline: Deadline) -> list[Found]:
+        found: list[Found] = []
+        for batch in self._batches(keys):
+            found += self._lookup(batch, wait_ms, deadline)
+        return found
+
+    def _lookup(self, keys: Sequence[Key], wait_ms: int, deadline: Deadline) -> list[Found]:
+        request = pb.LookupRequest(keys=keys, wait_ms=wait_ms)
+        _, response = self._call(
+            "Lookup", deadline, lambda link, s: link.calls.Lookup(request, timeout=s)
+        )
+        with messages.understanding():
+            return [
+                messages.found_of(key, result)
+                for key, result in zip(keys, response.results, strict=True)
+            ]
+
+    def claim(
+        self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, lease_ms: int, deadline: Deadline
+    ) -> Claimed:
+        request = pb.ClaimRequest(
+            keys=keys, mode=pb.ClaimMode.ValueType(mode), wait_ms=wait_ms, lease_ms=lease_ms
+        )
+
+        def ask(link: Link, timeout_s: float) -> pb.ClaimResponse:
+            request.session.CopyFrom(link.ref)
+            return link.calls.Claim(request, timeout=timeout_s)
+
+        link, response = self._call("Claim", deadline, ask)
+        number = response.claim_id
+        holding = link.claims.hold(link, number) if number else None
+        positions, entries, in_flight = [], [], False
+        try:
+            with messages.understanding():
+                for position, result in enumerate(response.results):
+                    if result.claimed:
+                        positions.append(position)
+                        entries.append(messages.entry_of(keys[position], result.entry))
+                    elif result.presence == pb.PRESENCE_IN_FLIGHT:
+                        in_flight = True
+        except PrefixdError:
+            if holding is not None:
+                self.forget(holding)
+            raise
+        if holding is not None:
+            holding.entries = entries
+        return Claimed(holding, positions, entries, in_flight)
+
+    def claim_known(
+        self, entries: Sequence[Entry], lease_ms: int, deadline: Deadline
+    ) -> Holding | None:
+        """Pin entries that an index told of. None: some of them are no longer the same; then
+        nothing is pinned."""
+        request = pb.ClaimRequest(
+            keys=[entry.key for entry in entries],
+            mode=pb.CLAIM_MODE_ANY,
+            lease_ms=lease_ms,
+            brief=True,
+        )
+
+        def ask(link: Link, timeout_s: float) -> pb.ClaimResponse:
+            request.session.CopyFrom(link.ref)
+            return link.calls.Claim(request, timeout=timeout_s)
+
+        link, response = self._call("Claim", deadline, ask)
+        if not response.claim_id:
+            return None
+        holding = link.claims.hold(link, response.claim_id)
+        holding.entries = entries
+        if list(response.generations) == [entry.generation for entry in entries]:
+            return holding
+        self.give_back([holding])
+        return None
+
+    def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
+        link = self._holder(claim)
+        request = pb.ReadRequest(
+            session=link.ref,
+            claim_id=claim.number,
+            ranges=[
+                pb.ReadRange(
+                    index=wanted.place,
+                    offset_bytes=wanted.offset_bytes,
+                    length_bytes=wanted.length_bytes,
+                    token_ids=wanted.token_ids,
+                )
+                for wanted in ranges
+            ],
+        )
+        timeout_s = deadline.left_s()
+        check_answering(link)
+        self._counters.rpc("Read")
+        try:
+            call = link.connection.stub.Read(request, timeout=timeout_s)
+        except ValueError as problem:
+            raise ClaimLost(f"the connection closed: {problem}") from None
+        try:
+            for response in call:
+                for part in response.parts:
+                    if part.range >= len(ranges):
+                        raise PrefixdError(f"the daemon sent a range {part.range} of {len(ranges)}")
+                    ok = part.status == pb.READ_STATUS_OK
+                    sink(part.range, part.offset_bytes, part.data if ok else None)
+        except grpc.RpcError as problem:
+            error = from_grpc(problem)
+            if _unanswered(problem):
+                link.call_timed_out()
+            raise error from None
+        finally:
+            call.cancel()  # no effect once it has ended
+        if claim.why_lost is not None:
+            raise ClaimLost(claim.why_lost)
+
+    def release(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
+        link = self._keeper.current
+        held = [claim for claim in claims if claim.link is link]
+        if not held or link is None:
+            return [False] * len(claims)
+        outcomes: dict[int, int] = {}
+        for numbers in self._batches([claim.number for claim in held]):
+            request = pb.ReleaseRequest(session=link.ref, claim_ids=numbers)
+            timeout_s = deadline.left_s()
+            response = self._call_held(
+                "Release", link, partial(link.calls.Release, request, timeout=timeout_s)
+            )
+            with messages.understanding():
+                outcomes.update(zip(numbers, response.results, strict=True))
+        return [
+            claim.link is link
+            and outcomes[claim.number] == pb.RELEASE_STATUS_RELEASED
+            and claim.why_lost is None
+            for claim in claims
+        ]
+
+    def give_back(self, claims: Sequence[Holding]) -> None:
+        """Release claims of the current session without waiting for the answer."""
+        link = self._keeper.current
+        if link is not None:
+            for numbers in self._batches([c.number for c in claims if c.link is link]):
+                link.send(pb.SessionRequest(give_back=pb.GiveBack(claim_ids=numbers)))
+
+    def forget(self, claim: Holding) -> None:
+        give_back = pb.GiveBack(claim_ids=[claim.number])
+        claim.link.send(pb.SessionRequest(give_back=give_back))
+
+    def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
+        return [found.present for found in self.lookup(keys, 0, deadline)]
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        link = self._keeper.current
+        if link is not None:
+            for told in self._batches(keys):
+                link.send(pb.SessionRequest(touch=pb.Touch(keys=told)))
+
+    def find(
+        self, _keys: Iterable[Key], _mode: ClaimMode, _deadline: Deadline
+    ) -> list[tuple[int, Entry]] | None:
+        return None
+
+    def copy(
+        self, entries: Sequence[Entry], _targets: Sequence[memoryview], _check: Sequence[bool]
+    ) -> list[Copied]:
+        return [Copied.GONE] * len(entries)
+
+    def views(self, _claim: Holding, _entries: Sequence[Entry]) -> list[list[memoryview]] | None:
+        return None
+
+    def refused(self) -> dict[str, str]:
+        return {"everything": "this connection is gRPC only"}
+
+    def suspect(self, keys: Sequence[Key]) -> None:
+        link = self._keeper.current
+        if link is not None:
+            link.send(pb.SessionRequest(suspect=pb.Suspect(keys=keys)))
+
+    # ---- write side
+
+    def reserve(
+        self, items: Sequence[ReserveItem], terms: SaveTerms, deadline: Deadline
+    ) -> list[Granted]:
+        header = messages.header_of(items, terms)
+
+        def ask(link: Link, timeout_s: float) -> pb.ReserveResponse:
+            header.session.CopyFrom(link.ref)
+            request = pb.ReserveRequest(header=header)
+            return link.calls.Reserve(request, timeout=timeout_s)
+
+        link, response = self._call("Reserve", deadline, ask)
+        with messages.understanding():
+            return [
+                messages.granted_of(link, result)
+                for _, result in zip(items, response.results, strict=True)
+            ]
+
+    def cancel(self, reservations: Sequence[Holding], deadline: Deadline) -> list[bool]:
+        link = self._keeper.current
+        held = [reservation for reservation in reservations if reservation.link is link]
+        if not held or link is None:
+            return [False] * len(reservations)
+        request = pb.CancelRequest(session=link.ref, tokens=[each.number for each in held])
+        timeout_s = deadline.left_s()
+        response = self._call_held(
+            "Cancel", link, lambda: link.calls.Cancel(request, timeout=timeout_s)
+        )
+        with messages.understanding():
+            cancelled = dict(zip((each.number for each in held), response.cancelled, strict=True))
+        return [each.link is link and cancelled[each.number] for each in reservations]
+
+    def write(
+        self,
+        reservations: Sequence[tuple[Holding, Key]],
+        payloads: Sequence[memoryview],
+        deadline: Deadline,
+    ) -> list[SaveOutcome]:
+        link = self._writer(reservations, deadline)
+        tokens = [holding.number for holding, _ in reservations]
+        packed = pack(
+            pb.WriteRequest(session=link.ref).SerializeToString(),
+            [pb.WritePart(token=token) for token in tokens],
+            payloads,
+            chunk_bytes=link.welcome.chunk_bytes or CHUNK_BYTES,
+            max_message_bytes=_max_message_bytes(link),
+        )
+        timeout_s = deadline.left_s()
+        response = self._call_held("Write", link, lambda: link.connection.write(packed, timeout_s))
+        with messages.understanding():
+            results = dict(zip(response.tokens, response.results, strict=True))
+            return [
+                messages.outcome_of(key, results[holding.number]) for holding, key in reservations
+            ]
+
+    def save(
+        self, items: Sequence[Saving], terms: SaveTerms, deadline: Deadline
+    ) -> list[SaveOutcome]:
+        header = messages.header_of([saving.item for saving in items], terms)
+        labels = [pb.WritePart(item=index) for index in range(len(items))]
+        payloads = [saving.payload for saving in items]
+
+        def send(link: Link, timeout_s: float) -> pb.SaveResponse | pb.SaveWholeResponse:
+            header.session.CopyFrom(link.ref)
+            opening = pb.SaveRequest(header=header).SerializeToString()
+            _check_header(header, link)
+            packed = pack(
+                opening,
+                labels,
+                payloads,
+                chunk_bytes=link.welcome.chunk_bytes or CHUNK_BYTES,
+                max_message_bytes=_max_message_bytes(link),
+            )
+            return link.connection.save(packed, timeout_s)
+
+        _, response = self._call("Save", deadline, send)
+        with messages.understanding():
+            return [
+                messages.outcome_of(saving.item.key, result)
+                for saving, result in zip(items, response.results, strict=True)
+            ]
+
+    def save_staged(
+        self,
+        stage: Stage,
+        ref: pb.SessionRef,
+        items: Sequence[Saving],
+        terms: SaveTerms,
+        deadline: Deadline,
+    ) -> list[SaveOutcome]:
+        """`save`, with the payloads in the staging memory of session `ref`.
+
+        Raises UnknownStaging, before anything happened, if that session has ended.
+        """
+        header = messages.header_of([saving.item for saving in items], terms)
+        payloads = [saving.payload for saving in items]
+
+        def send(link: Link, _timeout_s: float) -> list[pb.SaveResult]:
+            if link.ref != ref:
+                raise UnknownStaging("the session that it was handed to has ended")
+            header.session.CopyFrom(ref)
+            _check_header(header, link)
+            return stage(pb.SaveStagedRequest(header=header), payloads, deadline)
+
+        _, results = self._call("SaveStaged", deadline, send)
+        with messages.understanding():
+            return [
+                messages.outcome_of(saving.item.key, result)
+                for saving, result in zip(items, results, strict=True)
+            ]
+
+    def write_staged(
+        self,
+        stage: Stage,
+        ref: pb.SessionRef,
+        reservations: Sequence[tuple[Holding, Key]],
+        payloads: Sequence[memoryview],
+        deadline: Deadline,
+    ) -> list[SaveOutcome]:
+        """`write`, in the same way."""
+        link = self._writer(reservations, deadline)
+        if link.ref != ref:
+            raise UnknownStaging("the session that it was handed to has ended")
+        tokens = [holding.number for holding, _ in reservations]
+        reserved = pb.StagedReservations(session=ref, tokens=tokens)
+        opening = pb.SaveStagedRequest(reserved=reserved)
+        results = self._call_held("SaveStaged", link, lambda: stage(opening, payloads, deadline))
+        with messages.understanding():
+            return [
+                messages.outcome_of(key, result)
+                for (_, key), result in zip(reservations, results, strict=True)
+            ]
+
+    def _writer(self, reservations: Sequence[tuple[Holding, Key]], deadline: Deadline) -> Link:
+        """The session in use, which is the one that the reservations are of."""
+        link = self._keeper.link(deadline)
+        if any(holding.link is not link for holding, _ in reservations):
+            raise UnknownReservation("it was made in a session that has ended")
+        return link
+
+    # ---- calling
+
+    def _call(
+        self, name: str, deadline: Deadline, ask: Callable[[Link, float], T]
+    ) -> tuple[Link, T]:
+        """`ask` in the current session; once more in a new one if the daemon lost that."""
+        try:
+            return self._ask(name, deadline, ask)
+        except (UnknownSession, StaleIncarnation):
+            return self._ask(name, deadline, ask)
+
+    def _ask(
+        self, name: str, deadline: Deadline, ask: Callable[[Link, float], T]
+    ) -> tuple[Link, T]:
+        link = self._keeper.link(deadline, opening=True)
+        timeout_s = deadline.left_s()
+        return link, self._call_held(name, link, lambda: ask(link, timeout_s))
+
+    def _call_held(self, name: str, link: Link, ask: Callable[[], T]) -> T:
+        """One rpc in this very session. Raises PrefixdError."""
+        check_answering(link)
+        self._counters.rpc(name)
+        unanswered = False
+        try:
+            return ask()
+        except grpc.RpcError as problem:
+            error, unanswered = from_grpc(problem), _unanswered(problem)
+        except PrefixdError as problem:  # from the local socket
+            error, unanswered = problem, isinstance(problem, DeadlineExceeded)
+        except ValueError as problem:
+            # The channel was closed between being looked up and being used.
+            error = DaemonUnavailable(f"the connection closed: {problem}")
+        if isinstance(error, UnknownSession | StaleIncarnation):
+            self._keeper.renew(link, str(error))
+        elif unanswered:
+            link.call_timed_out()
+        raise error
+
+    def _holder(self, claim: Holding) -> Link:
+        if claim.why_lost is not None:
+            raise ClaimLost(claim.why_lost)
+        return claim.link
+
+
+def _unanswered(problem: grpc.RpcError) -> bool:
+    """Is the deadline what ended the call, and not the daemon?"""
+    metadata = dict(cast("Iterable[tuple[str, str]]", problem.trailing_metadata() or ()))
+    ended_here = ERROR_METADATA not in metadata
+    return ended_here and problem.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def _max_message_bytes(link: Link) -> int:
+    return link.welcome.max_message_bytes or MAX_MESSAGE_BYTES
+
+
+def _check_header(header: pb.SaveHeader, link: Link) -> None:
+    """A header is one message, or part of one. Raises InvalidBatch."""
+    framing_bytes = _FRAMING_BYTES + _PART_BYTES * len(header.items)
+    header_bytes, max_bytes = header.ByteSize() + framing_bytes, _max_message_bytes(link)
+    if header_bytes > max_bytes:
+        raise InvalidBatch(
+            f"keys and token ids of {len(header.items)} items are {header_bytes} bytes, more "
+            f"than the {max_bytes} of a message: save them in several calls"
+        )
+
+
+def _hello(name: str | None) -> pb.Hello:
+    """Who this client is. Without a name: the program."""
+    if name is None:
+        name = Path(sys.argv[0]).name[:MAX_CLIENT_NAME_CHARS] or "client"
+    if not 0 < len(name) <= MAX_CLIENT_NAME_CHARS:
+        raise InvalidSize(f"a name has 1 ... {MAX_CLIENT_NAME_CHARS} characters, not {len(name)}")
+    return pb.Hello(client_name=name, pid=os.getpid(), host=socket.gethostname())

@@ -1,0 +1,242 @@
+"""Keeping a session with the daemon: opened, watched, opened again when it ends.
+
+A thread of its own reads the session stream and does the reconnecting; callers only ever ask
+for the current `Link`. They wait for one while the first attempt after a start or a loss is
+under way, and not at all once that attempt has failed, or one of them has waited in vain: then
+the daemon is down, every call is a miss at once, and the thread goes on trying meanwhile. The same
+holds while the link is suspect, and after a session whose daemon stopped answering.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+from typing import Final
+
+from ...proto import prefixd_pb2 as pb
+from ...proto.errors import (
+    ClientClosed,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    Draining,
+    PrefixdError,
+)
+from ..counters import Counters
+from .backoff import Backoff
+from .connection import Connection
+from .deadline import Deadline
+from .link import Link
+
+logger = logging.getLogger("prefixd.client")
+# A library: what nobody asked to see does not end up on somebody's terminal.
+logger.addHandler(logging.NullHandler())
+
+#: What connecting may take before the daemon counts as down.
+DEFAULT_CONNECT_TIMEOUT_MS: Final = 1_000
+#: How long `close` gives the daemon at most to end the session in order.
+_LEAVE_S: Final = 0.25
+
+
+class _State(enum.Enum):
+    CONNECTING = enum.auto()
+    """The first attempt after a start or a loss: worth waiting for."""
+    UP = enum.auto()
+    DOWN = enum.auto()
+    """That attempt failed. Further ones are made in the background."""
+    CLOSED = enum.auto()
+
+
+class SessionKeeper:
+    """Has a session whenever there can be one. Thread-safe."""
+
+    def __init__(
+        self,
+        address: str,
+        hello: pb.Hello,
+        *,
+        counters: Counters,
+        connect_timeout_ms: int,
+        backoff: Backoff | None = None,
+    ) -> None:
+        self.address = address
+        self._hello = hello
+        self._counters = counters
+        self._connect_timeout_ms = connect_timeout_ms
+        self._backoff = backoff or Backoff()
+        self._changed = threading.Condition()
+        self._state = _State.CONNECTING
+        self._why_down = "it has not answered yet"
+        #: The link that is in use (UP) or being opened; None between attempts.
+        self._link: Link | None = None
+        self._closing = threading.Event()
+        # A daemon thread: a program that forgets to close its client must still end.
+        self._thread = threading.Thread(target=self._run, name="prefixd-session", daemon=True)
+        self._thread.start()
+
+    # ---- for callers
+
+    def link(self, deadline: Deadline, *, opening: bool = False) -> Link:
+        """The session in use. `opening`: for a call that begins something new, which a daemon
+        that is stopping would refuse.
+
+        Raises DaemonUnavailable at once while the daemon is down, DeadlineExceeded when the
+        first attempt to reach it takes longer than the call may, Draining, ClientClosed.
+        """
+        deadline.left_s()
+        with self._changed:
+            try:
+                while self._state is _State.CONNECTING:
+                    self._changed.wait(deadline.left_s())
+            except DeadlineExceeded:
+                if self._state is _State.CONNECTING:
+                    self._state = _State.DOWN  # the next call does not wait as well
+                raise
+            if self._state is _State.UP and self._link is not None:
+                check_answering(self._link)
+                if opening and self._link.draining:
+                    raise Draining("the daemon is stopping")
+                return self._link
+            if self._state is _State.CLOSED:
+                raise ClientClosed("this client is closed")
+            raise DaemonUnavailable(f"no daemon at {self.address}: {self._why_down}")
+
+    def renew(self, link: Link, why: str) -> None:
+        """The daemon does not know the session of `link` any more: get another one."""
+        with self._changed:
+            if self._link is not link or self._state is not _State.UP:
+                return
+            self._state = _State.CONNECTING
+        link.close(why)
+
+    @property
+    def current(self) -> Link | None:
+        """The session in use, if there is one at this moment."""
+        with self._changed:
+            return self._link if self._state is _State.UP else None
+
+    @property
+    def connected(self) -> bool:
+        """Is there a session at this moment, with a daemon that answers?"""
+        with self._changed:
+            return self._answering()
+
+    def wait(self, deadline: Deadline) -> bool:
+        """Wait for a session, through any number of attempts. False: the client was closed.
+
+        Raises DeadlineExceeded.
+        """
+        with self._changed:
+            while not self._answering() and self._state is not _State.CLOSED:
+                self._changed.wait(deadline.left_s())
+            return self._state is _State.UP
+
+    def _answering(self) -> bool:
+        link = self._link
+        if link is None or self._state is not _State.UP:
+            return False
+        return not link.suspect and not link.why_ended
+
+    def close(self, within_s: float) -> None:
+        """End the session; the daemon releases what it held. Idempotent."""
+        until_s = time.monotonic() + within_s
+        with self._changed:
+            self._state = _State.CLOSED
+            link = self._link
+            self._changed.notify_all()
+        self._closing.set()
+        joinable = self._thread is not threading.current_thread()  # finalizers run anywhere
+        if link is not None:
+            link.leave("the client was closed")
+            if joinable and not link.suspect:
+                self._thread.join(min(_LEAVE_S, within_s))
+            link.close("the client was closed")
+        if joinable:
+            self._thread.join(max(0.0, until_s - time.monotonic()))
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            if wait_s := self._backoff.next_s():
+                self._enter(_State.DOWN)
+                self._closing.wait(wait_s)
+            try:
+                self._attempt()
+            except PrefixdError as problem:
+                self._failed(str(problem))
+            except Exception as problem:
+                # Whatever it is: a thread that ends here would never reconnect.
+                logger.exception("the session failed in a way that it should not")
+                self._failed(repr(problem))
+
+    def _enter(self, state: _State, link: Link | None = None) -> bool:
+        """False: the client is closed, and stays so."""
+        with self._changed:
+            if self._state is _State.CLOSED:
+                return False
+            self._state = state
+            self._link = link
+            self._changed.notify_all()
+            return True
+
+    def _failed(self, why: str) -> None:
+        with self._changed:
+            if self._state is _State.CONNECTING:
+                logger.warning("no daemon at %s: %s; will keep trying", self.address, why)
+            self._why_down = why
+        self._enter(_State.DOWN)
+
+    def _attempt(self) -> None:
+        """Open a session and stay with it until it ends. Raises PrefixdError if it can't be."""
+        connection = Connection(self.address, self._connect_timeout_ms)
+        link = Link(connection, self._hello, self._connect_timeout_ms / 1e3)
+        try:
+            if not self._enter(self._state, link):
+                return
+            link.open()
+            self._counters.add("sessions")
+            if not self._enter(_State.UP, link):
+                return
+            logger.info("session %d with the daemon at %s", link.ref.session_id, self.address)
+            self._serve(link)
+            self._why_down = link.why_ended
+            if not self._closing.is_set():
+                logger.warning("lost the daemon at %s: %s", self.address, link.why_ended)
+            # One that hangs may be reachable and still not answer: that is not waited for.
+            silent = link.silent or link.suspect
+            self._enter(_State.DOWN if silent else _State.CONNECTING)
+        finally:
+            link.close("the attempt was given up")
+
+    def _serve(self, link: Link) -> None:
+        """Handle what the daemon says until the session ends."""
+        for event in link.events():
+            match event.WhichOneof("kind"):
+                case "heartbeat_ack":
+                    # Not before: a daemon that ends each session at once sees ever fewer.
+                    self._backoff.reset()
+                    with self._changed:
+                        self._changed.notify_all()  # the link is not suspect any more
+                case "claim_lost":
+                    lost = event.claim_lost
+                    if link.claims.lose(lost.claim_id, lost.why):
+                        self._counters.add("lost_claims")
+                case "reservation_lost":
+                    gone = event.reservation_lost
+                    if link.reservations.lose(gone.token, gone.why):
+                        self._counters.add("lost_reservations")
+                case "draining":
+                    link.draining = True
+                    logger.info("the daemon at %s is stopping", self.address)
+                case _:
+                    pass  # of a later version
+
+
+def check_answering(link: Link) -> None:
+    """Raises DaemonUnavailable when a call is known to get no answer."""
+    if link.why_ended:
+        raise DaemonUnavailable(link.why_ended)
+    if link.suspect:
+        raise DaemonUnavailable("the daemon did not answer the last call in time")

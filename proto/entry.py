@@ -1,0 +1,49 @@
+"""The fields of an entry, written down once: for stores, records, the index and the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from .keys import Key
+from .vocabulary import SaveReason, Tier
+
+#: Where an entry lies in an arena: offset, length, offset, length ... in bytes. Lengths are
+#: multiples of the slab.
+Location: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EntryRecord:
+    """An entry as it is stored.
+
+    At `location` lies the payload, from the first byte of the first extent on, and behind it
+    the token ids with their checksum (`content_bytes`), in every tier.
+    """
+
+    key: Key
+    tier: Tier
+    reason: SaveReason
+    #: Unique and increasing: two saves of one key differ in it.
+    generation: int
+    #: Wall-clock ns since 1970.
+    created_ns: int
+    payload_bytes: int
+    token_count: int
+    #: 0: the payload has no layer table.
+    layer_count: int
+    token_ids_bytes: int
+    location: Location
+    #: Of the payload as it was stored. Until a writer sealed the entry it is not known, and 0.
+    payload_crc32c: int = 0
+
+
+#: The checksum behind the token ids of an entry; an entry without token ids has none.
+TOKEN_IDS_CRC_BYTES: Final = 4
+
+
+def content_bytes(payload_bytes: int, token_ids_bytes: int) -> int:
+    """Bytes of an entry in its extents: the payload, then the token ids and their CRC32C."""
+    if not token_ids_bytes:
+        return payload_bytes
+    return payload_bytes + token_ids_bytes + TOKEN_IDS_CRC_BYTES

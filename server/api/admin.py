@@ -1,0 +1,307 @@
+"""The `Admin` service: what operators see and order. Reads the live tables on the loop, in
+slices: nothing here keeps a client waiting, however much there is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+
+from ...proto import limits
+from ...proto import prefixd_pb2 as pb
+from ...proto.errors import CurveDisabled, InvalidSize, UnknownEntry
+from ...proto.index import unpack_row
+from ...proto.vocabulary import Tier
+from ...tiers.ledger import Admission, Ledger
+from ..core.answers import EvictAnswer
+from ..core.checking import MAX_PROBLEMS
+from ..core.entries import Entry
+from ..core.events import EvictAsked, Tick
+from ..runtime.loop import Core
+from ..runtime.recounting import recount
+from ..runtime.recovery import collect_garbage
+from ..runtime.slices import Slices
+from ..runtime.verification import Reading
+from . import messages
+from .calls import Caller
+from .lists import Lists
+from .metrics import counters_dict, lag_dict
+from .sessions import ServiceConfig
+
+#: Entries that one event evicts, about a millisecond.
+_EVICTED_AT_ONCE = 128
+#: Payloads that a worker thread reads in one go; others wait for such a thread, too.
+_VERIFIED_AT_ONCE = 32
+_VERIFIED_BYTES_AT_ONCE = 2**22
+_DEFAULT_QUARTERS = (1, 2, 4, 8, 16)
+
+
+class AdminService(Lists):
+    """See prefixd.proto for what each rpc promises."""
+
+    def __init__(
+        self, core: Core, config: ServiceConfig, in_flight: Callable[[], Mapping[str, int]]
+    ) -> None:
+        """`in_flight`: what calls take of the daemon's memory, by name."""
+        super().__init__(core)
+        self._config = config
+        self._in_flight = in_flight
+        self._started_ns = core.clock.now_ns()
+
+    # ---- what there is
+
+    async def stats(self, request: pb.StatsRequest, _caller: Caller) -> pb.StatsResponse:
+        core = self._core
+        t = core.state.tables
+        unhealthy = core.unhealthy()
+        return pb.StatsResponse(
+            daemon_version=self._config.daemon_version,
+            incarnation=self._config.incarnation,
+            uptime_ms=(core.clock.now_ns() - self._started_ns) // 1_000_000,
+            pid=os.getpid(),
+            tiers=[self._tier_stats(ledger) for ledger in t.ledgers.values()],
+            sessions=len(t.sessions),
+            claims=len(t.claims),
+            reservations=len(t.reservations),
+            waiters=len(t.waiting),
+            counters=counters_dict(core.state) | lag_dict(core.lag),
+            in_flight=self._in_flight(),
+            health="; ".join(f"{name}: {why}" for name, why in unhealthy.items()) or "serving",
+        )
+
+    def _tier_stats(self, ledger: Ledger) -> pb.TierStats:
+        counters = self._core.state.tables.tier_counters[ledger.tier]
+        store = self._core.stores[ledger.tier]
+        return pb.TierStats(
+            tier=ledger.tier.value,  # type: ignore[arg-type]
+            policy=ledger.policy.name,
+            budget_bytes=ledger.budget_bytes,
+            # What the tier keeps beside the arena is secured with it.
+            secured_bytes=ledger.budget_bytes - (store.size_bytes - store.secured_bytes),
+            published_bytes=ledger.published_bytes,
+            reserved_bytes=ledger.reserved_bytes,
+            pinned_bytes=ledger.pinned_bytes,
+            payload_bytes=counters.payload_bytes,
+            entries=ledger.entries,
+            pinned_entries=ledger.pinned_entries,
+            max_entries=ledger.max_entries,
+            hits=counters.hits,
+            hit_tokens=counters.hit_tokens,
+            saves=counters.saves,
+            saved_bytes=counters.saved_bytes,
+            read_bytes=counters.read_bytes,
+            evictions=counters.evictions,
+            evicted_bytes=counters.evicted_bytes,
+            corrupt=counters.corrupt,
+            recovered_entries=counters.recovered_entries,
+            recovered_bytes=counters.recovered_bytes,
+            dropped_at_start=counters.dropped_at_start,
+        )
+
+    async def inspect(self, request: pb.InspectRequest, _caller: Caller) -> pb.InspectResponse:
+        (key,) = messages.keys_of("key", [request.key])
+        entry = self._core.state.tables.entries.get(key)
+        if entry is None:
+            raise UnknownEntry(f"no entry {key.hex()}; it was evicted, or never published")
+        detail = messages.entry_detail(entry)
+        if not request.verify:
+            return pb.InspectResponse(entry=detail)
+        verdict = await self._core.verifications.verify(entry)
+        if verdict is None:
+            return pb.InspectResponse(entry=detail, problem="it left while it was read")
+        verified = verdict.reading is not Reading.FAILED
+        return pb.InspectResponse(entry=detail, verified=verified, problem=verdict.why)
+
+    # ---- room
+
+    async def preview(self, request: pb.PreviewRequest, _caller: Caller) -> pb.PreviewResponse:
+        t = self._core.state.tables
+        tier = messages.tier_of(request.tier, t.ledgers)
+        if not 0 < request.payload_bytes <= limits.MAX_PAYLOAD_BYTES:
+            raise InvalidSize(f"payload_bytes is {request.payload_bytes}; ask for at least 1")
+        ledger = t.ledgers[tier]
+        count = request.entries or 1
+        needed_bytes = count * self._core.stores[tier].stored_bytes(request.payload_bytes, 0)
+        if needed_bytes >= 2**63:
+            raise InvalidSize(f"{needed_bytes} bytes are more than any tier has")
+        admission = ledger.admission(needed_bytes, count)
+        victims = []
+        if admission is Admission.AFTER_EVICTION:
+            victims = list(self._preview_victims(ledger, needed_bytes, count))
+        return pb.PreviewResponse(
+            admissible=admission in (Admission.FITS, Admission.AFTER_EVICTION),
+            retryable=admission is Admission.NO_ROOM,
+            message=_ADMISSION_SENTENCES[admission],
+            free_bytes=max(0, ledger.free_bytes),
+            unpinned_bytes=ledger.unpinned_bytes,
+            pinned_bytes=ledger.pinned_bytes,
+            reserved_bytes=ledger.reserved_bytes,
+            needed_bytes=needed_bytes,
+            evicted_bytes=sum(entry.stored_bytes for entry in victims),
+            victims=map(messages.entry_detail, victims),
+        )
+
+    def _preview_victims(self, ledger: Ledger, needed_bytes: int, count: int) -> Iterator[Entry]:
+        """The first of them, where they are many."""
+        entries = self._core.state.tables.entries
+        freed_bytes = 0
+        for freed_entries, key in enumerate(islice(ledger.victims(), limits.MAX_PAGE_ENTRIES)):
+            if ledger.fits_after(needed_bytes, count, freed_bytes, freed_entries):
+                return
+            entry = entries[key]
+            freed_bytes += entry.stored_bytes
+            yield entry
+
+    async def curve(self, request: pb.CurveRequest, _caller: Caller) -> pb.CurveResponse:
+        t = self._core.state.tables
+        tier = messages.tier_of(request.tier, t.ledgers)
+        if tier not in t.curves:
+            raise CurveDisabled("this daemon samples no curve; set server.curve_keys")
+        own_bytes = t.ledgers[tier].budget_bytes
+        budgets = tuple(request.budget_bytes) or tuple(
+            own_bytes * quarters // 4 for quarters in _DEFAULT_QUARTERS
+        )
+        if len(budgets) > limits.MAX_BATCH_KEYS:
+            raise InvalidSize(f"at most {limits.MAX_BATCH_KEYS} budgets go into one call")
+        curve = t.curves[tier].estimate()
+        return pb.CurveResponse(
+            points=[
+                pb.CurvePoint(budget_bytes=budget, hit_tokens=round(curve.at(budget)))
+                for budget in budgets
+            ],
+            budget_bytes=own_bytes,
+            hit_tokens=t.tier_counters[tier].hit_tokens,
+            total_tokens=round(curve.total),
+            sampled_keys=curve.keys,
+            sampled_tokens=round(curve.total * curve.rate),
+        )
+
+    async def evict(self, request: pb.EvictRequest, _caller: Caller) -> pb.EvictResponse:
+        core = self._core
+        if request.free_bytes == 0:
+            raise InvalidSize("free_bytes is 0; say how many bytes to free")
+        tiers = messages.tiers_of(request.tiers, core.stores) or tuple(core.stores)
+        results = [await self._evict(tier, request.free_bytes) for tier in tiers]
+        return pb.EvictResponse(results=results)
+
+    async def _evict(self, tier: Tier, free_bytes: int) -> pb.EvictResult:
+        """Event by event, so that others are served in between; what came meanwhile may leave
+        too, but never more than was asked for."""
+        core = self._core
+        slices = Slices()
+        entries = freed_bytes = 0
+        more = True
+        while more and freed_bytes < free_bytes:
+            question = EvictAsked(
+                request=core.next_request(),
+                tier=tier,
+                free_bytes=free_bytes - freed_bytes,
+                max_entries=_EVICTED_AT_ONCE,
+                now_ns=core.clock.now_ns(),
+            )
+            answer = await core.ask(question, EvictAnswer)
+            entries += answer.entries
+            freed_bytes += answer.freed_bytes
+            more = answer.more
+            await slices.pause()
+        return pb.EvictResult(tier=tier.value, entries=entries, freed_bytes=freed_bytes)  # type: ignore[arg-type]
+
+    # ---- order
+
+    async def gc(self, request: pb.GcRequest, _caller: Caller) -> pb.GcResponse:
+        core = self._core
+        counters = core.state.tables.counters
+        claims, reservations = counters.claims_lost, counters.reservations_lost
+        core.post(Tick(core.clock.now_ns(), flush=True))
+        records, rows = await collect_garbage(core)
+        return pb.GcResponse(
+            expired_claims=counters.claims_lost - claims,
+            expired_reservations=counters.reservations_lost - reservations,
+            orphan_records=records,
+            orphan_index_rows=rows,
+        )
+
+    async def check(self, request: pb.CheckRequest, _caller: Caller) -> pb.CheckResponse:
+        core = self._core
+        response = pb.CheckResponse()
+        found = _Problems(response)
+        problems, count = await recount(core.state)
+        found.add(problems, count)
+        await self._check_index(found)
+        if request.deep:
+            await self._verify_all(found)
+        response.entries = len(core.state.tables.entries)
+        return response
+
+    async def _check_index(self, found: _Problems) -> None:
+        """The index has to say what the state says; what it has no room for, it may lack."""
+        index, entries = self._core.index, self._core.state.tables.entries
+        if index.revoked:
+            return
+        slices = Slices()
+        start = 0
+        while True:
+            rows, start = index.rows(start)
+            for row in rows:
+                listed = unpack_row(row)
+                entry = entries.find(listed.key)
+                if entry is None:
+                    found.add([f"the index lists {listed.key.hex()}, which is not there"])
+                elif (entry.generation, entry.location) != (listed.generation, listed.location):
+                    found.add([f"the index has something else for {listed.key.hex()}"])
+            if not start:
+                break
+            await slices.pause()
+        if len(index) + index.stats().unlisted < len(entries):
+            found.add([f"the index lacks {len(entries) - len(index)} entries"])
+
+    async def _verify_all(self, found: _Problems) -> None:
+        for shard in self._core.state.tables.entries.shards:
+            batch: list[Entry] = []
+            batch_bytes = 0
+            for entry in list(shard.values()):
+                batch.append(entry)
+                batch_bytes += entry.payload_bytes
+                if len(batch) >= _VERIFIED_AT_ONCE or batch_bytes >= _VERIFIED_BYTES_AT_ONCE:
+                    await self._verify_some(batch, found)
+                    batch, batch_bytes = [], 0
+            if batch:
+                await self._verify_some(batch, found)
+
+    async def _verify_some(self, entries: list[Entry], found: _Problems) -> None:
+        there = [entry for entry in entries if entry.published]
+        response = found.response
+        for entry, verdict in zip(
+            there, await self._core.verifications.verify_all(there), strict=True
+        ):
+            if verdict is None:
+                continue
+            if verdict.reading is Reading.FAILED:
+                response.payloads_unreadable += 1
+                found.add([f"entry {entry.key.hex()} could not be read: {verdict.why}"])
+                continue
+            if verdict.why:
+                found.add([f"entry {entry.key.hex()}: {verdict.why}"])
+            response.payloads_verified += 1
+            response.payload_bytes_verified += entry.payload_bytes
+
+
+class _Problems:
+    """The problems of a response, which has to fit into a message."""
+
+    def __init__(self, response: pb.CheckResponse) -> None:
+        self.response = response
+
+    def add(self, problems: Sequence[str], count: int = 0) -> None:
+        """`count`: how many there are in all, if these are only the first."""
+        response = self.response
+        response.problem_count += count or len(problems)
+        response.problems.extend(problems[: MAX_PROBLEMS - len(response.problems)])
+
+
+_ADMISSION_SENTENCES = {
+    Admission.FITS: "it fits without evicting anything",
+    Admission.AFTER_EVICTION: "it fits after evicting the victims",
+    Admission.NO_ROOM: "everything that could go is pinned or reserved; retrying may help",
+    Admission.TOO_LARGE: "it is larger than the tier; retrying can't help",
+}

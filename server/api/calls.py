@@ -1,0 +1,70 @@
+"""What every transport has in common: who calls, how a call is ended from outside, and what a
+caller is told of a failure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import structlog
+
+from ...proto.errors import DeviceFull, PrefixdError, StoreFailed
+from ...tiers.store import StoreError, StoreFull
+
+log = structlog.get_logger("prefixd.calls")
+
+
+class Process(NamedTuple):
+    """The process at the other end of a Unix socket, as the kernel names it to the daemon. A
+    process of a PID namespace that the daemon does not see has the number 0."""
+
+    pid: int
+    uid: int
+
+
+class Caller(Protocol):
+    """Who makes a call, as its transport knows it. Lives as long as the call."""
+
+    @property
+    def process(self) -> Process | None:
+        """None: the transport does not say."""
+
+    def proved(self, session: int) -> None:
+        """The call has shown that it acts for this session."""
+
+    def when_done(self, callback: Callable[[bool], None]) -> None:
+        """Have it called once the answer is sent (False), or once it is known that the client
+        is gone and will never read it (True)."""
+
+
+class CallerGone(Exception):  # no failure: the client may leave
+    """The connection of a stream of requests ended in its middle. There is nobody to answer."""
+
+
+def cut_off(task: asyncio.Task[Any], error: PrefixdError) -> None:
+    """End the call that `task` serves, from outside and at once: also where it waits for a client
+    that reads nothing. The transport tells the client `error` when it reads again."""
+    task.cancel(error)
+
+
+def cut_off_with(cancelled: asyncio.CancelledError) -> PrefixdError:
+    """What `cut_off` was given. Raises `cancelled` itself if the transport ended the call."""
+    error = cancelled.args[0] if cancelled.args else None
+    if not isinstance(error, PrefixdError):
+        raise cancelled
+    return error
+
+
+def error_of(name: str, problem: Exception) -> PrefixdError:
+    """What the caller is told of what the method `name` raised."""
+    match problem:
+        case PrefixdError():
+            return problem
+        case StoreFull():
+            return DeviceFull(str(problem))
+        case StoreError():
+            return StoreFailed(str(problem))
+        case _:
+            log.error("call_failed", method=name, exc_info=problem)
+            return PrefixdError(f"the daemon failed in {name}: {type(problem).__name__}")

@@ -1,0 +1,133 @@
+"""Everything that stands in front of a running core, put together: sessions, services, the local
+socket, and the two gRPC servers, of workers and of operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from ...proto import limits
+from ...proto import prefixd_pb2 as pb
+from ..runtime.loop import Core
+from ..runtime.staging import StagingPool
+from .admin import AdminService
+from .grpc_adapter import Method, OneMessage, Streaming, Unary, add_service
+from .hand_over import Handoff
+from .local_socket import LocalServer
+from .saves import Saves
+from .service import CacheService
+from .sessions import ServiceConfig, Sessions
+
+_CACHE: Final = pb.DESCRIPTOR.services_by_name["Cache"]
+_ADMIN: Final = pb.DESCRIPTOR.services_by_name["Admin"]
+#: What health is asked of; "" is the daemon as a whole.
+HEALTH_SERVICES: Final = ("", _CACHE.full_name, _ADMIN.full_name)
+#: What a client may send on one stream before the daemon takes it: the window does not grow with
+#: what a connection could carry, for it is memory of the daemon's.
+_WINDOW_BYTES: Final = 2**20
+#: A connection over which nothing came for so long is asked whether it still is one.
+_KEEPALIVE_MS: Final = 30_000
+_KEEPALIVE_TIMEOUT_MS: Final = 10_000
+
+
+class Front:
+    """Owned by the event loop. Its servers listen where, and start when, the daemon says."""
+
+    def __init__(self, core: Core, config: ServiceConfig) -> None:
+        self._core = core
+        self.config: Final = config
+        self.sessions: Final = Sessions(config.incarnation)
+        self.stagings: Final = StagingPool(
+            config.staging_bytes, config.staging_total_bytes, core.executor, core.clock
+        )
+        self.sessions.when_closed.append(self.stagings.close)
+        self.service: Final = CacheService(core, self.sessions, config)
+        self.saves: Final = Saves(core, self.sessions, self.stagings, config)
+        self.hand_over: Final = Handoff(core, self.stagings)
+        self.local: Final = LocalServer(
+            config, self.sessions, self.service, self.saves, self.hand_over
+        )
+        self.admin: Final = AdminService(core, config, self.in_flight)
+        self.health: Final = health.aio.HealthServicer()
+        #: gRPC for workers and, apart from them, for operators; neither listens yet
+        self.workers: Final = self._server({_CACHE.full_name: self._cache_methods()})
+        self.operators: Final = self._server({_ADMIN.full_name: self._admin_methods()})
+
+    def close(self) -> None:
+        """Give the memory of clients back, once nothing is served any more."""
+        self.stagings.close_all()
+
+    def in_flight(self) -> dict[str, int]:
+        """Memory that calls take at this moment, and what was refused for want of it."""
+        return {
+            "read_stream_bytes": self.service.reads.used_bytes,
+            "save_stream_bytes": self.saves.arriving.used_bytes,
+            "local_request_bytes": self.local.buffered_bytes,
+            "local_connections": len(self.local.connections),
+            "staging_bytes": self.stagings.used_bytes,
+            "verifications": self._core.verifications.pending,
+            "read_stream_refusals": self.service.reads.refusals,
+            "save_stream_refusals": self.saves.arriving.refusals,
+            "local_request_refusals": self.local.large.refusals,
+            "local_connection_refusals": self.local.refusals,
+            "staging_refusals": self.stagings.refusals,
+            "verifications_dropped": self._core.verifications.dropped,
+        }
+
+    def _cache_methods(self) -> dict[str, Method]:
+        service, saves = self.service, self.saves
+        return {
+            "Session": Streaming(service.session),
+            "Lookup": Unary(service.lookup),
+            "Claim": Unary(service.claim),
+            "Release": Unary(service.release),
+            "Read": Streaming(service.read),
+            "Reserve": Unary(saves.reserve),
+            "Cancel": Unary(saves.cancel),
+            "Save": Unary(saves.save),
+            "SaveWhole": OneMessage(saves.save_whole),
+            "Write": Unary(saves.write),
+        }
+
+    def _admin_methods(self) -> dict[str, Method]:
+        admin = self.admin
+        return {
+            "Stats": Unary(admin.stats),
+            "ListEntries": Unary(admin.list_entries),
+            "Inspect": Unary(admin.inspect),
+            "ListClaims": Unary(admin.list_claims),
+            "ListReservations": Unary(admin.list_reservations),
+            "ListSessions": Unary(admin.list_sessions),
+            "Preview": Unary(admin.preview),
+            "Evict": Unary(admin.evict),
+            "Curve": Unary(admin.curve),
+            "Gc": Unary(admin.gc),
+            "Check": Unary(admin.check),
+        }
+
+    def _server(self, services: Mapping[str, Mapping[str, Method]]) -> grpc.aio.Server:
+        config = self.config
+        server = grpc.aio.server(
+            # The stream of a session is a call, too.
+            maximum_concurrent_rpcs=config.max_rpcs + config.max_sessions,
+            options=[
+                ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
+                # A second daemon at the same TCP port is a mistake, not a share of the load.
+                ("grpc.so_reuseport", 0),
+                ("grpc.http2.bdp_probe", 0),
+                ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
+                ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+                ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+            ],
+        )
+        for name, methods in services.items():
+            add_service(server, pb.DESCRIPTOR.pool.FindServiceByName(name), methods)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
+        names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, server)
+        return server

@@ -1,0 +1,197 @@
+"""gRPC in front of the services: their methods as rpcs, their errors as statuses of the contract.
+
+gRPC itself answers bytes that are no message, and whatever a method raises, with UNKNOWN and
+the words of a Python exception. It also leaves a generator of responses whose client is gone to
+the garbage collector, and with it the save or the claim that it holds; here it is closed at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from ...proto.errors import MalformedMessage, PrefixdError, metadata_of
+from .calls import Caller, CallerGone, Process, cut_off_with, error_of
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+@dataclass(frozen=True, slots=True)
+class Unary:
+    """A method that takes a request, or an iterator over requests, and returns its response."""
+
+    call: Callable[[Any, Caller], Awaitable[Message]]
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """A method that takes the same and is a generator of responses."""
+
+    call: Callable[[Any, Caller], AsyncGenerator[Message, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class OneMessage:
+    """A method whose only request is handed to it as an iterator, so that it decides when the
+    message is taken from the wire."""
+
+    call: Callable[[AsyncIterator[Any], Caller], Awaitable[Message]]
+
+
+Method: TypeAlias = Unary | Streaming | OneMessage
+
+
+def add_service(
+    server: grpc.aio.Server, service: ServiceDescriptor, methods: Mapping[str, Method]
+) -> None:
+    """Let `server` answer for `service`: every rpc of it by the method of its name. They raise
+    PrefixdError for what the contract knows. Raises ValueError unless each rpc has its method."""
+    handlers = {}
+    for rpc in service.methods:
+        method = methods.get(rpc.name)
+        if method is None or isinstance(method, Streaming) != rpc.server_streaming:
+            raise ValueError(f"{rpc.full_name} has no method that can serve it")
+        handlers[rpc.name] = _handler(rpc, method)
+    if len(methods) != len(handlers):
+        raise ValueError(f"methods that {service.full_name} does not have: {methods.keys()}")
+    generic = grpc.method_handlers_generic_handler(service.full_name, handlers)
+    server.add_generic_rpc_handlers((generic,))
+    # The same by name, which gRPC finds without asking every generic handler.
+    server.add_registered_method_handlers(service.full_name, handlers)
+
+
+class GrpcCaller:
+    """A caller at the other end of gRPC, which does not say what process it is."""
+
+    process: Final[Process | None] = None
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def proved(self, session: int) -> None:
+        """A channel carries the calls of any number of sessions."""
+
+    def when_done(self, callback: Callable[[bool], None]) -> None:
+        def done(context: Context) -> None:
+            callback(context.cancelled())
+
+        self._context.add_done_callback(done)  # type: ignore[arg-type]  # the stub wants a class of its own
+
+
+_MAKERS: Final = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
+def _handler(rpc: MethodDescriptor, method: Method) -> _Handler:
+    # On the wire one message is a stream of one message.
+    streamed = rpc.client_streaming or isinstance(method, OneMessage)
+    checked: Callable[[Any], Any] = _each_message if streamed else _message
+    behaviour: Callable[..., Awaitable[Any]]
+    if isinstance(method, Streaming):
+        behaviour = partial(_streaming, rpc.name, method.call, checked)
+    else:
+        behaviour = partial(_answering, rpc.name, method.call, checked)
+    return _MAKERS[streamed, rpc.server_streaming](
+        behaviour,
+        request_deserializer=partial(_parse, GetMessageClass(rpc.input_type)),
+        response_serializer=GetMessageClass(rpc.output_type).SerializeToString,
+    )
+
+
+async def _answering(
+    name: str,
+    call: Callable[[Any, Caller], Awaitable[Message]],
+    checked: Callable[[Any], Any],
+    request: Any,
+    context: Context,
+) -> Any:
+    try:
+        return await call(checked(request), GrpcCaller(context))
+    except asyncio.CancelledError as cancelled:
+        error = cut_off_with(cancelled)
+    except CallerGone:
+        raise asyncio.CancelledError from None
+    except grpc.aio.BaseError:
+        raise  # gRPC's own: the rpc is over
+    except Exception as problem:
+        error = error_of(name, problem)
+    return await _abort(context, error)
+
+
+async def _streaming(
+    name: str,
+    call: Callable[[Any, Caller], AsyncGenerator[Message, None]],
+    checked: Callable[[Any], Any],
+    request: Any,
+    context: Context,
+) -> None:
+    try:
+        async with aclosing(call(checked(request), GrpcCaller(context))) as responses:
+            async for response in responses:
+                await context.write(response)
+                del response  # else its bytes are held while the next ones are read
+    except asyncio.CancelledError as cancelled:
+        error = cut_off_with(cancelled)
+    except CallerGone:
+        raise asyncio.CancelledError from None
+    except grpc.aio.BaseError:
+        raise
+    except Exception as problem:
+        error = error_of(name, problem)
+    else:
+        return
+    await _abort(context, error)
+
+
+async def _abort(context: Context, error: PrefixdError) -> None:
+    """End an rpc with an error of ours. Never returns."""
+    await context.abort(error.code, str(error), metadata_of(error))
+
+
+# ---- requests
+
+
+class _NoMessage:
+    """In the place of a request: bytes that are none."""
+
+    __slots__ = ("why",)
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+
+def _parse(kind: type[Message], data: bytes) -> Message | _NoMessage:
+    """Bytes that are no message are for the method to refuse: gRPC would do it in its words."""
+    try:
+        return kind.FromString(data)
+    except DecodeError as problem:
+        return _NoMessage(f"{len(data)} bytes that are no message of this rpc: {problem}")
+
+
+def _message(request: Any) -> Any:
+    if isinstance(request, _NoMessage):
+        raise MalformedMessage(request.why)
+    return request
+
+
+async def _each_message(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    try:
+        async for request in requests:
+            yield _message(request)
+    except grpc.RpcError as problem:
+        raise CallerGone from problem

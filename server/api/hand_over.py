@@ -1,0 +1,117 @@
+"""What a client on this host is given to read and save in place: descriptors, and the reasons
+why there are not more of them. One function for each feature."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Final, NamedTuple, TypeAlias
+
+from ...proto import local
+from ...proto import prefixd_pb2 as pb
+from ...proto.errors import UnknownStaging
+from ...proto.vocabulary import Tier
+from ...tiers.disk import DiskStore
+from ...tiers.ram import RamStore
+from ...tiers.shm import ShmStore
+from ..runtime.loop import Core
+from ..runtime.staging import StagingPool
+
+
+class Handed(NamedTuple):
+    """A descriptor, and what can be mapped of it."""
+
+    fd: int
+    size_bytes: int
+    #: opened for this response only; closed once it is sent
+    own: bool
+
+
+class Missing(Exception):  # an answer: the feature is not there, and why
+    """There is no such descriptor for this client."""
+
+
+#: Gives the descriptor of one feature to a session. Raises Missing, UnknownStaging, OSError.
+Feature: TypeAlias = Callable[[int], Handed]
+
+
+class Package:
+    """A response, and the descriptors that go with it."""
+
+    def __init__(self) -> None:
+        self.response: Final = pb.HandOverResponse()
+        self.fds: Final[list[int]] = []
+        self._own: Final[list[int]] = []
+
+    def add(self, name: str, handed: Handed) -> None:
+        self.response.descriptors.add(name=name, size_bytes=handed.size_bytes)
+        self.fds.append(handed.fd)
+        if handed.own:
+            self._own.append(handed.fd)
+
+    def close(self) -> None:
+        """Close what was opened for it. Idempotent."""
+        for fd in self._own:
+            os.close(fd)
+        self._own.clear()
+
+
+class Handoff:
+    """Makes packages for sessions that have been proved."""
+
+    def __init__(self, core: Core, stagings: StagingPool) -> None:
+        self._core = core
+        self._stagings = stagings
+        self._features: Final[dict[str, Feature]] = {
+            local.INDEX: self._index,
+            local.RAM: self._ram,
+            local.SHM: self._shm,
+            local.DISK: self._disk,
+            local.STAGING: self._staging,
+        }
+
+    def pack(self, session: int) -> Package:
+        """Everything that there is for this session. The caller closes it."""
+        package = Package()
+        try:
+            for name, give in self._features.items():
+                try:
+                    package.add(name, give(session))
+                except (Missing, UnknownStaging, OSError) as problem:
+                    package.response.refused[name] = str(problem)
+        except BaseException:
+            package.close()
+            raise
+        return package
+
+    def _index(self, _session: int) -> Handed:
+        index = self._core.index
+        if index.revoked:
+            raise Missing("it is not kept any more: something failed that may have left it wrong")
+        return Handed(index.open_reader(), index.size_bytes, own=True)
+
+    def _ram(self, _session: int) -> Handed:
+        store = self._core.stores.get(Tier.RAM)
+        if not isinstance(store, RamStore):
+            raise Missing(_SWITCHED_OFF)
+        # Its seals protect it, whatever the descriptor's mode.
+        return Handed(store.arena.fd, store.arena.size_bytes, own=False)
+
+    def _shm(self, _session: int) -> Handed:
+        store = self._core.stores.get(Tier.SHM)
+        if not isinstance(store, ShmStore):
+            raise Missing(_SWITCHED_OFF)
+        return Handed(store.arena.open_reader(), store.arena.size_bytes, own=True)
+
+    def _disk(self, _session: int) -> Handed:
+        store = self._core.stores.get(Tier.DISK)
+        if not isinstance(store, DiskStore):
+            raise Missing(_SWITCHED_OFF)
+        return Handed(store.arena.open_reader(), store.arena.size_bytes, own=True)
+
+    def _staging(self, session: int) -> Handed:
+        memory = self._stagings.open(session)
+        return Handed(memory.fd, memory.size_bytes, own=False)
+
+
+_SWITCHED_OFF: Final = "the tier is switched off"

@@ -1,0 +1,174 @@
+"""The lists of the `Admin` service. A page takes the loop no longer wherever it is, and keeps
+nothing in the daemon: where the next one begins stands in its cursor."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+
+from ...proto import limits
+from ...proto import prefixd_pb2 as pb
+from ...proto.errors import InvalidSize, UnknownClaim
+from ...tiers.ledger import Ledger
+from ..core.entries import SHARDS, Entry
+from ..core.tables import Claim, Reservation
+from ..runtime.loop import Core
+from ..runtime.slices import Slices
+from . import messages
+from .calls import Caller
+
+_DEFAULT_PAGE_ENTRIES = 100
+#: Keys that are shown of a claim, and keys in a page of claims.
+_SHOWN_KEYS = 8
+_MAX_PAGE_KEYS = 100_000
+#: In place of the owner of what a session left behind.
+_ENDED = "(ended)"
+
+
+class Lists:
+    """See prefixd.proto for what each rpc promises."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    async def list_entries(
+        self, request: pb.ListEntriesRequest, _caller: Caller
+    ) -> pb.ListEntriesResponse:
+        t = self._core.state.tables
+        tier = messages.tier_of(request.tier, t.ledgers)
+        page_entries = _page_of("page_entries", request.page_entries)
+        if request.next_victims:
+            page = islice(self._next_victim_first(t.ledgers[tier], page_entries), page_entries)
+            return pb.ListEntriesResponse(entries=map(messages.entry_detail, page))
+        shard, last = _cursor_of(request.cursor)
+        details: list[pb.EntryDetail] = []
+        slices = Slices()
+        # Of each shard all that is there at one moment, in the order of the keys.
+        for number in range(shard, SHARDS):
+            room = page_entries - len(details)
+            entries = [e for e in t.entries.shards[number].values() if e.tier is tier]
+            keys = sorted(e.key for e in entries if number > shard or e.key > last)
+            details += (messages.entry_detail(t.entries[key]) for key in keys[:room])
+            if len(details) == page_entries:
+                next_cursor = number.to_bytes(2, "big") + keys[room - 1] if room else b""
+                return pb.ListEntriesResponse(entries=details, next_cursor=next_cursor)
+            await slices.pause()
+        return pb.ListEntriesResponse(entries=details)
+
+    def _next_victim_first(self, ledger: Ledger, page_entries: int) -> Iterator[Entry]:
+        t = self._core.state.tables
+        yield from (t.entries[key] for key in ledger.victims())
+        # What is pinned is found by its claims; they may hold the same entries again and again.
+        held = chain.from_iterable(claim.entries for claim in t.claims.values())
+        some = islice(held, 10 * page_entries)
+        yield from (e for e in dict.fromkeys(some) if e.tier is ledger.tier and e.published)
+
+    async def list_claims(
+        self, request: pb.ListClaimsRequest, _caller: Caller
+    ) -> pb.ListClaimsResponse:
+        claims = self._core.state.tables.claims
+        page_claims = _page_of("page_claims", request.page_claims)
+        if request.claim_id:
+            claim = claims.get(request.claim_id)
+            if claim is None:
+                raise UnknownClaim(f"nobody holds claim {request.claim_id}")
+            return pb.ListClaimsResponse(claims=[self._claim_detail(claim, len(claim.entries))])
+        details: list[pb.ClaimDetail] = []
+        keys = 0
+        for number in _after(claims, request.cursor):
+            if len(details) == page_claims or keys > _MAX_PAGE_KEYS:
+                return pb.ListClaimsResponse(claims=details, next_cursor=details[-1].claim_id)
+            claim = claims[number]
+            keys += len(claim.entries)
+            details.append(self._claim_detail(claim, _SHOWN_KEYS))
+        return pb.ListClaimsResponse(claims=details)
+
+    def _claim_detail(self, claim: Claim, shown_keys: int) -> pb.ClaimDetail:
+        t = self._core.state.tables
+        served_ns = t.served_ns(self._core.clock.now_ns())
+        session = t.sessions.get(claim.session)
+        renewed_ns = max(claim.taken_ns, session.heartbeat_ns if session else 0)
+        return pb.ClaimDetail(
+            claim_id=claim.claim,
+            session_id=claim.session,
+            owner=session.owner if session else _ENDED,
+            age_ms=_ms(served_ns - claim.taken_ns),
+            lease_left_ms=_ms(renewed_ns + claim.lease_ns - served_ns),
+            keys=[entry.key for entry in claim.entries[:shown_keys]],
+            payload_bytes=sum(entry.payload_bytes for entry in claim.entries),
+            entries=len(claim.entries),
+        )
+
+    async def list_reservations(
+        self, request: pb.ListReservationsRequest, _caller: Caller
+    ) -> pb.ListReservationsResponse:
+        reservations = self._core.state.tables.reservations
+        page = _page_of("page_reservations", request.page_reservations)
+        tokens = list(_after(reservations, request.cursor))
+        return pb.ListReservationsResponse(
+            reservations=[self._reservation_detail(reservations[token]) for token in tokens[:page]],
+            next_cursor=tokens[page - 1] if len(tokens) > page else 0,
+        )
+
+    def _reservation_detail(self, r: Reservation) -> pb.ReservationDetail:
+        t = self._core.state.tables
+        served_ns = t.served_ns(self._core.clock.now_ns())
+        return pb.ReservationDetail(
+            token=r.token,
+            key=r.key,
+            session_id=r.session,
+            owner=t.sessions[r.session].owner if r.session in t.sessions else _ENDED,
+            tier=r.tier.value,  # type: ignore[arg-type]
+            stage=r.stage.name.lower(),
+            age_ms=_ms(served_ns - r.reserved_ns),
+            ttl_left_ms=_ms(r.expires_ns - served_ns),
+            payload_bytes=r.payload_bytes,
+            stored_bytes=r.stored_bytes,
+            waiters=len(r.waiters),
+        )
+
+    async def list_sessions(
+        self, request: pb.ListSessionsRequest, _caller: Caller
+    ) -> pb.ListSessionsResponse:
+        t = self._core.state.tables
+        now_ns = t.served_ns(self._core.clock.now_ns())
+        return pb.ListSessionsResponse(
+            sessions=[
+                pb.SessionDetail(
+                    session_id=session.session,
+                    owner=session.owner,
+                    age_ms=_ms(now_ns - session.opened_ns),
+                    heartbeat_age_ms=_ms(now_ns - session.heartbeat_ns),
+                    claims=len(session.claims),
+                    reservations=len(session.tokens),
+                )
+                for session in t.sessions.values()
+            ]
+        )
+
+
+def _page_of(name: str, asked: int) -> int:
+    if asked > limits.MAX_PAGE_ENTRIES:
+        raise InvalidSize(f"{name} is above {limits.MAX_PAGE_ENTRIES}")
+    return asked or _DEFAULT_PAGE_ENTRIES
+
+
+def _cursor_of(cursor: bytes) -> tuple[int, bytes]:
+    """The shard to go on with, and the last key of it that was listed."""
+    if not cursor:
+        return 0, b""
+    shard = int.from_bytes(cursor[:2], "big")
+    if len(cursor) != 2 + limits.KEY_BYTES or shard >= SHARDS:
+        raise InvalidSize("the cursor is not one that a page gave")
+    return shard, cursor[2:]
+
+
+def _after(table: Iterable[int], cursor: int) -> list[int]:
+    """The numbers above `cursor` of a table that gives them out in ascending order."""
+    numbers = list(table)
+    return numbers[bisect_right(numbers, cursor) :]
+
+
+def _ms(duration_ns: int) -> int:
+    return max(0, duration_ns) // 1_000_000

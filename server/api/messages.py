@@ -1,0 +1,244 @@
+"""Between the wire and the state's words: requests are checked here, answers are put into messages.
+
+Everything that a caller can get wrong about the form of a request is refused here, with a
+sentence; what comes out is well-formed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from ...proto import limits
+from ...proto import prefixd_pb2 as pb
+from ...proto.errors import (
+    InvalidBatch,
+    InvalidKey,
+    InvalidSize,
+    UnknownReason,
+    UnknownTier,
+)
+from ...proto.keys import Key
+from ...proto.vocabulary import SaveReason, Tier
+from ..core.answers import ClaimAnswer, FlightInfo, Found, LookupAnswer, Reserved, WriteOrder
+from ..core.effects import SaveEnded
+from ..core.entries import Entry
+from ..core.events import SaveItem, SaveOutcome
+
+_KEY_BYTES = limits.KEY_BYTES
+
+# ---- requests
+
+
+def batch_of(name: str, elements: Collection[object]) -> None:
+    """Refuse a batch that is empty or over-long."""
+    if not elements:
+        raise InvalidBatch(f"{name} is empty; name at least one")
+    if len(elements) > limits.MAX_BATCH_KEYS:
+        raise InvalidBatch(
+            f"{name} has {len(elements)} elements, at most {limits.MAX_BATCH_KEYS} go into one call"
+        )
+
+
+def keys_of(name: str, raw: Sequence[bytes], *, may_be_empty: bool = False) -> tuple[Key, ...]:
+    """A batch of keys."""
+    if raw or not may_be_empty:
+        batch_of(name, raw)
+    for index, key in enumerate(raw):
+        if len(key) != _KEY_BYTES:
+            raise InvalidKey(f"{name}[{index}] has {len(key)} bytes; a key has {_KEY_BYTES}")
+    return tuple(map(Key, raw))
+
+
+def tier_of(number: int, configured: Collection[Tier]) -> Tier:
+    """One tier of this daemon."""
+    names = ", ".join(tier.label for tier in configured)
+    try:
+        tier = Tier(number)
+    except ValueError:
+        raise UnknownTier(f"tier {number} does not exist; this daemon has {names}") from None
+    if tier not in configured:
+        raise UnknownTier(f"the {tier.label} tier is not configured; this daemon has {names}")
+    return tier
+
+
+def reason_of(number: int) -> SaveReason:
+    try:
+        return SaveReason(number)
+    except ValueError:
+        names = ", ".join(reason.label for reason in SaveReason)
+        raise UnknownReason(f"save reason {number} does not exist; there are {names}") from None
+
+
+def milliseconds(name: str, value: int, default: int, most: int) -> int:
+    """A time in nanoseconds; 0 stands for the default."""
+    if value > most:
+        raise InvalidSize(f"{name} is {value}, at most {most} ms are allowed")
+    return (value or default) * 1_000_000
+
+
+def wait_until(now_ns: int, wait_ms: int) -> int:
+    """The moment up to which a call may wait."""
+    return now_ns + milliseconds("wait_ms", wait_ms, 0, limits.MAX_WAIT_MS)
+
+
+def items_of(items: Sequence[pb.SaveItem]) -> tuple[SaveItem, ...]:
+    """The items of a save, each key once."""
+    keys = keys_of("items", [item.key for item in items])
+    if len(set(keys)) != len(keys):
+        raise InvalidBatch("a key is named twice in one save")
+    return tuple(
+        _item(index, key, item) for index, (key, item) in enumerate(zip(keys, items, strict=True))
+    )
+
+
+def _item(index: int, key: Key, item: pb.SaveItem) -> SaveItem:
+    where = f"items[{index}]"
+    if not 0 < item.payload_bytes <= limits.MAX_PAYLOAD_BYTES:
+        raise InvalidSize(
+            f"{where}: payload_bytes is {item.payload_bytes}, "
+            f"allowed are 1 to {limits.MAX_PAYLOAD_BYTES}"
+        )
+    if item.layer_count > limits.MAX_LAYERS or (
+        item.layer_count and item.payload_bytes % item.layer_count
+    ):
+        raise InvalidSize(
+            f"{where}: {item.payload_bytes} bytes are no {item.layer_count} layers of one size"
+        )
+    if len(item.token_ids) > limits.MAX_TOKEN_IDS_BYTES or len(item.token_ids) % 4:
+        raise InvalidSize(
+            f"{where}: {len(item.token_ids)} bytes of token ids; they are 4 bytes each, "
+            f"at most {limits.MAX_TOKEN_IDS_BYTES}"
+        )
+    return SaveItem(key, item.payload_bytes, item.token_count, item.layer_count, item.token_ids)
+
+
+# ---- answers
+
+
+def info_of(entry: Entry) -> pb.EntryInfo:
+    return pb.EntryInfo(
+        tier=entry.tier.value,  # type: ignore[arg-type]  # the numbers are those of the wire
+        generation=entry.generation,
+        payload_bytes=entry.payload_bytes,
+        token_count=entry.token_count,
+        payload_crc32c=entry.payload_crc32c,
+        layer_count=entry.layer_count,
+        token_ids_bytes=entry.token_ids_bytes,
+        reason=entry.reason.value,  # type: ignore[arg-type]
+    )
+
+
+def flight_of(flight: FlightInfo) -> pb.InFlight:
+    # Served time steps back when the daemon was late, and an age with it.
+    return pb.InFlight(owner=flight.owner, age_ms=max(0, flight.age_ns) // 1_000_000)
+
+
+def lookup_response(answer: LookupAnswer, incarnation: bytes) -> pb.LookupResponse:
+    return pb.LookupResponse(incarnation=incarnation, results=map(_lookup_result, answer.results))
+
+
+def _lookup_result(found: Found) -> pb.LookupResult:
+    if isinstance(found, Entry):
+        return pb.LookupResult(presence=pb.PRESENCE_PRESENT, entry=info_of(found))
+    if found is None:
+        return pb.LookupResult(presence=pb.PRESENCE_ABSENT)
+    return pb.LookupResult(presence=pb.PRESENCE_IN_FLIGHT, in_flight=flight_of(found))
+
+
+def claim_response(answer: ClaimAnswer) -> pb.ClaimResponse:
+    results = []
+    for found, claimed in zip(answer.results, answer.claimed, strict=True):
+        if isinstance(found, Entry):
+            result = pb.ClaimResult(
+                claimed=claimed, presence=pb.PRESENCE_PRESENT, entry=info_of(found)
+            )
+        elif found is None:
+            result = pb.ClaimResult(presence=pb.PRESENCE_ABSENT)
+        else:
+            result = pb.ClaimResult(presence=pb.PRESENCE_IN_FLIGHT)
+        results.append(result)
+    return pb.ClaimResponse(
+        claim_id=answer.claim, lease_ms=answer.lease_ns // 1_000_000, results=results
+    )
+
+
+def brief_claim_response(answer: ClaimAnswer) -> pb.ClaimResponse:
+    return pb.ClaimResponse(
+        claim_id=answer.claim,
+        lease_ms=answer.lease_ns // 1_000_000,
+        generations=[
+            found.generation if claimed and isinstance(found, Entry) else 0
+            for found, claimed in zip(answer.results, answer.claimed, strict=True)
+        ],
+    )
+
+
+_RESERVE_STATUS = {
+    SaveOutcome.PRESENT: pb.RESERVE_STATUS_PRESENT,
+    SaveOutcome.TOO_LARGE: pb.RESERVE_STATUS_TOO_LARGE,
+    SaveOutcome.NO_ROOM: pb.RESERVE_STATUS_NO_ROOM,
+}
+
+
+def reserve_result(reserved: Reserved) -> pb.ReserveResult:
+    if isinstance(reserved, WriteOrder):
+        return pb.ReserveResult(status=pb.RESERVE_STATUS_GRANTED, token=reserved.token)
+    if isinstance(reserved, FlightInfo):
+        return pb.ReserveResult(status=pb.RESERVE_STATUS_IN_FLIGHT, in_flight=flight_of(reserved))
+    return pb.ReserveResult(status=_RESERVE_STATUS[reserved])
+
+
+_WHY_NOT = {
+    SaveOutcome.PRESENT: "it is published already",
+    SaveOutcome.TOO_LARGE: "it is larger than the tier's budget; retrying can't help",
+    SaveOutcome.NO_ROOM: "everything in the tier is pinned or reserved; retrying may help",
+}
+
+
+def refused_save(reserved: FlightInfo | SaveOutcome) -> pb.SaveResult:
+    """The result of an item that was not granted."""
+    if isinstance(reserved, FlightInfo):
+        return pb.SaveResult(
+            status=pb.SAVE_STATUS_IN_FLIGHT,
+            in_flight=flight_of(reserved),
+            message=f"{reserved.owner} is saving it; waiting may help",
+        )
+    return pb.SaveResult(
+        status=reserved.value,  # type: ignore[arg-type]
+        message=_WHY_NOT[reserved],
+    )
+
+
+#: What a caller can do about a save that was granted and came to nothing.
+_WHAT_NOW = {
+    SaveOutcome.CRC_MISMATCH: "send it again",
+    SaveOutcome.LENGTH_MISMATCH: "retrying the same can't help",
+    SaveOutcome.LOST: "retrying from the start may help",
+    SaveOutcome.DEVICE_FULL: "retrying may help",
+    SaveOutcome.FAILED: "retrying may help",
+}
+
+
+def ended_save(ended: SaveEnded) -> pb.SaveResult:
+    what_now = _WHAT_NOW.get(ended.outcome)
+    return pb.SaveResult(
+        status=ended.outcome.value,  # type: ignore[arg-type]
+        message=f"{ended.why}; {what_now}" if what_now else ended.why,
+    )
+
+
+def entry_detail(entry: Entry) -> pb.EntryDetail:
+    return pb.EntryDetail(
+        key=entry.key,
+        info=info_of(entry),
+        stored_bytes=entry.stored_bytes,
+        created_unix_ns=entry.generation,
+        last_used_unix_ns=entry.last_used_ns,
+        hits=entry.hits,
+        pins=entry.pins,
+        extents=entry.location,
+    )
+
+
+def tiers_of(numbers: Iterable[int], configured: Collection[Tier]) -> tuple[Tier, ...]:
+    return tuple(dict.fromkeys(tier_of(number, configured) for number in numbers))

@@ -1,0 +1,252 @@
+"""Prometheus metrics, read from the live tables whenever somebody asks.
+
+Nothing is kept here: `StateCollector` reads the numbers that `MetaState` keeps anyway. It does
+so on the thread of the HTTP server while the event loop may be changing them, so it reads
+single numbers and lengths only, never walks a table, and reads a tier again until two readings
+agree. Sums over a tier are therefore of one moment; different tiers may be a moment apart.
+
+Names start with `prefixd_` and end with their unit; counters end with `_total`, and start at
+zero with the daemon. Everything of a tier carries the labels `tier` and `policy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from ... import __version__
+from ...tiers.ledger import Ledger
+from ..core.state import MetaState
+from ..core.tables import Tables, TierCounters
+from ..runtime.lag import BUCKETS_US, LoopLag
+
+#: What the daemon counts: the fields of `tables.Counters`.
+COUNTERS: Final = {
+    "lookups": "Lookups that were answered.",
+    "lookup_keys": "Keys in those lookups.",
+    "lookup_hits": "Keys of lookups that were published.",
+    "claims": "Claims that were asked for.",
+    "claims_empty": "Claims of which no key was published.",
+    "claimed_entries": "Entries in the claims that were granted.",
+    "releases": "Claims that were given back by their holder.",
+    "claims_lost": "Claims that were taken from their holder: lease over, or an entry damaged.",
+    "reservations": "Reservations that were granted.",
+    "duplicate_saves": "Saves of keys that were published already.",
+    "in_flight_refusals": "Saves of keys that somebody else was saving.",
+    "too_large_refusals": "Saves that no eviction could make room for.",
+    "no_room_refusals": "Saves refused because everything was pinned or reserved.",
+    "quota_refusals": "Claims and saves refused because a session had its share of a tier.",
+    "reservations_lost": "Reservations that expired, were cancelled, or lost their session.",
+    "crc_mismatches": "Saves whose bytes were not those that were meant.",
+    "length_mismatches": "Saves with fewer or more bytes than reserved.",
+    "failed_saves": "Saves that a store could not make durable.",
+    "waits": "Requests that waited for saves in flight.",
+    "waits_timed_out": "Waits that ended without the save.",
+    "touches": "Uses that clients reported afterwards.",
+    "suspects": "Entries that a client reported as damaged.",
+    "sessions_opened": "Sessions that were opened.",
+    "sessions_lost": "Sessions that ended, however they did.",
+}
+#: What the daemon counts in every tier: the fields of `tables.TierCounters`, less its gauge.
+TIER_COUNTERS: Final = {
+    "hits": "Uses of entries.",
+    "hit_tokens": "Tokens of the entries that were used.",
+    "saves": "Entries that were published.",
+    "saved_bytes": "Payload bytes that were published.",
+    "read_bytes": "Payload bytes that were read through the daemon.",
+    "evictions": "Entries that were evicted.",
+    "evicted_bytes": "Stored bytes that were evicted.",
+    "corrupt": "Entries that were dropped because their bytes were wrong.",
+    "recovered_entries": "Entries that came back at the start.",
+    "recovered_bytes": "Payload bytes that came back at the start.",
+    "dropped_at_start": "Entries that were found at the start and not taken back.",
+}
+#: What is booked in every tier at this moment: attributes of its `Ledger`.
+TIER_GAUGES: Final = {
+    "budget_bytes": "What entries and reservations may take.",
+    "limit_bytes": "What they may take now; grows to the budget while memory is secured.",
+    "published_bytes": "Stored bytes of published entries.",
+    "reserved_bytes": "Stored bytes of saves in flight.",
+    "pinned_bytes": "Stored bytes of the published entries that are claimed.",
+    "entries": "Published entries.",
+    "pinned_entries": "Published entries that are claimed.",
+    "reservations": "Saves in flight.",
+    "max_entries": "Entries at most; 0: not capped.",
+}
+_PAYLOAD: Final = ("payload_bytes", "Payload bytes of published entries.")
+#: What the tables hold at this moment.
+TABLE_SIZES: Final[dict[str, tuple[str, Callable[[Tables], int]]]] = {
+    "open_sessions": ("Connected clients.", lambda t: len(t.sessions)),
+    "held_claims": ("Claims that are held.", lambda t: len(t.claims)),
+    "open_reservations": ("Saves in flight, over all tiers.", lambda t: len(t.reservations)),
+    "waiters": ("Requests that wait for saves in flight.", lambda t: len(t.waiting)),
+    "unrecorded_entries": ("Entries with uses not yet recorded.", lambda t: len(t.unrecorded)),
+    "timers": ("Deadlines that are being watched.", lambda t: len(t.timers)),
+}
+_TIER_LABELS: Final = ("tier", "policy")
+#: Two readings of a tier agree at once unless an event falls between them.
+_MAX_READINGS: Final = 16
+
+
+def counters_dict(state: MetaState) -> dict[str, int]:
+    """Everything that is counted over all tiers, by its metric name."""
+    counters = state.tables.counters
+    return {f"prefixd_{field}_total": getattr(counters, field) for field in COUNTERS}
+
+
+def lag_dict(lag: LoopLag) -> dict[str, int]:
+    """How late the event loop is, in microseconds: since the start, and of the last minute."""
+    return {
+        "prefixd_loop_lag_max_us": lag.max_us,
+        "prefixd_loop_lag_p50_us": lag.percentile_us(50),
+        "prefixd_loop_lag_p99_us": lag.percentile_us(99),
+    }
+
+
+def _nothing() -> dict[str, Any]:
+    return {}
+
+
+class StateCollector(Collector):
+    """The metrics of one `MetaState`. Changes nothing; `collect` may run on any thread.
+
+    `unhealthy` says what of the daemon does not work, by name, and `in_flight` what calls take of
+    its memory (`front.Front.in_flight`); they are called on that thread, too.
+    """
+
+    def __init__(
+        self,
+        state: MetaState,
+        unhealthy: Callable[[], Mapping[str, str]],
+        lag: LoopLag | None = None,
+        in_flight: Callable[[], Mapping[str, int]] = _nothing,
+    ) -> None:
+        self._state = state
+        self._unhealthy = unhealthy
+        self._lag = lag
+        self._in_flight = in_flight
+
+    def collect(self) -> Iterator[Metric]:
+        """One reading of everything."""
+        tables = self._state.tables
+        for name, value in counters_dict(self._state).items():
+            field = name.removeprefix("prefixd_").removesuffix("_total")
+            yield CounterMetricFamily(name, COUNTERS[field], value)
+        for name, (about, size) in TABLE_SIZES.items():
+            yield GaugeMetricFamily(f"prefixd_{name}", about, size(tables))
+        yield from self._collect_tiers(tables)
+        yield from self._collect_health()
+        if self._lag is not None:
+            yield _lag_histogram(self._lag)
+        flight = GaugeMetricFamily(
+            "prefixd_in_flight",
+            "What calls take of the daemon's memory, and refusals for want of it.",
+            labels=["what"],
+        )
+        for what, value in self._in_flight().items():
+            flight.add_metric([what], value)
+        yield flight
+        build = GaugeMetricFamily("prefixd_build_info", "Always 1.", labels=["version"])
+        build.add_metric([__version__], 1)
+        yield build
+
+    def _collect_tiers(self, tables: Tables) -> Iterator[Metric]:
+        readings = [
+            ((tier.label, ledger.policy.name), _reading(ledger, tables.tier_counters[tier]))
+            for tier, ledger in tables.ledgers.items()
+        ]
+        columns: list[CounterMetricFamily | GaugeMetricFamily] = [
+            *(
+                CounterMetricFamily(f"prefixd_tier_{name}", about, labels=_TIER_LABELS)
+                for name, about in TIER_COUNTERS.items()
+            ),
+            *(
+                GaugeMetricFamily(f"prefixd_tier_{name}", about, labels=_TIER_LABELS)
+                for name, about in (*TIER_GAUGES.items(), _PAYLOAD)
+            ),
+        ]
+        for labels, reading in readings:
+            for column, value in zip(columns, reading, strict=True):
+                column.add_metric(labels, value)
+        yield from columns
+
+    def _collect_health(self) -> Iterator[Metric]:
+        unhealthy = self._unhealthy()
+        yield GaugeMetricFamily(
+            "prefixd_healthy", "1: everything works; 0: see the log.", not unhealthy
+        )
+        parts = GaugeMetricFamily(
+            "prefixd_unhealthy", "1 for each part that does not work.", labels=["part"]
+        )
+        for part in unhealthy:
+            parts.add_metric([part], 1)
+        yield parts
+
+
+def _lag_histogram(lag: LoopLag) -> Metric:
+    cumulative = list(accumulate(lag.counts))
+    bounds = [*(f"{bound_us / 1e6:g}" for bound_us in BUCKETS_US), "+Inf"]
+    return HistogramMetricFamily(
+        "prefixd_loop_lag_seconds",
+        "How late the event loop came to its pulse.",
+        buckets=list(zip(bounds, cumulative, strict=True)),
+        sum_value=lag.total_us / 1e6,
+    )
+
+
+def _reading(ledger: Ledger, counters: TierCounters) -> tuple[int, ...]:
+    """All numbers of a tier, of one moment."""
+
+    def read() -> tuple[int, ...]:
+        return (
+            *(getattr(counters, name) for name in TIER_COUNTERS),
+            *(getattr(ledger, name) for name in TIER_GAUGES),
+            counters.payload_bytes,
+        )
+
+    reading = read()
+    for _ in range(_MAX_READINGS):
+        before, reading = reading, read()
+        if reading == before:
+            break
+    return reading
+
+
+@contextmanager
+def serve_metrics(
+    address: str,
+    state: MetaState,
+    unhealthy: Callable[[], Mapping[str, str]] = _nothing,
+    lag: LoopLag | None = None,
+    in_flight: Callable[[], Mapping[str, int]] = _nothing,
+) -> Iterator[str]:
+    """Answer `GET /metrics` on `host:port` from a thread of its own until the context ends.
+
+    Yields the address, with the port that the kernel chose for port 0. Besides those of
+    `StateCollector` there are the usual `process_` metrics. Raises OSError.
+    """
+    registry = CollectorRegistry()
+    registry.register(StateCollector(state, unhealthy, lag, in_flight))
+    ProcessCollector(registry=registry)
+    host, _, port = address.rpartition(":")
+    try:
+        server, thread = start_http_server(int(port), host.strip("[]"), registry)
+    except OSError as problem:
+        raise OSError(f"can't serve metrics on {address}: {problem}") from None
+    try:
+        yield f"{host}:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

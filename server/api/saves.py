@@ -1,0 +1,337 @@
+"""The part of the `Cache` service that saves: reservations, and the bytes for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Final, TypeAlias, TypeVar
+
+from ...proto import limits
+from ...proto import prefixd_pb2 as pb
+from ...proto.errors import (
+    Draining,
+    LimitReached,
+    MalformedMessage,
+    UnknownReservation,
+    UnknownSession,
+)
+from ..core.answers import CancelAnswer, ReserveAnswer, WriteOrder
+from ..core.events import CancelAsked, KeysTouched, ReserveAsked, WriteBegan
+from ..runtime.incoming import MAX_WAITING_MESSAGES, Incoming, Piece
+from ..runtime.loop import Core
+from ..runtime.quota import Quota, Room
+from ..runtime.staging import StagingPool
+from . import messages
+from .calls import Caller
+from .sessions import Membership, ServiceConfig, Sessions, first_message
+
+Q = TypeVar("Q")
+#: Of each item of a save, why it is not written; None: it is.
+Refusals: TypeAlias = "list[pb.SaveResult | None]"
+#: The first message of a save.
+Opening: TypeAlias = "pb.SaveRequest | pb.SaveWholeRequest | pb.SaveStagedRequest"
+
+#: What a stream of bytes may take of the daemon's memory: the message that comes is as large as
+#: its client makes it.
+SAVE_BYTES: Final = limits.MAX_MESSAGE_BYTES
+
+
+class Saves:
+    """See prefixd.proto for what each call promises. Methods raise PrefixdError."""
+
+    def __init__(
+        self, core: Core, sessions: Sessions, stagings: StagingPool, config: ServiceConfig
+    ) -> None:
+        self._core = core
+        self._sessions = sessions
+        self._stagings = stagings
+        self._config = config
+        self._stall_s = config.stall_timeout_s
+        self.arriving: Final = Quota("saves", config.max_save_bytes, config.stall_timeout_s)
+
+    # ---- reservations
+
+    async def reserve(self, request: pb.ReserveRequest, caller: Caller) -> pb.ReserveResponse:
+        membership = self._sessions.prove(request.header.session, caller)
+        answer = await self._reserve(request.header, membership, begin=False)
+        return pb.ReserveResponse(
+            results=map(messages.reserve_result, answer.results),
+            ttl_ms=answer.ttl_ns // 1_000_000,
+        )
+
+    async def _reserve(
+        self, header: pb.SaveHeader, membership: Membership, *, begin: bool
+    ) -> ReserveAnswer:
+        core = self._core
+        now_ns = core.clock.now_ns()
+        touched = messages.keys_of("touched", header.touched, may_be_empty=True)
+        question = ReserveAsked(
+            request=core.next_request(),
+            session=membership.number,
+            tier=messages.tier_of(header.tier, core.stores),
+            reason=messages.reason_of(header.reason),
+            items=messages.items_of(header.items),
+            ancestors=messages.keys_of("ancestors", header.ancestors, may_be_empty=True),
+            begin=begin,
+            ttl_ns=messages.milliseconds(
+                "ttl_ms", header.ttl_ms, self._config.reservation_ttl_ms, limits.MAX_LEASE_MS
+            ),
+            wait_until_ns=messages.wait_until(now_ns, header.wait_ms),
+            now_ns=now_ns,
+        )
+        if touched:
+            core.post(KeysTouched(touched, now_ns))
+        return await core.ask(question, ReserveAnswer)
+
+    async def cancel(self, request: pb.CancelRequest, caller: Caller) -> pb.CancelResponse:
+        core = self._core
+        membership = self._sessions.prove(request.session, caller)
+        messages.batch_of("tokens", request.tokens)
+        question = CancelAsked(
+            request=core.next_request(),
+            session=membership.number,
+            tokens=tuple(request.tokens),
+            now_ns=core.clock.now_ns(),
+        )
+        return pb.CancelResponse(cancelled=(await core.ask(question, CancelAnswer)).results)
+
+    # ---- bytes
+
+    async def save(
+        self, requests: AsyncIterator[pb.SaveRequest], caller: Caller
+    ) -> pb.SaveResponse:
+        async with self._stream(requests) as (first, room):
+            membership = await self._prove(_header(first).session, caller, room)
+            refusals, incoming = await self._begin_save(first, membership)
+
+            async def take(request: pb.SaveRequest) -> None:
+                await incoming.feed(_pieces(request.parts, refusals))
+
+            with self._core.working():
+                async with incoming.to_the_end():
+                    await take(first)
+                    while incoming.broken is None:
+                        request = await self._next(requests, membership)
+                        if request is None:
+                            break
+                        await take(request)
+                return pb.SaveResponse(results=await _results(refusals, incoming))
+
+    async def save_whole(
+        self, requests: AsyncIterator[pb.SaveWholeRequest], caller: Caller
+    ) -> pb.SaveWholeResponse:
+        """`requests` is one, which is only taken from the wire when there is room for it."""
+        async with self._stream(requests) as (request, room):
+            membership = await self._prove(_header(request).session, caller, room)
+            refusals, incoming = await self._begin_save(request, membership)
+            with self._core.working():
+                async with incoming.to_the_end():
+                    await incoming.feed(_pieces(request.parts, refusals))
+                return pb.SaveWholeResponse(results=await _results(refusals, incoming))
+
+    async def write(
+        self, requests: AsyncIterator[pb.WriteRequest], caller: Caller
+    ) -> pb.WriteResponse:
+        async with self._stream(requests) as (first, room):
+            membership = await self._prove(first.session, caller, room)
+            incoming = Incoming(self._core)
+            #: in the order in which the stream names them: refused with this, or being written
+            named: dict[int, pb.SaveResult | None] = {}
+            request: pb.WriteRequest | None = first
+            with self._core.working():
+                async with incoming.to_the_end():
+                    while request is not None and incoming.broken is None:
+                        await self._write(request, membership, incoming, named)
+                        request = await self._next(requests, membership)
+                ended = await incoming.ended()
+            return pb.WriteResponse(
+                tokens=named,
+                results=[refused or messages.ended_save(ended[t]) for t, refused in named.items()],
+            )
+
+    async def _write(
+        self,
+        request: pb.WriteRequest,
+        membership: Membership,
+        incoming: Incoming,
+        named: dict[int, pb.SaveResult | None],
+    ) -> None:
+        """Take one message of a Write stream."""
+        for part in request.parts:
+            if part.token not in named:
+                named[part.token] = await self._begin(membership, part.token, incoming, part.token)
+                if len(named) > limits.MAX_BATCH_KEYS:
+                    raise LimitReached("too many reservations in one stream of writes")
+        await incoming.feed(
+            [
+                Piece(p.token, p.data, p.last, p.payload_crc32c, p.offset_bytes)
+                for p in request.parts
+                if p.token in incoming
+            ]
+        )
+
+    async def save_staged(
+        self,
+        requests: AsyncIterator[pb.SaveStagedRequest],
+        caller: Caller,
+        tell: Callable[[pb.SaveStagedResponse], None],
+    ) -> None:
+        """For clients on this host (`local_socket`), who are told of every copy. `requests` ends
+        with its last one."""
+        first = await first_message(requests)
+        reserved = first.reserved if first.HasField("reserved") else None
+        membership = self._sessions.prove((reserved or _header(first)).session, caller)
+        with self._stagings.using(membership.number) as staging, self._core.working():
+            if reserved is None:
+                refusals, incoming = await self._begin_save(first, membership)
+            else:
+                refusals, incoming = await self._begin_reserved(reserved, membership)
+
+            async def take(request: pb.SaveStagedRequest) -> None:
+                if not request.parts:
+                    return
+                pieces = [
+                    Piece(
+                        p.item,
+                        staging.view(p.staging_offset_bytes, p.length_bytes),
+                        p.last,
+                        p.payload_crc32c,
+                    )
+                    for p in request.parts
+                    if _granted(p.item, refusals)
+                ]
+                copied = pb.SaveStagedResponse(parts_copied=len(request.parts))
+                incoming.begin(pieces, partial(tell, copied))
+                if incoming.waiting > MAX_WAITING_MESSAGES:
+                    await incoming.idle()
+
+            async with incoming.to_the_end():
+                request: pb.SaveStagedRequest | None = first
+                while request is not None and incoming.broken is None:
+                    await take(request)
+                    if request.last:
+                        break
+                    request = await self._next(requests, membership)
+            tell(pb.SaveStagedResponse(results=await _results(refusals, incoming)))
+
+    # ---- how streams begin
+
+    @asynccontextmanager
+    async def _stream(self, requests: AsyncIterator[Q]) -> AsyncIterator[tuple[Q, Room]]:
+        """The first message of a stream that brings bytes, once there is room for it, and that
+        room until the end of the call."""
+        async with self.arriving.room(SAVE_BYTES) as room:
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    first = await first_message(requests)
+            except TimeoutError:
+                raise self._silent() from None
+            yield first, room
+
+    async def _prove(self, ref: pb.SessionRef, caller: Caller, room: Room) -> Membership:
+        membership = self._sessions.prove(ref, caller)
+        await room.belongs_to(membership.number)
+        return membership
+
+    async def _begin_save(
+        self, first: Opening, membership: Membership
+    ) -> tuple[Refusals, Incoming]:
+        """Reserve what the first message asks for, and open what is granted."""
+        answer = await self._reserve(_header(first), membership, begin=True)
+        incoming = Incoming(self._core)
+        refusals: Refusals = []
+        for number, reserved in enumerate(answer.results):
+            if isinstance(reserved, WriteOrder):
+                incoming.add(number, self._core.begin_write(reserved))
+                refusals.append(None)
+            else:
+                refusals.append(messages.refused_save(reserved))
+        return refusals, incoming
+
+    async def _begin_reserved(
+        self, reserved: pb.StagedReservations, membership: Membership
+    ) -> tuple[Refusals, Incoming]:
+        messages.batch_of("tokens", reserved.tokens)
+        incoming = Incoming(self._core)
+        refusals = [
+            await self._begin(membership, token, incoming, number)
+            for number, token in enumerate(reserved.tokens)
+        ]
+        return refusals, incoming
+
+    async def _begin(
+        self, membership: Membership, token: int, incoming: Incoming, number: int
+    ) -> pb.SaveResult | None:
+        """Begin the write of a reservation, which the stream's pieces name by `number`; the
+        result, if there can't be one."""
+        core = self._core
+        question = WriteBegan(core.next_request(), membership.number, token, core.clock.now_ns())
+        try:
+            order = await core.ask(question, WriteOrder)
+        except UnknownReservation as error:
+            return pb.SaveResult(status=pb.SAVE_STATUS_LOST, message=str(error))
+        incoming.add(number, core.begin_write(order))
+        return None
+
+    # ---- how they go on
+
+    async def _next(self, requests: AsyncIterator[Q], membership: Membership) -> Q | None:
+        """The next message; None: that was all. Raises UnknownSession or Draining when the session
+        has ended, and with it every reservation, and LimitReached of a client that is silent for
+        too long."""
+        coming = asyncio.ensure_future(_following(requests))
+        try:
+            done, _ = await asyncio.wait(
+                (coming, membership.ended),
+                timeout=self._stall_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if coming in done:
+                return coming.result()
+            if not done:
+                raise self._silent()
+            if self._core.draining:
+                raise Draining("the daemon stops, and does not wait for the rest of this save")
+            raise UnknownSession(f"session {membership.number} ended before its save did")
+        finally:
+            if not coming.done():
+                coming.cancel()
+                await asyncio.wait((coming,))
+
+    def _silent(self) -> LimitReached:
+        return LimitReached(f"the client sent nothing for {self._stall_s:g} s")
+
+
+async def _following(requests: AsyncIterator[Q]) -> Q | None:
+    return await anext(requests, None)
+
+
+def _header(first: Opening) -> pb.SaveHeader:
+    if not first.HasField("header"):
+        raise MalformedMessage("the first message of a save has to hold its header")
+    return first.header
+
+
+def _granted(item: int, refusals: Refusals) -> bool:
+    """Are the bytes of this item wanted? Raises MalformedMessage if there is none such."""
+    if item >= len(refusals):
+        raise MalformedMessage(f"a part names item {item}, which is not there")
+    return refusals[item] is None
+
+
+def _pieces(parts: Iterable[pb.WritePart], refusals: Refusals) -> list[Piece]:
+    return [
+        Piece(p.item, p.data, p.last, p.payload_crc32c, p.offset_bytes)
+        for p in parts
+        if _granted(p.item, refusals)
+    ]
+
+
+async def _results(refusals: Refusals, incoming: Incoming) -> list[pb.SaveResult]:
+    ended = await incoming.ended()
+    return [
+        messages.ended_save(ended[number]) if refused is None else refused
+        for number, refused in enumerate(refusals)
+    ]

@@ -1,0 +1,248 @@
+"""The `Cache` service: what workers call, over whatever transport. Every call becomes one question
+to the state. Saves are in `saves`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
+from functools import partial
+from typing import Final
+
+import structlog
+
+from ...proto import limits
+from ...proto import prefixd_pb2 as pb
+from ...proto.errors import (
+    ClaimLost,
+    InvalidSize,
+    LimitReached,
+    MalformedMessage,
+    UnknownClaim,
+    UnknownSession,
+)
+from ...tiers.store import Damaged, StoreError
+from ..core.answers import ClaimAnswer, LookupAnswer, ReleaseAnswer
+from ..core.entries import Entry
+from ..core.events import BytesRead, ClaimAsked, ClaimMode, LookupAsked, ReleaseAsked
+from ..runtime.loop import Core
+from ..runtime.quota import Quota
+from . import messages
+from .calls import Caller, cut_off
+from .sessions import ServiceConfig, Sessions, SessionStream
+
+log = structlog.get_logger("prefixd.service")
+
+#: What a read takes of the daemon's memory: the chunk that is being read, as bytes, as a message
+#: and as what gRPC holds of it until the client takes it.
+READ_BYTES: Final = 4 * limits.CHUNK_BYTES
+
+_CLAIM_MODES = {
+    pb.CLAIM_MODE_RUN: ClaimMode.RUN,
+    pb.CLAIM_MODE_FIRST: ClaimMode.FIRST,
+    pb.CLAIM_MODE_ANY: ClaimMode.ANY,
+}
+
+
+class CacheService:
+    """See prefixd.proto for what each call promises. Methods raise PrefixdError."""
+
+    def __init__(self, core: Core, sessions: Sessions, config: ServiceConfig) -> None:
+        self._core = core
+        self._sessions = sessions
+        self._config = config
+        self.reads: Final = Quota("reads", config.max_read_bytes, config.stall_timeout_s)
+
+    def _session(self, ref: pb.SessionRef, caller: Caller) -> int:
+        return self._sessions.prove(ref, caller).number
+
+    async def session(
+        self, requests: AsyncIterator[pb.SessionRequest], _caller: Caller
+    ) -> AsyncGenerator[pb.SessionEvent, None]:
+        stream = SessionStream(self._core, self._sessions, self._config)
+        async with aclosing(stream.run(requests)) as events:
+            async for event in events:
+                yield event
+
+    # ---- read side
+
+    async def lookup(self, request: pb.LookupRequest, _caller: Caller) -> pb.LookupResponse:
+        core = self._core
+        now_ns = core.clock.now_ns()
+        question = LookupAsked(
+            request=core.next_request(),
+            keys=messages.keys_of("keys", request.keys),
+            stop_at_first_absent=request.stop_at_first_absent,
+            wait_until_ns=messages.wait_until(now_ns, request.wait_ms),
+            now_ns=now_ns,
+        )
+        answer = await core.ask(question, LookupAnswer)
+        return messages.lookup_response(answer, self._config.incarnation)
+
+    async def claim(self, request: pb.ClaimRequest, caller: Caller) -> pb.ClaimResponse:
+        core = self._core
+        now_ns = core.clock.now_ns()
+        if request.mode not in _CLAIM_MODES:
+            raise MalformedMessage(f"claim mode {request.mode} does not exist")
+        question = ClaimAsked(
+            request=core.next_request(),
+            session=self._session(request.session, caller),
+            keys=messages.keys_of("keys", request.keys),
+            mode=_CLAIM_MODES[request.mode],
+            lease_ns=messages.milliseconds(
+                "lease_ms",
+                request.lease_ms,
+                default=self._config.claim_lease_ms,
+                most=self._config.claim_lease_ms,
+            ),
+            wait_until_ns=messages.wait_until(now_ns, request.wait_ms),
+            now_ns=now_ns,
+        )
+        answer = await core.ask(question, ClaimAnswer)
+        caller.when_done(partial(self._release_unseen, question, answer))
+        if request.brief:
+            return messages.brief_claim_response(answer)
+        return messages.claim_response(answer)
+
+    def _release_unseen(self, asked: ClaimAsked, answer: ClaimAnswer, gone: bool) -> None:
+        """A claim whose client gave up before the answer came would stay as long as its session."""
+        if answer.claim and gone:
+            core = self._core
+            claims = (answer.claim,)
+            now_ns = core.clock.now_ns()
+            core.post(ReleaseAsked(core.next_request(), asked.session, claims, now_ns))
+
+    async def release(self, request: pb.ReleaseRequest, caller: Caller) -> pb.ReleaseResponse:
+        core = self._core
+        messages.batch_of("claim_ids", request.claim_ids)
+        question = ReleaseAsked(
+            request=core.next_request(),
+            session=self._session(request.session, caller),
+            claims=tuple(request.claim_ids),
+            now_ns=core.clock.now_ns(),
+        )
+        answer = await core.ask(question, ReleaseAnswer)
+        return pb.ReleaseResponse(results=[r.value for r in answer.results])  # type: ignore[misc]
+
+    async def read(
+        self, request: pb.ReadRequest, caller: Caller
+    ) -> AsyncGenerator[pb.ReadResponse, None]:
+        session = self._session(request.session, caller)
+        messages.batch_of("ranges", request.ranges)
+        self._claimed(session, request.claim_id)
+        async with (
+            self.reads.room(READ_BYTES, session),
+            aclosing(self._read(session, request)) as responses,
+        ):
+            with self._core.working():
+                async for response in responses:
+                    with self._until_taken():
+                        yield response
+
+    @contextmanager
+    def _until_taken(self) -> Iterator[None]:
+        """Around the sending of a response: a client that does not take it has the memory that
+        others wait for."""
+        stall_s = self._config.stall_timeout_s
+        task = asyncio.current_task()
+        assert task is not None
+        slow = LimitReached(f"the client took nothing of what it reads for {stall_s:g} s")
+        timer = asyncio.get_running_loop().call_later(stall_s, cut_off, task, slow)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    async def _read(
+        self, session: int, request: pb.ReadRequest
+    ) -> AsyncGenerator[pb.ReadResponse, None]:
+        damaged: dict[int, tuple[Entry, str]] = {}
+        pending = pb.ReadResponse()
+        pending_bytes = 0
+        for number, wanted in enumerate(request.ranges):
+            entries = self._claimed(session, request.claim_id)
+            if wanted.index >= len(entries):
+                raise InvalidSize(
+                    f"ranges[{number}]: the claim has {len(entries)} entries, "
+                    f"index {wanted.index} is not one of them"
+                )
+            entry = entries[wanted.index]
+            offset, end = _bounds(number, wanted, entry)
+            sent_bytes = 0
+            while offset + sent_bytes < end:
+                # A chunk at a time: in between, others have their turn, and the claim may end.
+                self._claimed(session, request.claim_id)
+                room = limits.CHUNK_BYTES - pending_bytes
+                piece_bytes = min(room, end - offset - sent_bytes)
+                part = pending.parts.add(range=number, offset_bytes=sent_bytes)
+                try:
+                    part.data = await self._bytes(entry, wanted, offset + sent_bytes, piece_bytes)
+                except Damaged as problem:
+                    part.status = pb.READ_STATUS_DAMAGED
+                    damaged[entry.generation] = entry, str(problem)
+                    break
+                except StoreError as problem:
+                    part.status = pb.READ_STATUS_UNREADABLE
+                    log.warning("entry_unreadable", key=entry.key.hex(), why=str(problem))
+                    # It stays. If it can't be read again, its tier is unhealthy.
+                    self._core.verifications.request(entry)
+                    break
+                self._core.post(BytesRead(entry.tier, piece_bytes, self._core.clock.now_ns()))
+                sent_bytes += piece_bytes
+                pending_bytes += piece_bytes
+                if pending_bytes >= limits.CHUNK_BYTES:
+                    yield pending
+                    pending, pending_bytes = pb.ReadResponse(), 0
+        # The last bytes were copied while the claim held, or nobody gets them.
+        self._claimed(session, request.claim_id)
+        if pending.parts:
+            yield pending
+        # Not before: it may end the claim, and with it the reading of the others.
+        for entry, why in damaged.values():
+            self._core.damaged(entry, why)
+
+    def _claimed(self, session: int, claim_id: int) -> tuple[Entry, ...]:
+        """The entries of a live claim of this session."""
+        tables = self._core.state.tables
+        holder = tables.sessions.get(session)
+        if holder is None:
+            raise UnknownSession(f"session {session} ended or never was; open a new one")
+        if claim_id in holder.claims:
+            return tables.claims[claim_id].entries
+        if claim_id in holder.lost_claims:
+            raise ClaimLost(
+                f"claim {claim_id} is lost: {holder.lost_claims[claim_id]}; "
+                "throw away what was read under it"
+            )
+        raise UnknownClaim(f"this session holds no claim {claim_id}")
+
+    async def _bytes(
+        self, entry: Entry, wanted: pb.ReadRange, offset: int, length_bytes: int
+    ) -> bytes:
+        core = self._core
+        store = core.stores[entry.tier]
+        if not entry.published:
+            raise StoreError("the entry was found damaged, and dropped")
+
+        def take() -> bytes:
+            if wanted.token_ids:
+                ids = store.token_ids(entry)
+                return ids[offset : offset + length_bytes]
+            views = store.read(entry, offset, length_bytes)
+            return b"".join(views)
+
+        if not store.blocking:
+            return take()
+        return await asyncio.get_running_loop().run_in_executor(core.executor, take)
+
+
+def _bounds(number: int, wanted: pb.ReadRange, entry: Entry) -> tuple[int, int]:
+    """First and last byte of a range, checked against the entry."""
+    there_bytes = entry.token_ids_bytes if wanted.token_ids else entry.payload_bytes
+    end = wanted.offset_bytes + (wanted.length_bytes or there_bytes - wanted.offset_bytes)
+    if wanted.offset_bytes > there_bytes or end > there_bytes:
+        raise InvalidSize(
+            f"ranges[{number}]: bytes {wanted.offset_bytes} to {end} are asked for, "
+            f"the entry has {there_bytes}"
+        )
+    return wanted.offset_bytes, end

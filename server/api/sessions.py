@@ -1,0 +1,305 @@
+"""Sessions: what proves one, and the stream that it lives on, from Hello to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
+from hmac import compare_digest
+from typing import Final, TypeAlias, TypeVar
+
+import structlog
+
+from ...proto import limits
+from ...proto import prefixd_pb2 as pb
+from ...proto.errors import (
+    InvalidSize,
+    LimitReached,
+    MalformedMessage,
+    PrefixdError,
+    StaleIncarnation,
+    UnknownSession,
+)
+from ..core.answers import Opened
+from ..core.effects import TellClaimLost, TellReservationLost
+from ..core.events import (
+    HeartbeatCame,
+    KeysSuspected,
+    KeysTouched,
+    ReleaseAsked,
+    SessionLost,
+    SessionOpened,
+)
+from ..runtime.loop import Core, SessionNote
+from . import messages
+from .calls import Caller, CallerGone, Process, cut_off
+
+log = structlog.get_logger("prefixd.sessions")
+
+Q = TypeVar("Q")
+
+#: Events that a client may leave unread before its session is ended.
+_MAX_UNREAD_EVENTS = 4096
+#: A client that opened a session says hello within this time.
+_PATIENCE_S = 5.0
+#: 128 random bits, which cannot be guessed.
+_SECRET_BYTES: Final = 16
+
+#: What waits to be sent; an error or None is the end of the stream.
+Events: TypeAlias = "asyncio.Queue[pb.SessionEvent | PrefixdError | None]"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceConfig:
+    """What the services tell their clients, and the bounds that they hold them to."""
+
+    incarnation: bytes
+    daemon_version: str
+    heartbeat_interval_ms: int
+    claim_lease_ms: int
+    reservation_ttl_ms: int
+    local_socket: str = ""
+    #: calls over gRPC at once, beside the streams of sessions
+    max_rpcs: int = 512
+    max_sessions: int = limits.MAX_SESSIONS
+    max_connections: int = 4096
+    max_connections_per_session: int = 256
+    max_local_bytes: int = 256 * 2**20
+    max_read_bytes: int = 256 * 2**20
+    max_save_bytes: int = 2**30
+    staging_bytes: int = 64 * 2**20
+    staging_total_bytes: int = 2**30
+    #: how long a client may leave a call without progress
+    stall_timeout_s: float = 30.0
+
+
+class Membership:
+    """One open session, as its calls see it."""
+
+    __slots__ = ("ended", "number", "process", "secret")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        #: for its client, and for no log
+        self.secret = secrets.token_bytes(_SECRET_BYTES)
+        #: the process that it belongs to, once that has come over a Unix socket
+        self.process: Process | None = None
+        #: done when the session is over
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class Sessions:
+    """The open sessions and their secrets. The event loop's."""
+
+    def __init__(self, incarnation: bytes) -> None:
+        self._incarnation = incarnation
+        self._open: dict[int, Membership] = {}
+        #: called with the number of each session that is over
+        self.when_closed: list[Callable[[int], None]] = []
+
+    def open(self, number: int) -> Membership:
+        """A session that the state has opened."""
+        membership = self._open[number] = Membership(number)
+        return membership
+
+    def close(self, number: int) -> None:
+        """Its secret proves nothing any more."""
+        membership = self._open.pop(number, None)
+        if membership is None:
+            return
+        membership.ended.set_result(None)
+        for told in self.when_closed:
+            told(number)
+
+    def prove(self, ref: pb.SessionRef, caller: Caller) -> Membership:
+        """The session that `caller` acts for. Raises StaleIncarnation, UnknownSession: the same
+        for a wrong secret as for a session that there is not, so that numbers can't be probed."""
+        if ref.incarnation != self._incarnation:
+            raise StaleIncarnation(
+                "this session belongs to another start of the daemon; open a new one and repeat"
+            )
+        membership = self._open.get(ref.session_id)
+        if membership is None or not compare_digest(membership.secret, ref.secret):
+            raise UnknownSession(
+                f"session {ref.session_id} ended or never was, or this is not its secret; "
+                "open a new one"
+            )
+        process = caller.process
+        if process is not None:
+            if membership.process is None:
+                membership.process = process
+            elif membership.process != process:
+                raise UnknownSession(
+                    f"session {ref.session_id} belongs to another process; open one of your own"
+                )
+        caller.proved(membership.number)
+        return membership
+
+
+class SessionStream:
+    """Serves one session. `run` yields what the client is told; when it is closed or fails,
+    the session is over and the state was told so."""
+
+    def __init__(self, core: Core, sessions: Sessions, config: ServiceConfig) -> None:
+        self._core = core
+        self._sessions = sessions
+        self._config = config
+        self._events: Events = asyncio.Queue(_MAX_UNREAD_EVENTS)
+        #: the task that `run` is part of, once there is a session
+        self._task: asyncio.Task[object] | None = None
+        self._ending = False
+
+    async def run(
+        self, requests: AsyncIterator[pb.SessionRequest]
+    ) -> AsyncGenerator[pb.SessionEvent, None]:
+        session = await self._open(await self._hello(requests))
+        core = self._core
+        self._task = asyncio.current_task()
+        membership = self._sessions.open(session)
+        core.subscribe(session, self)
+        reader = asyncio.ensure_future(self._listen(session, requests))
+        why = "its connection broke"
+        try:
+            yield pb.SessionEvent(welcome=self._welcome(membership))
+            while (event := await self._events.get()) is not None:
+                if isinstance(event, PrefixdError):
+                    why = str(event)
+                    raise event
+                yield event
+            why = "its client closed it"
+        finally:
+            reader.cancel()
+            core.unsubscribe(session)
+            self._sessions.close(session)
+            core.post(SessionLost(session, why, core.clock.now_ns()))
+            log.info("session_ended", session=session, why=why)
+
+    async def _hello(self, requests: AsyncIterator[pb.SessionRequest]) -> pb.Hello:
+        """What every session begins with, and soon: before it, the client counts for nothing."""
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                first = await first_message(requests)
+        except TimeoutError:
+            raise MalformedMessage(f"no Hello came within {_PATIENCE_S:g} s") from None
+        if first.WhichOneof("kind") != "hello":
+            raise MalformedMessage("the first message of a session has to be Hello")
+        return first.hello
+
+    async def _open(self, hello: pb.Hello) -> int:
+        for field in ("client_name", "host"):
+            if len(getattr(hello, field)) > limits.MAX_CLIENT_NAME_CHARS:
+                raise InvalidSize(f"{field} is longer than {limits.MAX_CLIENT_NAME_CHARS}")
+        name = hello.client_name or "client"
+        owner = f"{name} (pid {hello.pid} on {hello.host or 'this host'})"
+        core = self._core
+        question = SessionOpened(core.next_request(), owner, core.clock.now_ns())
+        session = (await core.ask(question, Opened)).session
+        log.info("session_opened", session=session, owner=owner)
+        return session
+
+    def _welcome(self, membership: Membership) -> pb.Welcome:
+        config = self._config
+        return pb.Welcome(
+            incarnation=config.incarnation,
+            session_id=membership.number,
+            session_secret=membership.secret,
+            heartbeat_interval_ms=config.heartbeat_interval_ms,
+            claim_lease_ms=config.claim_lease_ms,
+            reservation_ttl_ms=config.reservation_ttl_ms,
+            max_batch_keys=limits.MAX_BATCH_KEYS,
+            max_message_bytes=limits.MAX_MESSAGE_BYTES,
+            chunk_bytes=limits.CHUNK_BYTES,
+            daemon_version=config.daemon_version,
+            local_socket=config.local_socket,
+            tiers=[
+                pb.TierLimits(
+                    tier=tier.value,  # type: ignore[arg-type]
+                    budget_bytes=ledger.budget_bytes,
+                    max_payload_bytes=min(ledger.budget_bytes, limits.MAX_PAYLOAD_BYTES),
+                )
+                for tier, ledger in self._core.state.tables.ledgers.items()
+            ],
+        )
+
+    async def _listen(self, session: int, requests: AsyncIterator[pb.SessionRequest]) -> None:
+        """Take what the client says until it stops; the end goes into the events."""
+        end: PrefixdError | None = None
+        try:
+            async for request in requests:
+                if session not in self._core.state.tables.sessions:
+                    raise UnknownSession("the heartbeats stopped for too long; open a new session")
+                self._heard(session, request)
+        except PrefixdError as error:
+            end = error
+        except CallerGone:
+            pass  # the connection is gone, and with it the generator that reads the events
+        except Exception as problem:
+            log.error("session_failed", session=session, exc_info=problem)
+            end = PrefixdError(f"the daemon failed in this session: {type(problem).__name__}")
+        self._end(end)
+
+    # ---- what the core says (loop.Listener)
+
+    def told(self, note: SessionNote) -> None:
+        match note:
+            case TellClaimLost():
+                lost_claim = pb.ClaimLost(claim_id=note.claim, why=note.why)
+                event = pb.SessionEvent(claim_lost=lost_claim)
+            case TellReservationLost():
+                lost = pb.ReservationLost(key=note.key, token=note.token, why=note.why)
+                event = pb.SessionEvent(reservation_lost=lost)
+        # A client that reads nothing misses it, and learns it with its next call.
+        if not self._events.full():
+            self._events.put_nowait(event)
+
+    def ended(self, why: PrefixdError | None) -> None:
+        if why is None and not self._events.full():
+            self._events.put_nowait(pb.SessionEvent(draining=pb.Draining()))
+        self._end(why)
+
+    def _end(self, why: PrefixdError | None) -> None:
+        """Let `run` come to its end behind what waits to be sent; at once if that is stuck,
+        because the client reads nothing, or did not when it was told before."""
+        if not self._ending and not self._events.full():
+            self._events.put_nowait(why)
+        elif self._task is not None:
+            cut_off(self._task, why or LimitReached("the client does not read its events"))
+        self._ending = True
+
+    def _heard(self, session: int, request: pb.SessionRequest) -> None:
+        core = self._core
+        now_ns = core.clock.now_ns()
+        match request.WhichOneof("kind"):
+            case "heartbeat":
+                core.post(HeartbeatCame(session, now_ns))
+                ack = pb.HeartbeatAck(sequence=request.heartbeat.sequence)
+                _put(self._events, pb.SessionEvent(heartbeat_ack=ack))
+            case "touch":
+                core.post(KeysTouched(messages.keys_of("keys", request.touch.keys), now_ns))
+            case "suspect":
+                core.post(KeysSuspected(messages.keys_of("keys", request.suspect.keys), now_ns))
+            case "give_back":
+                messages.batch_of("claim_ids", request.give_back.claim_ids)
+                claims = tuple(request.give_back.claim_ids)
+                core.post(ReleaseAsked(core.next_request(), session, claims, now_ns))
+            case kind:
+                raise MalformedMessage(f"{kind or 'an empty message'} does not belong here")
+
+
+async def first_message(requests: AsyncIterator[Q]) -> Q:
+    """The first message of a stream. Raises MalformedMessage when there is none."""
+    async for request in requests:
+        return request
+    raise MalformedMessage("the stream ended before its first message")
+
+
+def _put(
+    events: Events,
+    event: pb.SessionEvent,
+) -> None:
+    """Hand an event to the session's stream; a client that never reads them loses its session."""
+    try:
+        events.put_nowait(event)
+    except asyncio.QueueFull:
+        raise LimitReached("the client does not read the events of its session") from None

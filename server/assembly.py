@@ -1,0 +1,70 @@
+"""Puts a daemon together from its plan: stores, ledgers, state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..proto.keys import Key
+from ..proto.vocabulary import Tier
+from ..tiers.disk import DiskStore
+from ..tiers.eviction import EvictionPolicy, make_policy
+from ..tiers.extents import ExtentAllocator
+from ..tiers.ledger import Ledger
+from ..tiers.ram import RamStore
+from ..tiers.shm import ShmStore
+from ..tiers.store import Store
+from .config.budgets import Plan, TierPlan
+from .core.state import MetaState
+from .runtime.index import IndexWriter
+
+
+def make_store(plan: TierPlan, *, verify_at_start: bool, sync: bool) -> Store:
+    """The store of one tier. Raises StoreError if the system can't give it what it needs."""
+    if plan.tier is Tier.RAM:
+        return RamStore(plan.budget_bytes, plan.slab_bytes)
+    assert plan.directory is not None
+    if plan.tier is Tier.SHM:
+        return ShmStore(
+            plan.directory, plan.budget_bytes, plan.slab_bytes, verify_payloads=verify_at_start
+        )
+    return DiskStore(plan.directory, plan.budget_bytes, plan.slab_bytes, sync=sync)
+
+
+def make_index(plan: Plan, incarnation: bytes) -> IndexWriter:
+    """An index with room for every entry that the tiers could hold. Raises StoreError."""
+    return IndexWriter(incarnation, max_entries(plan))
+
+
+def max_entries(plan: Plan) -> int:
+    """Entries that the tiers could hold together."""
+    return sum(
+        min(tier.max_entries or tier.budget_bytes, tier.budget_bytes // tier.slab_bytes)
+        for tier in plan.tiers.values()
+    )
+
+
+def make_ledger(plan: TierPlan, header_bytes: int) -> Ledger:
+    """The accounting of one tier. Its room grows from nothing as the arena is secured;
+    `header_bytes` of it belong to no entry."""
+    policy: EvictionPolicy[Key] = make_policy(
+        plan.policy, plan.budget_bytes, max_ghosts=plan.max_entries or None
+    )
+    return Ledger(
+        plan.tier,
+        plan.budget_bytes,
+        policy,
+        max_entries=plan.max_entries,
+        max_reserved_bytes=plan.max_in_flight_bytes,
+        extents=ExtentAllocator(0, plan.slab_bytes, header_bytes),
+    )
+
+
+def make_state(plan: Plan, stores: Mapping[Tier, Store], now_ns: int) -> MetaState:
+    return MetaState(
+        replace(plan.config.sessions.state_config(), curve_keys=plan.config.server.curve_keys),
+        {t: make_ledger(tier, stores[t].header_bytes) for t, tier in plan.tiers.items()},
+        {tier: store.stored_bytes for tier, store in stores.items()},
+        frozenset(tier for tier, store in stores.items() if store.recorded),
+        now_ns,
+    )

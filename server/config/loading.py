@@ -1,0 +1,222 @@
+"""Loads the configuration of the daemon, or refuses it with every wrong key at once."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Final
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from ... import __version__
+from ...proto import limits
+from ...proto.endpoints import (
+    ADDRESS_VARIABLE,
+    LOCAL_SUFFIX,
+    SOCKET_NAME,
+    UNIX_SCHEME,
+    default_address,
+)
+from ...proto.units import format_bytes, format_duration
+from ...tiers.arena import MIN_SLAB_BYTES
+from . import sources
+from .budgets import resolve
+from .machine import Machine
+from .options import Config
+from .sources import Given, Option
+
+PROGRAM: Final = sources.Program(
+    name="prefixd",
+    version=__version__,
+    description="Keeps the KV state of LLM prompt prefixes and gives it back at memory speed.",
+    flags={
+        "--address": "server.address",
+        "--tcp": "server.tcp",
+        "--metrics": "server.metrics",
+        "--ram": "ram.budget",
+        "--shm": "shm.budget",
+        "--disk": "disk.budget",
+        "--log-level": "log.level",
+        "--log-format": "log.format",
+    },
+    variables={ADDRESS_VARIABLE: "server.address"},
+)
+_TITLE: Final = """The configuration of prefixd: every option with its meaning and its default.
+This is what `prefixd --print-config` prints. Use it with `prefixd --config FILE`.
+
+SIZE: 8GiB, 512MiB, 4096 (bytes). DURATION: 60s, 500ms, 1h30m."""
+
+
+def print_config() -> str:
+    """A commented TOML file of all defaults."""
+    return sources.template(Config, _TITLE)
+
+
+def default_paths(env: Mapping[str, str], uid: int) -> dict[str, str]:
+    """Where things are that nobody configured. Nothing is created.
+
+    A systemd unit with RuntimeDirectory= and StateDirectory= says so in the environment.
+    """
+    if env.get("STATE_DIRECTORY"):
+        state = env["STATE_DIRECTORY"]
+    elif uid == 0:
+        state = "/var/lib/prefixd"
+    elif env.get("XDG_STATE_HOME", "").startswith("/"):
+        state = f"{env['XDG_STATE_HOME']}/prefixd"
+    else:
+        state = "~/.local/state/prefixd"
+    if env.get("RUNTIME_DIRECTORY"):
+        address = f"{UNIX_SCHEME}{env['RUNTIME_DIRECTORY']}/{SOCKET_NAME}"
+    else:
+        unnamed = {name: value for name, value in env.items() if name != ADDRESS_VARIABLE}
+        address = default_address(unnamed, uid)
+    return {
+        "server.address": address,
+        "shm.directory": f"/dev/shm/prefixd-{uid}",
+        "disk.directory": state,
+    }
+
+
+def load_config(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Config:
+    """The configuration from flags, then `env` (default: the process's own), then the file.
+
+    `--help`, `--version`, `--print-config` and a good `--check-config` print and raise
+    SystemExit(0). Raises ConfigError, which lists everything that is wrong.
+    """
+    env = os.environ if env is None else env
+    found = sources.read(Config, PROGRAM, argv, env)
+    if found.print_config:
+        print(print_config(), end="")
+        raise SystemExit(0)
+    places = default_paths(env, os.getuid())
+    given = {
+        path: entry
+        for path, entry in found.given.items()
+        if not (path in places and entry.value == "auto")
+    }
+    config, wrong = _validate(given, places)
+    problems = [*found.problems, *wrong.values()]
+    for paths, why in _conflicts(config):
+        if wrong.keys().isdisjoint(paths):
+            problems.append(f"{' and '.join(paths)}: {why}")
+    if problems:
+        sources.refuse(problems)
+    if found.check_config:
+        machine = Machine.probe(config.shm.directory, config.disk.directory)
+        plan = resolve(config, machine)
+        print("The configuration is good.", *plan.describe(), *plan.warnings, sep="\n")
+        raise SystemExit(0)
+    return config
+
+
+# ---- what can be wrong
+
+
+def _validate(
+    given: Mapping[str, Given], places: Mapping[str, str]
+) -> tuple[Config, dict[str, str]]:
+    """The configuration with its wrong keys left out, and a sentence for each of those."""
+    known = {o.path: o for _, _, options in sources.sections(Config) for o in options}
+    wrong = {
+        path: _complaint(path, entry, _unknown(path, list(known)))
+        for path, entry in given.items()
+        if path not in known
+    }
+    while True:
+        tree: dict[str, dict[str, object]] = {name: {} for name in Config.model_fields}
+        right = {path: entry.value for path, entry in given.items() if path not in wrong}
+        for path, value in {**places, **right}.items():
+            section, _, key = path.partition(".")
+            tree[section][key] = value
+        try:
+            return Config.model_validate(tree), wrong
+        except ValidationError as refused:
+            before = len(wrong)
+            for error in refused.errors():
+                path = ".".join(map(str, error["loc"][:2]))
+                entry = given.get(path) or Given(places[path], "the defaults of this machine")
+                wrong.setdefault(path, _complaint(path, entry, _reason(error, known[path])))
+            if len(wrong) == before or wrong.keys() & places.keys() - given.keys():
+                # What nobody gave is wrong: no configuration is left to look at.
+                sources.refuse(list(wrong.values()))
+
+
+def _complaint(path: str, entry: Given, why: str) -> str:
+    value = repr(entry.value)
+    shown = value if len(value) <= 80 else f"{value[:77]}..."
+    return f"{path} = {shown} (from {entry.origin}): {why}"
+
+
+def _unknown(path: str, known: Sequence[str]) -> str:
+    close = get_close_matches(path, known, n=1) or [
+        k for k in known if k.partition(".")[2] == path.rpartition(".")[2]
+    ]
+    return "there is no such option" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def _reason(error: ErrorDetails, option: Option) -> str:
+    limits_of: dict[str, Any] = error.get("ctx", {})
+    match error["type"]:
+        case "value_error":
+            return str(limits_of["error"])
+        case "greater_than_equal":
+            return f"should be at least {option.kind.show(limits_of['ge'])}"
+        case "less_than_equal":
+            return f"should be at most {option.kind.show(limits_of['le'])}"
+        case _:
+            return error["msg"].replace("Input should", "should")
+
+
+def _conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Options that are right by themselves and wrong together: which, and why."""
+    server, sessions = config.server, config.sessions
+    if server.tcp and not server.allow_remote and not _is_loopback(server.tcp):
+        yield (
+            ("server.tcp", "server.allow_remote"),
+            f"{server.tcp} can be reached from other machines, and there is neither encryption "
+            "nor a password; listen on 127.0.0.1, or say allow_remote = true",
+        )
+    if server.operators() in (server.address, f"{server.address}{LOCAL_SUFFIX}"):
+        yield (
+            ("server.admin_address", "server.address"),
+            f"{server.operators()} is where workers are served; operators need a socket apart",
+        )
+    if server.staging_bytes > server.staging_total_bytes:
+        yield (
+            ("server.staging", "server.staging_total"),
+            f"{format_bytes(server.staging_bytes)} for one client are more than the "
+            f"{format_bytes(server.staging_total_bytes)} for all",
+        )
+    if server.tcp and server.tcp == server.metrics and not server.tcp.endswith(":0"):
+        yield ("server.tcp", "server.metrics"), f"both are {server.tcp}"
+    if isinstance(config.disk.budget_bytes, int) and 0 < config.disk.budget_bytes < MIN_SLAB_BYTES:
+        yield ("disk.budget",), f"{format_bytes(config.disk.budget_bytes)} do not hold one page"
+    for name, tier in (("ram", config.ram), ("shm", config.shm)):
+        if isinstance(tier.budget_bytes, int) and 0 < tier.budget_bytes < tier.slab_bytes:
+            yield (
+                (f"{name}.budget", f"{name}.slab"),
+                f"a budget of {format_bytes(tier.budget_bytes)} does not hold one slab of "
+                f"{format_bytes(tier.slab_bytes)}",
+            )
+    if not any(tier.budget_bytes for tier in (config.ram, config.shm, config.disk)):
+        yield ("ram.budget", "shm.budget", "disk.budget"), "all are 0: there would be no tier"
+    if os.path.realpath(config.shm.directory) == os.path.realpath(config.disk.directory):
+        yield ("shm.directory", "disk.directory"), f"both are {config.shm.directory}"
+    lost_after_ns = limits.SESSION_LOST_AFTER_INTERVALS * sessions.heartbeat_ns
+    if sessions.claim_lease_ns < lost_after_ns:
+        yield (
+            ("sessions.claim_lease", "sessions.heartbeat"),
+            f"a lease of {format_duration(sessions.claim_lease_ns)} would run out between the "
+            f"heartbeats of a living client; at least {format_duration(lost_after_ns)}",
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

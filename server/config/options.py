@@ -1,0 +1,325 @@
+"""Every option of the daemon: one model for the TOML file, the environment and the flags.
+
+In the file an option has a plain name and a value as people write it (`budget = "8GiB"`,
+`heartbeat = "2s"`); in code its name ends in its unit (`budget_bytes`, `heartbeat_ns`). What
+its docstring here says is what `--help` and `--print-config` say.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Final, Literal, TypeAlias
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
+
+from ...proto import limits
+from ...proto.endpoints import (
+    ADMIN_SUFFIX,
+    LOCAL_SUFFIX,
+    MAX_SOCKET_PATH_BYTES,
+    admin_address,
+    normalize_address,
+    socket_path,
+)
+from ...proto.units import format_bytes, format_duration, parse_bytes, parse_duration_ns
+from ...tiers.arena import DEFAULT_SLAB_BYTES, check_slab
+from ...tiers.eviction import POLICIES
+from ..core.tables import StateConfig
+from .sources import Kind
+
+_MS: Final = 1_000_000
+
+# ---- values as people write them
+
+
+def _size(value: object) -> object:
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+def _budget(value: object) -> object:
+    return value if value == "auto" else _size(value)
+
+
+def _duration(value: object) -> object:
+    if not isinstance(value, str):
+        raise ValueError("a duration is text with a unit, like '60s' or '500ms'")
+    return parse_duration_ns(value)
+
+
+def _slab(value: object) -> object:
+    size = _size(value)
+    if isinstance(size, int):
+        check_slab(size)
+    return size
+
+
+def _policy(value: object) -> object:
+    if not isinstance(value, str) or value not in POLICIES:
+        raise ValueError(f"should be one of {', '.join(POLICIES)}")
+    return value
+
+
+def _directory(value: object) -> object:
+    if not isinstance(value, str | Path) or not str(value):
+        raise ValueError("should be the name of a directory")
+    return Path(value).expanduser().absolute()
+
+
+def _unix_address(value: object) -> object:
+    address = normalize_address(str(value))
+    path = socket_path(address)
+    if path is None:
+        raise ValueError("should be a Unix socket; TCP is `server.tcp`")
+    longest_bytes = MAX_SOCKET_PATH_BYTES - max(len(LOCAL_SUFFIX), len(ADMIN_SUFFIX))
+    if len(os.fsencode(path)) > longest_bytes:
+        raise ValueError(
+            f"should be a path of at most {longest_bytes} bytes: with {LOCAL_SUFFIX} and "
+            f"{ADMIN_SUFFIX} behind it, it names two more sockets"
+        )
+    return address
+
+
+def _admin_address(value: object) -> object:
+    if value == "auto":
+        return value
+    address = normalize_address(str(value))
+    if socket_path(address) is None:
+        raise ValueError("should be a Unix socket: operators are served on this host only")
+    return address
+
+
+def _mode(value: object) -> object:
+    if not isinstance(value, str) or not re.fullmatch("0?[0-7]{3}", value):
+        raise ValueError("should be an octal mode in quotes, like '0600' or '0660'")
+    mode = int(value, 8)
+    if mode & 0o600 != 0o600:
+        raise ValueError("takes the socket from the daemon's own user")
+    return mode
+
+
+def _tcp_address(value: object) -> object:
+    address = normalize_address(str(value), listening=True) if value else ""
+    if address.startswith("unix:"):
+        raise ValueError("should be host:port; a Unix socket is `server.address`")
+    return address
+
+
+Policy: TypeAlias = Annotated[str, BeforeValidator(_policy), Kind("|".join(POLICIES))]
+Budget: TypeAlias = Annotated[
+    Annotated[int, Field(ge=0)] | Literal["auto"],
+    BeforeValidator(_budget),
+    Kind("SIZE|auto", lambda value: value if value == "auto" else format_bytes(value)),
+]
+Size: TypeAlias = Annotated[int, BeforeValidator(_size), Kind("SIZE", format_bytes)]
+Slab: TypeAlias = Annotated[int, BeforeValidator(_slab), Kind("SIZE", format_bytes)]
+Duration: TypeAlias = Annotated[int, BeforeValidator(_duration), Kind("DURATION", format_duration)]
+Directory: TypeAlias = Annotated[Path, BeforeValidator(_directory), Kind("DIR|auto")]
+Mode: TypeAlias = Annotated[int, BeforeValidator(_mode), Kind("MODE", "{:04o}".format)]
+TcpAddress: TypeAlias = Annotated[str, BeforeValidator(_tcp_address), Kind("HOST:PORT")]
+Count: TypeAlias = Annotated[int, Field(ge=0)]
+Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
+
+# ---- the model
+
+
+class Section(BaseModel):
+    """What all sections have in common."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_for_a_number(cls, value: object, info: ValidationInfo) -> object:
+        """pydantic would read `true` as 1."""
+        field = cls.model_fields[str(info.field_name)]
+        if isinstance(value, bool) and field.annotation is not bool:
+            raise ValueError("should not be true or false")
+        return value
+
+
+class Server(Section):
+    address: Annotated[str, BeforeValidator(_unix_address), Kind("unix:PATH|auto")]
+    """The Unix socket to listen on; `auto`: $PREFIXD_ADDRESS, else prefixd.sock in
+    $RUNTIME_DIRECTORY (systemd), $XDG_RUNTIME_DIR/prefixd, /run/prefixd (root) or
+    /tmp/prefixd-<uid>."""
+    socket_mode: Mode = 0o600
+    """Who may connect to it: 0600 this user, 0660 its group too, 0666 everybody who reaches its
+    directory. Whoever connects can read and replace what others have saved."""
+    admin_address: Annotated[str, BeforeValidator(_admin_address), Kind("unix:PATH|auto")] = "auto"
+    """The Unix socket for operators (prefixctl): who lists and evicts everybody's entries is served
+    here only, and it is always for this user alone. `auto`: `address` with .admin behind it."""
+    tcp: TcpAddress = ""
+    """Also listen on host:port; port 0 lets the kernel choose; empty: no TCP. There is neither
+    encryption nor a password."""
+    allow_remote: bool = False
+    """Allow `tcp` on an address that other machines can reach."""
+    metrics: TcpAddress = ""
+    """Serve Prometheus metrics over HTTP on host:port; empty: don't."""
+    worker_threads: int = Field(4, ge=1, le=256)
+    """Threads that copy and commit beside the event loop."""
+    staging_bytes: Size = Field(64 * 2**20, alias="staging", ge=2**20, le=2**40)
+    """Memory through which one client on this host hands over its saves; each has its own."""
+    staging_total_bytes: Size = Field(2**30, alias="staging_total", ge=2**20)
+    """What all clients have of it together. Who gets none saves over gRPC; what was not used for a
+    minute is given back."""
+    max_read_bytes: Size = Field(256 * 2**20, alias="max_reads", ge=4 * 2**20)
+    """Memory for reads over gRPC that their clients have not taken yet, 4MiB each; one client has
+    half of it at most."""
+    max_save_bytes: Size = Field(2**30, alias="max_saves", ge=16 * 2**20)
+    """Memory for saves that arrive over gRPC, 16MiB each (the largest message); one client has half
+    of it at most."""
+    max_local_bytes: Size = Field(256 * 2**20, alias="max_local", ge=16 * 2**20)
+    """Memory for requests on the local socket that are not answered yet."""
+    max_connections: int = Field(1024, ge=1)
+    """Connections to the local socket at most; those of no session are closed when idle."""
+    max_connections_per_session: int = Field(256, ge=1)
+    """Connections to the local socket that one client may have."""
+    max_rpcs: int = Field(512, ge=1)
+    """Calls over gRPC at once, beside the streams of sessions."""
+    stall_timeout_ns: Duration = Field(30_000 * _MS, alias="stall_timeout", ge=10 * _MS)
+    """How long a client may leave a read untaken or a save without its next bytes before it is cut
+    off, and how long a call waits for memory that others have."""
+    curve_keys: int = Field(8192, ge=0, le=10**7)
+    """Keys that each tier samples for `prefixctl curve --live`, about 400 bytes each; 0: none."""
+    drain_timeout_ns: Duration = Field(10_000 * _MS, alias="drain_timeout", ge=0)
+    """How long a stop waits for saves and reads in flight."""
+
+    def operators(self) -> str:
+        """Where operators are served."""
+        derived = admin_address(self.address)
+        assert derived is not None, "the configuration allows Unix sockets only"
+        return derived if self.admin_address == "auto" else self.admin_address
+
+
+class Ram(Section):
+    budget_bytes: Budget = Field("auto", alias="budget")
+    """What entries may take, everything included; 0: no such tier; `auto`: a quarter of the
+    available memory."""
+    policy: Policy = "lru"
+    """The order in which entries are evicted."""
+    max_entries: Count = 0
+    """Entries at most; 0: as many as the budget takes."""
+    slab_bytes: Slab = Field(DEFAULT_SLAB_BYTES, alias="slab")
+    """The piece in which room is handed out: a power of two from 4KiB. An entry takes whole
+    slabs."""
+
+
+class Shm(Section):
+    budget_bytes: Budget = Field("auto", alias="budget")
+    """As for [ram]; `auto`: a quarter of all memory, at most half of /dev/shm; less where little
+    of them is free."""
+    policy: Policy = "lru"
+    """The order in which entries are evicted."""
+    max_entries: Count = 0
+    """Entries at most; 0: as many as the budget takes."""
+    slab_bytes: Slab = Field(DEFAULT_SLAB_BYTES, alias="slab")
+    """As for [ram]. Entries don't survive a change of it."""
+    directory: Directory
+    """Where the arena and its records lie, on a tmpfs; `auto`: /dev/shm/prefixd-<uid>."""
+    verify_at_start: bool = True
+    """Read every entry that survived a restart and check its CRC32C before it is served."""
+
+
+class Disk(Section):
+    budget_bytes: Budget = Field("auto", alias="budget")
+    """As for [ram]; `auto`: a quarter of what the file system could hold, at most 64GiB."""
+    policy: Policy = "lru"
+    """The order in which entries are evicted."""
+    max_entries: Count = 1_000_000
+    """Entries at most; 0: as many as the budget takes. Each takes about 600 B of the daemon's
+    memory, index included."""
+    slab_bytes: Slab = Field(DEFAULT_SLAB_BYTES, alias="slab")
+    """As for [ram]. Entries don't survive a change of it."""
+    directory: Directory
+    """Where the arena and its records lie; `auto`: $STATE_DIRECTORY (systemd), /var/lib/prefixd
+    (root), $XDG_STATE_HOME/prefixd or ~/.local/state/prefixd."""
+    max_in_flight_bytes: Size = Field(2**30, alias="max_in_flight", ge=2**20)
+    """Bytes that saves on their way to the disk may have reserved at once; more are told to try
+    again. A single entry may be larger, it is then saved alone."""
+    sync: bool = True
+    """fsync before a save is acknowledged. Without it a power loss takes the last saves."""
+
+
+class Sessions(Section):
+    heartbeat_ns: Duration = Field(
+        limits.DEFAULT_HEARTBEAT_INTERVAL_MS * _MS, alias="heartbeat", ge=50 * _MS, le=60_000 * _MS
+    )
+    """How often a client says that it lives; after two silent intervals its session is lost."""
+    claim_lease_ns: Duration = Field(
+        limits.DEFAULT_CLAIM_LEASE_MS * _MS, alias="claim_lease", le=limits.MAX_LEASE_MS * _MS
+    )
+    """How long a claim holds without a heartbeat."""
+    reservation_ttl_ns: Duration = Field(
+        limits.DEFAULT_RESERVATION_TTL_MS * _MS,
+        alias="reservation_ttl",
+        ge=1 * _MS,
+        le=limits.MAX_LEASE_MS * _MS,
+    )
+    """How long a save may take from its reservation to its last byte."""
+    max_sessions: int = Field(limits.MAX_SESSIONS, ge=1)
+    """Connected clients at most."""
+    max_claims_per_session: int = Field(limits.MAX_CLAIMS_PER_SESSION, ge=1)
+    """Claims that one client may hold at once."""
+    max_reservations_per_session: int = Field(limits.MAX_RESERVATIONS_PER_SESSION, ge=1)
+    """Reservations that one client may hold at once."""
+    max_waiters: int = Field(limits.MAX_WAITERS, ge=0)
+    """Requests that may wait for saves in flight at once; more are answered without waiting."""
+    max_waited_keys: int = Field(limits.MAX_WAITED_KEYS, ge=0)
+    """Saves in flight that all these requests wait for, about 200 bytes each; more are answered
+    without waiting."""
+    max_waited_keys_per_session: int = Field(limits.MAX_WAITED_KEYS_PER_SESSION, ge=0)
+    """The same for one client."""
+    max_pinned_share: Share = 0.75
+    """The part of a tier that the claims of one client may hold at once; more are refused. What is
+    left is enough for others to save into; a single engine that uses a whole node rarely holds
+    more than it restores at the moment."""
+    max_reserved_share: Share = 0.5
+    """The part of a tier that the saves of one client may have reserved at once, which evicts what
+    others use; more are told to try again. A single entry may be larger."""
+    unwritten_ttl_ns: Duration = Field(
+        120_000 * _MS, alias="unwritten_ttl", ge=1 * _MS, le=limits.MAX_LEASE_MS * _MS
+    )
+    """How long a reservation stands without its first byte, whatever its client asked for: a
+    prompt may be computed in between."""
+
+    def state_config(self) -> StateConfig:
+        """The part that `MetaState` needs."""
+        return StateConfig(
+            session_lost_after_ns=limits.SESSION_LOST_AFTER_INTERVALS * self.heartbeat_ns,
+            max_sessions=self.max_sessions,
+            max_claims_per_session=self.max_claims_per_session,
+            max_reservations_per_session=self.max_reservations_per_session,
+            max_waiters=self.max_waiters,
+            max_waited_keys=self.max_waited_keys,
+            max_waited_keys_per_session=self.max_waited_keys_per_session,
+            max_pinned_share=self.max_pinned_share,
+            max_reserved_share=self.max_reserved_share,
+            unwritten_ttl_ns=self.unwritten_ttl_ns,
+        )
+
+
+class Log(Section):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """What is written to stderr, and worse."""
+    format: Literal["auto", "console", "json"] = "auto"
+    """`auto`: for people on a terminal, else one JSON object a line."""
+
+
+class Config(Section):
+    """Everything that can be configured. Comes from `load_config`."""
+
+    server: Server = Field(description="Where the daemon listens and how it works.")
+    ram: Ram = Field(description="The RAM tier: fastest, gone with the daemon.")
+    shm: Shm = Field(description="The /dev/shm tier: survives a restart of the daemon.")
+    disk: Disk = Field(description="The disk tier: survives a restart of the machine.")
+    sessions: Sessions = Field(description="Clients, and what they may hold for how long.")
+    log: Log = Field(description="What the daemon says on stderr.")

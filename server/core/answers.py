@@ -1,0 +1,124 @@
+"""The answers of `MetaState` to questions, still in its own words.
+
+`server.api.service` turns them into messages at once, on the same turn of the loop: the entries in
+them are the live ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from ...proto.errors import PrefixdError
+from ...proto.keys import Key
+from ...proto.vocabulary import SaveReason, Tier
+from ...tiers.store import Location
+from .entries import Entry
+from .events import SaveOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The whole question is refused."""
+
+    error: PrefixdError
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlightInfo:
+    """Who saves a key at this moment, and since when."""
+
+    owner: str
+    age_ns: int
+
+
+#: One key of a lookup: published, in flight, or absent (None).
+Found: TypeAlias = Entry | FlightInfo | None
+
+
+@dataclass(frozen=True, slots=True)
+class LookupAnswer:
+    results: tuple[Found, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimAnswer:
+    """`claim` 0: nothing was there. `claimed[i]` says whether `results[i]` is part of it."""
+
+    claim: int
+    lease_ns: int
+    results: tuple[Found, ...]
+    claimed: tuple[bool, ...]
+
+
+class ReleaseOutcome(Enum):
+    """The values are those of the wire."""
+
+    RELEASED = 1
+    ALREADY = 2
+    LOST = 3
+    UNKNOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseAnswer:
+    results: tuple[ReleaseOutcome, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAnswer:
+    results: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOrder:
+    """A granted reservation: where its bytes go, and what their record says."""
+
+    token: int
+    key: Key
+    tier: Tier
+    reason: SaveReason
+    generation: int
+    location: Location
+    payload_bytes: int
+    token_count: int
+    layer_count: int
+    token_ids: bytes
+
+
+#: One item of a reservation: granted, or how it ended before it began.
+Reserved: TypeAlias = WriteOrder | FlightInfo | SaveOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveAnswer:
+    ttl_ns: int
+    results: tuple[Reserved, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EvictAnswer:
+    """What left, in entries and stored bytes. `more`: there is still something that could."""
+
+    entries: int
+    freed_bytes: int
+    more: bool
+
+
+Answer: TypeAlias = (
+    Refused
+    | Opened
+    | LookupAnswer
+    | ClaimAnswer
+    | ReleaseAnswer
+    | ReserveAnswer
+    | CancelAnswer
+    | WriteOrder
+    | EvictAnswer
+)

@@ -1,0 +1,474 @@
+"""Recounts the whole state from scratch, in steps between which events may be applied.
+
+What it finds is exact. Statements about one entry, claim, reservation, session or request hold
+at any moment and are looked at when its turn comes. Sums are those of what was counted so far:
+whoever changes something that was counted already says so (`Recount.entered` and those beside
+it), and after the last step they are the sums of that moment. Whether something was counted
+follows from its shard or its number.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from operator import attrgetter
+from types import TracebackType
+from typing import Final
+
+from ...proto.vocabulary import Tier
+from ...tiers.ledger import Ledger
+from ...tiers.order import OrderOfKeys, Recency
+from ...tiers.store import Location
+from .entries import SHARDS, Entry, shard_of
+from .tables import Claim, Reservation, Session, Stage, Tables, Timer
+
+#: Problems beyond these are only counted.
+MAX_PROBLEMS: Final = 1_000
+#: Looked at in one step: some hundred microseconds.
+ITEMS_A_STEP: Final = 128
+_STORED_BYTES: Final = attrgetter("stored_bytes")
+
+
+def _name(key: bytes) -> str:
+    return key.hex()[:16]
+
+
+class _Count:
+    """What was counted of one tier so far."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.published_bytes = self.entries = self.payload_bytes = 0
+        self.pinned_bytes = self.pinned_entries = 0
+        self.reserved_bytes = self.reservations = 0
+        self.placed_bytes = 0
+        self.slab_bytes = 0 if ledger.extents is None else ledger.extents.slab_bytes
+        #: 1 for every slab of the arena that something counted lies on
+        self.used = bytearray()
+
+
+class Recount:
+    """One recount: a context manager, whose `steps` are taken inside.
+
+    `problems` says in sentences what does not add up, at most `MAX_PROBLEMS` of `found`.
+    """
+
+    def __init__(self, tables: Tables, items_a_step: int = ITEMS_A_STEP) -> None:
+        self.problems: list[str] = []
+        self.found = 0
+        self._t = tables
+        self._items_a_step = items_a_step
+        self._counts = {tier: _Count(ledger) for tier, ledger in tables.ledgers.items()}
+        #: shards of entries that were counted
+        self._shard = 0
+        #: claims and reservations that were counted; those that are newer are counted as they come
+        self._claims: set[int] = set()
+        self._tokens: set[int] = set()
+        self._first_new_claim = tables.next_claim
+        self._first_new_token = tables.next_token
+        #: by shard: how many of the counted claims hold an entry
+        self._held: defaultdict[int, dict[Entry, int]] = defaultdict(dict)
+        self._unpublished = 0
+
+    def __enter__(self) -> Recount:
+        self._t.recounts.append(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._t.recounts.remove(self)
+
+    def _say(self, problem: str) -> None:
+        self.found += 1
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems.append(problem)
+
+    # ---- what changes meanwhile, told before it does
+
+    def entered(self, entry: Entry) -> None:
+        """An entry is in the table from now on."""
+        if shard_of(entry.key) < self._shard:
+            self._count(entry)
+
+    def left(self, entry: Entry) -> None:
+        """An entry leaves the table."""
+        if shard_of(entry.key) < self._shard:
+            self._count(entry, -1)
+
+    def claimed(self, entry: Entry) -> None:
+        """A new claim pins an entry."""
+        held = self._held[shard_of(entry.key)]
+        held[entry] = held.get(entry, 0) + 1
+        if not entry.pins and shard_of(entry.key) < self._shard:
+            self._count_pinned(entry, 1)
+
+    def unclaimed(self, claim: int, entry: Entry) -> None:
+        """A claim lets go of an entry."""
+        shard = shard_of(entry.key)
+        if claim in self._claims or claim >= self._first_new_claim:
+            held = self._held[shard]
+            held[entry] = held.get(entry, 0) - 1
+            if not held[entry]:
+                del held[entry]
+        if entry.pins == 1 and entry.published and shard < self._shard:
+            self._count_pinned(entry, -1)
+
+    def reserved(self, reservation: Reservation) -> None:
+        """A reservation has its room."""
+        self._count_reserved(reservation)
+
+    def settled(self, reservation: Reservation) -> None:
+        """A reservation ends."""
+        token = reservation.token
+        if token in self._tokens or token >= self._first_new_token:
+            self._count_reserved(reservation, -1)
+
+    # ---- counting
+
+    def _count(self, entry: Entry, sign: int = 1) -> None:
+        count = self._counts[entry.tier]
+        count.published_bytes += sign * entry.stored_bytes
+        count.payload_bytes += sign * entry.payload_bytes
+        count.entries += sign
+        if entry.pins:
+            self._count_pinned(entry, sign)
+        self._place(count, entry, sign)
+
+    def _count_pinned(self, entry: Entry, sign: int) -> None:
+        count = self._counts[entry.tier]
+        count.pinned_bytes += sign * entry.stored_bytes
+        count.pinned_entries += sign
+
+    def _count_reserved(self, reservation: Reservation, sign: int = 1) -> None:
+        count = self._counts[reservation.tier]
+        count.reserved_bytes += sign * reservation.stored_bytes
+        count.reservations += sign
+        self._place(count, reservation.entry, sign)
+
+    def _place(self, count: _Count, entry: Entry, sign: int = 1) -> None:
+        """Mark the slabs of an entry, or take the marks away again."""
+        if not count.slab_bytes:
+            return
+        location: Location = entry.location
+        tier = entry.tier.label
+        if sign > 0 and sum(location[1::2]) != entry.stored_bytes:
+            lies = sum(location[1::2])
+            self._say(f"{tier}: an entry of {entry.stored_bytes} bytes lies on {lies}")
+        used = count.used
+        for offset, length in zip(location[::2], location[1::2], strict=True):
+            start, end = offset // count.slab_bytes, (offset + length) // count.slab_bytes
+            if end > len(used):
+                used.extend(bytes(end - len(used)))
+            if sign > 0 and used.find(1, start, end) != -1:
+                taken = used.find(1, start, end) * count.slab_bytes
+                self._say(f"{tier}: two entries share the bytes at {taken}")
+            used[start:end] = (b"\1" if sign > 0 else b"\0") * (end - start)
+            count.placed_bytes += sign * length
+
+    # ---- the steps
+
+    def steps(self) -> Iterator[None]:
+        """Yields between two steps."""
+        t = self._t
+        # What is alive at this moment has a timer at this moment.
+        timed = {timer: list(t.timed(timer)) for timer in Timer}
+        timers = [*t.timers, *t.old_timers]
+        if not t.old_timers and len(timers) > t.max_timers:
+            self._say(f"{len(timers)} timers are kept, at most {t.max_timers} are of use")
+        claims = [*t.unpinning, *timed[Timer.CLAIM]]
+        yield
+        for at, number in enumerate(claims):
+            self._visit_claim(number)
+            if not at % 8:
+                yield
+        for at, token in enumerate(timed[Timer.RESERVATION]):
+            self._visit_reservation(token)
+            if not at % self._items_a_step:
+                yield
+        yield from self._visit_in_flight()
+        for number in [*timed[Timer.SESSION], *t.ending]:
+            session = t.sessions.get(number) or t.ending.get(number)
+            if session is not None:
+                self._visit_session(session)
+                yield
+        for number in timed[Timer.WAITING]:
+            self._visit_waiting(number)
+            yield
+        yield from self._visit_timers(timed, timers)
+        yield from self._visit_entries()
+        for at, (key, entry) in enumerate(list(t.unrecorded.items())):
+            if t.unrecorded.get(key) is entry is not t.entries.find(key):
+                self._say(f"unrecorded use of {_name(key)}, which is not published")
+            if not at % self._items_a_step:
+                yield
+        for ledger in t.ledgers.values():
+            yield from self._visit_extents(ledger)
+        self._compare()
+
+    def _visit_claim(self, number: int) -> None:
+        """Also one that ended, as long as it pins something."""
+        t = self._t
+        claim, unpin = t.claims.get(number), t.unpinning.get(number)
+        if claim is not None:
+            self._check_claim(number, claim)
+            entries = claim.entries
+        elif unpin is not None:
+            entries = unpin.entries[: unpin.left]
+        else:
+            return
+        self._claims.add(number)
+        for entry in entries:
+            held = self._held[shard_of(entry.key)]
+            held[entry] = held.get(entry, 0) + 1
+
+    def _check_claim(self, number: int, claim: Claim) -> None:
+        t = self._t
+        session = t.sessions.get(claim.session) or t.ending.get(claim.session)
+        if session is None:
+            self._say(f"claim {number} belongs to session {claim.session}, which ended")
+        elif number not in session.claims:
+            self._say(f"session {claim.session} does not know its claim {number}")
+        if not claim.entries:
+            self._say(f"claim {number} holds nothing")
+
+    def _visit_reservation(self, token: int) -> None:
+        t = self._t
+        reservation = t.reservations.get(token)
+        if reservation is None:
+            return
+        self._tokens.add(token)
+        self._count_reserved(reservation)
+        key, stage = reservation.key, reservation.stage
+        if stage in (Stage.PUBLISHED, Stage.GONE):
+            self._say(f"reservation {token} ended and is still listed")
+        in_flight = t.in_flight.get(key) is reservation
+        if in_flight == (stage is Stage.DOOMED):
+            name = stage.name.lower()
+            self._say(f"reservation {token} of {_name(key)} is {name}, in flight: {in_flight}")
+        session = t.sessions.get(reservation.session) or t.ending.get(reservation.session)
+        if session is not None and token not in session.tokens:
+            self._say(f"session {session.session} does not know its reservation {token}")
+        if session is None and stage in (Stage.RESERVED, Stage.WRITING):
+            self._say(f"reservation {token} outlived session {reservation.session}")
+        unsettled = reservation.batch.unsettled
+        # Of a batch its first says it for all.
+        if token not in unsettled or (
+            token == min(unsettled) and unsettled - t.reservations.keys()
+        ):
+            self._say(f"the batch of reservation {token} miscounts its open saves")
+        for request in reservation.waiters:
+            waiting = t.waiting.get(request)
+            if waiting is None or token not in waiting.pending:
+                self._say(f"reservation {token} would wake request {request}, which is gone")
+        policy = t.ledgers[reservation.tier].policy
+        if policy.keeps_pinned and in_flight and not policy.holds(reservation.entry):
+            self._say(f"{reservation.tier.label}: the eviction order lacks {_name(key)}")
+
+    def _visit_in_flight(self) -> Iterator[None]:
+        t = self._t
+        for at, key in enumerate(list(t.in_flight)):
+            reservation = t.in_flight.get(key)
+            if reservation is not None and (
+                key != reservation.key or t.reservations.get(reservation.token) is not reservation
+            ):
+                self._say(f"{_name(key)} is in flight without a reservation")
+            if not at % self._items_a_step:
+                yield
+
+    def _visit_session(self, session: Session) -> None:
+        t, number = self._t, session.session
+        for claim in session.claims.keys() - t.claims.keys():
+            self._say(f"session {number} holds claim {claim}, which does not exist")
+        for token in session.tokens.keys() - t.reservations.keys():
+            self._say(f"session {number} holds reservation {token}, which does not exist")
+        for request in session.waits.keys() - t.waiting.keys():
+            self._say(f"session {number} counts request {request}, which does not wait")
+        pinned_bytes = sum(session.pinned_bytes.values())
+        if pinned_bytes != sum(map(_STORED_BYTES, session.pins)):
+            self._say(f"session {number} is charged {pinned_bytes} pinned bytes, and holds others")
+        held = [t.reservations[token] for token in session.tokens if token in t.reservations]
+        reserved_bytes = sum(session.reserved_bytes.values())
+        if reserved_bytes != sum(map(_STORED_BYTES, held)):
+            self._say(
+                f"session {number} is charged {reserved_bytes} reserved bytes, and holds others"
+            )
+
+    def _visit_waiting(self, request: int) -> None:
+        t = self._t
+        waiting = t.waiting.get(request)
+        if waiting is None:
+            return
+        for token in waiting.pending:
+            if token in t.waking:
+                continue
+            reservation = t.reservations.get(token)
+            if reservation is None or t.in_flight.get(reservation.key) is not reservation:
+                self._say(f"request {request} waits for a save that ended")
+            if reservation is not None and request not in reservation.waiters:
+                self._say(f"reservation {token} would not wake request {request}")
+
+    def _visit_timers(
+        self, timed: dict[Timer, list[int]], timers: list[tuple[int, Timer, int]]
+    ) -> Iterator[None]:
+        armed: set[tuple[Timer, int]] = set()
+        for at, (_, timer, number) in enumerate(timers):
+            armed.add((timer, number))
+            if not at % self._items_a_step:
+                yield
+        for timer, numbers in timed.items():
+            for at, number in enumerate(numbers):
+                if self._has_deadline(timer, number) and (timer, number) not in armed:
+                    self._say(f"{timer.name.lower()} {number} would never run out")
+                if not at % self._items_a_step:
+                    yield
+
+    def _has_deadline(self, timer: Timer, number: int) -> bool:
+        """One of its own, that is: what ends with its session, or is being committed or was
+        lost already, has none."""
+        alive = self._t.timed(timer).get(number)
+        if isinstance(alive, Reservation):
+            return alive.stage in (Stage.RESERVED, Stage.WRITING)
+        if isinstance(alive, Claim):
+            return alive.session not in self._t.ending
+        return alive is not None
+
+    # ---- entries
+
+    def _visit_entries(self) -> Iterator[None]:
+        # Stamps of this start are unique; those of earlier ones may not be, if the clock was
+        # set back in between. Many sets, for a large one stops everything when it grows.
+        generations: defaultdict[int, set[int]] = defaultdict(set)
+        visited = 0
+        for number, shard in enumerate(self._t.entries.shards):
+            if not shard and number not in self._held:
+                continue
+            held = self._held.get(number, {})
+            for key, entry in shard.items():
+                if entry.key != key:
+                    self._say(f"entry {_name(entry.key)} is listed under {_name(key)}")
+                self._check_entry(entry)
+                generation = entry.generation
+                if generation > self._t.adopted_ns:
+                    seen = generations[generation >> 8 & SHARDS - 1]
+                    if generation in seen:
+                        self._say(f"generation {generation} was given out 2 times")
+                    seen.add(generation)
+                pins = held.get(entry, 0)
+                if entry.pins != pins:
+                    self._say(f"entry {_name(key)} counts {entry.pins} pins, {pins} claims hold it")
+                self._count(entry)
+            for entry in held:
+                if shard.get(entry.key) is not entry:
+                    self._unpublished += entry.generation not in self._t.condemned
+            self._shard = number + 1
+            visited += len(shard)
+            if visited >= self._items_a_step:
+                visited = 0
+                yield
+        self._shard = SHARDS
+
+    def _check_entry(self, entry: Entry) -> None:
+        t, key = self._t, entry.key
+        if not entry.published:
+            self._say(f"entry {_name(key)} can be found though it was dropped")
+        if key in t.in_flight:
+            self._say(f"{_name(key)} is published and in flight at once")
+        if max(entry.generation, entry.last_used_ns) > t.stamp_ns:
+            self._say(f"entry {_name(key)} has a stamp of the future")
+        policy, tier = t.ledgers[entry.tier].policy, entry.tier.label
+        if not policy.holds(entry) and (policy.keeps_pinned or not entry.pins):
+            self._say(f"{tier}: the eviction order lacks {_name(key)}")
+        elif policy.may_evict(entry) == bool(entry.pins):
+            says = "may" if entry.pins else "can't"
+            self._say(f"{tier}: {_name(key)} {says} be evicted, it has {entry.pins} pins")
+        elif isinstance(policy, Recency):
+            self._check_follower(policy, entry)
+
+    def _check_follower(self, policy: Recency, entry: Entry | None) -> None:
+        """Where what follows the start and every entry is an entry, and was used later, there is
+        one ring, with nothing else in it."""
+        follower = policy.follower(entry)
+        if follower is None:
+            return
+        if self._t.entries.find(follower.key) is not follower:
+            self._say(f"the eviction order holds {_name(follower.key)}, which is not published")
+            return
+        assert isinstance(follower, Entry)
+        if entry is not None and follower.last_used_ns <= entry.last_used_ns:
+            self._say(f"{_name(follower.key)} would be evicted too late for its last use")
+
+    def _visit_extents(self, ledger: Ledger) -> Iterator[None]:
+        if ledger.extents is None:
+            return
+        try:
+            yield from ledger.extents.copy().check_steps()
+        except AssertionError as problem:
+            self._say(f"{ledger.tier.label}: the extents are inconsistent: {problem}")
+
+    # ---- sums, at one moment
+
+    def _compare(self) -> None:
+        t = self._t
+        if self._unpublished:
+            self._say(f"{self._unpublished} claimed entries are not published")
+        waited_keys = sum(waiting.waited_keys for waiting in t.waiting.values())
+        if waited_keys != t.waited_keys:
+            self._say(f"{t.waited_keys} keys are said to be waited for, {waited_keys} are")
+        for entry in t.condemned.values():
+            if entry.published or not entry.pins:
+                self._say(f"entry {_name(entry.key)} is condemned without a claim on it")
+            self._count(entry)
+            # Its bytes are not shown.
+            self._counts[entry.tier].payload_bytes -= entry.payload_bytes
+        for ledger in t.ledgers.values():
+            self._compare_tier(ledger, self._counts[ledger.tier])
+
+    def _compare_tier(self, ledger: Ledger, count: _Count) -> None:
+        t, tier = self._t, ledger.tier
+        for name in (
+            "published_bytes",
+            "entries",
+            "pinned_bytes",
+            "pinned_entries",
+            "reserved_bytes",
+            "reservations",
+        ):
+            booked, counted = getattr(ledger, name), getattr(count, name)
+            if booked != counted:
+                self._say(f"{tier.label}: {name} is booked as {booked} and counts {counted}")
+        shown = t.tier_counters[tier].payload_bytes
+        if shown != count.payload_bytes:
+            there = count.payload_bytes
+            self._say(f"{tier.label}: {shown} payload bytes are shown and {there} are there")
+        used = count.published_bytes + count.reserved_bytes
+        if used > ledger.limit_bytes or ledger.limit_bytes > ledger.budget_bytes:
+            self._say(
+                f"{tier.label}: {used} bytes used of {ledger.limit_bytes}, "
+                f"the budget is {ledger.budget_bytes}"
+            )
+        if ledger.max_entries and count.entries + count.reservations > ledger.max_entries:
+            self._say(f"{tier.label}: more than {ledger.max_entries} entries")
+        policy = ledger.policy
+        if isinstance(policy, Recency):
+            self._check_follower(policy, None)
+        elif isinstance(policy, OrderOfKeys):
+            self._compare_order(tier, len(policy), count)
+        if ledger.extents is not None:
+            free_bytes = ledger.extents.capacity_bytes - count.placed_bytes
+            if ledger.extents.free_bytes != free_bytes:
+                called = ledger.extents.free_bytes
+                self._say(f"{tier.label}: {called} bytes are called free, {free_bytes} are")
+
+    def _compare_order(self, tier: Tier, held: int, count: _Count) -> None:
+        t = self._t
+        condemned = sum(entry.tier is tier for entry in t.condemned.values())
+        in_flight = sum(reservation.tier is tier for reservation in t.in_flight.values())
+        expected = count.entries - condemned + in_flight
+        if held != expected:
+            self._say(
+                f"{tier.label}: the eviction order holds {held} entries, {expected} are "
+                "published or in flight"
+            )

@@ -1,0 +1,116 @@
+"""What `MetaState` orders: carried out by `server.runtime.loop`, in the order given.
+
+An effect names everything that its executor needs; executors decide nothing. What a slow one
+brings about comes back as an event.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ...proto.keys import Key
+from ...proto.vocabulary import Tier
+from ...tiers.store import EntryRef, Usage
+from .answers import Answer
+from .entries import Entry
+from .events import SaveOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer to a question; every question gets exactly one, unless it was dropped."""
+
+    request: int
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class IndexPut:
+    """Make an entry visible to readers of the index."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class IndexDelete:
+    """Make an entry invisible, before anything else happens to its room."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Erase:
+    """A store forgets entries: their room may be written again."""
+
+    tier: Tier
+    entries: tuple[EntryRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A blocking store makes sealed writes durable; answered by Committed or CommitFailed."""
+
+    tier: Tier
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StopWriting:
+    """The reservation is lost while its bytes arrive: stop, then say WriteStopped."""
+
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveEnded:
+    """How the save of a reservation ended, for whoever sends its bytes."""
+
+    token: int
+    outcome: SaveOutcome
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Read an entry and compare its CRC32C; if it does not match, say EntryDamaged."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class RecordUsage:
+    """A store remembers use, for the eviction order after a restart."""
+
+    tier: Tier
+    usages: tuple[Usage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TellClaimLost:
+    session: int
+    claim: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class TellReservationLost:
+    session: int
+    token: int
+    key: Key
+    why: str
+
+
+Effect: TypeAlias = (
+    Reply
+    | IndexPut
+    | IndexDelete
+    | Erase
+    | Commit
+    | StopWriting
+    | SaveEnded
+    | Verify
+    | RecordUsage
+    | TellClaimLost
+    | TellReservationLost
+)

@@ -1,0 +1,423 @@
+"""The save, stage by stage: reserve, write, commit, publish, or lose. Pure.
+
+Every change of a reservation's stage goes through `NEXT_STAGE`, and every one that ends it
+wakes the requests that wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ...proto.errors import LimitReached, UnknownReservation, UnknownSession, UnknownTier
+from ...proto.vocabulary import Tier
+from ...tiers.ledger import Admission
+from .answers import (
+    Answer,
+    CancelAnswer,
+    FlightInfo,
+    Refused,
+    ReserveAnswer,
+    Reserved,
+    WriteOrder,
+)
+from .effects import Commit, IndexPut, Reply, SaveEnded, StopWriting, TellReservationLost
+from .entries import Entry
+from .events import (
+    CancelAsked,
+    CommitFailed,
+    Committed,
+    ReserveAsked,
+    SaveItem,
+    SaveOutcome,
+    WriteBegan,
+    WriteSealed,
+    WriteStopped,
+)
+from .read_rules import awaited, find
+from .tables import (
+    NEXT_STAGE,
+    Reservation,
+    Reserve,
+    SaveBatch,
+    Session,
+    Signal,
+    Stage,
+    Timer,
+    WaitMode,
+)
+from .transition import Refusal, Transition
+
+#: payload bytes, token id bytes -> what the tier's budget is charged
+Footprint = Callable[[int, int], int]
+
+
+def advance(reservation: Reservation, signal: Signal) -> Stage:
+    """Move a reservation along the protocol. Raises KeyError where it has no such step."""
+    reservation.stage = NEXT_STAGE[reservation.stage, signal]
+    return reservation.stage
+
+
+# ---- reserve
+
+
+def reserve(transition: Transition, asked: ReserveAsked) -> None:
+    """Grant the right and the room to save, item by item: see `go_on_reserving`. Waits before
+    that for the same keys in flight."""
+    t = transition.tables
+    session = transition.session(asked.session)
+    if asked.tier not in t.ledgers:
+        raise Refusal(UnknownTier(f"this daemon has no {asked.tier.label} tier"))
+    held = len(session.tokens) + session.reserving
+    if held + len(asked.items) > t.config.max_reservations_per_session:
+        raise Refusal(LimitReached(f"this session holds {held} reservations; finish some"))
+    if transition.now_ns < asked.wait_until_ns:
+        pending = awaited(transition, [item.key for item in asked.items], WaitMode.ALL)
+        if transition.park(asked, WaitMode.ALL, pending):
+            return
+    chain = (*asked.ancestors, *(item.key for item in asked.items))
+    # Before anything is evicted for this chain, what is there of it becomes the most recent.
+    mine = {item.key for item in asked.items}
+    for key in reversed(chain):
+        entry = t.entries.find(key)
+        if entry is not None:
+            transition.use(entry) if key in mine else transition.refresh(entry)
+    session.reserving += len(asked.items)
+    job = t.reserving[asked.request] = Reserve(asked, session, SaveBatch(chain))
+    t.backlog.append(job)
+
+
+def go_on_reserving(
+    transition: Transition, job: Reserve, footprints: Mapping[Tier, Footprint], items: int
+) -> bool:
+    """So many items more. Is it done? The question is answered then."""
+    t, asked, session = transition.tables, job.asked, job.session
+    footprint = footprints[asked.tier]
+    there = t.sessions.get(session.session) is session
+    if there and not job.dropped:
+        for item in asked.items[len(job.results) : len(job.results) + items]:
+            reserved = _reserve_item(transition, asked, session, item, job.batch, footprint)
+            job.results.append(reserved)
+            session.reserving -= 1
+        if len(job.results) < len(asked.items):
+            return False
+    session.reserving -= len(asked.items) - len(job.results)
+    del t.reserving[asked.request]
+    results = tuple(job.results)
+    if job.dropped:
+        # Nobody knows of what was granted.
+        for order in results:
+            if isinstance(order, WriteOrder) and order.token in t.reservations:
+                lose(transition, t.reservations[order.token], "it was not asked for", tell=False)
+        return True
+    if there:
+        _observe(transition, asked, results, footprint)
+        answer: Answer = ReserveAnswer(_standing_ns(transition, asked), results)
+    else:
+        answer = Refused(UnknownSession(f"session {session.session} ended"))
+    transition.effects.append(Reply(asked.request, answer))
+    return True
+
+
+def _standing_ns(transition: Transition, asked: ReserveAsked) -> int:
+    """How long a reservation stands as it is granted. Without a byte it doesn't stand for long:
+    its room is taken from entries that others use."""
+    if asked.begin:
+        return asked.ttl_ns
+    return min(asked.ttl_ns, transition.tables.config.unwritten_ttl_ns)
+
+
+def _observe(
+    transition: Transition, asked: ReserveAsked, results: tuple[Reserved, ...], footprint: Footprint
+) -> None:
+    """What is saved was looked for and not found, as a rule: a miss that a larger tier might
+    have hit. What is there already, but not claimed, is an access too."""
+    if not transition.tables.curves:
+        return
+    entries = transition.tables.entries
+    missed = [
+        (item.key, item.token_count, footprint(item.payload_bytes, len(item.token_ids)))
+        for item, result in zip(asked.items, results, strict=True)
+        if isinstance(result, WriteOrder) or result is SaveOutcome.NO_ROOM
+    ]
+    transition.observe(asked.tier, missed)
+    transition.observe_entries(entries[item.key] for item in asked.items if item.key in entries)
+
+
+def _reserve_item(
+    transition: Transition,
+    asked: ReserveAsked,
+    session: Session,
+    item: SaveItem,
+    batch: SaveBatch,
+    footprint: Footprint,
+) -> Reserved:
+    t = transition.tables
+    found = find(transition, item.key)
+    if isinstance(found, Entry):
+        t.counters.duplicate_saves += 1
+        return SaveOutcome.PRESENT
+    if isinstance(found, FlightInfo):
+        t.counters.in_flight_refusals += 1
+        return found
+    entry = _entry(asked, item, batch, footprint)
+    refusal = make_room(transition, session, entry)
+    if refusal is not None:
+        return refusal
+    entry.generation = t.stamp(transition.now_ns)
+    t.ledgers[entry.tier].reserve(entry)
+    reservation = Reservation(
+        token=t.next_token,
+        entry=entry,
+        session=session.session,
+        token_ids=item.token_ids,
+        batch=batch,
+        reserved_ns=transition.served_ns,
+        expires_ns=transition.served_ns + _standing_ns(transition, asked),
+        ttl_ns=asked.ttl_ns,
+    )
+    t.next_token += 1
+    batch.unsettled.add(reservation.token)
+    t.reservations[reservation.token] = reservation
+    t.in_flight[entry.key] = reservation
+    session.tokens[reservation.token] = None
+    reserved_bytes = session.reserved_bytes.get(entry.tier, 0)
+    session.reserved_bytes[entry.tier] = reserved_bytes + entry.stored_bytes
+    t.counters.reservations += 1
+    t.set_timer(reservation.expires_ns, Timer.RESERVATION, reservation.token)
+    for recount in t.recounts:
+        recount.reserved(reservation)
+    if asked.begin:
+        advance(reservation, Signal.BEGIN)
+    return _order(reservation)
+
+
+def _entry(asked: ReserveAsked, item: SaveItem, batch: SaveBatch, footprint: Footprint) -> Entry:
+    """What there is to save, without a place so far."""
+    once = batch.numbers.setdefault
+    stored_bytes = footprint(item.payload_bytes, len(item.token_ids))
+    return Entry(
+        key=item.key,
+        stored_bytes=once(stored_bytes, stored_bytes),
+        place=(),
+        tier=asked.tier,
+        reason=asked.reason,
+        generation=0,
+        last_used_ns=0,
+        payload_bytes=once(item.payload_bytes, item.payload_bytes),
+        token_count=once(item.token_count, item.token_count),
+        payload_crc32c=0,
+        layer_count=item.layer_count,
+        token_ids_bytes=len(item.token_ids),
+        published=False,
+    )
+
+
+def _over_share(transition: Transition, session: Session, coming: Entry) -> bool:
+    """One session does not reserve more than its share of a tier at once: that evicts what
+    others use. A single entry may be larger; it is reserved alone."""
+    t = transition.tables
+    reserved_bytes = session.reserved_bytes.get(coming.tier, 0)
+    most_bytes = int(t.ledgers[coming.tier].budget_bytes * t.config.max_reserved_share)
+    return reserved_bytes > 0 and reserved_bytes + coming.stored_bytes > most_bytes
+
+
+def make_room(transition: Transition, session: Session, coming: Entry) -> SaveOutcome | None:
+    """Evict exactly what an entry more needs; None when it fits, else why it doesn't."""
+    t = transition.tables
+    ledger = t.ledgers[coming.tier]
+    admission = ledger.admission(coming.stored_bytes)
+    if admission is Admission.TOO_LARGE:
+        t.counters.too_large_refusals += 1
+        return SaveOutcome.TOO_LARGE
+    if _over_share(transition, session, coming):
+        t.counters.quota_refusals += 1
+        return SaveOutcome.NO_ROOM
+    if admission is Admission.NO_ROOM:
+        t.counters.no_room_refusals += 1
+        return SaveOutcome.NO_ROOM
+    ledger.prepare(coming)
+    while ledger.wants_eviction(coming):
+        victim = ledger.next_victim(coming)
+        if victim is None:
+            assert ledger.fits(coming.stored_bytes), "the ledger promised room"
+            break
+        transition.evict(victim)
+    return None
+
+
+def _order(r: Reservation) -> WriteOrder:
+    entry = r.entry
+    return WriteOrder(
+        token=r.token,
+        key=entry.key,
+        tier=entry.tier,
+        reason=entry.reason,
+        generation=entry.generation,
+        location=entry.location,
+        payload_bytes=entry.payload_bytes,
+        token_count=entry.token_count,
+        layer_count=entry.layer_count,
+        token_ids=r.token_ids,
+    )
+
+
+# ---- write
+
+
+def began(transition: Transition, event: WriteBegan) -> WriteOrder:
+    """The first byte for a reservation is here: where does it go?"""
+    session = transition.session(event.session)
+    mine = event.token in session.tokens
+    reservation = transition.tables.reservations[event.token] if mine else None
+    if reservation is None or reservation.stage is Stage.DOOMED:
+        raise Refusal(
+            UnknownReservation(
+                f"reservation {event.token} expired, was cancelled or never was; reserve again"
+            )
+        )
+    if (reservation.stage, Signal.BEGIN) not in NEXT_STAGE:
+        raise Refusal(UnknownReservation(f"reservation {event.token} is being written already"))
+    advance(reservation, Signal.BEGIN)
+    reservation.expires_ns = reservation.reserved_ns + reservation.ttl_ns
+    return _order(reservation)
+
+
+def sealed(transition: Transition, event: WriteSealed, blocking: frozenset[Tier]) -> None:
+    """Bytes are complete: publish those that are what the client sent."""
+    commits: dict[Tier, list[int]] = {}
+    for token, crc32c, expected in zip(
+        event.tokens, event.crc32c, event.expected_crc32c, strict=True
+    ):
+        reservation = transition.tables.reservations[token]
+        was = reservation.stage
+        now = advance(reservation, Signal.SEALED if crc32c == expected else Signal.REFUSED)
+        if was is Stage.DOOMED:
+            _end(transition, reservation, SaveOutcome.LOST, "the reservation was lost meanwhile")
+        elif now is Stage.GONE:
+            transition.tables.counters.crc_mismatches += 1
+            why = f"the bytes that arrived have CRC32C {crc32c:08x}, {expected:08x} was sent"
+            _end(transition, reservation, SaveOutcome.CRC_MISMATCH, why)
+        else:
+            entry = reservation.entry
+            entry.payload_crc32c = crc32c
+            if entry.tier in blocking:
+                commits.setdefault(entry.tier, []).append(token)
+            else:
+                _publish(transition, reservation)
+    for tier, tokens in commits.items():
+        transition.effects.append(Commit(tier, tuple(tokens)))
+
+
+def stopped(transition: Transition, event: WriteStopped) -> None:
+    """A writer gave up; its room is free again."""
+    reservation = transition.tables.reservations[event.token]
+    match event.outcome:
+        case SaveOutcome.LENGTH_MISMATCH:
+            transition.tables.counters.length_mismatches += 1
+        case SaveOutcome.FAILED:
+            transition.tables.counters.failed_saves += 1
+    advance(reservation, Signal.STOPPED)
+    _end(transition, reservation, event.outcome, event.why)
+
+
+def committed(transition: Transition, event: Committed) -> None:
+    for token in event.tokens:
+        _publish(transition, transition.tables.reservations[token])
+
+
+def commit_failed(transition: Transition, event: CommitFailed) -> None:
+    outcome = SaveOutcome.DEVICE_FULL if event.device_full else SaveOutcome.FAILED
+    for token in event.tokens:
+        reservation = transition.tables.reservations[token]
+        advance(reservation, Signal.COMMIT_FAILED)
+        transition.tables.counters.failed_saves += 1
+        _end(transition, reservation, outcome, event.why)
+
+
+# ---- ends
+
+
+def _publish(transition: Transition, reservation: Reservation) -> None:
+    t = transition.tables
+    advance(reservation, Signal.COMMITTED)
+    entry = reservation.entry
+    entry.last_used_ns = t.stamp(transition.now_ns)
+    t.ledgers[entry.tier].publish(entry)
+    counters = t.tier_counters[entry.tier]
+    counters.saves += 1
+    counters.saved_bytes += entry.payload_bytes
+    transition.effects.append(IndexPut(entry))
+    _settle(transition, reservation, SaveOutcome.SAVED, "")
+
+
+def _end(transition: Transition, reservation: Reservation, outcome: SaveOutcome, why: str) -> None:
+    """A reservation is gone without an entry."""
+    entry = reservation.entry
+    ledger = transition.tables.ledgers[entry.tier]
+    if transition.tables.in_flight.get(entry.key) is reservation:
+        ledger.withdraw(entry)
+    ledger.cancel(entry)
+    _settle(transition, reservation, outcome, why)
+
+
+def _settle(
+    transition: Transition, reservation: Reservation, outcome: SaveOutcome, why: str
+) -> None:
+    t = transition.tables
+    entry = reservation.entry
+    for recount in t.recounts:
+        recount.settled(reservation)
+    del t.reservations[reservation.token]
+    if t.in_flight.get(entry.key) is reservation:
+        del t.in_flight[entry.key]
+    session = t.sessions.get(reservation.session) or t.ending.get(reservation.session)
+    if session is not None:
+        session.tokens.pop(reservation.token, None)
+        session.reserved_bytes[entry.tier] -= entry.stored_bytes
+    saved = outcome is SaveOutcome.SAVED
+    if saved:
+        transition.enter(entry)
+    transition.effects.append(SaveEnded(reservation.token, outcome, why))
+    transition.wake(reservation, saved=saved)
+    batch = reservation.batch
+    batch.unsettled.discard(reservation.token)
+    if not batch.unsettled:
+        for key in reversed(batch.chain):
+            there = t.entries.find(key)
+            if there is not None:
+                transition.refresh(there)
+
+
+def lose(transition: Transition, reservation: Reservation, why: str, *, tell: bool) -> bool:
+    """Take a reservation from its holder. False: its bytes are whole, it is published instead."""
+    was = reservation.stage
+    now = advance(reservation, Signal.LOSE)
+    if now is Stage.COMMITTING or was is Stage.DOOMED:
+        return False
+    t = transition.tables
+    t.counters.reservations_lost += 1
+    if tell:
+        transition.effects.append(
+            TellReservationLost(reservation.session, reservation.token, reservation.key, why)
+        )
+    if now is Stage.GONE:
+        _end(transition, reservation, SaveOutcome.LOST, why)
+        return True
+    # Its room is still being written into: the key is free for others, the room is not.
+    del t.in_flight[reservation.key]
+    t.ledgers[reservation.tier].withdraw(reservation.entry)
+    transition.effects.append(StopWriting(reservation.token))
+    transition.wake(reservation, saved=False)
+    return True
+
+
+def cancel(transition: Transition, asked: CancelAsked) -> CancelAnswer:
+    session = transition.session(asked.session)
+    reservations = transition.tables.reservations
+    return CancelAnswer(
+        tuple(
+            token in session.tokens
+            and lose(transition, reservations[token], "it was cancelled", tell=False)
+            for token in asked.tokens
+        )
+    )

@@ -1,0 +1,494 @@
+"""`MetaState`: the only thing that changes what prefixd knows.
+
+It is sans-I/O: no clock, no randomness, no files, no logging, no asyncio. Everything that
+happens goes in as an event through `apply`, and comes out as a list of effects. One process
+has one `MetaState`, and one event loop calls it: that is the whole of prefixd's concurrency.
+
+No event takes long: what may concern many entries, claims or requests is left for later beyond
+`StateConfig.max_steps`. `busy` says that something is left, and `WorkLeft` goes on with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+from typing import Final, assert_never
+
+from ...proto.errors import LimitReached, UnknownSession, UnknownTier
+from ...proto.vocabulary import Tier
+from ...tiers.eviction.sampled import SampledCurve, position_of_bytes
+from ...tiers.ledger import Ledger
+from ...tiers.store import StoredEntry, Usage
+from . import read_rules, save_rules
+from .answers import Answer, EvictAnswer, Opened, Refused
+from .checking import ITEMS_A_STEP, Recount
+from .effects import Effect, Erase, IndexPut, RecordUsage, Reply
+from .entries import Entry
+from .events import (
+    ArenaGrown,
+    BytesRead,
+    CancelAsked,
+    ClaimAsked,
+    CommitFailed,
+    Committed,
+    EntryDamaged,
+    Event,
+    EvictAsked,
+    HeartbeatCame,
+    KeysSuspected,
+    KeysTouched,
+    LookupAsked,
+    Question,
+    ReleaseAsked,
+    RequestDropped,
+    ReserveAsked,
+    SessionLost,
+    SessionOpened,
+    Tick,
+    TierRecovered,
+    WorkLeft,
+    WriteBegan,
+    WriteSealed,
+    WriteStopped,
+)
+from .save_rules import Footprint
+from .tables import (
+    EndSession,
+    FlushUsage,
+    Reserve,
+    Session,
+    StateConfig,
+    Tables,
+    TierCounters,
+    Timer,
+    Unpin,
+    Wake,
+)
+from .transition import Refusal, Transition
+
+#: To find room for an item of a save takes as long as so many other steps.
+_STEPS_OF_AN_ITEM: Final = 16
+
+
+class MetaState:
+    """The tables of the daemon and the rules by which they change.
+
+    `ledgers` are the tiers; `footprints` say what an entry costs in each; a tier in `blocking`
+    publishes only after its store said `Committed`. `stamp_ns` is the time of this start.
+    """
+
+    def __init__(
+        self,
+        config: StateConfig,
+        ledgers: Mapping[Tier, Ledger],
+        footprints: Mapping[Tier, Footprint],
+        blocking: frozenset[Tier],
+        stamp_ns: int,
+    ) -> None:
+        self.tables = Tables(config, dict(ledgers), stamp_ns)
+        self.tables.tier_counters = {tier: TierCounters() for tier in ledgers}
+        if config.curve_keys:
+            self.tables.curves = {
+                tier: SampledCurve(position_of_bytes, max_keys=config.curve_keys, root_mru=True)
+                for tier in ledgers
+            }
+        self._footprints = dict(footprints)
+        self._blocking = blocking
+        #: numbers of adopted entries that repeat, see `SaveBatch`
+        self._numbers: dict[int, int] = {}
+
+    # ---- the one door
+
+    def apply(self, event: Event) -> list[Effect]:
+        """Let something happen; returns what is to be done about it, in order."""
+        if isinstance(event, Tick):
+            self.tables.credit_ns += event.late_ns
+        transition = Transition(self.tables, event.now_ns)
+        self._happen(transition, event)
+        self._work(transition, self.tables.config.max_steps)
+        self.tables.sift_timers(self.tables.config.max_steps)
+        return transition.effects
+
+    @property
+    def busy(self) -> bool:
+        """Is there work left for `WorkLeft`?"""
+        return bool(self.tables.backlog)
+
+    def next_deadline_ns(self) -> int | None:
+        """When a Tick is due at the latest, if nothing else happens."""
+        timer = self.tables.next_timer()
+        return None if timer is None else timer[0] + self.tables.credit_ns
+
+    def recount(self, items_a_step: int = ITEMS_A_STEP) -> Recount:
+        """A recount of everything in steps, between which events may be applied."""
+        return Recount(self.tables, items_a_step)
+
+    def check(self) -> list[str]:
+        """Recount everything at once; what does not add up, in sentences."""
+        with self.recount() as recount:
+            for _ in recount.steps():
+                pass
+        return recount.problems
+
+    def _happen(self, transition: Transition, event: Event) -> None:
+        t = transition.tables
+        match event:
+            case (
+                SessionOpened()
+                | LookupAsked()
+                | ClaimAsked()
+                | ReleaseAsked()
+                | ReserveAsked()
+                | CancelAsked()
+                | WriteBegan()
+                | EvictAsked()
+            ):
+                self._answer(transition, event)
+                self._begin_wait(transition, event)
+            case HeartbeatCame():
+                session = t.sessions.get(event.session)
+                if session is not None:
+                    # Served time steps back when a delay is noticed only after it.
+                    session.heartbeat_ns = max(session.heartbeat_ns, transition.served_ns)
+            case SessionLost():
+                self._session_lost(transition, event.session, event.why)
+            case KeysTouched():
+                read_rules.touched(transition, event)
+            case KeysSuspected():
+                read_rules.suspected(transition, event)
+            case RequestDropped():
+                transition.unpark(event.request)
+                if event.request in t.reserving:
+                    t.reserving[event.request].dropped = True
+            case WriteSealed():
+                save_rules.sealed(transition, event, self._blocking)
+            case WriteStopped():
+                save_rules.stopped(transition, event)
+            case Committed():
+                save_rules.committed(transition, event)
+            case CommitFailed():
+                save_rules.commit_failed(transition, event)
+            case EntryDamaged():
+                entry = t.entries.find(event.key)
+                if entry is not None and entry.generation == event.generation:
+                    transition.drop_damaged(entry)
+            case ArenaGrown():
+                t.ledgers[event.tier].grow(event.secured_bytes)
+            case BytesRead():
+                t.tier_counters[event.tier].read_bytes += event.payload_bytes
+            case TierRecovered():
+                self._recovered(transition, event)
+            case Tick():
+                self._tick(transition)
+                if event.flush and t.unrecorded:
+                    t.backlog.append(FlushUsage(iter(t.unrecorded.values())))
+                    t.unrecorded = {}
+            case WorkLeft():
+                pass
+            case _:
+                assert_never(event)
+
+    def _answer(self, transition: Transition, question: Question) -> None:
+        try:
+            answer = self._ask(transition, question)
+        except Refusal as refusal:
+            answer = Refused(refusal.error)
+        if answer is not None:
+            transition.effects.append(Reply(question.request, answer))
+
+    def _begin_wait(self, transition: Transition, question: Question) -> None:
+        """A question that is not answered yet has a deadline from now on."""
+        waiting = transition.tables.waiting.get(question.request)
+        if waiting is not None:
+            in_ns = waiting.question.wait_until_ns - transition.now_ns
+            transition.arm(in_ns, Timer.WAITING, question.request)
+            transition.tables.counters.waits += 1
+
+    def _ask(self, transition: Transition, question: Question) -> Answer | None:
+        match question:
+            case SessionOpened():
+                return self._open_session(transition, question)
+            case LookupAsked():
+                return read_rules.lookup(transition, question)
+            case ClaimAsked():
+                return read_rules.claim(transition, question)
+            case ReleaseAsked():
+                return read_rules.release(transition, question)
+            case ReserveAsked():
+                save_rules.reserve(transition, question)
+                return None
+            case CancelAsked():
+                return save_rules.cancel(transition, question)
+            case WriteBegan():
+                return save_rules.began(transition, question)
+            case EvictAsked():
+                return self._evict(transition, question)
+            case _:
+                assert_never(question)
+
+    # ---- work that was left for later
+
+    def _work(self, transition: Transition, steps: int) -> int:
+        """Up to so many steps of it, about; returns how many are left."""
+        backlog = transition.tables.backlog
+        while backlog and steps > 0:
+            job = backlog[0]
+            match job:
+                case Unpin():
+                    done, took = self._unpin(transition, job, steps)
+                case Wake():
+                    done, took = self._wake(transition, job, steps)
+                case Reserve():
+                    done, took = self._reserve(transition, job, steps)
+                case EndSession():
+                    done, took = self._end_session(transition, job, steps)
+                case FlushUsage():
+                    done, took = self._flush_usage(transition, job, steps)
+                case _:
+                    assert_never(job)
+            if done:
+                backlog.remove(job)
+            steps -= took
+        return steps
+
+    # Each of these says whether it is done, and how many steps it took.
+
+    def _unpin(self, transition: Transition, job: Unpin, steps: int) -> tuple[bool, int]:
+        left = job.left
+        stop = max(0, left - steps)
+        took = left - stop
+        while left > stop:
+            left -= 1
+            job.left = left
+            transition.unpin(job.claim, job.session, job.entries[left])
+        if not left:
+            del transition.tables.unpinning[job.claim]
+        return not left, took
+
+    def _wake(self, transition: Transition, job: Wake, steps: int) -> tuple[bool, int]:
+        t = transition.tables
+        took = 0
+        while took < steps:
+            request = next(job.waiters, None)
+            if request is None:
+                t.waking.discard(job.token)
+                return True, took
+            took += 1
+            waiting = transition.save_ended(request, job.token, saved=job.saved)
+            if waiting is None:
+                continue
+            self._answer(transition, waiting.question)
+            took += read_rules.keys_asked(waiting.question)
+            if request in t.reserving:
+                # Before the next one is told: it may have to wait for what this one saves.
+                t.backlog.appendleft(t.backlog.pop())
+                break
+        return False, took
+
+    def _reserve(self, transition: Transition, job: Reserve, steps: int) -> tuple[bool, int]:
+        items = min(1 + steps // _STEPS_OF_AN_ITEM, len(job.asked.items) - len(job.results))
+        done = save_rules.go_on_reserving(transition, job, self._footprints, items)
+        return done, items * _STEPS_OF_AN_ITEM
+
+    def _end_session(self, transition: Transition, job: EndSession, steps: int) -> tuple[bool, int]:
+        t = transition.tables
+        for took in range(steps):
+            if (request := next(job.waits, None)) is not None:
+                if transition.unpark(request) is not None:
+                    gone = UnknownSession(f"session {job.session.session} ended: {job.why}")
+                    transition.effects.append(Reply(request, Refused(gone)))
+            # Before its saves: those who wait for them may need the room of its claims.
+            elif (claim := next(job.claims, None)) is not None:
+                transition.drop_claim(claim)
+            elif (token := next(job.tokens, None)) is not None:
+                reservation = t.reservations.get(token)
+                if reservation is not None:
+                    save_rules.lose(transition, reservation, job.why, tell=False)
+            else:
+                del t.ending[job.session.session]
+                return True, took
+        return False, steps
+
+    def _flush_usage(self, transition: Transition, job: FlushUsage, steps: int) -> tuple[bool, int]:
+        t = transition.tables
+        by_tier: dict[Tier, list[Usage]] = {}
+        some = list(islice(job.entries, steps))
+        for entry in some:
+            # What was used again since is handed over with the next flush.
+            if entry.published and entry.key not in t.unrecorded:
+                usage = Usage(entry, entry.last_used_ns, entry.hits)
+                by_tier.setdefault(entry.tier, []).append(usage)
+        for tier, usages in by_tier.items():
+            transition.effects.append(RecordUsage(tier, tuple(usages)))
+        return len(some) < steps, len(some)
+
+    # ---- sessions
+
+    def _open_session(self, transition: Transition, asked: SessionOpened) -> Opened:
+        t = transition.tables
+        held = len(t.sessions) + len(t.ending)
+        if held >= t.config.max_sessions:
+            raise Refusal(LimitReached(f"{held} sessions are open; try again later"))
+        served_ns = transition.served_ns
+        session = Session(t.next_session, asked.owner, served_ns, served_ns)
+        t.next_session += 1
+        t.sessions[session.session] = session
+        t.counters.sessions_opened += 1
+        transition.arm(t.config.session_lost_after_ns, Timer.SESSION, session.session)
+        return Opened(session.session)
+
+    def _session_lost(self, transition: Transition, session_id: int, why: str) -> None:
+        """Nothing happens in it any more; what it holds is taken back in the background."""
+        t = transition.tables
+        session = t.sessions.pop(session_id, None)
+        if session is None:
+            return
+        t.ending[session_id] = session
+        t.backlog.append(
+            EndSession(
+                session,
+                why,
+                iter(tuple(session.waits)),
+                iter(tuple(session.tokens)),
+                iter(tuple(session.claims)),
+            )
+        )
+        t.counters.sessions_lost += 1
+
+    # ---- time
+
+    def _tick(self, transition: Transition) -> None:
+        t = transition.tables
+        steps = self._work(transition, t.config.max_steps)
+        while steps > 0 and (due := t.next_timer()) and due[0] <= transition.served_ns:
+            at_ns, timer, number = t.pop_timer()
+            steps -= 1
+            match timer:
+                case Timer.SESSION:
+                    self._session_due(transition, number, at_ns)
+                case Timer.CLAIM:
+                    self._claim_due(transition, number, at_ns)
+                case Timer.RESERVATION:
+                    self._reservation_due(transition, number, at_ns)
+                case Timer.WAITING:
+                    waiting = transition.unpark(number)
+                    if waiting is not None:
+                        t.counters.waits_timed_out += 1
+                        self._answer(transition, waiting.question)
+                        steps -= read_rules.keys_asked(waiting.question)
+                case _:
+                    assert_never(timer)
+            # What was due before the next deadline happens before it.
+            steps = self._work(transition, steps)
+
+    # What was renewed gets a new timer even if that is due by now, too: however late a tick
+    # comes, things happen in the order in which they were due.
+
+    def _session_due(self, transition: Transition, number: int, at_ns: int) -> None:
+        session = transition.tables.sessions.get(number)
+        if session is None:
+            return
+        due_ns = session.heartbeat_ns + transition.tables.config.session_lost_after_ns
+        if due_ns > at_ns:
+            transition.tables.set_timer(due_ns, Timer.SESSION, number)
+        else:
+            self._session_lost(transition, number, "its heartbeats stopped")
+
+    def _claim_due(self, transition: Transition, number: int, at_ns: int) -> None:
+        t = transition.tables
+        claim = t.claims.get(number)
+        session = None if claim is None else t.sessions.get(claim.session)
+        if claim is None or session is None:
+            return
+        due_ns = max(claim.taken_ns, session.heartbeat_ns) + claim.lease_ns
+        if due_ns > at_ns:
+            t.set_timer(due_ns, Timer.CLAIM, number)
+        else:
+            transition.lose_claim(number, "its lease ran out")
+
+    def _reservation_due(self, transition: Transition, number: int, at_ns: int) -> None:
+        reservation = transition.tables.reservations.get(number)
+        if reservation is None:
+            return
+        if reservation.expires_ns > at_ns:
+            transition.tables.set_timer(reservation.expires_ns, Timer.RESERVATION, number)
+        else:
+            save_rules.lose(transition, reservation, "its time to live ran out", tell=True)
+
+    # ---- operators and starts
+
+    def _evict(self, transition: Transition, asked: EvictAsked) -> EvictAnswer:
+        ledger = transition.tables.ledgers.get(asked.tier)
+        if ledger is None:
+            raise Refusal(UnknownTier(f"this daemon has no {asked.tier.label} tier"))
+        entries = freed_bytes = 0
+        while freed_bytes < asked.free_bytes and entries < asked.max_entries:
+            victim = ledger.next_victim()
+            if victim is None:
+                return EvictAnswer(entries, freed_bytes, more=False)
+            entries += 1
+            freed_bytes += transition.evict(victim).stored_bytes
+        return EvictAnswer(entries, freed_bytes, more=True)
+
+    def _recovered(self, transition: Transition, event: TierRecovered) -> None:
+        """Adopt what survived. Each entry is more recent than all before it: where there is no
+        room for it, they make some."""
+        t = transition.tables
+        counters = t.tier_counters[event.tier]
+        counters.dropped_at_start += event.dropped
+        footprint = self._footprints[event.tier]
+        for stored in event.entries:
+            record = stored.record
+            cost = footprint(record.payload_bytes, record.token_ids_bytes)
+            if record.key in t.entries or not self._make_room(transition, event.tier, cost):
+                counters.dropped_at_start += 1
+                transition.effects.append(Erase(event.tier, (record,)))
+                continue
+            entry = _entry_of(stored, event.tier, cost, self._numbers)
+            # In its tier's order and by its stamp it is the most recent so far, also where two
+            # starts gave out the same stamp because the clock was set back in between.
+            last_ns = t.recovered_ns.get(event.tier, 0)
+            entry.last_used_ns = t.recovered_ns[event.tier] = max(entry.last_used_ns, last_ns + 1)
+            t.stamp_ns = max(t.stamp_ns, entry.last_used_ns, entry.generation)
+            t.adopted_ns = max(t.adopted_ns, entry.generation)
+            entry.location = record.location
+            t.ledgers[event.tier].adopt(entry)
+            transition.enter(entry)
+            counters.recovered_entries += 1
+            counters.recovered_bytes += entry.payload_bytes
+            transition.effects.append(IndexPut(entry))
+
+    def _make_room(self, transition: Transition, tier: Tier, cost: int) -> bool:
+        t = transition.tables
+        ledger = t.ledgers[tier]
+        unpinned_entries = ledger.entries - ledger.pinned_entries
+        if not ledger.fits_after(cost, 1, ledger.unpinned_bytes, unpinned_entries):
+            return False
+        while not ledger.fits(cost):
+            victim = ledger.next_victim()
+            assert victim is not None, "the ledger promised room"
+            counters = t.tier_counters[tier]
+            counters.recovered_entries -= 1
+            counters.recovered_bytes -= t.entries[victim].payload_bytes
+            counters.dropped_at_start += 1
+            transition.forget(victim)
+        return True
+
+
+def _entry_of(stored: StoredEntry, tier: Tier, stored_bytes: int, numbers: dict[int, int]) -> Entry:
+    head, once = stored.record, numbers.setdefault
+    return Entry(
+        key=head.key,
+        stored_bytes=once(stored_bytes, stored_bytes),
+        place=(),
+        tier=tier,
+        reason=head.reason,
+        generation=head.generation,
+        last_used_ns=max(stored.last_used_ns, head.generation),
+        payload_bytes=once(head.payload_bytes, head.payload_bytes),
+        token_count=once(head.token_count, head.token_count),
+        payload_crc32c=head.payload_crc32c,
+        layer_count=head.layer_count,
+        token_ids_bytes=head.token_ids_bytes,
+        hits=stored.hits,
+    )

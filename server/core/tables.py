@@ -1,0 +1,449 @@
+"""What the metadata server knows: every table of `MetaState`, and nothing that acts on them.
+
+The invariants stand beside the attributes that they bind; `server.core.checking` recounts them all.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum, auto
+from typing import Protocol, TypeAlias, assert_never
+
+from ...proto import limits
+from ...proto.keys import Key
+from ...proto.vocabulary import Tier
+from ...tiers.eviction.sampled import SampledCurve
+from ...tiers.ledger import Ledger
+from .answers import Reserved
+from .entries import Entry, EntryTable
+from .events import ClaimAsked, LookupAsked, ReserveAsked
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """A pin on entries, root first."""
+
+    claim: int
+    session: int
+    entries: tuple[Entry, ...]
+    #: in served time, see `Tables.served_ns`
+    taken_ns: int
+    lease_ns: int
+
+
+class Stage(IntEnum):
+    """Where a save stands."""
+
+    RESERVED = auto()
+    WRITING = auto()
+    COMMITTING = auto()
+    #: lost while somebody still writes into its room
+    DOOMED = auto()
+    PUBLISHED = auto()
+    GONE = auto()
+
+
+class Signal(IntEnum):
+    """What can happen to a save."""
+
+    BEGIN = auto()
+    SEALED = auto()
+    REFUSED = auto()  # the bytes are wrong
+    STOPPED = auto()  # the writer gave up
+    LOSE = auto()  # cancelled, expired, or its session ended
+    COMMITTED = auto()
+    COMMIT_FAILED = auto()
+
+
+#: The protocol of a save. A pair that is missing cannot happen; `tests/server/core/test_stages.py`
+#: enumerates them all. A save whose bytes are whole and checked is not lost any more.
+NEXT_STAGE: dict[tuple[Stage, Signal], Stage] = {
+    (Stage.RESERVED, Signal.BEGIN): Stage.WRITING,
+    (Stage.RESERVED, Signal.LOSE): Stage.GONE,
+    (Stage.WRITING, Signal.SEALED): Stage.COMMITTING,
+    (Stage.WRITING, Signal.REFUSED): Stage.GONE,
+    (Stage.WRITING, Signal.STOPPED): Stage.GONE,
+    (Stage.WRITING, Signal.LOSE): Stage.DOOMED,
+    (Stage.COMMITTING, Signal.COMMITTED): Stage.PUBLISHED,
+    (Stage.COMMITTING, Signal.COMMIT_FAILED): Stage.GONE,
+    (Stage.COMMITTING, Signal.LOSE): Stage.COMMITTING,
+    (Stage.DOOMED, Signal.SEALED): Stage.GONE,
+    (Stage.DOOMED, Signal.REFUSED): Stage.GONE,
+    (Stage.DOOMED, Signal.STOPPED): Stage.GONE,
+    (Stage.DOOMED, Signal.LOSE): Stage.DOOMED,
+}
+
+
+@dataclass(slots=True, eq=False)
+class SaveBatch:
+    """The chain that one save belongs to: used as a whole once its last item ended."""
+
+    chain: tuple[Key, ...]
+    #: tokens of those that have not ended
+    unsettled: set[int] = field(default_factory=set)
+    #: sizes and counts of its entries: those that repeat, which is most, are one object. 96 bytes
+    #: less for each entry
+    numbers: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """The exclusive right to save an entry, which has its room already."""
+
+    token: int
+    entry: Entry
+    session: int
+    token_ids: bytes
+    batch: SaveBatch
+    #: in served time, like `expires_ns`
+    reserved_ns: int
+    #: until its first byte arrives no later than `StateConfig.unwritten_ttl_ns` allows
+    expires_ns: int
+    #: what was asked for; counts from the first byte on
+    ttl_ns: int
+    stage: Stage = Stage.RESERVED
+    #: requests that wait for its end, in the order in which they began to
+    waiters: dict[int, None] = field(default_factory=dict)
+
+    @property
+    def key(self) -> Key:
+        return self.entry.key
+
+    @property
+    def tier(self) -> Tier:
+        return self.entry.tier
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.entry.payload_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.entry.stored_bytes
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One connected client. Its times are in served time, see `Tables.served_ns`."""
+
+    session: int
+    owner: str
+    opened_ns: int
+    heartbeat_ns: int
+    #: numbers in the order in which they were given out, like `tokens`
+    claims: dict[int, None] = field(default_factory=dict)
+    tokens: dict[int, None] = field(default_factory=dict)
+    #: requests of this session that wait
+    waits: dict[int, None] = field(default_factory=dict)
+    #: claims that were lost and not yet given back, with the reason; bounded like claims
+    lost_claims: dict[int, str] = field(default_factory=dict)
+    #: entries that its claims hold, and how many of its claims hold each
+    pins: dict[Entry, int] = field(default_factory=dict)
+    #: stored bytes of `pins`, and of its reservations
+    pinned_bytes: dict[Tier, int] = field(default_factory=dict)
+    reserved_bytes: dict[Tier, int] = field(default_factory=dict)
+    #: saves that its waiting requests wait for, in all
+    waited_keys: int = 0
+    #: items of its saves for which room is being found, see `Reserve`
+    reserving: int = 0
+
+
+class WaitMode(Enum):
+    """Which of the saves that a question waits for can still change its answer."""
+
+    ALL = auto()
+    #: those before the first that failed
+    RUN = auto()
+    #: those before the first that was published
+    FIRST = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A question that waits for saves in flight, and is answered when none of them is left."""
+
+    question: LookupAsked | ClaimAsked | ReserveAsked
+    mode: WaitMode
+    #: token of a save -> position of its key in the question, ascending; each save that ends
+    #: leaves, and takes those with it that don't matter any more
+    pending: dict[int, int]
+    #: what this counts for in `waited_keys`
+    waited_keys: int
+
+
+# ---- work that is left for later: an event does a bounded amount of it
+
+
+@dataclass(slots=True, eq=False)
+class Unpin:
+    """Entries of a claim that ended lose their pins, leaf first."""
+
+    claim: int
+    session: Session
+    entries: tuple[Entry, ...]
+    #: so many, from the root on, are still pinned
+    left: int
+
+
+@dataclass(slots=True, eq=False)
+class Wake:
+    """A save ended, one way or the other: the requests that wait for it are told."""
+
+    token: int
+    saved: bool
+    waiters: Iterator[int]
+
+
+@dataclass(slots=True, eq=False)
+class EndSession:
+    """A session ended: what it holds is taken back."""
+
+    session: Session
+    why: str
+    waits: Iterator[int]
+    tokens: Iterator[int]
+    claims: Iterator[int]
+
+
+@dataclass(slots=True, eq=False)
+class FlushUsage:
+    """Uses that the stores do not know yet are handed over to them, in order of use."""
+
+    entries: Iterator[Entry]
+
+
+@dataclass(slots=True, eq=False)
+class Reserve:
+    """Room is being found for the items of a save."""
+
+    asked: ReserveAsked
+    session: Session
+    batch: SaveBatch
+    #: of the first items
+    results: list[Reserved] = field(default_factory=list)
+    #: the request was given up: what was granted is taken back
+    dropped: bool = False
+
+
+Job: TypeAlias = Unpin | Wake | Reserve | EndSession | FlushUsage
+
+
+class Timer(IntEnum):
+    """What a deadline belongs to. Of deadlines at one moment the waits come last: they are
+    answered with what the others left."""
+
+    SESSION = 0
+    CLAIM = 1
+    RESERVATION = 2
+    WAITING = 3
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """What happened in a tier since the start."""
+
+    hits: int = 0
+    hit_tokens: int = 0
+    saves: int = 0
+    saved_bytes: int = 0
+    read_bytes: int = 0
+    evictions: int = 0
+    evicted_bytes: int = 0
+    corrupt: int = 0
+    recovered_entries: int = 0
+    recovered_bytes: int = 0
+    dropped_at_start: int = 0
+    #: a gauge, not a counter: payload bytes of the entries that are published now
+    payload_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the start, over all tiers."""
+
+    lookups: int = 0
+    lookup_keys: int = 0
+    lookup_hits: int = 0
+    claims: int = 0
+    claims_empty: int = 0
+    claimed_entries: int = 0
+    releases: int = 0
+    claims_lost: int = 0
+    reservations: int = 0
+    duplicate_saves: int = 0
+    in_flight_refusals: int = 0
+    too_large_refusals: int = 0
+    no_room_refusals: int = 0
+    quota_refusals: int = 0
+    reservations_lost: int = 0
+    crc_mismatches: int = 0
+    length_mismatches: int = 0
+    failed_saves: int = 0
+    waits: int = 0
+    waits_timed_out: int = 0
+    touches: int = 0
+    suspects: int = 0
+    sessions_opened: int = 0
+    sessions_lost: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StateConfig:
+    """The part of the configuration that `MetaState` needs."""
+
+    session_lost_after_ns: int = (
+        limits.SESSION_LOST_AFTER_INTERVALS * limits.DEFAULT_HEARTBEAT_INTERVAL_MS * 1_000_000
+    )
+    max_sessions: int = limits.MAX_SESSIONS
+    max_claims_per_session: int = limits.MAX_CLAIMS_PER_SESSION
+    max_reservations_per_session: int = limits.MAX_RESERVATIONS_PER_SESSION
+    max_waiters: int = limits.MAX_WAITERS
+    #: saves that waiting requests may wait for, over all of them and for each session
+    max_waited_keys: int = limits.MAX_WAITED_KEYS
+    max_waited_keys_per_session: int = limits.MAX_WAITED_KEYS_PER_SESSION
+    #: parts of a tier's budget that the claims, and the reservations, of one session may hold
+    max_pinned_share: float = 1.0
+    max_reserved_share: float = 1.0
+    #: how long a reservation may stand without its first byte
+    unwritten_ttl_ns: int = limits.MAX_LEASE_MS * 1_000_000
+    #: what one event does at most of work that can wait: an entry, a key or a request each
+    max_steps: int = 4096
+    #: keys that the live hit curve of a tier samples; 0: there is none
+    curve_keys: int = 0
+
+
+class Watcher(Protocol):
+    """What a recount under way is told of, each before it happens."""
+
+    def entered(self, entry: Entry) -> None: ...
+    def left(self, entry: Entry) -> None: ...
+    def claimed(self, entry: Entry) -> None: ...
+    def unclaimed(self, claim: int, entry: Entry) -> None: ...
+    def reserved(self, reservation: Reservation) -> None: ...
+    def settled(self, reservation: Reservation) -> None: ...
+
+
+@dataclass(slots=True)
+class Tables:
+    """Everything. Only the functions of `server.core.state` and its helpers change it."""
+
+    config: StateConfig
+    ledgers: dict[Tier, Ledger]
+    #: the last stamp given out; stamps only grow
+    stamp_ns: int
+    #: all and only the published keys
+    entries: EntryTable = field(default_factory=EntryTable)
+    #: by generation: entries that were dropped while claims held them; no key leads to them, but
+    #: their room is not free before the last of these claims ends
+    condemned: dict[int, Entry] = field(default_factory=dict)
+    sessions: dict[int, Session] = field(default_factory=dict)
+    #: sessions that ended and still hold something, see `EndSession`
+    ending: dict[int, Session] = field(default_factory=dict)
+    #: each belongs to exactly one session and is in its `claims`
+    claims: dict[int, Claim] = field(default_factory=dict)
+    #: every reservation that holds room, doomed ones included
+    reservations: dict[int, Reservation] = field(default_factory=dict)
+    #: those that can still be published; disjoint from `entries`
+    in_flight: dict[Key, Reservation] = field(default_factory=dict)
+    #: by request number; each is in `waiters` of all its reservations
+    waiting: dict[int, Waiting] = field(default_factory=dict)
+    #: saves that all of `waiting` wait for, and those of it that belong to no session
+    waited_keys: int = 0
+    anonymous_waited_keys: int = 0
+    #: work that is left, the next first
+    backlog: deque[Job] = field(default_factory=deque)
+    #: the `Unpin` in `backlog`, by claim
+    unpinning: dict[int, Unpin] = field(default_factory=dict)
+    #: the `Reserve` in `backlog`, by request
+    reserving: dict[int, Reserve] = field(default_factory=dict)
+    #: tokens of the saves whose `Wake` is in `backlog`
+    waking: set[int] = field(default_factory=set)
+    #: recounts under way, which have to know what changes
+    recounts: list[Watcher] = field(default_factory=list)
+    #: what hits every capacity of a tier would have had, from a sample of its keys
+    curves: dict[Tier, SampledCurve[Key]] = field(default_factory=dict)
+    #: entries whose use is not yet recorded by their store, in order of use; none of the RAM
+    #: tier, which is gone with the daemon
+    unrecorded: dict[Key, Entry] = field(default_factory=dict)
+    #: a heap of what may be due when, in served time. Everything that can run out is in it or in
+    #: `old_timers`, which is a heap too; what ended before it was due stays until it would have
+    #: been, or until there is too much of that and `sift_timers` moves over what is alive
+    timers: list[tuple[int, Timer, int]] = field(default_factory=list)
+    old_timers: list[tuple[int, Timer, int]] = field(default_factory=list)
+    #: the highest generation of an earlier start; those above are of this one
+    adopted_ns: int = 0
+    #: by tier: the last stamp of use that was adopted at start
+    recovered_ns: dict[Tier, int] = field(default_factory=dict)
+    #: for how long in all the daemon did not serve, see `served_ns`
+    credit_ns: int = 0
+    next_session: int = 1
+    next_claim: int = 1
+    next_token: int = 1
+    counters: Counters = field(default_factory=Counters)
+    tier_counters: dict[Tier, TierCounters] = field(default_factory=dict)
+
+    def timed(self, timer: Timer) -> Mapping[int, object]:
+        """What is alive of all that a kind of timer can belong to, by number."""
+        match timer:
+            case Timer.SESSION:
+                return self.sessions
+            case Timer.CLAIM:
+                return self.claims
+            case Timer.RESERVATION:
+                return self.reservations
+            case Timer.WAITING:
+                return self.waiting
+            case _:
+                assert_never(timer)
+
+    @property
+    def max_timers(self) -> int:
+        """As many stale ones as live ones, and some."""
+        live = len(self.sessions) + len(self.claims) + len(self.reservations) + len(self.waiting)
+        return 2 * live + 64
+
+    # ---- deadlines
+
+    def served_ns(self, now_ns: int) -> int:
+        """`now_ns` less the time in which the daemon did not get around to serve.
+
+        Deadlines are kept in it: while the daemon was late, the time of no session, claim,
+        reservation or wait ran, for what their clients said meanwhile was not heard either.
+        """
+        return now_ns - self.credit_ns
+
+    def set_timer(self, at_ns: int, timer: Timer, number: int) -> None:
+        """`at_ns`: in served time."""
+        heapq.heappush(self.timers, (at_ns, timer, number))
+
+    def next_timer(self) -> tuple[int, Timer, int] | None:
+        """The soonest deadline; stays where it is."""
+        soonest = self._soonest()
+        return soonest[0] if soonest else None
+
+    def pop_timer(self) -> tuple[int, Timer, int]:
+        return heapq.heappop(self._soonest())
+
+    def _soonest(self) -> list[tuple[int, Timer, int]]:
+        old, new = self.old_timers, self.timers
+        return old if old and (not new or old[0] < new[0]) else new
+
+    def sift_timers(self, steps: int) -> None:
+        """Claims are released long before their leases end: without this, their timers would
+        pile up. Looks at `steps` timers at most."""
+        if not self.old_timers and len(self.timers) > self.max_timers:
+            self.old_timers, self.timers = self.timers, []
+        # From the end: what is left of a heap is a heap.
+        for _ in range(min(steps, len(self.old_timers))):
+            timer = self.old_timers.pop()
+            if timer[2] in self.timed(timer[1]):
+                heapq.heappush(self.timers, timer)
+
+    def stamp(self, now_ns: int) -> int:
+        """A time that was never given out before, `now_ns` whenever possible."""
+        last_ns = self.stamp_ns
+        self.stamp_ns = stamp_ns = now_ns if now_ns > last_ns else last_ns + 1
+        return stamp_ns

@@ -1,0 +1,331 @@
+"""One transition of the metadata server: an event is being applied.
+
+`Transition` is what the helpers of `MetaState` share while they work: the tables, the time of
+the event, the effects so far, and the few moves that several of them need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from ...proto.errors import PrefixdError, UnknownSession
+from ...proto.keys import Key
+from ...proto.vocabulary import Tier
+from .effects import Effect, Erase, IndexDelete, TellClaimLost
+from .entries import Entry
+from .events import ClaimAsked, LookupAsked, ReserveAsked
+from .tables import (
+    Claim,
+    Reservation,
+    Session,
+    Tables,
+    Timer,
+    Unpin,
+    Waiting,
+    WaitMode,
+    Wake,
+)
+
+#: Compared with for every key of a claim: Enum attribute lookup is slow, so it is cached here.
+_RAM: Final = Tier.RAM
+
+
+class Refusal(Exception):
+    """The whole question is refused; `MetaState` turns it into the answer."""
+
+    def __init__(self, error: PrefixdError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Transition:
+    """See the module. `now_ns` is the time of the event, `served_ns` what deadlines count in."""
+
+    __slots__ = ("effects", "now_ns", "served_ns", "tables")
+
+    def __init__(self, tables: Tables, now_ns: int) -> None:
+        self.tables = tables
+        self.now_ns = now_ns
+        self.served_ns = tables.served_ns(now_ns)
+        self.effects: list[Effect] = []
+
+    def session(self, session: int) -> Session:
+        """The live session of that number. Raises Refusal."""
+        found = self.tables.sessions.get(session)
+        if found is None:
+            raise Refusal(
+                UnknownSession(
+                    f"session {session} ended or never was; open a new one and repeat the call"
+                )
+            )
+        return found
+
+    # ---- waiting
+
+    def park(
+        self,
+        question: LookupAsked | ClaimAsked | ReserveAsked,
+        mode: WaitMode,
+        pending: dict[int, int],
+    ) -> bool:
+        """Let a question wait for saves in flight: token -> position of the key in the question.
+
+        False: there are none, it has waited long enough, or too much is waited for; it is to be
+        answered as things are.
+        """
+        t = self.tables
+        config = t.config
+        if not pending or self.now_ns >= question.wait_until_ns:
+            return False
+        if len(t.waiting) >= config.max_waiters:
+            return False
+        if t.waited_keys + len(pending) > config.max_waited_keys:
+            return False
+        session = self._session_of(question)
+        waited_keys = t.anonymous_waited_keys if session is None else session.waited_keys
+        if waited_keys + len(pending) > config.max_waited_keys_per_session:
+            return False
+        self._count_waited(session, len(pending))
+        if session is not None:
+            session.waits[question.request] = None
+        t.waiting[question.request] = Waiting(question, mode, pending, len(pending))
+        for token in pending:
+            t.reservations[token].waiters[question.request] = None
+        return True
+
+    def unpark(self, request: int) -> Waiting | None:
+        """Take a question out of those that wait."""
+        t = self.tables
+        waiting = t.waiting.pop(request, None)
+        if waiting is not None:
+            for token in waiting.pending:
+                self._forget_waiter(token, request)
+            session = self._session_of(waiting.question)
+            self._count_waited(session, -waiting.waited_keys)
+            if session is not None:
+                session.waits.pop(request, None)
+        return waiting
+
+    def _session_of(self, question: LookupAsked | ClaimAsked | ReserveAsked) -> Session | None:
+        """Whose question it is; None for those that need no session."""
+        if isinstance(question, LookupAsked):
+            return None
+        t = self.tables
+        session = t.sessions.get(question.session)
+        return t.ending[question.session] if session is None else session
+
+    def _count_waited(self, session: Session | None, keys: int) -> None:
+        self.tables.waited_keys += keys
+        if session is None:
+            self.tables.anonymous_waited_keys += keys
+        else:
+            session.waited_keys += keys
+
+    def _forget_waiter(self, token: int, request: int) -> None:
+        # A save that ended is not there, but its `Wake` may be.
+        reservation = self.tables.reservations.get(token)
+        if reservation is not None:
+            reservation.waiters.pop(request, None)
+
+    def save_ended(self, request: int, token: int, *, saved: bool) -> Waiting | None:
+        """A save that a question waits for ended. Returns the question if it waits for nothing
+        any more; it is out of those that wait then."""
+        waiting = self.tables.waiting.get(request)
+        if waiting is None:
+            return None
+        pending = waiting.pending
+        position = pending.pop(token, None)
+        if position is None:
+            return None
+        decides = (waiting.mode is WaitMode.RUN and not saved) or (
+            waiting.mode is WaitMode.FIRST and saved
+        )
+        if decides:
+            # Whatever becomes of the keys behind this one, the answer is the same.
+            while pending:
+                later, its_position = pending.popitem()
+                if its_position < position:
+                    pending[later] = its_position
+                    break
+                self._forget_waiter(later, request)
+        return None if pending else self.unpark(request)
+
+    def wake(self, reservation: Reservation, *, saved: bool) -> None:
+        """A reservation ended, one way or the other: those who wait for it are told."""
+        waiters = reservation.waiters
+        if waiters:
+            reservation.waiters = {}
+            self.tables.backlog.append(Wake(reservation.token, saved, iter(waiters)))
+            self.tables.waking.add(reservation.token)
+
+    # ---- entries
+
+    def use(self, entry: Entry) -> None:
+        """One access of a published entry."""
+        self._mark_used(entry)
+        entry.hits += 1
+        self.tables.ledgers[entry.tier].policy.hit(entry)
+
+    def read(self, entry: Entry) -> None:
+        """One access by a client that reads it."""
+        self.use(entry)
+        counters = self.tables.tier_counters[entry.tier]
+        counters.hits += 1
+        counters.hit_tokens += entry.token_count
+
+    def observe(self, tier: Tier, accesses: Sequence[tuple[Key, int, int]]) -> None:
+        """Show accesses (key, tokens, stored bytes; root first) to the tier's hit curve, those
+        that hit as well as those that did not and are saved now."""
+        curve = self.tables.curves.get(tier)
+        if curve is not None and accesses:
+            keys, tokens, stored_bytes = zip(*accesses, strict=True)
+            curve.access(keys, tokens, stored_bytes)
+
+    def observe_entries(self, entries: Iterable[Entry]) -> None:
+        """Show hits to the curves of their tiers."""
+        if self.tables.curves:
+            by_tier: dict[Tier, list[tuple[Key, int, int]]] = {}
+            for entry in entries:
+                access = (entry.key, entry.token_count, entry.stored_bytes)
+                by_tier.setdefault(entry.tier, []).append(access)
+            for tier, accesses in by_tier.items():
+                self.observe(tier, accesses)
+
+    def refresh(self, entry: Entry) -> None:
+        """Most recent from now on, without being an access."""
+        self._mark_used(entry)
+        self.tables.ledgers[entry.tier].policy.refresh(entry)
+
+    def _mark_used(self, entry: Entry) -> None:
+        entry.last_used_ns = self.tables.stamp(self.now_ns)
+        if entry.tier is not _RAM:
+            unrecorded = self.tables.unrecorded
+            unrecorded.pop(entry.key, None)
+            unrecorded[entry.key] = entry
+
+    def enter(self, entry: Entry) -> None:
+        """An entry can be found from now on; its room is the ledger's already."""
+        tables = self.tables
+        entry.published = True
+        tables.entries[entry.key] = entry
+        tables.tier_counters[entry.tier].payload_bytes += entry.payload_bytes
+        for recount in tables.recounts:
+            recount.entered(entry)
+
+    def evict(self, victim: Key) -> Entry:
+        """An entry that `Ledger.next_victim` chose leaves."""
+        entry = self.forget(victim)
+        counters = self.tables.tier_counters[entry.tier]
+        counters.evictions += 1
+        counters.evicted_bytes += entry.stored_bytes
+        return entry
+
+    def forget(self, victim: Key) -> Entry:
+        """The same, where it is no eviction to be counted."""
+        entry = self.tables.entries[victim]
+        self._leave(entry)
+        self.tables.ledgers[entry.tier].forget(entry)
+        return entry
+
+    def drop_damaged(self, entry: Entry) -> None:
+        """An entry whose bytes are wrong can't be found any more, at once.
+
+        Claims on it stay until they are released, which tells that they are lost: a read of it
+        fails from now on. Its room is free when the last of them ended.
+        """
+        tables = self.tables
+        ledger = tables.ledgers[entry.tier]
+        ledger.remove(entry)
+        self._leave(entry)
+        if entry.pins:
+            tables.condemned[entry.generation] = entry
+        else:
+            ledger.forget(entry)
+        tables.tier_counters[entry.tier].corrupt += 1
+
+    def _leave(self, entry: Entry) -> None:
+        """An entry that left the eviction order already is gone, for readers first."""
+        tables = self.tables
+        for recount in tables.recounts:
+            recount.left(entry)
+        del tables.entries[entry.key]
+        entry.published = False
+        tables.tier_counters[entry.tier].payload_bytes -= entry.payload_bytes
+        tables.unrecorded.pop(entry.key, None)
+        self.effects.append(IndexDelete(entry.key))
+        self.effects.append(Erase(entry.tier, (entry,)))
+
+    # ---- claims
+
+    def pin(self, session: Session, claim: Claim) -> None:
+        """A claim takes hold of its entries."""
+        t = self.tables
+        held, recounts = session.pins, t.recounts
+        for entry in reversed(claim.entries):
+            if recounts:
+                for recount in recounts:
+                    recount.claimed(entry)
+            if not entry.pins:
+                t.ledgers[entry.tier].pin(entry)
+            entry.pins += 1
+            count = held.get(entry, 0)
+            held[entry] = count + 1
+            if not count:
+                tier = entry.tier
+                session.pinned_bytes[tier] = session.pinned_bytes.get(tier, 0) + entry.stored_bytes
+
+    def unpin(self, claim: int, session: Session, entry: Entry) -> None:
+        """One entry of a claim that ended is let go."""
+        t = self.tables
+        for recount in t.recounts:
+            recount.unclaimed(claim, entry)
+        held = session.pins
+        count = held[entry]
+        if count > 1:
+            held[entry] = count - 1
+        else:
+            del held[entry]
+            session.pinned_bytes[entry.tier] -= entry.stored_bytes
+        entry.pins -= 1
+        if entry.pins:
+            return
+        ledger = t.ledgers[entry.tier]
+        if entry.published:
+            # It enters the eviction order as the most recent: the time has to say the same.
+            self._mark_used(entry)
+            ledger.unpin(entry)
+        else:
+            del t.condemned[entry.generation]
+            ledger.bury(entry)
+
+    def lose_claim(self, claim_id: int, why: str) -> None:
+        """Take a claim from its holder, who is told, and told again at release."""
+        session = self.drop_claim(claim_id)
+        self.remember_loss(session, claim_id, why)
+        self.effects.append(TellClaimLost(session.session, claim_id, why))
+
+    def remember_loss(self, session: Session, claim_id: int, why: str) -> None:
+        """A claim did not hold to its end: its holder is told whenever it asks."""
+        session.lost_claims[claim_id] = why
+        if len(session.lost_claims) > self.tables.config.max_claims_per_session:
+            del session.lost_claims[next(iter(session.lost_claims))]
+        self.tables.counters.claims_lost += 1
+
+    def drop_claim(self, claim_id: int) -> Session:
+        """End a claim. Its entries are let go leaf first, so that the root is the most recent
+        afterwards."""
+        t = self.tables
+        claim = t.claims.pop(claim_id)
+        session = t.sessions.get(claim.session)
+        if session is None:
+            session = t.ending[claim.session]
+        session.claims.pop(claim_id, None)
+        job = Unpin(claim_id, session, claim.entries, len(claim.entries))
+        t.unpinning[claim_id] = job
+        t.backlog.append(job)
+        return session
+
+    def arm(self, in_ns: int, timer: Timer, number: int) -> None:
+        """Something runs out so long after this event."""
+        self.tables.set_timer(self.served_ns + in_ns, timer, number)

@@ -1,0 +1,189 @@
+"""Group commit: everything that waits for a store goes into its next `apply`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import structlog
+
+from ...tiers.store import EntryWriter, Store, StoreError, StoreFull, Usage
+
+log = structlog.get_logger("prefixd.committer")
+
+#: After a failure the store is tried again this often, traffic or no traffic.
+_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class CommitResult:
+    """How sealed writes ended: all of them in the same way."""
+
+    tokens: tuple[int, ...]
+    error: StoreError | None
+
+
+@dataclass(slots=True)
+class _Batch:
+    sealed: list[tuple[int, EntryWriter]] = field(default_factory=list)
+    #: Were entries forgotten, whose records are to be erased?
+    erase: bool = False
+    usages: list[Usage] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.sealed or self.erase or self.usages)
+
+
+class Committer:
+    """One thread in front of one store that has records.
+
+    `done` is called once for every token, whatever the store does: on the committer's thread, or
+    within `commit` if the store does not block and all is well.
+    `failure` says what went wrong last; None: all is well. A store that failed is tried with a
+    real write (`Store.probe`) until one succeeds: only that makes it well again.
+    """
+
+    def __init__(
+        self, store: Store, done: Callable[[CommitResult], None], *, retry_s: float = _RETRY_S
+    ) -> None:
+        self._store = store
+        self._done = done
+        self._retry_s = retry_s
+        self._pending = _Batch()
+        self._wakeup = threading.Condition()
+        self._closing = False
+        self.failure: str | None = None
+        self._thread = threading.Thread(
+            target=self._run, name=f"prefixd-{store.tier.label}-commit", daemon=True
+        )
+        self._thread.start()
+
+    # ---- from the event loop
+
+    def commit(self, writes: Sequence[tuple[int, EntryWriter]]) -> None:
+        if not self._store.blocking and self.failure is None:
+            # A few rows in memory take less time than waking the thread. It judges what fails.
+            failure = self._attempt(partial(self._store.apply, [writer for _, writer in writes]))
+            if failure is None:
+                self._tell([token for token, _ in writes], None)
+                return
+        with self._wakeup:
+            self._pending.sealed += writes
+            self._wakeup.notify()
+
+    def erase(self) -> None:
+        """Have the records of what the store forgot erased soon."""
+        with self._wakeup:
+            self._pending.erase = True
+            self._wakeup.notify()
+
+    def record_usage(self, usages: Sequence[Usage]) -> None:
+        with self._wakeup:
+            self._pending.usages += usages
+            self._wakeup.notify()
+
+    def close(self) -> None:
+        """Finish what is pending, then end the thread. Blocks."""
+        with self._wakeup:
+            self._closing = True
+            self._wakeup.notify()
+        self._thread.join()
+
+    # ---- on the thread
+
+    def _run(self) -> None:
+        last = False
+        while not last:
+            batch, last = self._next_batch()
+            if batch or self.failure is not None or self._store.unerased:
+                failure = self._apply(batch) or self._record(batch.usages)
+                self.failure = None if failure is None else str(failure)
+
+    def _next_batch(self) -> tuple[_Batch, bool]:
+        """What is to be done now, and whether it is the last. It is empty when a store that failed
+        is only tried again: were that left to the next save, it might never come, for a sick
+        daemon gets no traffic."""
+        with self._wakeup:
+            while not self._pending and not self._closing:
+                again = self.failure is not None or self._store.unerased
+                if not self._wakeup.wait(self._retry_s if again else None):
+                    break
+            batch, self._pending = self._pending, _Batch()
+            return batch, self._closing
+
+    def _apply(self, batch: _Batch) -> StoreError | None:
+        """Everything at once, or each save by itself. Returns what makes the store unhealthy."""
+        if self.failure is not None:
+            failure = self._attempt(self._store.probe)
+            if failure is not None:
+                self._refuse(batch, failure)
+                return failure
+        if not (batch.sealed or batch.erase or self._store.unerased):
+            return None
+        writers = [writer for _, writer in batch.sealed]
+        failure = self._attempt(partial(self._store.apply, writers))
+        if failure is None:
+            self._tell([token for token, _ in batch.sealed], None)
+            return None
+        log.warning(
+            "commit_refused",
+            tier=self._store.tier.label,
+            saves=len(batch.sealed),
+            unerased=self._store.unerased,
+            error=str(failure),
+        )
+        if len(batch.sealed) > 1:
+            return self._apply_one_by_one(batch)
+        self._refuse(batch, failure)
+        return _illness(failure)
+
+    def _apply_one_by_one(self, batch: _Batch) -> StoreError | None:
+        """One entry that doesn't fit must not take the others with it."""
+        illness: StoreError | None = None
+        for token, writer in batch.sealed:
+            failure = self._attempt(partial(self._store.apply, [writer]))
+            illness = _illness(failure) or illness
+            self._tell([token], failure)
+        return illness
+
+    def _refuse(self, batch: _Batch, failure: StoreError) -> None:
+        self._tell([token for token, _ in batch.sealed], failure)
+
+    def _attempt(self, step: Callable[[], None]) -> StoreError | None:
+        """Returns why nothing of it happened."""
+        try:
+            step()
+        # Nothing ends this thread: saves would wait for ever, and health would stay green.
+        except BaseException as problem:
+            return _failure(problem)
+        return None
+
+    def _record(self, usages: Sequence[Usage]) -> StoreError | None:
+        if not usages:
+            return None
+        try:
+            self._store.record_usage(usages)
+        except BaseException as problem:
+            failure = _failure(problem)
+            log.warning("usage_not_recorded", tier=self._store.tier.label, error=str(failure))
+            return _illness(failure)
+        return None
+
+    def _tell(self, tokens: Sequence[int], error: StoreError | None) -> None:
+        if tokens:
+            self._done(CommitResult(tuple(tokens), error))
+
+
+def _failure(problem: BaseException) -> StoreError:
+    """What a store raised, also where the contract does not know it."""
+    if isinstance(problem, StoreError):
+        return problem
+    log.error("store_raised", exc_info=problem)
+    return StoreError(f"{type(problem).__name__}: {problem}")
+
+
+def _illness(failure: StoreError | None) -> StoreError | None:
+    """A full device is the answer to a save, not an illness of its store."""
+    return None if isinstance(failure, StoreFull) else failure

@@ -1,0 +1,268 @@
+"""The bytes of saves on their way in: one stream's writes, whatever rpc it is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import structlog
+
+from ...proto.errors import InvalidSize, MalformedMessage, PrefixdError
+from ...tiers.store import Buffer, StoreError
+from ..core.effects import SaveEnded
+from ..core.events import SaveOutcome, WriteSealed
+from .loop import Core, Write
+
+log = structlog.get_logger("prefixd.incoming")
+
+#: Fewer bytes than this are copied at once, on the loop: a thread would take longer to wake.
+_INLINE_BYTES = 1 * 2**20
+#: So many messages of one stream are copied before it is another stream's turn.
+_TURN_MESSAGES = 8
+#: So many messages of one stream may wait to be copied.
+MAX_WAITING_MESSAGES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes of one write, as a stream named it. `offset_bytes` None: whatever comes next."""
+
+    number: int
+    data: Buffer
+    last: bool
+    payload_crc32c: int
+    offset_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class _Feed:
+    """One reservation that this stream writes."""
+
+    write: Write
+    meant_crc32c: int = 0
+    #: the last piece came
+    complete: bool = False
+    #: of what the store took; set when it is sealed, taken when that is told
+    crc32c: int | None = None
+    problem: tuple[SaveOutcome, str] | None = None
+
+    def take(self, piece: Piece) -> None:
+        """Copy one piece. On any thread, but one at a time.
+
+        Raises PrefixdError for what breaks the stream, anything else for what ends the write.
+        """
+        if self.problem is not None or self.write.stopping:
+            return
+        if self.complete:
+            raise MalformedMessage(f"write {piece.number}: a part came after the last one")
+        writer = self.write.writer
+        taken_bytes, meant_bytes = writer.written_bytes, self.write.order.payload_bytes
+        if piece.offset_bytes not in (None, taken_bytes):
+            raise InvalidSize(
+                f"write {piece.number}: a part for offset {piece.offset_bytes} came, "
+                f"the next byte is {taken_bytes}; parts come in order and without gaps"
+            )
+        if taken_bytes + len(piece.data) > meant_bytes:
+            why = f"more than the {meant_bytes} bytes reserved came"
+            self.problem = (SaveOutcome.LENGTH_MISMATCH, why)
+            return
+        writer.write(piece.data)
+        if piece.last:
+            self._last(piece)
+
+    def fail(self, problem: Exception) -> None:
+        """The store could not take a piece."""
+        match problem:
+            case StoreError():
+                why = str(problem)
+            case MemoryError():
+                why = "there is no memory for it"
+            case _:
+                why = f"the daemon failed: {problem!r}"
+                log.error("write_failed", key=self.write.order.key.hex(), exc_info=problem)
+        self.problem = (SaveOutcome.FAILED, why)
+
+    def _last(self, piece: Piece) -> None:
+        writer = self.write.writer
+        taken_bytes, meant_bytes = writer.written_bytes, self.write.order.payload_bytes
+        if taken_bytes != meant_bytes:
+            why = f"{taken_bytes} bytes came, {meant_bytes} were reserved"
+            self.problem = (SaveOutcome.LENGTH_MISMATCH, why)
+            return
+        self.complete = True
+        self.meant_crc32c = piece.payload_crc32c
+        self.crc32c = writer.seal()
+
+
+@dataclass(slots=True)
+class _Message:
+    """Pieces that came together; `feeds` are theirs, one for each."""
+
+    feeds: Sequence[_Feed]
+    pieces: Sequence[Piece]
+    then: Callable[[], None]
+
+    def take(self) -> PrefixdError | None:
+        """Copy the pieces. On any thread. Returns what breaks the stream, if anything does."""
+        for feed, piece in zip(self.feeds, self.pieces, strict=True):
+            try:
+                feed.take(piece)
+            except PrefixdError as error:
+                return error
+            except Exception as problem:  # of one save; whoever waits for the others is told
+                feed.fail(problem)
+        return None
+
+
+class Incoming:
+    """Feeds the pieces of one stream into the stores, in the order in which they come.
+
+    Writes that become complete in one message are sealed in one event. Large messages are copied
+    on a worker thread, one after the other while the loop does other things: it is told of each.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._loop = asyncio.get_running_loop()
+        self._feeds: dict[int, _Feed] = {}
+        self._waiting: deque[_Message] = deque()
+        self._copying: asyncio.Future[None] | None = None
+        #: what broke the stream: a piece out of order
+        self.broken: PrefixdError | None = None
+
+    def add(self, number: int, write: Write) -> None:
+        """`number` is how the stream's pieces name this write."""
+        self._feeds[number] = _Feed(write)
+
+    @property
+    def waiting(self) -> int:
+        """Messages that nobody copies yet."""
+        return len(self._waiting)
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._feeds
+
+    async def feed(self, pieces: Sequence[Piece]) -> None:
+        """Take the pieces of one message; those of writes that ended are skipped.
+
+        Raises what breaks the whole stream.
+        """
+        self.begin(pieces, _nothing)
+        await self.idle()
+        if self.broken is not None:
+            raise self.broken
+
+    def begin(self, pieces: Sequence[Piece], then: Callable[[], None]) -> None:
+        """`feed` without waiting; `then` is called when the pieces have been copied."""
+        message = _Message([self._feeds[piece.number] for piece in pieces], pieces, then)
+        if self._copying is None and self._take_at_once(message):
+            self._taken(message, message.take())
+            return
+        for feed in message.feeds:
+            feed.write.busy += 1
+        self._waiting.append(message)
+        if self._copying is None:
+            self._copy()
+
+    def _take_at_once(self, message: _Message) -> bool:
+        """On the loop: few bytes, and none for a disk."""
+        stores = self._core.stores
+        return sum(len(piece.data) for piece in message.pieces) <= _INLINE_BYTES and not any(
+            stores[feed.write.order.tier].blocking for feed in message.feeds
+        )
+
+    async def idle(self) -> None:
+        """Wait until nothing is being copied. A stream that is torn down meanwhile does not stop
+        the thread: until it is done, the room it writes to is not given to anybody else."""
+        cancelled: asyncio.CancelledError | None = None
+        while self._copying is not None:
+            try:
+                await asyncio.wait([self._copying])
+            except asyncio.CancelledError as again:
+                # However often: a stop cancels what a client that is gone cancelled already.
+                cancelled = again
+        if cancelled is not None:
+            raise cancelled
+
+    def _copy(self) -> None:
+        self._copying = self._loop.run_in_executor(self._core.executor, self._copy_some)
+        self._copying.add_done_callback(self._copied_some)
+
+    def _copy_some(self) -> None:
+        """On a worker thread, which other streams may be waiting for: a few messages only."""
+        for _ in range(_TURN_MESSAGES):
+            try:
+                message = self._waiting.popleft()
+            except IndexError:
+                return
+            broken = message.take()
+            self._loop.call_soon_threadsafe(self._copied, message, broken)
+
+    def _copied(self, message: _Message, broken: PrefixdError | None) -> None:
+        for feed in message.feeds:
+            feed.write.busy -= 1
+        self._taken(message, broken)
+
+    def _copied_some(self, _copying: asyncio.Future[None]) -> None:
+        self._copying = None
+        if self._waiting:
+            self._copy()
+
+    def _taken(self, message: _Message, broken: PrefixdError | None) -> None:
+        self.broken = self.broken or broken
+        self._settle(message.feeds)
+        message.then()
+
+    def _settle(self, feeds: Sequence[_Feed]) -> None:
+        """Tell the state what became of the writes of one message."""
+        sealed: list[tuple[int, int, int]] = []
+        for feed in {id(feed): feed for feed in feeds}.values():
+            write = feed.write
+            if write.ended.done():
+                continue
+            if write.stopping:
+                if not write.busy:
+                    self._core.stop_write(write, SaveOutcome.LOST, "the reservation was lost")
+            elif feed.problem is not None:
+                self._core.stop_write(write, *feed.problem)
+            elif feed.crc32c is not None:
+                sealed.append((write.order.token, feed.crc32c, feed.meant_crc32c))
+                feed.crc32c = None
+        if sealed:
+            tokens, crcs, meant = zip(*sealed, strict=True)
+            self._core.post(WriteSealed(tokens, crcs, meant, self._core.clock.now_ns()))
+
+    @asynccontextmanager
+    async def to_the_end(self) -> AsyncIterator[None]:
+        """Around the reading of the stream: however it ends, no write is left open."""
+        try:
+            try:
+                yield
+            finally:
+                await self.idle()
+            if self.broken is not None:
+                raise self.broken
+        except PrefixdError as error:
+            self._abandon(SaveOutcome.LOST, str(error))
+            raise
+        except BaseException:
+            self._abandon(SaveOutcome.LOST, "the connection broke while its bytes arrived")
+            raise
+        self._abandon(SaveOutcome.LENGTH_MISMATCH, "the stream ended before all bytes had come")
+
+    def _abandon(self, outcome: SaveOutcome, why: str) -> None:
+        """The stream is over: whatever is not complete never will be."""
+        for feed in self._feeds.values():
+            if not feed.complete:
+                self._core.stop_write(feed.write, outcome, why)
+
+    async def ended(self) -> dict[int, SaveEnded]:
+        """How each write ended, once all did."""
+        return {number: await feed.write.ended for number, feed in self._feeds.items()}
+
+
+def _nothing() -> None:
+    """What follows a message that somebody waits for."""

@@ -1,0 +1,404 @@
+"""The writer of the index: a sealed memfd that readers map, see `proto.index` for its layout.
+
+The event loop calls it in the same step in which it changes the state. The time of a call does not
+depend on the number of entries, and no call waits for a reader.
+
+An entry that can't be listed (a full chain, too many extents, no memory) is counted, and readers
+miss it. What stands in the index is always true.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+from typing import Final, NamedTuple
+
+from ...proto.index import (
+    CHECKED_BYTES,
+    CONTINUATION_OFFSET,
+    GENERATION_OFFSET,
+    HASH_SHIFT,
+    HASHED,
+    HEADER_BYTES,
+    HEADS_MASK,
+    INCARNATION_BYTES,
+    LINK_OFFSET,
+    LIVE,
+    MAX_CHAIN,
+    MAX_EXTENTS,
+    MOVING,
+    MULTIPLIER_BYTES,
+    REVOKED,
+    ROW_BYTES,
+    SHAPE,
+    STATE,
+    WORDS_PER_ROW,
+    IndexReader,
+    Layout,
+    Listed,
+    pack_continuation,
+    pack_header,
+    pack_row,
+)
+from ...proto.keys import Key
+from ...proto.limits import KEY_BYTES
+from ...tiers.arena import SEALS
+from ...tiers.files import FULL_ERRORS
+from ...tiers.store import StoreError
+
+#: Row numbers have 32 bits.
+MAX_ENTRIES: Final = 2**30
+#: Heads for each entry: with two, 4 of 5 rows are the first of their chain.
+HEADS_PER_ENTRY: Final = 2
+#: One page of them. There is memory for these from the start.
+FIRST_HEADS: Final = 1024
+#: Added to the shape, it counts one change.
+_CHANGE: Final = MOVING << 1
+_SHAPE_MASK: Final = 2**64 - 1
+#: Memory is allocated in pieces of this size before it is written. Without memory the system call
+#: fails, where a store into the mapping would kill the daemon.
+_PIECE_BYTES: Final = 256 * 2**10
+#: Room for continuation rows: one for each entry, on average. It is address space only.
+_ROWS_PER_ENTRY: Final = 2
+
+
+class IndexStats(NamedTuple):
+    """What the index holds now; `unlisted` counts entries that were not listed since the start."""
+
+    entries: int
+    continuation_rows: int
+    heads: int
+    unlisted: int
+    memory_bytes: int
+    size_bytes: int
+
+
+class IndexWriter:
+    """Not thread-safe: it belongs to the event loop.
+
+    `fd` belongs to the writer and may be handed to any process: it can't be written through,
+    mapped for writing, resized, or opened anew for writing.
+    """
+
+    def __init__(self, incarnation: bytes, max_entries: int) -> None:
+        """`incarnation`: 16 bytes. Takes address space for `max_entries` entries; memory follows
+        as they come. Raises ValueError, and StoreError if there can be no such memfd."""
+        if len(incarnation) != INCARNATION_BYTES:
+            raise ValueError(f"an incarnation of {len(incarnation)} bytes")
+        if not 0 < max_entries <= MAX_ENTRIES:
+            raise ValueError(f"an index of {max_entries} entries")
+        self.layout: Final = Layout(
+            max_heads=max(FIRST_HEADS, HEADS_PER_ENTRY * max_entries),
+            max_rows=_ROWS_PER_ENTRY * max_entries,
+        )
+        self.size_bytes: Final = self.layout.size_bytes
+        self._multiplier: Final = secrets.randbits(8 * MULTIPLIER_BYTES) | 1
+        self._entries = 0
+        self._continuation_rows = 0
+        self._unlisted = 0
+        #: as in the header: the number of heads, and a count of changes
+        self._shape = FIRST_HEADS
+        #: rows that were removed, chained by their links
+        self._free_row = 0
+        #: the first row that was never used
+        self._fresh_row = self.layout.first_row
+        #: up to where there is memory for rows and for heads
+        self._secured_row = self.layout.first_row
+        self._secured_heads = FIRST_HEADS
+        self.fd, self._mapping = _sealed_memfd(self.size_bytes)
+        with memoryview(self._mapping) as whole:
+            words = whole.cast("I")
+            longs = whole.cast("Q")
+        heads_start = HEADER_BYTES // 4
+        self._heads = words[heads_start : heads_start + self.layout.max_heads]
+        self._links = words[LINK_OFFSET // 4 :: ROW_BYTES // 4]
+        self._continuations = words[CONTINUATION_OFFSET // 4 :: ROW_BYTES // 4]
+        self._generations = longs[GENERATION_OFFSET // 8 :: ROW_BYTES // 8]
+        self._header = longs[: HEADER_BYTES // 8]
+        words.release()
+        longs.release()
+        header = pack_header(self.layout, incarnation, self._multiplier)
+        self._mapping[: len(header)] = header
+        self._header[SHAPE] = self._shape
+        self._header[STATE] = LIVE
+        self._reader = IndexReader(self._mapping)
+
+    # ---- what it says
+
+    def __len__(self) -> int:
+        """Entries that are listed."""
+        return self._entries
+
+    def get(self, key: Key) -> bytes | None:
+        """The packed row that a reader finds."""
+        return self._reader.get((key,))[0]
+
+    def rows(self, start: int = 0, most: int = 1024) -> tuple[list[bytes], int]:
+        """Packed rows in slices, to be compared with the state: those among the next `most`, and
+        where to go on, 0 at the end.
+
+        A row stays in its place: over all slices, an entry that is listed all the time is
+        returned exactly once.
+        """
+        start = max(start, self.layout.first_row)
+        end = min(start + most, self._fresh_row)
+        found = (self._reader.row_at(number) for number in range(start, end))
+        return [row for row in found if row is not None], end if end < self._fresh_row else 0
+
+    def stats(self) -> IndexStats:
+        """What it holds now. Costs a system call."""
+        return IndexStats(
+            entries=self._entries,
+            continuation_rows=self._continuation_rows,
+            heads=self._shape & HEADS_MASK,
+            unlisted=self._unlisted,
+            memory_bytes=os.fstat(self.fd).st_blocks * 512,
+            size_bytes=self.size_bytes,
+        )
+
+    # ---- changes
+
+    def put(self, entry: Listed) -> bool:
+        """List an entry, in place of what its key had before.
+
+        False if there is no room for it; its key is then not listed any more. Raises struct.error,
+        and changes nothing, for a number that does not fit into a row.
+        """
+        key = entry.key
+        bucket = self._bucket(key)
+        before, old, length = self._find(bucket, key)
+        number = 0
+        if (old or length < MAX_CHAIN) and len(entry.location) <= 2 * MAX_EXTENTS:
+            number = self._write(entry)
+        if not number:
+            self._unlisted += 1
+            if old:
+                self._remove(bucket, before, old)
+            return False
+        if old:
+            self._links[number] = self._links[old]
+            self._link(bucket, before, number)
+            self._recycle(old)
+            return True
+        self._links[number] = self._heads[bucket]
+        self._heads[bucket] = number
+        self._entries += 1
+        for _ in range(HEADS_PER_ENTRY):
+            if self._shape & HEADS_MASK < HEADS_PER_ENTRY * self._entries:
+                self._add_head()
+        return True
+
+    def delete(self, key: Key) -> bool:
+        """Remove an entry; False if it was not listed. After this, a reader that looks it up
+        misses, and the entry's extents may be written."""
+        bucket = self._bucket(key)
+        before, number, _ = self._find(bucket, key)
+        if number:
+            self._remove(bucket, before, number)
+        return bool(number)
+
+    def revoke(self) -> None:
+        """Make every look-up of every reader a miss, from now on and for good."""
+        self._header[STATE] = REVOKED
+
+    @property
+    def revoked(self) -> bool:
+        return self._header[STATE] != LIVE
+
+    def open_reader(self) -> int:
+        """A new descriptor that can only read, for a client. The caller closes it."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Unmap it and close `fd`; readers keep what they mapped. Idempotent."""
+        if self.fd < 0:
+            return
+        self._reader.close()
+        views = (self._heads, self._links, self._continuations, self._generations, self._header)
+        for view in views:
+            view.release()
+        self._mapping.close()
+        os.close(self.fd)
+        self.fd = -1
+
+    # ---- chains
+
+    def _bucket(self, key: bytes) -> int:
+        (word,) = HASHED.unpack(key)
+        count = self._shape & HEADS_MASK
+        bit = 1 << (count - 1).bit_length()
+        bucket: int = word * self._multiplier >> HASH_SHIFT & bit - 1
+        return bucket if bucket < count else bucket ^ bit >> 1
+
+    def _find(self, bucket: int, key: bytes) -> tuple[int, int, int]:
+        """The row before that of `key`, its own row, and how many rows were passed; 0: none."""
+        before, number, passed = 0, self._heads[bucket], 0
+        while number:
+            start = number * ROW_BYTES
+            if self._mapping[start : start + KEY_BYTES] == key:
+                break
+            before, number, passed = number, self._links[number], passed + 1
+        return before, number, passed
+
+    def _link(self, bucket: int, before: int, number: int) -> None:
+        """Make `number` the row that follows `before`, or the first of its chain."""
+        if before:
+            self._links[before] = number
+        else:
+            self._heads[bucket] = number
+
+    def _remove(self, bucket: int, before: int, number: int) -> None:
+        self._link(bucket, before, self._links[number])
+        self._recycle(number)
+        self._entries -= 1
+
+    def _recycle(self, number: int) -> None:
+        """Free the rows of an entry that has just been unlinked."""
+        self._generations[number] = 0
+        # Before its link changes: a reader that is standing there has to notice.
+        self._publish(self._shape + _CHANGE)
+        numbers = [number]
+        while number := self._continuations[number]:
+            numbers.append(number)
+        self._free_rows(numbers)
+        self._continuation_rows -= len(numbers) - 1
+
+    def _publish(self, shape: int) -> None:
+        self._shape = shape & _SHAPE_MASK
+        self._header[SHAPE] = self._shape
+
+    def _add_head(self) -> None:
+        """Divide one chain in two: the new head takes the hashes that have its highest bit."""
+        count = self._shape & HEADS_MASK
+        if count >= self._secured_heads and not self._secure_heads():
+            return
+        bit = 1 << (count.bit_length() - 1)
+        staying: list[int] = []
+        moving: list[int] = []
+        number = self._heads[count ^ bit]
+        while number:
+            start = number * ROW_BYTES
+            (word,) = HASHED.unpack(self._mapping[start : start + KEY_BYTES])
+            moves = word * self._multiplier >> HASH_SHIFT & bit
+            (moving if moves else staying).append(number)
+            number = self._links[number]
+        added = self._shape + 1
+        if moving:
+            self._publish(self._shape | MOVING)
+            self._chain(count, moving)
+            self._chain(count ^ bit, staying)
+            added += _CHANGE
+        self._publish(added)
+
+    def _chain(self, bucket: int, numbers: list[int]) -> None:
+        """Make a chain of these rows."""
+        following = 0
+        for number in reversed(numbers):
+            self._links[number] = following
+            following = number
+        self._heads[bucket] = following
+
+    # ---- rows
+
+    def _write(self, entry: Listed) -> int:
+        """Write the rows of an entry, not linked yet; the number of the first, 0 without room.
+
+        Raises struct.error, and keeps no row, for a number that does not fit.
+        """
+        if len(entry.location) > 2:
+            return self._write_extents(entry)
+        row = pack_row(entry)
+        number = self._take_row()
+        if number:
+            start = number * ROW_BYTES
+            self._mapping[start : start + CHECKED_BYTES] = row
+        return number
+
+    def _write_extents(self, entry: Listed) -> int:
+        rest = entry.location[2:]
+        numbers: list[int] = []
+        for _ in range(1 - -len(rest) // WORDS_PER_ROW):
+            number = self._take_row()
+            if not number:
+                self._free_rows(numbers)
+                return 0
+            numbers.append(number)
+        try:
+            rows = [pack_row(entry, numbers[1])]
+            for position, following in enumerate([*numbers[2:], 0]):
+                words = rest[position * WORDS_PER_ROW : (position + 1) * WORDS_PER_ROW]
+                rows.append(pack_continuation(entry.generation, position, words, following))
+        except struct.error:
+            self._free_rows(numbers)
+            raise
+        for number, row in zip(numbers, rows, strict=True):
+            start = number * ROW_BYTES
+            self._mapping[start : start + CHECKED_BYTES] = row
+        self._continuation_rows += len(numbers) - 1
+        return numbers[0]
+
+    def _take_row(self) -> int:
+        """A row that is not used, 0 if there is none."""
+        number = self._free_row
+        if number:
+            self._free_row = self._links[number]
+            return number
+        number = self._fresh_row
+        if number == self._secured_row and not self._secure_rows():
+            return 0
+        self._fresh_row = number + 1
+        return number
+
+    def _free_rows(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self._links[number] = self._free_row
+            self._free_row = number
+
+    # ---- memory
+
+    def _secure_rows(self) -> bool:
+        """Get memory for more rows. False: there is none, or there are as many as there can be."""
+        start_bytes = self._secured_row * ROW_BYTES
+        end_bytes = min(start_bytes + _PIECE_BYTES, self.layout.end_row * ROW_BYTES)
+        secured_row = end_bytes // ROW_BYTES
+        if secured_row == self._secured_row or not self._secure(start_bytes, end_bytes):
+            return False
+        self._secured_row = secured_row
+        return True
+
+    def _secure_heads(self) -> bool:
+        """Get memory for more heads. False: see `_secure_rows`."""
+        end = min(self._secured_heads + _PIECE_BYTES // 4, self.layout.max_heads)
+        start_bytes, end_bytes = HEADER_BYTES + 4 * self._secured_heads, HEADER_BYTES + 4 * end
+        if end == self._secured_heads or not self._secure(start_bytes, end_bytes):
+            return False
+        self._secured_heads = end
+        return True
+
+    def _secure(self, start_bytes: int, end_bytes: int) -> bool:
+        try:
+            os.posix_fallocate(self.fd, start_bytes, end_bytes - start_bytes)
+        except OSError as problem:
+            if problem.errno not in FULL_ERRORS:
+                raise
+            return False
+        return True
+
+
+def _sealed_memfd(size_bytes: int) -> tuple[int, mmap.mmap]:
+    """A memfd, and the one mapping that can write it. Raises StoreError."""
+    fd = -1
+    try:
+        fd = os.memfd_create("prefixd-index", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, size_bytes)
+        os.posix_fallocate(fd, 0, HEADER_BYTES + 4 * FIRST_HEADS)
+        mapping = mmap.mmap(fd, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except OSError as problem:
+        if fd >= 0:
+            os.close(fd)
+        raise StoreError(f"can't make an index of {size_bytes} bytes: {problem}") from None
+    return fd, mapping

@@ -1,0 +1,132 @@
+"""Bounds on the memory that calls take on their way through the daemon.
+
+A call takes room before it takes bytes, and gives it back when they are gone. The event loop's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from ...proto.errors import LimitReached
+
+#: What one session may have of a quota: others get the rest.
+_SESSION_SHARE: Final = 0.5
+
+
+class Room:
+    """What one call has of a quota."""
+
+    def __init__(self, quota: Quota, size_bytes: int) -> None:
+        self._quota = quota
+        self.size_bytes: Final = size_bytes
+        self._session: int | None = None
+
+    async def belongs_to(self, session: int) -> None:
+        """It counts for a session from now on, which may have to wait for its other calls. Raises
+        LimitReached."""
+        await self._quota.share_of(session).take(self.size_bytes)
+        self._session = session
+
+    def end(self) -> None:
+        if self._session is not None:
+            self._quota.share_of(self._session).give(self.size_bytes)
+            self._quota.forget_share(self._session)
+
+
+class Quota:
+    """`limit_bytes` for all calls of one kind together, and a share of that for each session.
+
+    A call that finds no room waits its turn, at most `wait_s`. A call that is larger than the
+    whole quota has it for itself.
+    """
+
+    def __init__(self, what: str, limit_bytes: int, wait_s: float) -> None:
+        """`what`: the bytes that it bounds, for sentences."""
+        self.what: Final = what
+        self.limit_bytes: Final = limit_bytes
+        self.used_bytes = 0
+        #: calls that were refused for want of room
+        self.refusals = 0
+        self.wait_s = wait_s
+        #: by session: those that have something, or wait for it
+        self._shares: dict[int, Quota] = {}
+        #: who waits for how much, in the order of coming
+        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+
+    @asynccontextmanager
+    async def room(self, size_bytes: int, session: int | None = None) -> AsyncIterator[Room]:
+        """Room for so many bytes while the context lasts. Raises LimitReached."""
+        room = Room(self, size_bytes)
+        try:
+            if session is not None:
+                await room.belongs_to(session)
+            await self.take(size_bytes)
+            try:
+                yield room
+            finally:
+                self.give(size_bytes)
+        finally:
+            room.end()
+
+    def share_of(self, session: int) -> Quota:
+        """What one session may have of it."""
+        share = self._shares.get(session)
+        if share is None:
+            share_bytes = int(self.limit_bytes * _SESSION_SHARE)
+            share = Quota(f"{self.what} of this session", share_bytes, self.wait_s)
+            self._shares[session] = share
+        return share
+
+    def forget_share(self, session: int) -> None:
+        """Unless a call of the session has something of it, or waits for it."""
+        share = self._shares.get(session)
+        if share is not None and not share.used_bytes and not share._waiting:
+            self.refusals += share.refusals
+            del self._shares[session]
+
+    def give(self, size_bytes: int) -> None:
+        """Give back what was taken."""
+        self.used_bytes -= size_bytes
+        self._wake()
+
+    def _fits(self, size_bytes: int) -> bool:
+        return not self.used_bytes or self.used_bytes + size_bytes <= self.limit_bytes
+
+    async def take(self, size_bytes: int) -> None:
+        """Wait for room. `give` gives it back. Raises LimitReached."""
+        if not self._waiting and self._fits(size_bytes):
+            self.used_bytes += size_bytes
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((turn, size_bytes))
+        try:
+            async with asyncio.timeout(self.wait_s):
+                await turn
+        except BaseException as problem:
+            if turn.done() and not turn.cancelled():  # granted, in the moment of giving up
+                self.used_bytes -= size_bytes
+            turn.cancel()
+            self._wake()
+            if isinstance(problem, TimeoutError):
+                self.refusals += 1
+                raise LimitReached(
+                    f"the {self.limit_bytes} bytes for {self.what} were taken for {self.wait_s:g} s"
+                ) from None
+            raise
+
+    def _wake(self) -> None:
+        """Let those have their turn who find room now, the first first."""
+        while self._waiting:
+            turn, size_bytes = self._waiting[0]
+            if turn.done():  # it waits no longer
+                self._waiting.popleft()
+            elif self._fits(size_bytes):
+                self._waiting.popleft()
+                self.used_bytes += size_bytes
+                turn.set_result(None)
+            else:
+                return

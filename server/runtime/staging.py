@@ -1,0 +1,236 @@
+"""Staging memory: where clients on this host put the bytes of their saves.
+
+Each session has one memfd of its own, made and sealed against resizing by the daemon, so that
+no client can make it fault by shrinking it. The client writes into it whenever it likes; the
+daemon only ever copies out of it, and trusts the checksum of its copy, not the memory.
+
+What all of it takes is bounded. An area that nobody saves through for a while gives its pages
+back (the client's mapping stays, and reads zeros). The client is not told, so the first save
+after that is refused: it may have been written before the pages went.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager, suppress
+from typing import Final
+
+import structlog
+
+from ...proto.errors import UnknownStaging
+from .clock import Clock
+
+log = structlog.get_logger("prefixd.staging")
+
+_F_SEAL_SEAL = 0x01
+_F_SEAL_SHRINK = 0x02
+_F_SEAL_GROW = 0x04
+
+_FALLOC_FL_KEEP_SIZE = 0x01
+_FALLOC_FL_PUNCH_HOLE = 0x02
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+#: An area that was not used for so long gives its memory back; for half of that, if another
+#: session has use for it.
+IDLE_S: Final = 60
+_IDLE_NS: Final = IDLE_S * 10**9
+
+
+class Staging:
+    """One session's staging memory. `fd` belongs to it and is passed on as it is."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.fd = os.memfd_create("prefixd-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, size_bytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW)
+            self._mapping = mmap.mmap(self.fd, size_bytes, prot=mmap.PROT_READ)
+        except OSError:
+            os.close(self.fd)
+            raise
+        self._view = memoryview(self._mapping)
+        self._closed = False
+
+    def view(self, offset_bytes: int, length_bytes: int) -> memoryview:
+        """What the client put there. Raises UnknownStaging beyond the end, and after it."""
+        if self._closed:
+            raise UnknownStaging("the session that this staging memory belonged to is over")
+        if offset_bytes + length_bytes > self.size_bytes:
+            raise UnknownStaging(
+                f"bytes {offset_bytes} to {offset_bytes + length_bytes} of staging memory are "
+                f"named, it has {self.size_bytes}"
+            )
+        return self._view[offset_bytes : offset_bytes + length_bytes]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory that is really under it."""
+        return os.fstat(self.fd).st_blocks * 512
+
+    def close(self) -> None:
+        """Unmap it; a copy that still runs keeps the mapping until it is done. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._view.release()
+        with suppress(BufferError):  # then it goes with the last view
+            self._mapping.close()
+        os.close(self.fd)
+
+
+def populate(fd: int, size_bytes: int) -> None:
+    """Put memory under all of it, so that the first copy is as fast as any. Closes `fd`."""
+    _fallocate("staging_not_populated", fd, size_bytes, 0)
+
+
+def give_back(fd: int, size_bytes: int) -> None:
+    """Take the memory from under it: it reads zeros, for the client too. Closes `fd`."""
+    punch = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
+    _fallocate("staging_not_given_back", fd, size_bytes, punch)
+
+
+def _fallocate(event: str, fd: int, size_bytes: int, mode: int) -> None:
+    """On a worker thread; takes milliseconds, without the interpreter's lock."""
+    try:
+        if _libc.fallocate(fd, mode, 0, size_bytes):
+            log.warning(event, problem=os.strerror(ctypes.get_errno()))
+    finally:
+        os.close(fd)
+
+
+class _Area:
+    """A session's staging memory in the pool."""
+
+    __slots__ = ("copies", "memory", "populated", "session", "used_ns")
+
+    def __init__(self, session: int, memory: Staging) -> None:
+        self.session = session
+        self.memory = memory
+        #: there is memory under it, which counts
+        self.populated = False
+        self.used_ns = 0
+        #: saves that are being copied out of it
+        self.copies = 0
+
+
+class StagingPool:
+    """The staging memory of all sessions, `total_bytes` at most. The event loop's."""
+
+    def __init__(self, area_bytes: int, total_bytes: int, executor: Executor, clock: Clock) -> None:
+        self.area_bytes: Final = area_bytes
+        self.total_bytes: Final = total_bytes
+        #: under all areas together, now or as soon as it is populated
+        self.used_bytes = 0
+        #: areas and saves that were refused, because all of it was in use
+        self.refusals = 0
+        self._executor = executor
+        self._clock = clock
+        self._areas: dict[int, _Area] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._areas)
+
+    def __contains__(self, session: object) -> bool:
+        return session in self._areas
+
+    def open(self, session: int) -> Staging:
+        """The memory of a session, made at the first time and populated in the background.
+
+        Raises UnknownStaging when others have all that there may be; OSError.
+        """
+        area = self._areas.get(session)
+        if area is None:
+            self._make_room()
+            area = _Area(session, Staging(self.area_bytes))
+            self._areas[session] = area
+            self._populate(area)
+        elif not area.populated:
+            self._make_room()
+            self._populate(area)
+        return area.memory
+
+    @contextmanager
+    def using(self, session: int) -> Iterator[Staging]:
+        """The memory of a session for one save, which it is not taken from meanwhile. Raises
+        UnknownStaging."""
+        area = self._areas.get(session)
+        if area is None:
+            raise UnknownStaging("this session has no staging memory; save over gRPC")
+        if not area.populated:
+            # What the client wrote may have gone with the pages that were there before.
+            self._make_room()
+            self._populate(area)
+            raise UnknownStaging("the memory was taken, as it was not used; save this over gRPC")
+        area.copies += 1
+        try:
+            yield area.memory
+        finally:
+            area.copies -= 1
+            area.used_ns = self._clock.now_ns()
+
+    def close(self, session: int) -> None:
+        """The session is over. Idempotent."""
+        area = self._areas.pop(session, None)
+        if area is not None:
+            if area.populated:
+                self.used_bytes -= self.area_bytes
+            area.memory.close()
+
+    def close_all(self) -> None:
+        """The daemon stops."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for session in list(self._areas):
+            self.close(session)
+
+    def give_back_idle(self) -> None:
+        """Take the memory from areas that were not used for long."""
+        now_ns = self._clock.now_ns()
+        for area in self._areas.values():
+            if area.populated and not area.copies and now_ns - area.used_ns >= _IDLE_NS:
+                self._give_back(area)
+
+    def _look_again(self) -> None:
+        """See to it that memory that falls idle is noticed."""
+        if self._timer is None and self.used_bytes:
+            self._timer = asyncio.get_running_loop().call_later(IDLE_S / 4, self._due)
+
+    def _due(self) -> None:
+        self._timer = None
+        self.give_back_idle()
+        self._look_again()
+
+    def _make_room(self) -> None:
+        """Have memory for one more area, from one that is idle if need be."""
+        if self.used_bytes + self.area_bytes <= self.total_bytes:
+            return
+        idle = [area for area in self._areas.values() if area.populated and not area.copies]
+        oldest = min(idle, key=lambda area: area.used_ns, default=None)
+        if oldest is None or self._clock.now_ns() - oldest.used_ns < _IDLE_NS // 2:
+            self.refusals += 1
+            raise UnknownStaging(
+                f"other sessions use the {self.total_bytes} bytes of staging memory; save over gRPC"
+            )
+        self._give_back(oldest)
+
+    def _populate(self, area: _Area) -> None:
+        area.populated = True
+        area.used_ns = self._clock.now_ns()
+        self.used_bytes += self.area_bytes
+        self._look_again()
+        # A descriptor of its own: the session may end meanwhile.
+        self._executor.submit(populate, os.dup(area.memory.fd), self.area_bytes)
+
+    def _give_back(self, area: _Area) -> None:
+        area.populated = False
+        self.used_bytes -= self.area_bytes
+        self._executor.submit(give_back, os.dup(area.memory.fd), self.area_bytes)

@@ -1,0 +1,58 @@
+"""What the stores are told to do: changes of records go through a committer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ...proto.vocabulary import Tier
+from ...tiers.store import EntryRef, EntryWriter, Store, Usage
+from .committer import CommitResult, Committer
+
+
+class StoreOrders:
+    """The changes of all stores. Belongs to the event loop; none of its methods raises.
+
+    `committed` is called once for every token of a commit, on any thread. Tiers without records
+    have no committer: nothing of theirs has to be written, and nothing can fail.
+    """
+
+    def __init__(
+        self, stores: Mapping[Tier, Store], committed: Callable[[CommitResult], None]
+    ) -> None:
+        self._stores = stores
+        #: while garbage is looked for: the generations of what was forgotten meanwhile
+        self.forgotten: set[int] | None = None
+        self._committers = {
+            tier: Committer(store, committed) for tier, store in stores.items() if store.recorded
+        }
+
+    def commit(self, tier: Tier, writes: Sequence[tuple[int, EntryWriter]]) -> None:
+        """Make sealed writes durable."""
+        self._committers[tier].commit(writes)
+
+    def forget(self, tier: Tier, entries: Sequence[EntryRef]) -> None:
+        """Let a store forget entries that no search finds any more."""
+        store = self._stores[tier]
+        store.forget(entries)
+        if self.forgotten is not None:
+            self.forgotten.update(entry.generation for entry in entries)
+        if store.unerased:
+            self._committers[tier].erase()
+
+    def record_usage(self, tier: Tier, usages: tuple[Usage, ...]) -> None:
+        committer = self._committers.get(tier)
+        if committer is not None:
+            committer.record_usage(usages)
+
+    def unhealthy(self) -> dict[str, str]:
+        """What does not work, by name."""
+        return {
+            f"{tier.label} commit": committer.failure
+            for tier, committer in self._committers.items()
+            if committer.failure is not None
+        }
+
+    def close(self) -> None:
+        """Finish what was ordered and end the threads. Blocks."""
+        for committer in self._committers.values():
+            committer.close()

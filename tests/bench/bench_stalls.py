@@ -1,0 +1,430 @@
+"""How long another client waits while a daemon does something to all of its entries.
+
+    python tests/bench/bench_stalls.py                    # the core with its loop, in this process
+    python tests/bench/bench_stalls.py --daemon           # a real daemon, its clients over the wire
+
+One client claims and releases a batch of 48 keys all the time; meanwhile the daemon recounts its
+state, reads every payload back, lists everything, wakes 1,000 waiters, takes back what a large
+session held, sweeps, and evicts all. The longest of these claims is what counts, beside the
+longest delay of the loop's own pulse, and whether a session was lost.
+
+In this process the claims run on the same loop as the work, with nothing between: it is the loop
+that is measured. With --daemon the operations come from a connection of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from prefixd.client.bench.run import wait_until_secured
+from prefixd.client.client import Client
+from prefixd.client.ctl.connection import AdminConnection
+from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
+from prefixd.client.results import SaveStatus
+from prefixd.client.saves import SaveItem as ClientItem
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.keys import Key
+from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.server.api.admin import AdminService
+from prefixd.server.api.sessions import ServiceConfig
+from prefixd.server.core.answers import (
+    ClaimAnswer,
+    LookupAnswer,
+    Opened,
+    ReleaseAnswer,
+    ReserveAnswer,
+    WriteOrder,
+)
+from prefixd.server.core.events import (
+    ClaimAsked,
+    ClaimMode,
+    HeartbeatCame,
+    LookupAsked,
+    ReleaseAsked,
+    ReserveAsked,
+    SaveItem,
+    SessionLost,
+    SessionOpened,
+    WriteSealed,
+)
+from prefixd.server.core.state import MetaState
+from prefixd.server.core.tables import StateConfig
+from prefixd.server.runtime.clock import Clock
+from prefixd.server.runtime.loop import Core
+from prefixd.server.runtime.recounting import recount
+from prefixd.tiers.eviction import LRU
+from prefixd.tiers.extents import ExtentAllocator
+from prefixd.tiers.ledger import Ledger
+from prefixd.tiers.ram import RamStore
+
+BATCH_KEYS: Final = 48
+SLAB_BYTES: Final = 4096
+TOKENS: Final = 512
+WAITERS: Final = 1_000
+SECOND_NS: Final = 10**9
+#: Measured with nothing else going on, to compare with.
+QUIET_S: Final = 2.0
+
+
+@dataclass
+class Row:
+    """What one operation did to the others."""
+
+    operation: str
+    took_ms: float
+    claims: int
+    median_ms: float
+    longest_ms: float
+    #: the longest in processor time of the loop's thread, where that is known: the same on a
+    #: machine that does something else, too
+    longest_cpu_ms: float
+    lag_ms: float
+
+
+def new_keys(count: int) -> list[Key]:
+    raw = os.urandom(32 * count)
+    return [Key(raw[i : i + 32]) for i in range(0, len(raw), 32)]
+
+
+def row_of(
+    operation: str, took_s: float, claims_s: list[float], lag_us: int, longest_cpu_s: float = 0
+) -> Row:
+    ordered = sorted(claims_s)
+    return Row(
+        operation,
+        took_s * 1e3,
+        len(ordered),
+        ordered[len(ordered) // 2] * 1e3,
+        ordered[-1] * 1e3,
+        longest_cpu_s * 1e3,
+        lag_us / 1e3,
+    )
+
+
+# ---- in this process
+
+
+class NoIndex:
+    """In the place of the index, which has a benchmark of its own."""
+
+    problem: str | None = None
+    revoked = False
+
+    def change(self, changes: object) -> None: ...
+    def apply(self, changes: object) -> None: ...
+    def forget_dead_readers(self) -> None: ...
+    def differences(self, _: object) -> Iterator[list[Any]]:
+        return iter(())
+
+    def orphans(self, _: object) -> Iterator[tuple[Any, ...]]:
+        return iter(())
+
+
+class Inside:
+    """The core of a daemon with one RAM tier."""
+
+    def __init__(self, entries: int, executor: ThreadPoolExecutor) -> None:
+        budget_bytes = (entries + 4 * WAITERS) * SLAB_BYTES
+        store = RamStore(budget_bytes, SLAB_BYTES)
+        for _ in store.arena.secure_segments():
+            pass
+        extents = ExtentAllocator(0, SLAB_BYTES)
+        ledger = Ledger(Tier.RAM, budget_bytes, LRU(budget_bytes), extents=extents)
+        ledger.grow(budget_bytes)
+        state = MetaState(
+            StateConfig(), {Tier.RAM: ledger}, {Tier.RAM: store.stored_bytes}, frozenset(), 1
+        )
+        self.core = Core(state, {Tier.RAM: store}, NoIndex(), executor, Clock())  # type: ignore[arg-type]
+        self.admin = AdminService(self.core, ServiceConfig(b"", "", 0, 0, 0, ""))
+        self.keys: list[Key] = []
+        self.session = 0
+
+    def now_ns(self) -> int:
+        return self.core.clock.now_ns()
+
+    async def open(self, name: str) -> int:
+        asked = SessionOpened(self.core.next_request(), name, self.now_ns())
+        return (await self.core.ask(asked, Opened)).session
+
+    async def reserve(self, session: int, keys: list[Key]) -> list[WriteOrder]:
+        asked = ReserveAsked(
+            request=self.core.next_request(),
+            session=session,
+            tier=Tier.RAM,
+            reason=SaveReason.COLD,
+            items=tuple(SaveItem(key, SLAB_BYTES, TOKENS) for key in keys),
+            ancestors=(),
+            begin=True,
+            ttl_ns=600 * SECOND_NS,
+            wait_until_ns=0,
+            now_ns=self.now_ns(),
+        )
+        answer = await self.core.ask(asked, ReserveAnswer)
+        return [one for one in answer.results if isinstance(one, WriteOrder)]
+
+    async def save(self, session: int, keys: list[Key]) -> None:
+        tokens = tuple(order.token for order in await self.reserve(session, keys))
+        self.seal(tokens)
+
+    def seal(self, tokens: tuple[int, ...]) -> None:
+        crcs = tuple(ZEROS_CRC32C for _ in tokens)
+        self.core.post(WriteSealed(tokens, crcs, crcs, self.now_ns()))
+
+    async def claim(self, session: int, keys: list[Key], mode: ClaimMode = ClaimMode.ANY) -> int:
+        asked = ClaimAsked(
+            request=self.core.next_request(),
+            session=session,
+            keys=tuple(keys),
+            mode=mode,
+            lease_ns=300 * SECOND_NS,
+            wait_until_ns=0,
+            now_ns=self.now_ns(),
+        )
+        return (await self.core.ask(asked, ClaimAnswer)).claim
+
+    async def release(self, session: int, claim: int) -> None:
+        asked = ReleaseAsked(self.core.next_request(), session, (claim,), self.now_ns())
+        await self.core.ask(asked, ReleaseAnswer)
+
+    async def fill(self, entries: int) -> None:
+        self.session = await self.open("other")
+        while len(self.keys) < entries:
+            keys = new_keys(min(512, entries - len(self.keys)))
+            await self.save(self.session, keys)
+            self.keys += keys
+            self.core.post(HeartbeatCame(self.session, self.now_ns()))
+            await asyncio.sleep(0)
+        gc.collect()
+        gc.freeze()
+
+    async def measure(self, operation: str, work: Callable[[], Awaitable[object]]) -> Row:
+        """Claims in a circle until the work is done."""
+        self.core.lag.max_us = 0
+        claims_s: list[float] = []
+        cpu_s: list[float] = []
+        doing = asyncio.ensure_future(work())
+        start = time.perf_counter()
+        at = 0
+        while not doing.done() or not claims_s:
+            keys = self.keys[at : at + BATCH_KEYS]
+            at = (at + BATCH_KEYS) % (len(self.keys) - BATCH_KEYS)
+            began, cpu_began = time.perf_counter(), time.thread_time()
+            # As an answer that goes over a wire: behind everything that is ready now.
+            await asyncio.sleep(0)
+            claim = await self.claim(self.session, keys)
+            claims_s.append(time.perf_counter() - began)
+            cpu_s.append(time.thread_time() - cpu_began)
+            if claim:
+                await self.release(self.session, claim)
+            self.core.post(HeartbeatCame(self.session, self.now_ns()))
+        took_s = time.perf_counter() - start
+        await doing
+        return row_of(operation, took_s, claims_s, self.core.lag.max_us, max(cpu_s))
+
+    # ---- what is done
+
+    async def nothing(self) -> None:
+        wait = threading.Event().wait
+        await asyncio.get_running_loop().run_in_executor(self.core.executor, wait, QUIET_S)
+
+    async def check(self) -> None:
+        problems, _ = await recount(self.core.state)
+        assert not problems, problems[:3]
+
+    async def check_deep(self) -> None:
+        response = await self.admin.Check(pb.CheckRequest(deep=True), None)  # type: ignore[arg-type]
+        assert not response.problems, response.problems[:3]
+
+    async def list_all(self) -> None:
+        request = pb.ListEntriesRequest(tier=pb.TIER_RAM, page_entries=1_000)
+        while True:
+            page = await self.admin.ListEntries(request, None)  # type: ignore[arg-type]
+            await asyncio.sleep(0)
+            if not page.next_cursor:
+                return
+            request.cursor = page.next_cursor
+
+    async def wake(self) -> None:
+        """1,000 look-ups wait for one save of 48 blocks, and 8 for one of 1,875."""
+        core = self.core
+        for waiters, blocks in ((WAITERS, BATCH_KEYS), (8, 1_875)):
+            keys = new_keys(blocks)
+            orders = await self.reserve(self.session, keys)
+            until_ns = self.now_ns() + 60 * SECOND_NS
+            asked = [
+                LookupAsked(core.next_request(), tuple(keys), True, until_ns, self.now_ns())
+                for _ in range(waiters)
+            ]
+            waits = []
+            for one in asked:
+                waits.append(asyncio.ensure_future(core.ask(one, LookupAnswer)))
+                await asyncio.sleep(0)
+            for order in orders:
+                self.seal((order.token,))
+                if order.token % 16 == 0:
+                    await asyncio.sleep(0)
+            for answer in await asyncio.gather(*waits):
+                assert all(answer.results)
+
+    async def lose_session(self) -> None:
+        session = await self.open("large")
+        for start in range(0, min(len(self.keys), 400_000), 4_096):
+            await self.claim(session, self.keys[start : start + 4_096])
+            await asyncio.sleep(0)
+        self.core.post(SessionLost(session, "it went", self.now_ns()))
+        while self.core.state.busy:
+            await asyncio.sleep(0)
+
+    async def sweep(self) -> None:
+        await self.admin.Gc(pb.GcRequest(), None)  # type: ignore[arg-type]
+
+    async def evict_all(self) -> None:
+        request = pb.EvictRequest(free_bytes=2**62, tiers=[pb.TIER_RAM])
+        await self.admin.Evict(request, None)  # type: ignore[arg-type]
+
+
+#: Of a slab of zeros, which is what an arena holds where nothing was copied.
+ZEROS_CRC32C: Final = 0x98F94189
+
+
+async def inside(entries: int) -> list[Row]:
+    with ThreadPoolExecutor(2) as executor:
+        side = Inside(entries, executor)
+        await side.fill(entries)
+        rows = [await side.measure("nothing", side.nothing)]
+        for name, work in (
+            ("check", side.check),
+            ("check --deep", side.check_deep),
+            ("ls of everything", side.list_all),
+            ("1,000 waiters", side.wake),
+            ("a large session ends", side.lose_session),
+            ("gc", side.sweep),
+            ("evict everything", side.evict_all),
+        ):
+            rows.append(await side.measure(name, work))
+        assert side.core.state.tables.counters.sessions_lost == 1, "but for the large one"
+        await side.core.close()
+        side.core.stores[Tier.RAM].close()
+    return rows
+
+
+# ---- a real daemon
+
+
+def outside(entries: int) -> list[Row]:
+    flags = (
+        f"--ram.budget={(entries + 4 * WAITERS) * SLAB_BYTES}",
+        f"--ram.slab={SLAB_BYTES}",
+        "--shm.budget=0",
+        "--disk.budget=0",
+    )
+    with ExitStack() as stack:
+        directories = stack.enter_context(temporary_directories("stalls"))
+        daemon = stack.enter_context(PrivateDaemon(*directories, flags))
+        admin = stack.enter_context(daemon.admin())
+        admin.timeout_s = 600.0
+        wait_until_secured(admin)
+        client = stack.enter_context(Client(daemon.address))
+        assert client.wait_connected()
+        keys = fill(client, entries)
+        rows = []
+        for name, work in operations(admin):
+            rows.append(measure(client, keys, admin, name, work))
+        assert admin.stats().counters["prefixd_sessions_lost_total"] == 0
+        return rows
+
+
+def operations(admin: AdminConnection) -> list[tuple[str, Callable[[], object]]]:
+    def all_entries() -> None:
+        for _ in admin.all_entries(Tier.RAM):
+            pass
+
+    return [
+        ("nothing", lambda: threading.Event().wait(QUIET_S)),
+        ("check", lambda: admin.check(deep=False)),
+        ("check --deep", lambda: admin.check(deep=True)),
+        ("ls of everything", all_entries),
+        ("claims", admin.claims),
+        ("gc", admin.gc),
+        ("evict everything", lambda: admin.evict(2**62, [Tier.RAM])),
+    ]
+
+
+def fill(client: Client, entries: int) -> list[Key]:
+    keys: list[Key] = []
+    while len(keys) < entries:
+        some = new_keys(min(512, entries - len(keys)))
+        items = [ClientItem(key, key, TOKENS) for key in some]
+        outcomes = client.save_many(items, tier=Tier.RAM, reason=SaveReason.EVICT)
+        assert all(one.status is SaveStatus.SAVED for one in outcomes), outcomes[0]
+        keys += some
+    return keys
+
+
+@contextmanager
+def doing(work: Callable[[], object]) -> Iterator[threading.Thread]:
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        thread.join()
+
+
+def measure(
+    client: Client,
+    keys: list[Key],
+    admin: AdminConnection,
+    name: str,
+    work: Callable[[], object],
+) -> Row:
+    claims_s: list[float] = []
+    at = 0
+    start = time.perf_counter()
+    with doing(work) as thread:
+        while thread.is_alive() or not claims_s:
+            some = keys[at : at + BATCH_KEYS]
+            at = (at + BATCH_KEYS) % (len(keys) - BATCH_KEYS)
+            began = time.perf_counter()
+            with client.claim(some):
+                claims_s.append(time.perf_counter() - began)
+    took_s = time.perf_counter() - start
+    lag_us = admin.stats().counters["prefixd_loop_lag_max_us"]
+    return row_of(name, took_s, claims_s, lag_us)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--entries", type=int, default=1_000_000)
+    parser.add_argument("--daemon", action="store_true", help="a real one, over the wire")
+    parser.add_argument("--json", action="store_true", help="one object instead of a table")
+    options = parser.parse_args()
+    entries: int = options.entries
+    rows = outside(entries) if options.daemon else asyncio.run(inside(entries))
+    if options.json:
+        print(json.dumps([vars(row) for row in rows]))
+        return
+    print(f"{entries:,} entries; claims of {BATCH_KEYS} keys by another client, ms")
+    header = ("took", "claims", "median", "longest", "of it cpu", "loop lag")
+    print(f"{'meanwhile':<24}" + "".join(f"{name:>12}" for name in header))
+    for row in rows:
+        print(
+            f"{row.operation:<24}{row.took_ms:>12,.0f}{row.claims:>12,}"
+            f"{row.median_ms:>12.2f}{row.longest_ms:>12.1f}{row.longest_cpu_ms:>12.1f}"
+            f"{row.lag_ms:>12.1f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""What is measured, against real daemons: it does what it says, and notices what is wrong."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from prefixd.client.bench.crowd import Crowd
+from prefixd.client.bench.evicting import EVICTED, OPS, Evictions
+from prefixd.client.bench.moving import Batch, Buffers, Subject, memcpy_case, new_keys
+from prefixd.client.bench.run import MOVERS, PARTS, Plan, measure, measure_evictions
+from prefixd.client.bench.samples import Row
+from prefixd.client.bench.walking import CHAIN_BLOCKS, HASHING, Walks, questions_of, rpcs_of
+from prefixd.client.client import Client
+from prefixd.client.counters import Counters
+from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.client.wire.remote import RemoteTransport
+from prefixd.proto.errors import InvalidSize, PrefixdError
+from prefixd.proto.vocabulary import SaveReason, Tier
+from tests.support.daemon import private_daemon
+
+BLOCK_BYTES = 700_000
+BLOCKS = 3
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[PrivateDaemon]:
+    with private_daemon(ram="16MiB", shm="16MiB", disk="16MiB") as running:
+        yield running
+
+
+@pytest.fixture
+def client(daemon: PrivateDaemon) -> Iterator[Client]:
+    with Client(daemon.address, verify="disk") as connected:
+        yield connected
+
+
+@pytest.fixture
+def remote(daemon: PrivateDaemon) -> Iterator[Client]:
+    counters = Counters()
+    transport = RemoteTransport(daemon.address, counters=counters)
+    with Client(transport=transport, counters=counters) as connected:
+        yield connected
+
+
+# ---- moving
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+def test_a_batch_goes_there_and_back(client: Client, tier: Tier) -> None:
+    buffers = Buffers(BLOCKS, BLOCK_BYTES)
+    batch = Batch(Subject("me", client, tier, local=True), buffers, BLOCKS)
+    cases = {case.op: case for case in batch.cases()}
+    in_place = set() if tier is Tier.DISK else {"view"}
+    assert set(cases) == {"save", "restore", "exists"} | in_place
+    for case in cases.values():
+        assert (case.peer, case.blocks) == ("me", BLOCKS)
+        assert case.moved_bytes == (0 if case.op == "exists" else BLOCKS * BLOCK_BYTES)
+        case.before()
+        case.action()
+    batch.verify()
+    assert client.counters["saved_entries"] == 2 * BLOCKS
+    rpcs = client.counters["rpcs"]
+    assert isinstance(rpcs, dict)
+    assert rpcs["Read"] == 0, "it was read in place"
+    assert rpcs["Claim"] == (0 if tier is Tier.DISK else 2), "views need a claim, restores none"
+
+
+def test_the_same_over_grpc(remote: Client) -> None:
+    batch = Batch(Subject("me", remote, Tier.RAM, local=False), Buffers(2, 50_000), 2)
+    assert [case.op for case in batch.cases()] == ["save", "restore", "exists"]
+    batch.verify()
+    batch.exists()
+    rpcs = remote.counters["rpcs"]
+    assert isinstance(rpcs, dict)
+    assert (rpcs["Claim"], rpcs["Read"], rpcs["Lookup"]) == (1, 1, 1)
+
+
+def test_every_save_is_of_new_keys(client: Client) -> None:
+    batch = Batch(Subject("me", client, Tier.RAM, local=True), Buffers(1, 100), 1)
+    batch.save()
+    with pytest.raises(PrefixdError, match="me: 1 blocks were not saved: present"):
+        batch.save()
+    batch.renew()
+    batch.save()
+
+
+def test_wrong_bytes_are_noticed(client: Client) -> None:
+    buffers = Buffers(2, 100)
+    batch = Batch(Subject("me", client, Tier.RAM, local=True), buffers, 2)
+    batch.save()
+    batch.restore()
+    buffers.check("me", buffers.rooms(2))
+    buffers.rooms(2)[1][50] ^= 1
+    with pytest.raises(PrefixdError, match="me: block 1 is not what was saved"):
+        buffers.check("me", buffers.rooms(2))
+    buffers.wipe(2)
+    with pytest.raises(PrefixdError, match="block 0"):
+        buffers.check("me", buffers.rooms(2))
+
+
+def test_what_is_gone_is_noticed(client: Client, daemon: PrivateDaemon) -> None:
+    batch = Batch(Subject("me", client, Tier.SHM, local=True), Buffers(2, 100), 2)
+    batch.save()
+    with daemon.admin() as admin:
+        admin.evict(2**40, [Tier.SHM])
+    for operation in (batch.restore, batch.view, batch.exists):
+        with pytest.raises(PrefixdError, match="only 0 of 2 blocks are there"):
+            operation()
+
+
+def test_no_two_blocks_are_the_same() -> None:
+    blocks = [bytes(block) for block in Buffers(4, 64).sources(4)]
+    assert len(set(blocks)) == 4
+
+
+def test_memcpy_copies() -> None:
+    buffers = Buffers(3, 64)
+    case = memcpy_case(buffers, 2)
+    case.action()
+    buffers.check("memcpy", buffers.rooms(2))
+    assert (case.op, case.moved_bytes) == ("restore", 128)
+    assert bytes(buffers.rooms(3)[2]) == b"\1" * 64
+
+
+# ---- searching
+
+
+def test_searches_find_what_is_there_and_ask_nobody(client: Client, daemon: PrivateDaemon) -> None:
+    cases = list(Walks(client, "me", Tier.RAM).cases())
+    assert {case.peer for case in cases} == {HASHING, "me"}
+    assert {case.op: case.blocks for case in cases if case.peer == "me"} == {
+        "walk-hit": 14,
+        "walk-miss": 14,
+        "chain-512": CHAIN_BLOCKS,
+        "chain-miss-512": 1,
+        "chain-16": CHAIN_BLOCKS,
+        "chain-miss-16": 1,
+    }
+    with daemon.admin() as admin:
+        before = rpcs_of(client), questions_of(admin.stats())
+        for case in cases:
+            case.action()
+        assert (rpcs_of(client), questions_of(admin.stats())) == before
+        assert client.exists(new_keys(1)) == [False]
+
+
+def test_the_daemon_counts_what_it_is_asked(remote: Client, daemon: PrivateDaemon) -> None:
+    with daemon.admin() as admin:
+        before = rpcs_of(remote), questions_of(admin.stats())
+        remote.probe(new_keys(3))
+        remote.claim(new_keys(3))
+        assert rpcs_of(remote) == before[0] + 2
+        assert questions_of(admin.stats()) == before[1] + 2
+
+
+def test_a_search_that_finds_something_else_is_noticed(
+    client: Client, daemon: PrivateDaemon
+) -> None:
+    cases = list(Walks(client, "me", Tier.RAM).cases())
+    with daemon.admin() as admin:
+        admin.evict(2**40, [Tier.RAM])
+    hit = next(case for case in cases if case.op == "walk-hit")
+    with pytest.raises(PrefixdError, match="me: a walk found 0 where 16384 are there"):
+        hit.action()
+
+
+# ---- evicting
+
+
+def test_evictions_pass_by_what_is_pinned() -> None:
+    """The tier holds just what is needed."""
+    pinned, plan = 200, Plan(pinned=200, repeats=1)
+    notes: list[str] = []
+    flags = ("--shm.budget=0", "--disk.budget=0")
+    with ExitStack() as stack:
+        daemons = []
+        for _ in OPS:
+            running = stack.enter_context(
+                private_daemon(*flags, ram=f"{4 * (pinned + 2 * EVICTED)}KiB")
+            )
+            admin = stack.enter_context(running.admin())
+            daemons.append((stack.enter_context(Client(running.address)), admin))
+        rows = measure_evictions(daemons, plan, notes.append)
+        assert [(row.op, row.blocks, row.more) for row in rows] == [
+            ("evict", EVICTED, {"beside": 0}),
+            ("evict-unpinned", EVICTED, {"beside": pinned}),
+            ("evict-pinned", EVICTED, {"beside": pinned}),
+        ]
+        assert [admin.stats().tiers[0].entries for _, admin in daemons] == [0, pinned, pinned]
+        assert all(admin.stats().tiers[0].pinned_entries == 0 for _, admin in daemons)
+        client, admin = daemons[0]
+        empty = Evictions(client, admin, "evict", 0, pinned=False)
+        with pytest.raises(PrefixdError, match="evict: 0 of 1000 entries were evicted"):
+            empty.evict()
+    assert notes
+
+
+# ---- many
+
+
+def test_a_crowd_restores(client: Client, daemon: PrivateDaemon) -> None:
+    buffers = Buffers(2, 50_000)
+    batch = Batch(Subject("me", client, Tier.RAM, local=True), buffers, 2)
+    batch.save()
+    with Crowd(2, daemon.address, batch.keys, 50_000, "always") as crowd:
+        one, both = crowd.cases("me")
+        assert (one.op, one.moved_bytes) == ("restore-by-1", 100_000)
+        assert (both.op, both.moved_bytes) == ("restore-by-2", 200_000)
+        one.action()
+        both.action()
+        with daemon.admin() as admin:
+            admin.evict(2**40, [Tier.RAM])
+        with pytest.raises(PrefixdError, match="restored 0 of 2 blocks"):
+            both.action()
+    assert not multiprocessing.active_children()
+
+
+def test_a_crowd_without_a_daemon_is_none() -> None:
+    with (
+        pytest.raises(PrefixdError, match="no daemon answers"),
+        Crowd(1, "unix:/nowhere/at/all", new_keys(1), 10, "disk"),
+    ):
+        pass
+    assert not multiprocessing.active_children()
+
+
+def test_one_that_dies_is_missed(client: Client, daemon: PrivateDaemon) -> None:
+    keys = new_keys(1)
+    client.save(keys[0], b"state", tier=Tier.RAM, reason=SaveReason.EVICT)
+    with Crowd(1, daemon.address, keys, 5, "disk") as crowd:
+        (process,) = multiprocessing.active_children()
+        process.kill()
+        process.join()
+        with pytest.raises(PrefixdError, match="it died"):
+            crowd.restore(1)
+
+
+# ---- all of it
+
+
+def test_a_plan_is_measured(daemon: PrivateDaemon) -> None:
+    plan = Plan(PARTS[:-1], (1, 2), 20_000, repeats=1, clients=2)
+    notes: list[str] = []
+    with daemon.admin() as admin:
+        rows = list(measure(daemon.address, admin, plan, notes.append))
+        assert admin.check(deep=True).problems == []
+    assert len({(row.peer, row.op, row.blocks) for row in rows}) == len(rows)
+    moved = {"prefixd-ram": 4, "prefixd-shm": 4, "prefixd-disk": 3, "prefixd-grpc": 3, "memcpy": 1}
+    for blocks in plan.batches:
+        assert {peer: len(_moves(rows, peer, blocks)) for peer in moved} == moved
+    searches = [row for row in rows if "rpcs" in row.more]
+    assert (
+        {row.more["rpcs"] for row in searches}
+        == {row.more["daemon_lookups"] for row in searches}
+        == {0}
+    )
+    assert {row.op for row in rows if row.op.startswith("restore-by")} == {
+        "restore-by-1",
+        "restore-by-2",
+    }
+    assert all(row.p50_ms > 0 for row in rows)
+    assert not [note for note in notes if "not in place" in note]
+
+
+def _moves(rows: list[Row], peer: str, blocks: int) -> list[str]:
+    ops = ("save", "restore", "view", "exists")
+    return [row.op for row in rows if (row.peer, row.blocks) == (peer, blocks) and row.op in ops]
+
+
+def test_parts_are_measured_by_themselves(daemon: PrivateDaemon) -> None:
+    plan = Plan(("disk",), (1,), 1000, repeats=1)
+    with daemon.admin() as admin:
+        rows = list(measure(daemon.address, admin, plan, lambda _: None))
+    assert [(row.peer, row.op) for row in rows] == [
+        ("memcpy", "restore"), ("prefixd-disk", "save"), ("prefixd-disk", "restore"),
+        ("prefixd-disk", "exists"),
+    ]  # fmt: skip
+    assert plan.movers == ("disk",)
+    assert Plan().movers == MOVERS
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"batches": ()}, {"batches": (0, 1)}, {"block_bytes": 0}, {"repeats": 0}, {"clients": 0},
+     {"pinned": -1}],
+)  # fmt: skip
+def test_a_plan_that_cannot_be_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(InvalidSize):
+        Plan(**wrong)  # type: ignore[arg-type]  # each is of its own type
+
+
+def test_a_tier_has_room_for_what_is_measured_in_it() -> None:
+    plan = Plan(("ram",), (1, 4), 100_000)
+    assert plan.entries_bytes(65_536) == 3 * 4 * 2 * 65_536
+    assert (
+        Plan(("ram", "walk"), (1, 4), 100_000).entries_bytes(65_536) == (3 * 4 * 2 + 513) * 65_536
+    )

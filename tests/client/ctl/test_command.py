@@ -1,0 +1,188 @@
+"""What every command shares: options before and after its name, output, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from prefixd.client.ctl import command as commands
+from prefixd.client.ctl.command import Common, Ctl, ExitCode, Group, command
+from prefixd.client.ctl.main import app as real_app
+from prefixd.client.ctl.main import root
+from prefixd.client.lab.source import TraceError
+from prefixd.proto.errors import (
+    ConfigError,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    InvalidKey,
+    LimitReached,
+    PrefixdError,
+    UnknownEntry,
+)
+
+seen: list[Any] = []
+
+
+def made(function: Any, **options: Any) -> typer.Typer:
+    """prefixctl with one command, `it`."""
+    app = typer.Typer(cls=Group)
+    app.callback()(root)
+    command(app, "it", **options)(function)
+    app.command("other")(lambda: None)
+    return app
+
+
+def run(app: typer.Typer, *arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def note(ctl: Ctl, number: int = 1) -> None:
+    """Do nothing."""
+    seen.append((ctl.common, number))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "common"),
+    [
+        (["it"], Common()),
+        (["--address", "h:1", "--json", "--timeout", "2s", "it"], Common("h:1", True, 2.0)),
+        (["it", "--address", "h:1", "--json", "--timeout", "2s"], Common("h:1", True, 2.0)),
+        (["--address", "h:1", "it", "--address", "h:2"], Common("h:2")),
+        (["--timeout", "1", "it", "--timeout", "500ms"], Common(timeout_s=0.5)),
+    ],
+)
+def test_options_may_be_before_and_after_the_name(arguments: list[str], common: Common) -> None:
+    seen.clear()
+    result = run(made(note), *arguments, "--number", "7")
+    assert result.exit_code == 0, result.output
+    assert seen == [(common, 7)]
+
+
+def test_a_command_with_its_own_json_option_sees_the_one_before_its_name() -> None:
+    seen.clear()
+    app = made(note, own_json=True)
+    assert run(app, "--json", "it").exit_code == 0
+    assert seen == [(Common(as_json=True), 1)]
+    assert run(app, "it", "--json").exit_code == ExitCode.BAD_INPUT
+
+
+def test_help_lists_what_all_commands_share() -> None:
+    help_text = run(made(note), "it", "--help").stdout
+    for words in ("Do nothing.", "--number", "--address", "--json", "--timeout"):
+        assert words in help_text
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (DaemonUnavailable("nobody"), ExitCode.UNREACHABLE),
+        (DeadlineExceeded("too slow"), ExitCode.UNREACHABLE),
+        (InvalidKey("no key"), ExitCode.BAD_INPUT),
+        (ConfigError("no address"), ExitCode.BAD_INPUT),
+        (TraceError("file", 3, "no JSON"), ExitCode.BAD_INPUT),
+        (UnknownEntry("not there"), ExitCode.PROBLEM),
+        (LimitReached("full"), ExitCode.PROBLEM),
+        (PrefixdError("whatever"), ExitCode.PROBLEM),
+    ],
+)
+def test_an_expected_failure_is_a_sentence_and_an_exit_code(
+    error: Exception, code: ExitCode
+) -> None:
+    def fails(ctl: Ctl) -> None:
+        assert ctl
+        raise error
+
+    result = run(made(fails), "it")
+    assert result.exit_code == code
+    assert result.stderr == f"prefixctl: {error}\n"
+    assert result.stdout == ""
+
+
+def test_an_unexpected_failure_is_not_hidden() -> None:
+    def fails(ctl: Ctl) -> None:
+        raise KeyError(str(ctl))
+
+    assert isinstance(run(made(fails), "it").exception, KeyError)
+
+
+@pytest.mark.parametrize("address", ["nowhere", "host:99999", "unix:relative"])
+def test_an_address_that_is_none_is_bad_input(address: str) -> None:
+    result = run(real_app, "stats", "--address", address)
+    assert result.exit_code == ExitCode.BAD_INPUT
+    assert address in result.stderr
+
+
+@pytest.mark.parametrize("time", ["0", "soon", "-1"])
+def test_a_timeout_that_is_none_is_bad_input(time: str) -> None:
+    assert run(real_app, "stats", f"--timeout={time}").exit_code == ExitCode.BAD_INPUT
+
+
+def test_the_daemon_is_found_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFIXD_ADDRESS", "/somewhere/else")
+    assert Ctl(Common()).address == "unix:/somewhere/else"
+    assert Ctl(Common(address="h:1")).address == "h:1"
+    monkeypatch.delenv("PREFIXD_ADDRESS")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/runtime")
+    assert Ctl(Common()).address == "unix:/runtime/prefixd/prefixd.sock"
+
+
+def test_data_is_shown_as_json_or_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    Ctl(Common(as_json=True)).show({"a": [1]}, lambda: "table")
+    assert json.loads(capsys.readouterr().out) == {"a": [1]}
+    Ctl(Common()).show({"a": [1]}, lambda: "table")
+    assert capsys.readouterr().out == "table\n"
+
+
+def test_a_pipe_gets_whole_lines_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    console = commands.make_console()
+    assert not console.is_terminal
+    assert console.width > 150
+    monkeypatch.setenv("COLUMNS", "70")
+    assert commands.make_console().width == 70
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
+    """`prefixctl ... | head -1`"""
+    program = (
+        "from prefixd.client.ctl.main import app\n"
+        "from prefixd.client.ctl.command import command, print_json\n"
+        "def much(ctl):\n"
+        "    for _ in range(100): print_json(list(range(10_000)))\n"
+        "command(app, 'much')(much)\n"
+        "app(['much'])\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    complaints = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(), complaints) == (0, b"")
+
+
+def test_help_needs_none_of_the_slow_modules() -> None:
+    """What `prefixctl --help` imports, rather than how long it takes on this machine."""
+    program = (
+        "import sys\n"
+        "from prefixd.client.ctl.main import app\n"
+        "try: app(['--help'])\n"
+        "except SystemExit: pass\n"
+        "slow = {'grpc', 'google.protobuf', 'msgpack', 'lmdb', 'multiprocessing', 'matplotlib'}\n"
+        "sys.exit(', '.join(sorted(slow & set(sys.modules))) or 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout

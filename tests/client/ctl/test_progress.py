@@ -1,0 +1,62 @@
+"""Progress bars: what goes through them is unchanged, and pipes see nothing of them."""
+
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from prefixd.client.ctl import progress
+from prefixd.client.lab.trace import Request, read_trace, write_trace
+
+
+class Terminal(StringIO):
+    """Standard error that a person looks at."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Call it in the test itself: between fixtures and test pytest puts its own stream back."""
+    for name in ("NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    return terminal
+
+
+def test_reading_passes_the_items_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = looked_at(monkeypatch)
+    path = tmp_path / "t.jsonl"
+    requests = [Request(n, 512, 1, (n,)) for n in range(2000)]
+    write_trace(path, requests)
+    assert list(progress.reading(read_trace(path), "reading the trace")) == requests
+    assert "reading the trace" in terminal.getvalue()
+
+
+def test_counting_passes_the_items_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = looked_at(monkeypatch)
+    assert list(progress.counting(iter(range(1000)), 1000, "making")) == list(range(1000))
+    assert "1000/1000" in terminal.getvalue()
+    assert list(progress.counting([], 0, "nothing")) == []
+
+
+def test_rereading_reads_again_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = looked_at(monkeypatch)
+    path = tmp_path / "t.jsonl"
+    requests = [Request(n, 512, 1, (n,)) for n in range(10)]
+    write_trace(path, requests)
+    again = progress.Rereading(read_trace(path), "one pass", "another")
+    for _ in range(3):
+        assert list(again) == requests
+    assert "one pass" in terminal.getvalue()
+    assert "another" in terminal.getvalue()
+
+
+def test_a_pipe_sees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = StringIO()
+    monkeypatch.setattr(sys, "stderr", pipe)
+    assert list(progress.counting(range(600), 600, "making")) == list(range(600))
+    assert pipe.getvalue() == ""

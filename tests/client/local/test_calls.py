@@ -1,0 +1,453 @@
+"""Calls over the local socket, against a daemon that answers as a test wants it to."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixd.client.local.calls import Line, LocalCalls
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.errors import (
+    ClaimLost,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    Draining,
+    InvalidBatch,
+    InvalidSize,
+    LimitReached,
+    MalformedMessage,
+    PrefixdError,
+    UnknownSession,
+)
+from prefixd.proto.limits import MAX_BATCH_KEYS, MAX_MESSAGE_BYTES
+from tests.support.fakes_local import (
+    PATIENCE_S,
+    Daemon,
+    Peer,
+    echo,
+    failure,
+    looked,
+    open_descriptors,
+    response,
+    room_for,
+)
+
+SESSION = pb.SessionRef(incarnation=b"i" * 16, session_id=7, secret=b"s" * 16)
+
+
+class Instead:
+    """Calls over gRPC: counted, and not made."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Any, float]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(request: Any, *, timeout: float) -> Any:
+            self.asked.append((name, request, timeout))
+            return ANSWERS[name]
+
+        return call
+
+
+KINDS: dict[str, tuple[str, Any, Any]] = {
+    "Lookup": (
+        "lookup",
+        pb.LookupRequest(keys=[bytes(32)], wait_ms=3),
+        pb.LookupResponse(results=[pb.LookupResult(presence=pb.PRESENCE_ABSENT)]),
+    ),
+    "Claim": (
+        "claim",
+        pb.ClaimRequest(session=SESSION, keys=[bytes(32)], brief=True),
+        pb.ClaimResponse(claim_id=5),
+    ),
+    "Release": (
+        "release",
+        pb.ReleaseRequest(session=SESSION, claim_ids=[5]),
+        pb.ReleaseResponse(results=[pb.RELEASE_STATUS_RELEASED]),
+    ),
+    "Reserve": (
+        "reserve",
+        pb.ReserveRequest(header=pb.SaveHeader(session=SESSION)),
+        pb.ReserveResponse(ttl_ms=9),
+    ),
+    "Cancel": (
+        "cancel",
+        pb.CancelRequest(session=SESSION, tokens=[1]),
+        pb.CancelResponse(cancelled=[True]),
+    ),
+}
+ANSWERS = {name: answer for name, (_, _, answer) in KINDS.items()}
+CALLS = pytest.mark.parametrize("name", KINDS)
+
+
+@pytest.fixture
+def instead() -> Instead:
+    return Instead()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "l")
+
+
+@pytest.fixture
+def daemon(path: str) -> Iterator[Daemon]:
+    running = Daemon(path)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+@pytest.fixture
+def calls(daemon: Daemon, instead: Instead) -> Iterator[LocalCalls]:
+    made = LocalCalls(daemon.path, SESSION, instead)
+    yield made
+    made.close()
+
+
+def lookup(calls: LocalCalls, keys: int = 1, timeout_s: float = PATIENCE_S) -> int:
+    """How many results came."""
+    request = pb.LookupRequest(keys=[bytes(32)] * keys)
+    return len(calls.Lookup(request, timeout=timeout_s).results)
+
+
+# ---- asked and answered
+
+
+@CALLS
+def test_a_call_is_one_request_and_its_answer(
+    daemon: Daemon, calls: LocalCalls, instead: Instead, name: str
+) -> None:
+    kind, request, answer = KINDS[name]
+    asked: list[pb.LocalRequest] = []
+
+    def serve(peer: Peer) -> None:
+        for each in peer.requests():
+            asked.append(each)
+            peer.socket.sendall(response(**{kind: answer}))
+        assert peer.attached == SESSION
+
+    daemon.serve = serve
+    assert getattr(calls, name)(request, timeout=PATIENCE_S) == answer
+    assert asked == [pb.LocalRequest(**{kind: request})]
+    assert instead.asked == []
+
+
+def test_an_answer_may_come_in_pieces(daemon: Daemon, calls: LocalCalls) -> None:
+    def serve(peer: Peer) -> None:
+        for request in peer.requests():
+            for byte in looked(len(request.lookup.keys)):
+                peer.socket.sendall(bytes([byte]))
+
+    daemon.serve = serve
+    assert [lookup(calls, keys) for keys in range(1, 20)] == [*range(1, 20)]
+
+
+def test_an_answer_may_be_large(calls: LocalCalls) -> None:
+    assert lookup(calls, 100_000) == 100_000
+
+
+# ---- without a line
+
+
+@CALLS
+@pytest.mark.parametrize("why", ["nobody", "nobody any more", "no socket", "a full backlog"])
+def test_without_a_line_the_call_goes_another_way(
+    path: str, instead: Instead, name: str, why: str
+) -> None:
+    with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as waiting:
+        match why:
+            case "nobody any more":
+                listening.bind(path)
+            case "no socket":
+                Path(path).touch()
+            case "a full backlog":
+                listening.bind(path)
+                listening.listen(0)
+                waiting.connect(path)
+        calls = LocalCalls(path, SESSION, instead)
+        _, request, answer = KINDS[name]
+        before = open_descriptors()
+        assert getattr(calls, name)(request, timeout=2.5) == answer
+        assert instead.asked == [(name, request, 2.5)]
+        with pytest.raises(OSError):  # noqa: PT011  # whatever connecting raises
+            calls.give_back(SESSION, [1])
+        assert open_descriptors() == before
+        calls.close()
+
+
+def test_a_process_without_descriptors_goes_another_way(path: str, instead: Instead) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+        calls = LocalCalls(path, SESSION, instead)
+        with room_for(0):
+            lookup(calls)
+        assert [name for name, _, _ in instead.asked] == ["Lookup"]
+        with calls.line(PATIENCE_S):
+            pass  # it is tried again with the next call
+        calls.close()
+
+
+# ---- lines
+
+
+def test_calls_one_after_the_other_share_a_line(daemon: Daemon, calls: LocalCalls) -> None:
+    assert [lookup(calls, keys) for keys in range(1, 30)] == [*range(1, 30)]
+    assert daemon.connections == 1
+
+
+def test_calls_at_once_have_a_line_each(daemon: Daemon, calls: LocalCalls) -> None:
+    """Which are used again."""
+    at_once = 4
+    together = threading.Barrier(at_once)
+
+    def serve(peer: Peer) -> None:
+        for request in peer.requests():
+            together.wait(PATIENCE_S)
+            peer.socket.sendall(looked(len(request.lookup.keys)))
+
+    daemon.serve = serve
+    with ThreadPoolExecutor(at_once) as threads:
+        for _ in range(5):
+            sizes = range(1, at_once + 1)
+            assert [*threads.map(lambda keys: lookup(calls, keys), sizes)] == [*sizes]
+    assert daemon.connections == at_once
+
+
+def test_each_of_many_threads_gets_its_own_answers(daemon: Daemon, calls: LocalCalls) -> None:
+    def ask_on(thread: int) -> list[int]:
+        return [lookup(calls, thread) for _ in range(50)]
+
+    with ThreadPoolExecutor(8) as threads:
+        assert [*threads.map(ask_on, range(1, 9))] == [[thread] * 50 for thread in range(1, 9)]
+    assert daemon.connections <= 8
+
+
+def test_a_late_answer_is_nobodys(daemon: Daemon, calls: LocalCalls) -> None:
+    """It would be taken for that of the next call."""
+    late = threading.Event()
+    said: list[object] = []
+
+    def serve_late(peer: Peer) -> None:
+        peer.receive()
+        assert late.wait(PATIENCE_S)
+        try:
+            peer.socket.sendall(looked(1))
+        except BrokenPipeError:
+            said.append("broken pipe")
+        said.append(peer.receive())
+
+    daemon.serve = serve_late
+    with pytest.raises(DeadlineExceeded, match="did not answer in time"):
+        lookup(calls, 1, timeout_s=0.01)
+    daemon.serve = echo
+    late.set()
+    assert daemon.ended.acquire(timeout=PATIENCE_S)
+    assert said == ["broken pipe", None], "the line is no more"
+    assert lookup(calls, 2) == 2
+    assert daemon.connections == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "raised"),
+    [
+        (b"", DaemonUnavailable),
+        (looked(3)[:-1], DaemonUnavailable),
+        (looked(3)[:2], DaemonUnavailable),
+        (struct.pack("<I", 2) + b"\xff\xff", MalformedMessage),
+        (struct.pack("<I", MAX_MESSAGE_BYTES + 1), MalformedMessage),
+    ],
+    ids=["hangs up", "in the middle", "in the length", "rubbish", "too long"],
+)
+def test_what_is_no_answer_ends_the_line_and_not_the_next_call(
+    daemon: Daemon, calls: LocalCalls, said: bytes, raised: type[PrefixdError]
+) -> None:
+    def serve(peer: Peer) -> None:
+        peer.receive()
+        peer.socket.sendall(said)
+
+    daemon.serve = serve
+    with pytest.raises(raised):
+        lookup(calls)
+    daemon.serve = echo
+    assert lookup(calls, 2) == 2
+
+
+def test_a_line_that_the_daemon_ended_meanwhile_costs_one_call(
+    daemon: Daemon, calls: LocalCalls, instead: Instead
+) -> None:
+    """Which may have been carried out, so that nobody repeats it."""
+
+    def serve(peer: Peer) -> None:
+        peer.receive()
+        peer.socket.sendall(looked(1))
+
+    daemon.serve = serve
+    assert lookup(calls) == 1
+    assert daemon.ended.acquire(timeout=PATIENCE_S)
+    daemon.serve = echo
+    with pytest.raises(DaemonUnavailable):
+        lookup(calls, 2)
+    assert lookup(calls, 2) == 2
+    assert instead.asked == []
+
+
+def test_a_daemon_that_reads_nothing(daemon: Daemon, calls: LocalCalls) -> None:
+    enough = threading.Event()
+    daemon.serve = lambda _: assert_set(enough)
+    with pytest.raises(DeadlineExceeded):
+        lookup(calls, 2**17, timeout_s=0.01)
+    enough.set()
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(PATIENCE_S)
+
+
+def test_every_wait_has_its_own_time(daemon: Daemon) -> None:
+    enough = threading.Event()
+
+    def serve(peer: Peer) -> None:
+        peer.socket.sendall(looked(1))
+        assert_set(enough)
+
+    daemon.serve = serve
+    with closing(Line(daemon.path, SESSION, PATIENCE_S)) as line:
+        line.send(pb.LocalRequest(lookup=pb.LookupRequest()), PATIENCE_S)
+        assert len(line.receive(PATIENCE_S).lookup.results) == 1
+        with pytest.raises(DeadlineExceeded):
+            line.receive(0.01)
+        with pytest.raises(DeadlineExceeded):
+            line.send(pb.LocalRequest(lookup=pb.LookupRequest(keys=[bytes(2**22)])), 0.02)
+        assert line._socket.gettimeout() == 0.02
+        enough.set()
+
+
+def test_a_message_above_the_most_is_not_sent(calls: LocalCalls) -> None:
+    """The daemon would hang up before it has read it, and that sounds as if it were not there."""
+    with pytest.raises(InvalidSize, match=f"{MAX_MESSAGE_BYTES} is the most"):
+        calls.Lookup(pb.LookupRequest(keys=[bytes(MAX_MESSAGE_BYTES)]), timeout=PATIENCE_S)
+    assert lookup(calls) == 1
+
+
+def test_whatever_else_ends_a_call_ends_its_line(daemon: Daemon, calls: LocalCalls) -> None:
+    with pytest.raises(KeyboardInterrupt), calls.line(PATIENCE_S):
+        raise KeyboardInterrupt
+    assert daemon.ended.acquire(timeout=PATIENCE_S)
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize(
+    "kind", [UnknownSession, ClaimLost, LimitReached, InvalidBatch, Draining, PrefixdError]
+)
+def test_a_failure_is_what_the_daemon_raised(
+    daemon: Daemon, calls: LocalCalls, kind: type[PrefixdError]
+) -> None:
+    def serve(peer: Peer) -> None:
+        for _ in peer.requests():
+            peer.socket.sendall(failure(kind.name))
+
+    daemon.serve = serve
+    with pytest.raises(PrefixdError, match="a sentence") as raised:
+        lookup(calls)
+    assert type(raised.value) is kind
+    assert raised.value.retryable == kind.retryable
+
+
+@pytest.mark.parametrize("retry", [False, True])
+def test_a_failure_of_a_later_version_says_whether_to_repeat_the_call(
+    daemon: Daemon, calls: LocalCalls, retry: bool
+) -> None:
+    def serve(peer: Peer) -> None:
+        for _ in peer.requests():
+            peer.socket.sendall(failure("weather_too_bad", retry=retry))
+
+    daemon.serve = serve
+    with pytest.raises(PrefixdError, match="a sentence") as raised:
+        lookup(calls)
+    assert type(raised.value) is PrefixdError
+    assert raised.value.retryable is retry
+    assert not PrefixdError("another").retryable
+
+
+# ---- giving back
+
+
+def test_giving_back_waits_for_nothing(daemon: Daemon, calls: LocalCalls) -> None:
+    asked: list[pb.LocalRequest] = []
+
+    def serve(peer: Peer) -> None:
+        for request in peer.requests():
+            asked.append(request)
+            if request.HasField("lookup"):
+                peer.socket.sendall(looked(len(request.lookup.keys)))
+
+    daemon.serve = serve
+    many = range(2 * MAX_BATCH_KEYS + 1)  # more than go into one call
+    calls.give_back(SESSION, [1, 2])
+    calls.give_back(SESSION, many)
+    assert lookup(calls, 5) == 5
+    assert [request.WhichOneof("kind") for request in asked] == ["give_back"] * 4 + ["lookup"]
+    assert asked[0].give_back == pb.ReleaseRequest(session=SESSION, claim_ids=[1, 2])
+    given = [list(request.give_back.claim_ids) for request in asked[1:4]]
+    assert [len(claims) for claims in given] == [MAX_BATCH_KEYS, MAX_BATCH_KEYS, 1]
+    assert [number for claims in given for number in claims] == [*many]
+    assert daemon.connections == 1
+
+
+# ---- the end
+
+
+def test_closing_hangs_up_on_idle_lines(daemon: Daemon, calls: LocalCalls) -> None:
+    lookup(calls)
+    calls.close()
+    assert daemon.ended.acquire(timeout=PATIENCE_S)
+    calls.close()
+
+
+def test_a_call_under_way_is_answered_although_it_was_closed(
+    daemon: Daemon, calls: LocalCalls, instead: Instead
+) -> None:
+    """Then its line is closed as well, and later calls go over gRPC."""
+    asked, answering = threading.Event(), threading.Event()
+
+    def serve(peer: Peer) -> None:
+        peer.receive()
+        asked.set()
+        assert answering.wait(PATIENCE_S)
+        peer.socket.sendall(looked(3))
+        assert peer.receive() is None
+
+    daemon.serve = serve
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(lookup, calls)
+        assert asked.wait(PATIENCE_S)
+        calls.close()
+        answering.set()
+        assert call.result() == 3
+    assert daemon.ended.acquire(timeout=PATIENCE_S)
+    lookup(calls, 2)
+    assert [name for name, _, _ in instead.asked] == ["Lookup"]
+    assert daemon.connections == 1
+
+
+def test_lines_leave_no_descriptor(daemon: Daemon, path: str, instead: Instead) -> None:
+    before = open_descriptors()
+    for _ in range(20):
+        calls = LocalCalls(path, SESSION, instead)
+        lookup(calls)
+        calls.close()
+        assert daemon.ended.acquire(timeout=PATIENCE_S)
+    assert open_descriptors() == before

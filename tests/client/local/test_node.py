@@ -1,0 +1,325 @@
+"""What was handed over: an index, arenas and staging memory, made here as the daemon makes them."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from prefixd.client.local.arenas import Arena, FileArena, MappedArena
+from prefixd.client.local.calls import LocalCalls
+from prefixd.client.local.node import InPlace, LocalNode
+from prefixd.client.results import Entry
+from prefixd.client.wire.connection import Calls
+from prefixd.client.wire.transport import Copied
+from prefixd.proto import local
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.arena_header import ARENA_HEADER_BYTES, encode_arena_header
+from prefixd.proto.entry import EntryRecord
+from prefixd.proto.keys import Key
+from prefixd.proto.record import crc32c
+from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.server.runtime.index import IndexWriter
+
+INCARNATION = b"i" * 16
+REF = pb.SessionRef(incarnation=INCARNATION, session_id=7)
+CALLS = LocalCalls("/nowhere", REF, cast(Calls, None))
+SLAB = 4096
+SLABS = 64
+
+
+def key_of(number: int) -> Key:
+    return Key(bytes([number]) * 32)
+
+
+@dataclass
+class Made:
+    """A daemon's memory, without the daemon."""
+
+    tier: Tier
+    writer: IndexWriter
+    #: the arena
+    fd: int
+    node: LocalNode
+    generation: int = 0
+    entries: dict[int, Entry] = field(default_factory=dict)
+
+    def put(self, number: int, location: tuple[int, ...], payload: bytes, crc: int = -1) -> Entry:
+        """Write a payload, then list it."""
+        left = payload
+        for start, length in zip(location[::2], location[1::2], strict=True):
+            os.pwrite(self.fd, left[:length], start)
+            left = left[length:]
+        self.generation += 1
+        record = EntryRecord(
+            key=key_of(number),
+            tier=self.tier,
+            reason=SaveReason.COLD,
+            generation=self.generation,
+            created_ns=1,
+            payload_bytes=len(payload),
+            token_count=512,
+            layer_count=0,
+            token_ids_bytes=0,
+            location=location,
+            payload_crc32c=crc32c(payload) if crc < 0 else crc,
+        )
+        assert self.writer.put(record)
+        entry = Entry(
+            record.key,
+            self.tier,
+            len(payload),
+            512,
+            record.payload_crc32c,
+            0,
+            0,
+            record.generation,
+            SaveReason.COLD,
+        )
+        self.entries[number] = entry
+        return entry
+
+    def rename(self, incarnation: bytes) -> None:
+        """Another start of the daemon takes the arena."""
+        os.pwrite(self.fd, encode_arena_header(incarnation, SLAB), 0)
+
+
+def arena_file(path: Path) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    os.ftruncate(fd, SLAB * SLABS)
+    os.pwrite(fd, encode_arena_header(INCARNATION, SLAB), 0)
+    return fd
+
+
+NAMES = {Tier.RAM: local.RAM, Tier.SHM: local.SHM, Tier.DISK: local.DISK}
+
+
+@pytest.fixture(params=list(Tier), ids=lambda tier: tier.label)
+def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Made]:
+    tier: Tier = request.param
+    writer = IndexWriter(INCARNATION, 1000)
+    fd = arena_file(tmp_path / "arena")
+    handed = {
+        local.INDEX: (writer.open_reader(), writer.size_bytes),
+        NAMES[tier]: (os.open(tmp_path / "arena", os.O_RDONLY), SLAB * SLABS),
+    }
+    made = Made(tier, writer, fd, LocalNode(handed, {}, REF, CALLS))
+    assert made.node.refused == {}
+    assert made.node.indexed
+    yield made
+    writer.close()
+    os.close(fd)
+
+
+def payload_of(length: int, seed: int = 1) -> bytes:
+    return bytes((seed * 7 + at) % 251 for at in range(length))
+
+
+def copy(made: Made, *entries: Entry, check: bool = True) -> tuple[list[Copied], list[bytes]]:
+    targets = [bytearray(entry.payload_bytes) for entry in entries]
+    views = [memoryview(target) for target in targets]
+    outcomes = made.node.copy(entries, views, [check] * len(entries))
+    return outcomes, [bytes(target) for target in targets]
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(
+    "location",
+    [(SLAB, SLAB), (2 * SLAB, SLAB, SLAB, SLAB), (SLAB, SLAB, 9 * SLAB, 2 * SLAB, 5 * SLAB, SLAB)],
+)
+def test_a_payload_is_copied_from_its_extents(
+    made: Made, location: tuple[int, ...], check: bool
+) -> None:
+    payload = payload_of(sum(location[1::2]) - 5)
+    entry = made.put(1, location, payload)
+    assert copy(made, entry, check=check) == ([Copied.WHOLE], [payload])
+
+
+def test_what_is_not_there_is_gone(made: Made) -> None:
+    first, second = (made.put(n, (n * SLAB, SLAB), payload_of(100, n)) for n in (1, 2))
+    made.writer.delete(first.key)
+    outcomes, copies = copy(made, first, second)
+    assert outcomes == [Copied.GONE, Copied.WHOLE]
+    assert copies[1] == payload_of(100, 2)
+
+
+def test_another_save_of_the_same_key_is_another_entry(made: Made) -> None:
+    old = made.put(1, (SLAB, SLAB), payload_of(100, 1))
+    new = made.put(1, (2 * SLAB, SLAB), payload_of(100, 2))
+    assert copy(made, old, new)[0] == [Copied.GONE, Copied.WHOLE]
+
+
+def test_damage_is_noticed_where_it_is_looked_for(made: Made) -> None:
+    entry = made.put(1, (SLAB, SLAB), payload_of(100), crc=1)
+    assert copy(made, entry)[0] == [Copied.CORRUPT]
+    assert copy(made, entry, check=False)[0] == [Copied.WHOLE]
+
+
+class Meanwhile(Arena):
+    """Lets something happen after the last byte of each copy."""
+
+    def __init__(self, arena: Arena, then: Callable[[], None]) -> None:
+        self._arena = arena
+        self._then = then
+
+    def read_into(self, location: tuple[int, ...], target: memoryview, *, check: bool) -> int:
+        crc = self._arena.read_into(location, target, check=check)
+        self._then()
+        return crc
+
+    def views(
+        self, location: tuple[int, ...], offset_bytes: int, length_bytes: int
+    ) -> list[memoryview] | None:
+        return self._arena.views(location, offset_bytes, length_bytes)
+
+    def written_by(self, incarnation: bytes) -> bool:
+        return self._arena.written_by(incarnation)
+
+
+def meanwhile(made: Made, then: Callable[[], None]) -> None:
+    made.node.arenas[made.tier] = Meanwhile(made.node.arenas[made.tier], then)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_an_entry_that_leaves_during_its_copy_does_not_count(made: Made, check: bool) -> None:
+    first, second = (made.put(n, (n * SLAB, SLAB), payload_of(100, n)) for n in (1, 2))
+    meanwhile(made, lambda: made.writer.delete(first.key) and None)
+    assert copy(made, first, second, check=check)[0] == [Copied.GONE, Copied.WHOLE]
+
+
+def test_bytes_that_were_overwritten_during_the_copy_are_not_called_damage(made: Made) -> None:
+    entry = made.put(1, (SLAB, SLAB), payload_of(100), crc=1)
+    meanwhile(made, lambda: made.writer.delete(entry.key) and None)
+    assert copy(made, entry)[0] == [Copied.GONE]
+
+
+def test_an_index_that_is_revoked_during_a_copy_vouches_for_nothing(made: Made) -> None:
+    entry = made.put(1, (SLAB, SLAB), payload_of(100))
+    meanwhile(made, made.writer.revoke)
+    assert copy(made, entry)[0] == [Copied.GONE]
+    assert not made.node.indexed
+
+
+def test_the_next_start_of_a_daemon_takes_what_it_writes_to(made: Made) -> None:
+    """A RAM arena ends with its daemon: there is no next start that could write to it."""
+    entry = made.put(1, (SLAB, SLAB), payload_of(100))
+    meanwhile(made, lambda: made.rename(b"j" * 16))
+    still = made.tier is Tier.RAM
+    assert copy(made, entry)[0] == [Copied.WHOLE if still else Copied.GONE]
+    assert made.node.stand([]) is True
+
+
+@pytest.mark.parametrize("at", range(36))
+def test_a_damaged_header_of_an_arena_vouches_for_nothing(made: Made, at: int) -> None:
+    entry = made.put(1, (SLAB, SLAB), payload_of(100))
+    (byte,) = os.pread(made.fd, 1, at)
+    os.pwrite(made.fd, bytes([byte ^ 1]), at)
+    still = made.tier is Tier.RAM
+    assert copy(made, entry)[0] == [Copied.WHOLE if still else Copied.GONE]
+
+
+def test_an_arena_that_is_too_short_gives_nothing(made: Made) -> None:
+    entry = made.put(1, (SLAB * (SLABS - 1), 2 * SLAB), payload_of(2 * SLAB))
+    os.ftruncate(made.fd, SLAB * SLABS)
+    assert copy(made, entry)[0] == [Copied.GONE]
+
+
+def test_a_range_of_a_payload(made: Made) -> None:
+    payload = payload_of(3 * SLAB)
+    entry = made.put(1, (SLAB, SLAB, 4 * SLAB, 2 * SLAB), payload)
+    data = made.node.read(entry, SLAB - 3, 10)
+    assert data == (None if made.tier is Tier.DISK else payload[SLAB - 3 : SLAB + 7])
+    made.writer.delete(entry.key)
+    assert made.node.read(entry, 0, 1) is None
+
+
+def test_views_are_good_as_long_as_their_rows_stand(made: Made) -> None:
+    payload = payload_of(2 * SLAB - 1)
+    entry = made.put(1, (SLAB, SLAB, 3 * SLAB, SLAB), payload)
+    found = made.node.views([entry])
+    if made.tier is Tier.DISK:
+        assert found is None
+        return
+    assert found is not None
+    (views,), rows = found
+    assert b"".join(views) == payload
+    assert all(view.readonly for view in views)
+    claim = InPlace(made.node, rows)
+    assert claim.stands()
+    made.writer.delete(entry.key)
+    assert not claim.stands()
+
+
+def test_views_and_claims_outlive_what_the_client_holds_of_a_node(made: Made) -> None:
+    payload = payload_of(100)
+    entry = made.put(1, (SLAB, SLAB), payload)
+    found = made.node.views([entry])
+    if found is None:
+        return
+    (views,), rows = found
+    claim = InPlace(made.node, rows)
+    made.node = cast(LocalNode, None)
+    gc.collect()
+    assert bytes(views[0]) == payload
+    assert claim.stands()
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_node_that_nobody_refers_to_leaves_nothing_open(made: Made) -> None:
+    made.put(1, (SLAB, SLAB), payload_of(100))
+    before = descriptors()
+    # What a mapping keeps: one descriptor each, and that of a file.
+    made.node = cast(LocalNode, None)
+    gc.collect()
+    assert descriptors() == before - 2
+
+
+def test_an_index_of_another_start_is_not_believed() -> None:
+    writer = IndexWriter(b"j" * 16, 10)
+    node = LocalNode({local.INDEX: (writer.open_reader(), 0)}, {}, REF, CALLS)
+    assert not node.indexed
+    assert "another start" in node.refused[local.INDEX]
+    writer.close()
+
+
+@pytest.mark.parametrize("name", local.FEATURES)
+def test_what_cannot_be_used_is_refused_with_the_reason(name: str) -> None:
+    fd = os.memfd_create("empty")
+    node = LocalNode({name: (fd, 0)}, {}, REF, CALLS)
+    if name == local.DISK:  # an empty file holds no entry and vouches for none
+        assert not node.arenas[Tier.DISK].written_by(INCARNATION)
+    else:
+        assert node.refused[name]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_what_a_later_version_hands_over_is_closed() -> None:
+    fd = os.memfd_create("later")
+    node = LocalNode({"later": (fd, 1)}, {"ram": "switched off"}, REF, CALLS)
+    assert node.refused == {"ram": "switched off"}
+    assert not node.indexed
+    with suppress(OSError):
+        os.fstat(fd)
+        pytest.fail("it is still open")
+
+
+def test_arenas_say_who_wrote_to_them(tmp_path: Path) -> None:
+    fd = arena_file(tmp_path / "arena")
+    arenas: list[Arena] = [
+        MappedArena(fd, SLAB * SLABS, outlives_daemon=True),
+        FileArena(fd),
+    ]
+    assert all(arena.written_by(INCARNATION) for arena in arenas)
+    os.pwrite(fd, bytes(ARENA_HEADER_BYTES), 0)
+    assert not any(arena.written_by(INCARNATION) for arena in arenas)
+    os.close(fd)

@@ -1,0 +1,291 @@
+"""Staging memory on the client's side: slots, and the messages that say what lies in them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import pytest
+
+from prefixd.client.local import staging
+from prefixd.client.local.calls import LocalCalls
+from prefixd.client.local.staging import StagingMemory
+from prefixd.client.wire.deadline import Deadline
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.errors import (
+    DaemonUnavailable,
+    DeadlineExceeded,
+    LimitReached,
+    PrefixdError,
+    UnknownSession,
+)
+from prefixd.proto.record import crc32c
+
+SLOT = 4096
+HEADER = pb.SaveHeader(tier=pb.TIER_RAM)
+RESULT = pb.SaveResult(status=pb.SAVE_STATUS_SAVED)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[StagingMemory]:
+    """Two slots of 4 KiB."""
+    monkeypatch.setattr(staging, "SLOT_BYTES", SLOT)
+    made = of_size(2 * SLOT + 100)
+    yield made
+    made.close()
+
+
+def of_size(size_bytes: int) -> StagingMemory:
+    fd = os.memfd_create("staging")
+    os.ftruncate(fd, size_bytes)
+    return StagingMemory(fd, size_bytes)
+
+
+def free(memory: StagingMemory) -> list[int]:
+    """The free slots, which it takes and gives back."""
+    slots: list[int] = []
+    try:
+        while True:
+            slots.append(memory.take(Deadline(0)))
+    except DeadlineExceeded:
+        for slot in slots:
+            memory.give(slot)
+    return sorted(slots)
+
+
+class Daemon:
+    """What a save asks, answered as the daemon would, or as a test wants it.
+
+    `answer` is asked for each request; what it returns are the responses to it.
+    """
+
+    def __init__(self, memory: StagingMemory, answer: Answer | None = None) -> None:
+        self._memory = memory
+        self._answer = answer or self.copy
+        self.requests: list[pb.SaveStagedRequest] = []
+        #: item and bytes of each part, as copied
+        self.copied: list[tuple[int, bytes]] = []
+        self.crcs: dict[int, int] = {}
+        self._responses: deque[pb.SaveStagedResponse | PrefixdError] = deque()
+
+    def copy(self, request: pb.SaveStagedRequest) -> list[pb.SaveStagedResponse | PrefixdError]:
+        for part in request.parts:
+            place = self._memory.room(part.staging_offset_bytes, part.length_bytes)
+            self.copied.append((part.item, bytes(place)))
+            if part.last:
+                self.crcs[part.item] = part.payload_crc32c
+        responses = [pb.SaveStagedResponse(parts_copied=len(request.parts))]
+        if request.last:
+            responses.append(pb.SaveStagedResponse(results=[RESULT]))
+        return [*responses]
+
+    # ---- calls.LocalCalls and calls.Line
+
+    @contextmanager
+    def line(self, _timeout_s: float) -> Iterator[Daemon]:
+        yield self
+
+    def send(self, request: pb.LocalRequest, _timeout_s: float) -> None:
+        self.requests.append(request.save_staged)
+        self._responses.extend(self._answer(request.save_staged))
+
+    def receive(self, _timeout_s: float) -> pb.LocalResponse:
+        if not self._responses:
+            raise DeadlineExceeded("nothing came")
+        response = self._responses.popleft()
+        if isinstance(response, PrefixdError):
+            raise response
+        return pb.LocalResponse(save_staged=response)
+
+
+Answer = Callable[[pb.SaveStagedRequest], "list[pb.SaveStagedResponse | PrefixdError]"]
+
+
+def save(
+    daemon: Daemon, memory: StagingMemory, *payloads: bytes, deadline_ms: int = 60_000
+) -> list[pb.SaveResult]:
+    views = [memoryview(payload) for payload in payloads]
+    calls = cast(LocalCalls, daemon)
+    opening = pb.SaveStagedRequest(header=HEADER)
+    return staging.save(memory, calls, opening, views, Deadline(deadline_ms))
+
+
+# ---- slots
+
+
+def test_slots_are_whole_and_apart(memory: StagingMemory) -> None:
+    assert memory.slot_bytes == SLOT
+    assert free(memory) == [0, SLOT]
+
+
+def test_memory_smaller_than_a_slot_is_one() -> None:
+    memory = of_size(1000)
+    assert memory.slot_bytes == 1000
+    assert free(memory) == [0]
+    memory.close()
+
+
+def test_who_finds_no_slot_waits_for_one(memory: StagingMemory) -> None:
+    first, _ = memory.take(Deadline(0)), memory.take(Deadline(0))
+    taken: list[int] = []
+    thread = threading.Thread(target=lambda: taken.append(memory.take(Deadline(60_000))))
+    thread.start()
+    memory.give(first)
+    thread.join()
+    assert taken == [first]
+
+
+def test_the_wait_has_an_end(memory: StagingMemory) -> None:
+    memory.take(Deadline(0))
+    memory.take(Deadline(0))
+    with pytest.raises(DeadlineExceeded):
+        memory.take(Deadline(1))
+
+
+def test_closing_wakes_who_waits(memory: StagingMemory) -> None:
+    memory.take(Deadline(0))
+    slot = memory.take(Deadline(0))
+    problems: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            memory.take(Deadline(60_000))
+        except LimitReached as problem:
+            problems.append(problem)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    memory.close()
+    thread.join()
+    assert len(problems) == 1
+    memory.give(slot)
+    with pytest.raises(LimitReached):
+        memory.take(Deadline(0))
+
+
+def test_closed_memory_stays_as_long_as_somebody_copies_into_it(memory: StagingMemory) -> None:
+    room = memory.room(0, 10)
+    memory.close()
+    room[:] = b"0123456789"
+    with pytest.raises(LimitReached):
+        memory.room(0, 10)
+
+
+# ---- saves
+
+
+def test_small_payloads_share_a_slot(memory: StagingMemory) -> None:
+    payloads = [b"a" * 10, b"b" * 20, b"c" * 1000]
+    daemon = Daemon(memory)
+    assert save(daemon, memory, *payloads) == [RESULT]
+    (request,) = daemon.requests
+    assert request.header == HEADER
+    assert request.last
+    assert all(part.last for part in request.parts)
+    assert daemon.copied == list(enumerate(payloads))
+    assert daemon.crcs == {number: crc32c(data) for number, data in enumerate(payloads)}
+    assert free(memory) == [0, SLOT]
+
+
+def test_a_payload_may_lie_in_several_slots(memory: StagingMemory) -> None:
+    """Which are filled again as the daemon empties them."""
+    payloads = [b"before", os.urandom(5 * SLOT + 7), b"after"]
+    daemon = Daemon(memory)
+    assert save(daemon, memory, *payloads) == [RESULT]
+    arrived = [b"".join(data for item, data in daemon.copied if item == n) for n in range(3)]
+    assert arrived == payloads
+    assert daemon.crcs == {number: crc32c(data) for number, data in enumerate(payloads)}
+    flags = [(request.HasField("header"), request.last) for request in daemon.requests]
+    assert flags == [(True, False), *[(False, False)] * 4, (False, True)]
+    assert free(memory) == [0, SLOT]
+
+
+def test_a_payload_that_fills_its_slot_exactly(memory: StagingMemory) -> None:
+    daemon = Daemon(memory)
+    save(daemon, memory, bytes(SLOT), bytes(SLOT))
+    assert [(len(r.parts), r.last) for r in daemon.requests] == [(1, False), (1, True)]
+
+
+def test_the_next_slot_is_filled_before_the_first_is_empty(memory: StagingMemory) -> None:
+    """The daemon answers nothing until it has two requests."""
+    held: list[pb.SaveStagedResponse | PrefixdError] = []
+
+    def answer(request: pb.SaveStagedRequest) -> list[pb.SaveStagedResponse | PrefixdError]:
+        held.extend(daemon.copy(request))
+        if len(daemon.requests) < 2:
+            return []
+        responses, held[:] = [*held], []
+        return responses
+
+    daemon = Daemon(memory, answer)
+    assert save(daemon, memory, bytes(3 * SLOT)) == [RESULT]
+    assert free(memory) == [0, SLOT]
+
+
+def silent(_request: pb.SaveStagedRequest) -> list[pb.SaveStagedResponse | PrefixdError]:
+    return []
+
+
+def test_a_daemon_that_never_answers(memory: StagingMemory) -> None:
+    daemon = Daemon(memory, silent)
+    with pytest.raises(DeadlineExceeded):
+        save(daemon, memory, bytes(3 * SLOT))
+    assert len(daemon.requests) == 2, "there are no more slots"
+    assert free(memory) == [0, SLOT]
+
+
+def test_without_a_slot_in_time_nothing_is_asked(memory: StagingMemory) -> None:
+    slots = [memory.take(Deadline(0)) for _ in range(2)]
+    daemon = Daemon(memory)
+    with pytest.raises(DeadlineExceeded):
+        save(daemon, memory, b"some", deadline_ms=1)
+    assert daemon.requests == []
+    for slot in slots:
+        memory.give(slot)
+
+
+def test_closed_memory_ends_it_as_well(memory: StagingMemory) -> None:
+    def answer(_request: pb.SaveStagedRequest) -> list[pb.SaveStagedResponse | PrefixdError]:
+        memory.close()
+        return []
+
+    with pytest.raises(LimitReached):
+        save(Daemon(memory, answer), memory, bytes(3 * SLOT))
+
+
+def test_a_refusal_gives_every_slot_back(memory: StagingMemory) -> None:
+    refusal = UnknownSession("it ended")
+    with pytest.raises(UnknownSession):
+        save(Daemon(memory, lambda _: [refusal]), memory, bytes(10 * SLOT))
+    assert free(memory) == [0, SLOT]
+
+
+def test_who_is_hung_up_on_says_why(memory: StagingMemory) -> None:
+    """The daemon refuses the first request and hangs up; that is noticed with the second."""
+    refusal = UnknownSession("it ended")
+
+    def answer(_request: pb.SaveStagedRequest) -> list[pb.SaveStagedResponse | PrefixdError]:
+        if len(daemon.requests) == 1:
+            return [pb.SaveStagedResponse(parts_copied=1), refusal]
+        raise DaemonUnavailable("broken pipe")
+
+    daemon = Daemon(memory, answer)
+    with pytest.raises(UnknownSession):
+        save(daemon, memory, bytes(10 * SLOT))
+    assert free(memory) == [0, SLOT]
+
+
+def test_a_payload_that_cannot_be_read_gives_its_slot_back(
+    memory: StagingMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy(*_: object) -> int:
+        raise BufferError
+
+    monkeypatch.setattr(staging, "copy_crc32c", copy)
+    with pytest.raises(BufferError):
+        save(Daemon(memory), memory, b"some")
+    assert free(memory) == [0, SLOT]

@@ -1,0 +1,279 @@
+"""The asyncio client: the same surface, the same behaviour. (client/aio.py)"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixd.client import (
+    AsyncClient,
+    Client,
+    Hit,
+    MissReason,
+    Namespace,
+    Reservation,
+    ReserveItem,
+    ReserveStatus,
+    SaveItem,
+    SavePolicy,
+    SaveReason,
+    SaveStatus,
+    Tier,
+)
+from prefixd.client.aio_hit import AsyncHit, AsyncReservation
+from prefixd.proto.errors import ClientClosed, InvalidKey, InvalidSize, UnknownReason
+from prefixd.proto.keys import Key, prefix_key
+from tests.support.fakes import PATIENCE_S, FakeDaemon, keys, payloads
+
+NAMESPACE = Namespace(b"f" * 32, "q4_0", b"c" * 32)
+TOKENS = list(range(100))
+POLICY = SavePolicy(boundary_align_tokens=20)
+ONE, TWO, THREE = ALL = [Key(key) for key in keys(3)]
+DATA = payloads([3_000, 2_000, 1_000])
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(f"unix:{tmp_path}/d.sock") as daemon:
+        yield daemon
+
+
+@asynccontextmanager
+async def connected(daemon: FakeDaemon, **options: Any) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(daemon.address, local=False, policy=POLICY, **options) as client:
+        yield client
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+
+
+async def until(condition: Callable[[], object], daemon: FakeDaemon) -> None:
+    await asyncio.to_thread(daemon.wait_until, condition)
+
+
+# ---- the same surface
+
+
+def methods(kind: type) -> dict[str, Callable[..., Any]]:
+    """Public methods, those that are inherited included."""
+    return {
+        name: member
+        for name, member in inspect.getmembers(kind, inspect.isfunction)
+        if not name.startswith("_")
+    }
+
+
+def properties(kind: type) -> set[str]:
+    return {name for name, _ in inspect.getmembers(kind, lambda m: isinstance(m, property))}
+
+
+@pytest.mark.parametrize(
+    ("sync", "twin"), [(Client, AsyncClient), (Hit, AsyncHit), (Reservation, AsyncReservation)]
+)
+def test_both_have_the_same_methods_with_the_same_parameters(sync: type, twin: type) -> None:
+    ours, theirs = methods(sync), methods(twin)
+    assert ours.keys() == theirs.keys()
+    for name, method in theirs.items():
+        assert parameters(method) == parameters(ours[name]), name
+        assert inspect.iscoroutinefunction(method) == (name != "chain"), name
+
+
+def parameters(method: Callable[..., Any]) -> list[tuple[str, Any, Any, str]]:
+    return [
+        (each.name, each.kind, each.default, str(each.annotation).replace("Async", ""))
+        for each in inspect.signature(method).parameters.values()
+    ]
+
+
+def test_both_are_made_alike() -> None:
+    twin = dict(inspect.signature(AsyncClient.__init__).parameters)
+    assert twin.pop("max_concurrency").default == 8
+    assert twin == dict(inspect.signature(Client.__init__).parameters)
+
+
+def test_both_know_the_same(daemon: FakeDaemon) -> None:
+    with Client(daemon.address, local=False) as client:
+        hit = client.claim([ONE])
+        items = [ReserveItem(ONE, 1)]
+        (reservation,) = client.reserve(items, tier=Tier.RAM, reason=SaveReason.COLD)
+        twins = [(client, AsyncClient), (hit, AsyncHit), (reservation, AsyncReservation)]
+        for made, twin in twins:
+            attributes = {name for name in vars(made) if not name.startswith("_")} - {"holding"}
+            assert attributes | properties(type(made)) == properties(twin)
+
+
+# ---- the same behaviour
+
+
+def test_a_request_from_search_to_save(daemon: FakeDaemon) -> None:
+    async def test() -> None:
+        async with connected(daemon) as client:
+            assert await client.wait_connected()
+            assert client.connected
+            chain = client.chain(NAMESPACE, TOKENS, 30)
+            async with await client.longest_run(chain) as hit:
+                assert not hit
+                assert (hit.miss, hit.entries, len(hit)) == (MissReason.ABSENT, (), 0)
+            items = [SaveItem(key, data, 30) for key, data in zip(chain, DATA, strict=True)]
+            outcomes = await client.save_many(items, tier=Tier.RAM, reason=SaveReason.FINISH)
+            assert all(outcome.ok for outcome in outcomes)
+            async with await client.longest_run(chain) as hit:
+                assert hit.claimed
+                assert (hit.keys, hit.token_counts, hit.token_count) == (chain[:], (30,) * 3, 90)
+                assert hit.payload_bytes == 6_000
+                targets = [bytearray(len(data)) for data in DATA]
+                assert await client.restore_into(hit, targets)
+                assert targets == DATA
+                assert await hit.restore_into(targets[:1])
+                assert await hit.read(2) == DATA[2]
+                assert await hit.token_ids(0) == b""
+                assert await hit.views(0) is None
+                assert hit.buffers is None
+                assert "AsyncHit: 3 entries" in repr(hit)
+            assert hit.released
+            assert not hit.lost
+            assert await client.exists([*chain[:1], ONE]) == [True, False]
+            assert [found.present for found in await client.probe(chain[:])] == [True] * 3
+            assert client.counters["hits"] == 1
+            assert client.speeds.snapshot().keys() == {"ram"}
+            assert client.policy is POLICY
+            assert (client.deadline_ms, client.evict_save_timeout_ms) == (5_000, 30_000)
+
+    run(test)
+    assert not daemon.claims
+
+
+def test_prefixes_and_layers(daemon: FakeDaemon) -> None:
+    async def test() -> None:
+        async with connected(daemon) as client:
+            assert await client.longest_prefix(NAMESPACE, TOKENS) is None
+            parent = prefix_key(NAMESPACE, TOKENS[:40])
+            assert await client.resume(parent, TOKENS, 0, namespace=NAMESPACE) is None
+            outcome = await client.save(
+                parent,
+                DATA[0],
+                tier=Tier.RAM,
+                reason=SaveReason.EVICT,
+                token_count=40,
+                layer_count=3,
+            )
+            assert outcome.status is SaveStatus.SAVED
+            hits = [
+                await client.longest_prefix(NAMESPACE, TOKENS),
+                await client.resume(parent, TOKENS, namespace=NAMESPACE),
+                await client.claim([parent]),
+            ]
+            for hit in hits:
+                assert hit is not None
+                assert hit.token_count == 40
+                assert await hit.layer(0, 2) == DATA[0][2_000:]
+            assert await client.release_many([hit for hit in hits if hit]) == [True] * 3
+
+    run(test)
+    assert not daemon.claims
+
+
+def test_reservations(daemon: FakeDaemon) -> None:
+    async def test() -> None:
+        async with connected(daemon) as client:
+            items = [ReserveItem(key, 3, token_count=5) for key in ALL]
+            one, two, three = await client.reserve(items, tier=Tier.RAM, reason=SaveReason.COLD)
+            assert one.status is ReserveStatus.GRANTED
+            assert (one.key, one.item, one.owner, one.age_ms) == (ONE, items[0], "", 0)
+            assert (one.message, one.lost, one.granted) == ("", False, True)
+            assert "AsyncReservation: granted" in repr(one)
+            async with one:
+                assert (await one.write(b"abc")).ok
+            async with two:
+                pass
+            assert [outcome.ok for outcome in await client.write([(three, b"abc")])] == [True]
+            assert await client.cancel([one, two, three]) == [False] * 3
+
+    run(test)
+    assert daemon.entries.keys() == {ONE, THREE}
+    assert not daemon.reservations
+
+
+def test_mistakes_raise(daemon: FakeDaemon) -> None:
+    async def test() -> None:
+        async with connected(daemon) as client:
+            with pytest.raises(InvalidKey):
+                await client.claim([b"short"])  # type: ignore[list-item]
+            with pytest.raises(UnknownReason):
+                await client.save(ONE, b"a", tier=Tier.RAM, reason=1)  # type: ignore[arg-type]
+        with pytest.raises(ClientClosed):
+            await client.claim([ONE])
+        with pytest.raises(InvalidSize, match="max_concurrency"):
+            AsyncClient(daemon.address, max_concurrency=0)
+
+    run(test)
+
+
+# ---- saves
+
+
+def test_asynchronous_saves_take_their_place_when_their_task_starts(daemon: FakeDaemon) -> None:
+    async def test() -> None:
+        async with connected(daemon, max_pending_saves=1) as client:
+            gate = daemon.hold("Save")
+            first = asyncio.create_task(
+                client.save(ONE, b"a", tier=Tier.RAM, reason=SaveReason.COLD)
+            )
+            await until(lambda: daemon.rpcs["Save"], daemon)
+            second = await client.save(TWO, b"a", tier=Tier.RAM, reason=SaveReason.COLD)
+            assert second.status is SaveStatus.DROPPED
+            assert not await client.flush(deadline_ms=1)
+            gate.set()
+            assert (await first).ok
+            assert await client.flush()
+
+    run(test)
+
+
+def test_a_save_cancelled_before_its_turn_is_not_done(daemon: FakeDaemon) -> None:
+    async def test() -> None:
+        async with connected(daemon) as client:
+            gate = daemon.hold("Save")
+            first = asyncio.create_task(
+                client.save(ONE, b"a", tier=Tier.RAM, reason=SaveReason.COLD)
+            )
+            await until(lambda: daemon.rpcs["Save"], daemon)
+            second = asyncio.create_task(
+                client.save(TWO, b"a", tier=Tier.RAM, reason=SaveReason.COLD)
+            )
+            await asyncio.sleep(0)  # it starts
+            second.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await second
+            gate.set()
+            assert (await first).ok
+            assert await client.flush()
+
+    run(test)
+    assert daemon.entries.keys() == {ONE}
+
+
+# ---- the end
+
+
+def test_closing_ends_the_calls_under_way_and_leaves_no_thread(daemon: FakeDaemon) -> None:
+    async def test() -> None:
+        client = AsyncClient(daemon.address, local=False, max_concurrency=2)
+        daemon.hold("Claim")
+        tasks = [asyncio.create_task(client.claim([ONE])) for _ in range(2)]
+        await until(lambda: daemon.rpcs["Claim"] == 2, daemon)
+        await client.close()
+        await client.close()
+        assert [(await task).miss for task in tasks] == [MissReason.UNAVAILABLE] * 2
+        assert not client.connected
+
+    run(test)
+    assert not [t for t in threading.enumerate() if t.name.startswith("prefixd-")]

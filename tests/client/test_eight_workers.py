@@ -1,0 +1,95 @@
+"""Eight workers at once on three tiers that are far too small: nothing is wrong, ever."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from prefixd.client.ctl.main import app
+from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.client.lab.generate import generate
+from prefixd.client.lab.live import LiveReplay
+from prefixd.client.lab.trace import Request, read_trace
+from prefixd.client.lab.worker import LiveOptions
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.vocabulary import Tier
+from tests.support.daemon import eventually, private_daemon
+
+TRACES = Path(os.environ.get("PREFIXD_TRACES", Path(__file__).parents[3] / "shared" / "traces"))
+WORKERS = 8
+#: How often the tiers are looked at, beside as often as the daemon answers.
+SAMPLE_S = 0.01
+
+
+def generated() -> list[Request]:
+    return list(generate("multi-turn", requests=800, seed=8))
+
+
+def conversation() -> list[Request]:
+    """The first 3,000 requests of a real hour."""
+    path = TRACES / "conversation_trace.jsonl"
+    if not path.exists():
+        pytest.skip(f"{path} is not there; $PREFIXD_TRACES says where traces are")
+    return list(read_trace(path, limit=3_000))
+
+
+@contextmanager
+def sampled(daemon: PrivateDaemon) -> Iterator[list[pb.StatsResponse]]:
+    """What the daemon says of itself, all the time."""
+    samples: list[pb.StatsResponse] = []
+    stopping = threading.Event()
+
+    def sample() -> None:
+        with daemon.admin() as admin:
+            while not stopping.wait(SAMPLE_S):
+                samples.append(admin.stats())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        stopping.set()
+        thread.join()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("trace", "in_place"), [(generated, False), (generated, True), (conversation, True)]
+)
+def test_eight_workers_on_tiers_that_are_far_too_small(
+    trace: Callable[[], list[Request]], in_place: bool
+) -> None:
+    requests = trace()
+    with private_daemon(ram="1MiB", shm="1MiB", disk="1MiB") as daemon:
+        options = LiveOptions(daemon.address, workers=WORKERS, tiers=tuple(Tier), in_place=in_place)
+        with sampled(daemon) as samples:
+            totals = LiveReplay(requests, options).run()
+
+        assert totals.mismatches == 0
+        assert totals.good
+        assert totals.requests == len(requests)
+        assert totals.hit_tokens > 0
+        assert totals.unavailable_requests == 0
+        assert set(totals.saves) <= {"saved", "present", "in_flight", "no_room"}
+
+        assert len(samples) > 10
+        for sample in samples:
+            for tier in sample.tiers:
+                assert tier.published_bytes + tier.reserved_bytes <= tier.budget_bytes
+                assert tier.pinned_bytes <= tier.published_bytes
+        assert max(sample.sessions for sample in samples) == WORKERS
+
+        with daemon.admin() as admin:
+            eventually(lambda: admin.stats().sessions == 0)
+            stats = admin.stats()
+            assert (stats.claims, stats.reservations, stats.waiters) == (0, 0, 0)
+            assert all(tier.evictions > 100 for tier in stats.tiers)
+        checked = CliRunner().invoke(app, ["check", "--deep", "--address", daemon.address])
+        assert checked.exit_code == 0, checked.output

@@ -1,0 +1,160 @@
+"""A daemon that is stopped (SIGSTOP) or gone costs one call its deadline, and the others nothing.
+
+A call that would wait for it longer shows here as a deadline that passed (status `deadline`), or
+as a test that takes as long as `LONG_MS`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from prefixd.client import (
+    Client,
+    MissReason,
+    Namespace,
+    ReserveItem,
+    ReserveStatus,
+    SaveReason,
+    SaveStatus,
+    Tier,
+)
+from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.proto.keys import Key
+from tests.support.daemon import eventually, private_daemon
+from tests.support.fakes import PATIENCE_S, keys
+
+NAMESPACE = Namespace(b"f" * 32, "q4_0", b"c" * 32)
+TOKENS = list(range(30_000))
+ONE, TWO, THREE, FOUR = (Key(key) for key in keys(4))
+#: So long that no call of a test may wait for it.
+LONG_MS = round(PATIENCE_S * 1e3)
+TERMS: dict[str, Any] = {"tier": Tier.RAM, "reason": SaveReason.EVICT}
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[PrivateDaemon]:
+    with private_daemon("--sessions.heartbeat=400ms", ram="64MiB") as daemon:
+        yield daemon
+
+
+@pytest.fixture(params=[True, False], ids=["local", "remote"])
+def client(daemon: PrivateDaemon, request: pytest.FixtureRequest) -> Iterator[Client]:
+    with Client(daemon.address, local=request.param, deadline_ms=LONG_MS) as client:
+        assert client.wait_connected()
+        assert client.save(ONE, b"abc", **TERMS).ok
+        yield client
+
+
+@contextmanager
+def stopped(daemon: PrivateDaemon) -> Iterator[None]:
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+
+
+def rpcs(client: Client) -> int:
+    counted = client.counters["rpcs"]
+    assert isinstance(counted, dict)
+    return sum(counted.values())
+
+
+def claims_again(client: Client) -> bool:
+    with client.claim([ONE]) as hit:
+        return hit.read(0) == b"abc"
+
+
+def test_one_call_pays_and_no_other_is_made(daemon: PrivateDaemon, client: Client) -> None:
+    hit = client.claim([ONE])
+    with stopped(daemon):
+        assert client.claim([ONE], deadline_ms=50).miss is MissReason.DEADLINE
+        asked = rpcs(client)
+        assert not client.connected
+        for _ in range(3):
+            assert client.claim([ONE]).miss is MissReason.UNAVAILABLE
+            assert client.longest_prefix(NAMESPACE, TOKENS) is None
+            assert client.save(TWO, b"abc", **TERMS).status is SaveStatus.UNAVAILABLE
+        (reservation,) = client.reserve([ReserveItem(TWO, 3)], **TERMS)
+        assert reservation.status is ReserveStatus.FAILED
+        hit.release()
+        assert rpcs(client) <= asked + 1  # a release in place sends, and waits for nothing
+    assert client.wait_connected()
+    assert claims_again(client)
+    assert client.counters["sessions"] == 1
+
+
+def test_heartbeats_end_a_call_that_would_wait_long(daemon: PrivateDaemon, client: Client) -> None:
+    """The session ends, then the calls in it, then others do not wait for the next one."""
+    with stopped(daemon):
+        outcome = client.save(TWO, b"abc", deadline_ms=LONG_MS, **TERMS)
+        assert outcome.status is SaveStatus.UNAVAILABLE
+        assert client.claim([ONE]).miss is MissReason.UNAVAILABLE
+    assert client.wait_connected()
+    assert claims_again(client)
+    assert client.counters["sessions"] == 2
+
+
+def test_a_daemon_that_hangs_from_the_start_costs_one_call(
+    daemon: PrivateDaemon, client: Client
+) -> None:
+    with stopped(daemon), Client(daemon.address, local=client.connected) as late:
+        assert late.claim([ONE], deadline_ms=50).miss is MissReason.DEADLINE
+        assert late.claim([ONE], deadline_ms=LONG_MS).miss is MissReason.UNAVAILABLE
+
+
+@pytest.mark.parametrize("payload_bytes", [3, 6 * 2**20])
+def test_closing_waits_for_nothing(
+    daemon: PrivateDaemon, client: Client, payload_bytes: int
+) -> None:
+    """Not for a save under way, even if the connection is full of its bytes."""
+    terms: dict[str, Any] = {"tier": Tier.RAM, "reason": SaveReason.COLD, "deadline_ms": LONG_MS}
+    with stopped(daemon):
+        futures = [client.save(key, bytes(payload_bytes), **terms) for key in (TWO, THREE, FOUR)]
+        eventually(futures[0].running)
+        client.close(deadline_ms=0)
+        statuses = [future.result(PATIENCE_S).status for future in futures]
+        assert statuses == [SaveStatus.UNAVAILABLE, SaveStatus.DROPPED, SaveStatus.DROPPED]
+
+
+def test_closing_ends_a_call_that_waits_for_the_first_connection(daemon: PrivateDaemon) -> None:
+    with stopped(daemon):
+        client = Client(daemon.address, connect_timeout_ms=LONG_MS)
+        found: list[MissReason | None] = []
+        begun = threading.Event()
+
+        def claim() -> None:
+            begun.set()
+            found.append(client.claim([ONE], deadline_ms=LONG_MS).miss)
+
+        thread = threading.Thread(target=claim)
+        thread.start()
+        assert begun.wait(PATIENCE_S)
+        eventually(lambda: client.counters["lookups"] or thread.is_alive())
+        client.close(deadline_ms=0)
+        thread.join(PATIENCE_S)
+    # Closed before the call began it is the caller's mistake, which ends the thread.
+    assert found in ([MissReason.UNAVAILABLE], [])
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["local", "remote"])
+def test_a_daemon_that_is_gone_costs_nothing(local: bool) -> None:
+    with private_daemon() as daemon, Client(daemon.address, local=local) as client:
+        assert client.save(ONE, b"abc", **TERMS).ok
+        daemon.kill()
+        eventually(lambda: not client.connected)
+        asked = rpcs(client)
+        for _ in range(3):
+            assert client.longest_prefix(NAMESPACE, TOKENS) is None
+            assert client.claim([ONE]).miss in (MissReason.UNAVAILABLE, MissReason.ABSENT)
+        assert rpcs(client) == asked
+        daemon.start()
+        assert client.wait_connected(deadline_ms=LONG_MS)
+        assert client.save(ONE, b"abc", **TERMS).ok

@@ -1,0 +1,238 @@
+"""Parts become buffers: in place, verified, timed; and what a broken read leaves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixd.client import restores
+from prefixd.client.benefit import LoadSpeeds
+from prefixd.client.failures import Failures
+from prefixd.client.restores import Collect, Copier, Restore, Verify
+from prefixd.client.results import Entry, MissReason
+from prefixd.client.wire.transport import Copied
+from prefixd.proto.errors import PrefixdError
+from prefixd.proto.keys import Key
+from prefixd.proto.layout import crc32c
+from prefixd.proto.vocabulary import SaveReason, Tier
+from tests.support.fakes import PATIENCE_S, keys, payloads
+
+
+def entry(number: int, payload: bytes, tier: Tier = Tier.RAM) -> Entry:
+    key = Key(keys(1, number)[0])
+    return Entry(key, tier, len(payload), 10, crc32c(payload), 0, 0, 1, SaveReason.COLD)
+
+
+class Restoring:
+    """A restore of some payloads into buffers of their own."""
+
+    def __init__(
+        self, data: list[bytes], verify: Verify = "always", tiers: tuple[Tier, ...] = ()
+    ) -> None:
+        tiers = tiers or (Tier.RAM,) * len(data)
+        self.data = data
+        self.entries = [
+            entry(number, payload, tier)
+            for number, (payload, tier) in enumerate(zip(data, tiers, strict=True))
+        ]
+        self.buffers = [bytearray(len(payload)) for payload in data]
+        seconds = count()
+        self.restore = Restore(
+            self.entries, [memoryview(b) for b in self.buffers], verify, lambda: next(seconds)
+        )
+
+    def send(self, number: int, chunk_bytes: int = 1 << 20) -> None:
+        for offset in range(0, len(self.data[number]), chunk_bytes):
+            self.restore(number, offset, self.data[number][offset : offset + chunk_bytes])
+
+
+@given(st.lists(st.integers(1, 2_000), min_size=1, max_size=6), st.integers(1, 700))
+def test_parts_of_any_size_make_the_payloads(sizes_bytes: list[int], chunk_bytes: int) -> None:
+    restoring = Restoring(payloads(sizes_bytes))
+    for number in range(len(sizes_bytes)):
+        restoring.send(number, chunk_bytes)
+    result = restoring.restore.result([10] * len(sizes_bytes), None)
+    assert result
+    assert [bytes(buffer) for buffer in restoring.buffers] == restoring.data
+    assert restoring.restore.whole == restoring.entries
+    assert (result.run, result.token_count) == (len(sizes_bytes), 10 * len(sizes_bytes))
+    assert result.payload_bytes == sum(sizes_bytes)
+
+
+def test_a_wrong_checksum_is_a_miss_of_that_buffer() -> None:
+    restoring = Restoring(payloads([100, 100, 100]))
+    restoring.data[1] = b"\xff" + restoring.data[1][1:]
+    for number in range(3):
+        restoring.send(number)
+    result = restoring.restore.result([10, 20, 30], None)
+    assert result.restored == (True, False, True)
+    assert (result.run, result.token_count, result.payload_bytes) == (1, 10, 100)
+    assert result.miss is MissReason.CORRUPT
+    assert restoring.restore.corrupt == [restoring.entries[1].key]
+
+
+@pytest.mark.parametrize(
+    ("verify", "noticed"),
+    [("always", [True, True]), ("disk", [False, True]), ("never", [False, False])],
+)
+def test_what_is_verified_is_a_choice(verify: Verify, noticed: list[bool]) -> None:
+    restoring = Restoring(payloads([100, 100]), verify, (Tier.SHM, Tier.DISK))
+    for number in range(2):
+        restoring.data[number] = bytes(100)
+        restoring.send(number)
+    result = restoring.restore.result([10, 10], None)
+    assert [not restored for restored in result.restored] == noticed
+
+
+def test_a_read_that_stops_keeps_what_it_had() -> None:
+    restoring = Restoring(payloads([100, 100, 100]))
+    restoring.send(0)
+    restoring.restore(1, 0, restoring.data[1][:40])
+    result = restoring.restore.result([10, 10, 10], MissReason.UNAVAILABLE)
+    assert result.restored == (True, False, False)
+    assert result.miss is MissReason.UNAVAILABLE
+
+
+def test_a_read_that_ends_early_without_saying_why_is_a_miss_too() -> None:
+    restoring = Restoring(payloads([100]))
+    assert restoring.restore.result([10], None).miss is MissReason.UNREADABLE
+
+
+def test_what_the_daemon_cannot_read_is_told_per_entry() -> None:
+    restoring = Restoring(payloads([100, 100]))
+    restoring.restore(0, 0, None)
+    restoring.send(1)
+    result = restoring.restore.result([10, 10], None)
+    assert result.restored == (False, True)
+    assert (result.run, result.miss) == (0, MissReason.UNREADABLE)
+
+
+@pytest.mark.parametrize(("offset", "length"), [(1, 10), (0, 101), (50, 10)])
+def test_bytes_in_the_wrong_place_break_the_read(offset: int, length: int) -> None:
+    restoring = Restoring(payloads([100]))
+    with pytest.raises(PrefixdError, match="not the next ones"):
+        restoring.restore(0, offset, bytes(length))
+    assert restoring.buffers[0] == bytes(100)
+
+
+def restored(restoring: Restoring) -> tuple[bool, ...]:
+    return restoring.restore.result([10] * len(restoring.data), MissReason.LOST).restored
+
+
+@pytest.mark.parametrize(
+    ("lost", "verify", "counted"),
+    [
+        (False, "always", (True, True, False)),
+        (False, "never", (True, False, False)),
+        (True, "always", (True, False, False)),
+        (True, "never", (True, False, False)),
+    ],
+)
+def test_of_a_read_that_failed_counts_what_is_known_to_be_right(
+    lost: bool, verify: Verify, counted: tuple[bool, ...]
+) -> None:
+    """What was validated in place, and what matches its checksum unless the claim was lost."""
+    restoring = Restoring(payloads([100, 100, 100]), verify)
+    assert restoring.restore.copied([Copied.WHOLE, Copied.GONE, Copied.GONE]) == [1, 2]
+    restoring.send(1)
+    restoring.restore(2, 0, restoring.data[2][:40])
+    assert restored(restoring) == (True, True, False)
+    restoring.restore.read_failed(lost=lost)
+    assert restored(restoring) == counted
+
+
+def test_what_is_copied_in_place_is_not_read_again() -> None:
+    """Nor is what is there and damaged: that is told, and a miss."""
+    restoring = Restoring(payloads([100, 100, 100]))
+    assert restoring.restore.copied([Copied.WHOLE, Copied.CORRUPT, Copied.GONE]) == [2]
+    restoring.send(2)
+    assert restored(restoring) == (True, False, True)
+    assert restoring.restore.corrupt == [restoring.entries[1].key]
+
+
+def test_loading_is_timed_from_the_entry_before() -> None:
+    restoring = Restoring(payloads([300, 100, 100]), tiers=(Tier.RAM, Tier.DISK, Tier.DISK))
+    for number in range(3):
+        restoring.send(number)  # the clock ticks a second at each end
+    speeds = LoadSpeeds()
+    restoring.restore.measure(speeds)
+    assert speeds.snapshot() == pytest.approx({"ram": 300, "disk": 100})
+
+
+def test_collect_keeps_the_bytes_of_one_range() -> None:
+    collect = Collect()
+    for part in (b"ab", memoryview(b"cd")):
+        collect(0, 0, part)
+    assert b"".join(collect.parts) == b"abcd"
+    assert not collect.unreadable
+    collect(0, 4, None)
+    assert collect.unreadable
+
+
+# ---- copies in place
+
+
+class InPlace:
+    """A transport's `copy`, of payloads that lie in this process."""
+
+    def __init__(self, data: list[bytes]) -> None:
+        self.data = {entry(number, payload).key: payload for number, payload in enumerate(data)}
+        self.threads: set[int] = set()
+        self.calls: list[int] = []
+
+    def copy(
+        self, entries: Sequence[Entry], targets: Sequence[memoryview], _check: Sequence[bool]
+    ) -> list[Copied]:
+        self.threads.add(threading.get_ident())
+        self.calls.append(len(entries))
+        for each, target in zip(entries, targets, strict=True):
+            target[:] = self.data[each.key]
+        return [Copied.WHOLE] * len(entries)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "calls"),
+    [
+        ([10, 10, 10, 10], [2, 2]),
+        ([60, 40], [1, 1]),
+        ([30, 5, 5], [1, 2]),
+        ([5, 5, 30], [1, 2]),
+        ([100], [1]),
+    ],
+)
+def test_a_large_copy_is_shared_by_bytes(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int], calls: list[int]
+) -> None:
+    monkeypatch.setattr(restores, "SHARED_BYTES", 1)
+    monkeypatch.setattr(restores, "CPUS", 2)
+    restoring = Restoring(payloads(sizes))
+    in_place = InPlace(restoring.data)
+    copier = Copier(in_place.copy, Failures())
+    assert copier.copy(restoring.restore) == []
+    assert [bytes(buffer) for buffer in restoring.buffers] == restoring.data
+    assert len(in_place.threads) == len(calls)
+    assert sorted(in_place.calls) == calls
+    copier.close()
+    assert copier.copy(restoring.restore) == []  # by this thread alone
+    assert restoring.restore.result([1] * len(sizes), None).run == len(sizes)
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_what_a_copy_that_fails_was_to_copy_is_read(
+    monkeypatch: pytest.MonkeyPatch, broken: int
+) -> None:
+    """In either thread, whatever it fails with; the other one is waited for, and counts."""
+    monkeypatch.setattr(restores, "SHARED_BYTES", 1)
+    monkeypatch.setattr(restores, "CPUS", 2)
+    restoring = Restoring(payloads([10, 10]))
+    in_place = InPlace(restoring.data)
+    in_place.data.pop(restoring.entries[broken].key)
+    copier = Copier(in_place.copy, Failures())
+    assert copier.copy(restoring.restore) == [broken]
+    copier.close()
+    assert copier._second.join(PATIENCE_S)

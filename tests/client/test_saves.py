@@ -1,0 +1,477 @@
+"""Saves at once and in their turn, and reservations: outcomes, never a failed request."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefixd.client import (
+    Client,
+    ReserveItem,
+    ReserveStatus,
+    SaveItem,
+    SaveReason,
+    SaveStatus,
+    Tier,
+)
+from prefixd.proto.errors import (
+    CallerError,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    InvalidBatch,
+    InvalidKey,
+    InvalidSize,
+    InvalidTokens,
+    LimitReached,
+    UnknownReason,
+    UnknownTier,
+)
+from prefixd.proto.keys import Key, token_bytes
+from prefixd.proto.limits import MAX_BATCH_KEYS, MAX_TOKEN_IDS_BYTES, MAX_WAIT_MS
+from tests.support.fakes import PATIENCE_S, FakeDaemon, keys, payloads
+
+ONE, TWO, THREE = ALL = [Key(key) for key in keys(3)]
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(f"unix:{tmp_path}/d.sock") as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def client(daemon: FakeDaemon) -> Iterator[Client]:
+    with Client(daemon.address, name="me", local=False, max_pending_saves=3) as client:
+        yield client
+
+
+def saves(client: Client) -> dict[str, int]:
+    counted = client.counters["saves"]
+    assert isinstance(counted, dict)
+    return {status: number for status, number in counted.items() if number}
+
+
+# ---- synchronous saves
+
+
+@pytest.mark.parametrize("reason", [SaveReason.EVICT, SaveReason.SHUTDOWN])
+def test_a_synchronous_save_is_published_when_it_returns(
+    daemon: FakeDaemon, client: Client, reason: SaveReason
+) -> None:
+    outcome = client.save(
+        ONE,
+        np.arange(6, dtype=np.uint16),
+        tier=Tier.DISK,
+        reason=reason,
+        token_count=9,
+        layer_count=3,
+        token_ids=[1, 2],
+    )
+    assert not isinstance(outcome, Future)
+    assert (outcome.key, outcome.status) == (ONE, SaveStatus.SAVED)
+    entry = daemon.entries[ONE]
+    assert entry.payload == np.arange(6, dtype=np.uint16).tobytes()
+    assert (entry.tier, entry.reason) == (Tier.DISK, reason)
+    assert (entry.item.token_count, entry.item.layer_count) == (9, 3)
+    assert entry.item.token_ids == token_bytes([1, 2])
+    assert client.counters["saved_bytes"] == 12
+
+
+def test_many_are_saved_in_one_rpc(daemon: FakeDaemon, client: Client) -> None:
+    data = payloads([3_000_000, 10, 2_000_000])
+    outcomes = client.save_many(
+        [SaveItem(key, payload) for key, payload in zip(ALL, data, strict=True)],
+        tier=Tier.RAM,
+        reason=SaveReason.EVICT,
+        ancestors=[Key(b"a" * 32)],
+    )
+    assert [outcome.status for outcome in outcomes] == [SaveStatus.SAVED] * 3
+    assert [daemon.entries[key].payload for key in ALL] == data
+    assert daemon.rpcs["Save"] == 1
+    assert list(daemon.saves[0].ancestors) == [b"a" * 32]
+
+
+def test_each_item_has_its_own_outcome(daemon: FakeDaemon, client: Client) -> None:
+    daemon.put(ONE, b"there")
+    daemon.max_payload_bytes = 100
+    outcomes = client.save_many(
+        [SaveItem(ONE, b"there"), SaveItem(TWO, bytes(101)), SaveItem(THREE, b"new")],
+        tier=Tier.RAM,
+        reason=SaveReason.EVICT,
+    )
+    assert [outcome.status for outcome in outcomes] == [
+        SaveStatus.PRESENT,
+        SaveStatus.TOO_LARGE,
+        SaveStatus.SAVED,
+    ]
+    assert saves(client) == {"present": 1, "too_large": 1, "saved": 1}
+    assert client.counters["saved_bytes"] == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (DaemonUnavailable("gone"), SaveStatus.UNAVAILABLE),
+        (DeadlineExceeded("late"), SaveStatus.DEADLINE),
+        (LimitReached("full"), SaveStatus.FAILED),
+    ],
+)
+def test_a_save_that_fails_is_an_outcome(
+    daemon: FakeDaemon, client: Client, error: Any, status: SaveStatus
+) -> None:
+    daemon.fail("Save", error)
+    outcome = client.save(ONE, b"abc", tier=Tier.RAM, reason=SaveReason.EVICT)
+    assert (outcome.status, outcome.message) == (status, str(error))
+    assert saves(client) == {status.label: 1}
+
+
+def test_a_synchronous_save_blocks_no_longer_than_it_may(daemon: FakeDaemon) -> None:
+    daemon.hold("Save")
+    with Client(daemon.address, local=False, evict_save_timeout_ms=20) as client:
+        outcome = client.save(ONE, b"abc", tier=Tier.RAM, reason=SaveReason.EVICT)
+        assert outcome.status is SaveStatus.DEADLINE
+
+
+def test_without_a_daemon_a_save_is_an_outcome_at_once(tmp_path: Path) -> None:
+    with Client(f"unix:{tmp_path}/nobody.sock") as client:
+        outcome = client.save(ONE, b"abc", tier=Tier.RAM, reason=SaveReason.SHUTDOWN)
+        assert outcome.status is SaveStatus.UNAVAILABLE
+        future = client.save(ONE, b"abc", tier=Tier.RAM, reason=SaveReason.FINISH)
+        assert future.result(PATIENCE_S).status is SaveStatus.UNAVAILABLE
+
+
+# ---- asynchronous saves
+
+
+@pytest.mark.parametrize("reason", [SaveReason.COLD, SaveReason.CONTINUED, SaveReason.FINISH])
+def test_an_asynchronous_save_is_a_future(
+    daemon: FakeDaemon, client: Client, reason: SaveReason
+) -> None:
+    gate = daemon.hold("Save")
+    future = client.save(ONE, b"abc", tier=Tier.RAM, reason=reason)
+    assert isinstance(future, Future)
+    assert not future.done()
+    assert not client.flush(deadline_ms=1)
+    gate.set()
+    assert future.result(PATIENCE_S).status is SaveStatus.SAVED
+    assert client.flush()
+    assert daemon.entries[ONE].reason == reason
+
+
+def test_asynchronous_saves_that_do_not_fit_are_dropped(daemon: FakeDaemon, client: Client) -> None:
+    gate = daemon.hold("Save")
+    futures = [
+        client.save(Key(key), b"abc", tier=Tier.RAM, reason=SaveReason.COLD) for key in keys(5)
+    ]
+    assert [future.done() for future in futures] == [False, False, False, True, True]
+    assert futures[3].result().status is SaveStatus.DROPPED
+    assert (
+        not client.save_many(
+            [SaveItem(ONE, b"abc"), SaveItem(TWO, b"abc")], tier=Tier.RAM, reason=SaveReason.COLD
+        )
+        .result(0)[1]
+        .ok
+    )
+    assert saves(client) == {"dropped": 4}
+    gate.set()
+    assert [future.result(PATIENCE_S).status for future in futures[:3]] == [SaveStatus.SAVED] * 3
+    assert list(daemon.entries) == keys(3)
+
+
+def test_a_synchronous_save_does_not_wait_for_the_asynchronous(
+    daemon: FakeDaemon, client: Client
+) -> None:
+    gate = daemon.hold("Save")
+    future = client.save(ONE, b"abc", tier=Tier.RAM, reason=SaveReason.COLD)
+    daemon.wait_until(lambda: daemon.rpcs["Save"])
+    daemon.hold("Save").set()
+    assert client.save(TWO, b"abc", tier=Tier.RAM, reason=SaveReason.EVICT).ok
+    assert not future.done()
+    gate.set()
+    assert future.result(PATIENCE_S).ok
+
+
+def test_closing_finishes_what_is_pending(daemon: FakeDaemon) -> None:
+    with Client(daemon.address, local=False) as client:
+        futures = [
+            client.save(Key(key), b"abc", tier=Tier.RAM, reason=SaveReason.FINISH)
+            for key in keys(10)
+        ]
+    assert all(future.result(0).ok for future in futures)
+    assert len(daemon.entries) == 10
+
+
+def test_closing_waits_no_longer_than_it_may(daemon: FakeDaemon) -> None:
+    client = Client(daemon.address, local=False)
+    daemon.hold("Save")
+    futures = [
+        client.save(Key(key), b"abc", tier=Tier.RAM, reason=SaveReason.FINISH) for key in keys(3)
+    ]
+    daemon.wait_until(lambda: daemon.rpcs["Save"])
+    client.close(deadline_ms=5)
+    statuses = [future.result(PATIENCE_S).status for future in futures]
+    assert statuses == [SaveStatus.UNAVAILABLE, SaveStatus.DROPPED, SaveStatus.DROPPED]
+    for thread in threading.enumerate():
+        if thread.name.startswith("prefixd-"):
+            thread.join(PATIENCE_S)  # it had nothing left to wait for
+            assert not thread.is_alive()
+
+
+def test_what_only_the_daemon_knows_is_an_outcome(daemon: FakeDaemon, client: Client) -> None:
+    daemon.fail("Save", UnknownTier("there is no shm tier here"), UnknownTier("still not"))
+    future = client.save(ONE, b"abc", tier=Tier.SHM, reason=SaveReason.COLD)
+    queued = future.result(PATIENCE_S)
+    waited_for = client.save(ONE, b"abc", tier=Tier.SHM, reason=SaveReason.EVICT)
+    assert [outcome.status for outcome in (queued, waited_for)] == [SaveStatus.FAILED] * 2
+    assert (queued.message, waited_for.message) == ("there is no shm tier here", "still not")
+
+
+# ---- the caller's own mistakes
+
+
+@pytest.mark.parametrize("reason", [SaveReason.COLD, SaveReason.EVICT])
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"key": b"short"}, InvalidKey),
+        ({"payload": b""}, InvalidSize),
+        ({"payload": "text"}, CallerError),
+        ({"payload": np.zeros((4, 4))[:, :1]}, InvalidSize),
+        ({"token_count": -1}, InvalidSize),
+        ({"token_count": 2**32}, InvalidSize),
+        ({"layer_count": 2}, InvalidSize),
+        ({"layer_count": -1}, InvalidSize),
+        ({"token_ids": [-1]}, InvalidTokens),
+        ({"token_ids": b"abc"}, InvalidSize),
+        ({"token_ids": bytes(MAX_TOKEN_IDS_BYTES + 4)}, InvalidSize),
+        ({"tier": 1}, UnknownTier),
+        ({"tier": "ram"}, UnknownTier),
+        ({"reason": 1}, UnknownReason),
+        ({"ancestors": [b"short"]}, InvalidKey),
+        ({"wait_ms": MAX_WAIT_MS + 1}, InvalidSize),
+    ],
+)
+def test_mistakes_raise_at_once(
+    daemon: FakeDaemon,
+    client: Client,
+    reason: SaveReason,
+    changed: dict[str, Any],
+    error: type[CallerError],
+) -> None:
+    right: dict[str, Any] = {"key": ONE, "payload": b"abc", "tier": Tier.RAM, "reason": reason}
+    with pytest.raises(error):
+        client.save(**{**right, **changed})
+    assert not daemon.rpcs["Save"]
+
+
+def test_nothing_to_save_is_saved_at_once(daemon: FakeDaemon, client: Client) -> None:
+    queued = client.save_many([], tier=Tier.RAM, reason=SaveReason.COLD)
+    assert queued.result(PATIENCE_S) == []
+    assert client.save_many([], tier=Tier.RAM, reason=SaveReason.EVICT) == []
+    assert client.reserve([], tier=Tier.RAM, reason=SaveReason.COLD) == []
+    assert client.write([]) == client.cancel([]) == []
+    assert not set(daemon.rpcs) - {"Session"}
+
+
+def test_more_than_a_call_takes_goes_in_several(daemon: FakeDaemon, client: Client) -> None:
+    """The items of the earlier calls are ancestors of the later ones."""
+    names = [Key(key) for key in keys(MAX_BATCH_KEYS + 2)]
+    items = [SaveItem(key, b"a") for key in names]
+    terms: dict[str, Any] = {"tier": Tier.RAM, "reason": SaveReason.EVICT}
+    outcomes = client.save_many(items, ancestors=[Key(b"r" * 32)], **terms)
+    assert [outcome.key for outcome in outcomes] == names
+    assert {outcome.status for outcome in outcomes} == {SaveStatus.SAVED}
+    first, second = daemon.saves
+    assert list(first.ancestors) == [b"r" * 32]
+    assert list(second.ancestors) == names[:MAX_BATCH_KEYS]
+    reserved = client.reserve([ReserveItem(key, 1) for key in names], **terms)
+    assert {each.status for each in reserved} == {ReserveStatus.PRESENT}
+
+
+def test_more_token_ids_than_a_message_takes_go_in_several(
+    daemon: FakeDaemon, client: Client
+) -> None:
+    ids = bytes(MAX_TOKEN_IDS_BYTES)
+    items = [SaveItem(key, b"a", token_ids=ids) for key in ALL]
+    outcomes = client.save_many(items, tier=Tier.RAM, reason=SaveReason.EVICT)
+    assert all(outcome.ok for outcome in outcomes)
+    assert [len(header.items) for header in daemon.saves] == [2, 1]
+
+
+def test_a_key_named_twice_is_saved_once(client: Client) -> None:
+    items = [SaveItem(ONE, b"a"), SaveItem(TWO, b"b"), SaveItem(ONE, b"a")]
+    outcomes = client.save_many(items, tier=Tier.RAM, reason=SaveReason.EVICT)
+    saved, present = SaveStatus.SAVED, SaveStatus.PRESENT
+    assert [outcome.status for outcome in outcomes] == [saved, saved, present]
+
+
+@pytest.mark.parametrize("make", [tuple, np.array, lambda ids: array("I", ids)])
+def test_token_ids_are_any_sequence_of_ints(daemon: FakeDaemon, client: Client, make: Any) -> None:
+    ids = make([3, 2, 1])
+    assert client.save(ONE, b"a", tier=Tier.RAM, reason=SaveReason.EVICT, token_ids=ids).ok
+    assert daemon.entries[ONE].item.token_ids == token_bytes([3, 2, 1])
+
+
+def test_padded_token_ids_are_given_as_bytes(daemon: FakeDaemon, client: Client) -> None:
+    padded = array("i", [5, 6, -1, -1]).tobytes()
+    assert client.save(ONE, b"a", tier=Tier.RAM, reason=SaveReason.EVICT, token_ids=padded).ok
+    assert daemon.entries[ONE].item.token_ids == padded
+
+
+# ---- reservations
+
+
+def reserve(client: Client, *reserved: Key, **options: Any) -> list[Any]:
+    items = [ReserveItem(key, 3, token_count=9) for key in reserved]
+    return client.reserve(items, tier=Tier.SHM, reason=SaveReason.COLD, **options)
+
+
+def test_a_reservation_is_written(daemon: FakeDaemon, client: Client) -> None:
+    (reservation,) = reserve(client, ONE, ttl_ms=7_000)
+    assert reservation.granted
+    assert repr(reservation) == f"<Reservation: granted {ONE.hex()[:16]}>"
+    assert daemon.saves[0].ttl_ms == 7_000
+    with reservation:
+        assert reservation.write(bytearray(b"abc")).status is SaveStatus.SAVED
+    assert not reservation.granted
+    assert not reservation.cancel()
+    assert daemon.entries[ONE].payload == b"abc"
+    assert daemon.entries[ONE].item.token_count == 9
+    assert daemon.rpcs["Cancel"] == 0
+    assert client.counters["saved_bytes"] == 3
+
+
+def test_what_is_not_written_is_cancelled(daemon: FakeDaemon, client: Client) -> None:
+    (reservation,) = reserve(client, ONE)
+    with pytest.raises(RuntimeError, match="computing failed"), reservation:
+        raise RuntimeError("computing failed")
+    assert not daemon.reservations
+    with pytest.raises(CallerError, match="can't be written"):
+        reservation.write(b"abc")
+
+
+def test_of_two_that_miss_one_computes_and_the_other_gets_it(
+    daemon: FakeDaemon, client: Client
+) -> None:
+    with Client(daemon.address, name="other", local=False) as other:
+        (mine,) = reserve(client, ONE)
+        (theirs,) = reserve(other, ONE)
+        assert theirs.status is ReserveStatus.IN_FLIGHT
+        assert theirs.owner.startswith("session")
+        assert theirs.age_ms == 7
+        assert not theirs.granted
+        with theirs:
+            pass
+        assert daemon.rpcs["Cancel"] == 0
+        thread = threading.Thread(
+            target=lambda: (
+                daemon.wait_until(lambda: daemon.rpcs["Reserve"] == 3),
+                mine.write(b"abc"),
+            )
+        )
+        thread.start()
+        (theirs,) = reserve(other, ONE, wait_ms=MAX_WAIT_MS)
+        thread.join(PATIENCE_S)
+        assert theirs.status is ReserveStatus.PRESENT
+        with other.claim([ONE]) as hit:
+            assert hit.read(0) == b"abc"
+
+
+def test_many_are_written_in_one_rpc(daemon: FakeDaemon, client: Client) -> None:
+    one, two, three = reserve(client, *ALL)
+    outcomes = client.write([(two, b"222"), (one, b"111")])
+    assert [(outcome.key, outcome.status) for outcome in outcomes] == [
+        (TWO, SaveStatus.SAVED),
+        (ONE, SaveStatus.SAVED),
+    ]
+    assert client.cancel([one, three, two]) == [False, True, False]
+    assert client.cancel([one]) == [False]
+    assert daemon.rpcs["Write"] == daemon.rpcs["Cancel"] == 1
+
+
+@pytest.mark.parametrize("payload", [b"ab", b"abcd", b""])
+def test_a_write_has_the_reserved_size(client: Client, payload: bytes) -> None:
+    (reservation,) = reserve(client, ONE)
+    with pytest.raises(InvalidSize):
+        reservation.write(payload)
+    assert reservation.granted  # and may be written right
+
+
+def test_a_write_names_each_reservation_once(client: Client) -> None:
+    (reservation,) = reserve(client, ONE)
+    with pytest.raises(InvalidBatch):
+        client.write([(reservation, b"abc")] * 2)
+    assert reservation.granted
+
+
+def test_a_lost_reservation_is_an_outcome(daemon: FakeDaemon, client: Client) -> None:
+    (reservation,) = reserve(client, ONE)
+    daemon.lose_reservations()
+    daemon.end_sessions()
+    daemon.wait_until(lambda: len(daemon.hellos) > 1)
+    assert reservation.lost
+    outcome = reservation.write(b"abc")
+    assert outcome.status in (SaveStatus.LOST, SaveStatus.UNAVAILABLE)
+    assert not outcome.ok
+    assert client.counters["lost_reservations"] == 1
+
+
+def test_a_reservation_that_the_daemon_has_forgotten_is_lost(
+    daemon: FakeDaemon, client: Client
+) -> None:
+    (reservation,) = reserve(client, ONE)
+    daemon.reservations.clear()
+    assert reservation.write(b"abc").status is SaveStatus.LOST
+    assert saves(client) == {"lost": 1}
+
+
+@pytest.mark.parametrize("error", [DaemonUnavailable("gone"), LimitReached("full")])
+def test_a_reservation_that_cannot_be_had_is_an_answer(
+    daemon: FakeDaemon, client: Client, error: Any
+) -> None:
+    daemon.fail("Reserve", error)
+    (reservation,) = reserve(client, ONE)
+    assert (reservation.status, reservation.message) == (ReserveStatus.FAILED, str(error))
+    assert not reservation.granted
+    assert not reservation.lost
+    assert not reservation.cancel()
+
+
+@pytest.mark.parametrize("name", ["Write", "Cancel"])
+def test_using_a_reservation_may_fail_without_raising(
+    daemon: FakeDaemon, client: Client, name: str
+) -> None:
+    (reservation,) = reserve(client, ONE)
+    daemon.fail(name, DaemonUnavailable("gone"))
+    if name == "Write":
+        assert reservation.write(b"abc").status is SaveStatus.UNAVAILABLE
+    else:
+        assert reservation.cancel() is False
+
+
+@pytest.mark.parametrize(
+    ("item", "error"),
+    [
+        (ReserveItem(Key(b"short"), 3), InvalidKey),
+        (ReserveItem(ONE, 0), InvalidSize),
+        (ReserveItem(ONE, 2**40 + 1), InvalidSize),
+        (ReserveItem(ONE, 3, layer_count=2), InvalidSize),
+        (ReserveItem(ONE, 3, token_count=-1), InvalidSize),
+        (ReserveItem(ONE, 3, token_ids=b"abc"), InvalidSize),
+    ],
+)
+def test_a_reservation_is_checked(client: Client, item: ReserveItem, error: Any) -> None:
+    with pytest.raises(error):
+        client.reserve([item], tier=Tier.RAM, reason=SaveReason.COLD)
+
+
+def test_a_reservation_has_a_bounded_life(client: Client) -> None:
+    with pytest.raises(InvalidSize, match="ttl_ms"):
+        reserve(client, ONE, ttl_ms=3_600_001)

@@ -1,0 +1,517 @@
+"""Walks and claims: what they ask, what they find, what a miss is called."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixd.client import (
+    ClaimMode,
+    Client,
+    MissReason,
+    Namespace,
+    ReserveItem,
+    SavePolicy,
+    SaveReason,
+    Tier,
+)
+from prefixd.client.benefit import RETRY_EVERY
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.errors import (
+    CallerError,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    Draining,
+    InvalidBatch,
+    InvalidKey,
+    InvalidSize,
+    InvalidTokens,
+    LimitReached,
+    MalformedMessage,
+    StaleIncarnation,
+    UnknownSession,
+)
+from prefixd.proto.keys import Key, block_keys, prefix_key
+from prefixd.proto.limits import MAX_BATCH_KEYS, MAX_WAIT_MS
+from tests.support.fakes import PATIENCE_S, FakeDaemon, keys
+
+NAMESPACE = Namespace(b"f" * 32, "q4_0", b"c" * 32)
+TOKENS = list(range(1_000, 1_105))
+POLICY = SavePolicy(boundary_align_tokens=20)
+ONE, TWO, THREE = ALL = [Key(key) for key in keys(3)]
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(f"unix:{tmp_path}/d.sock") as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def client(daemon: FakeDaemon) -> Iterator[Client]:
+    with Client(daemon.address, policy=POLICY, local=False) as client:
+        yield client
+
+
+#: What `with` gets where a hit is expected and there is none; it fails what follows.
+NONE: Any = nullcontext()
+
+
+def save_prefix(daemon: FakeDaemon, length: int, **item: Any) -> Key:
+    key = prefix_key(NAMESPACE, TOKENS[:length])
+    daemon.put(key, b"state of %d" % length, **{"token_count": length, **item})
+    return key
+
+
+def counted(client: Client) -> dict[str, Any]:
+    snapshot = client.counters
+    misses, rpcs = snapshot["misses"], snapshot["rpcs"]
+    assert isinstance(misses, dict)
+    assert isinstance(rpcs, dict)
+    return {
+        "lookups": snapshot["lookups"],
+        "hits": snapshot["hits"],
+        "misses": {reason: number for reason, number in misses.items() if number},
+        "rpcs": {name: number for name, number in rpcs.items() if number},
+    }
+
+
+# ---- prefix entries
+
+
+def test_the_longest_prefix_is_found_and_claimed_in_one_rpc(
+    daemon: FakeDaemon, client: Client
+) -> None:
+    for length in (20, 60, 40):
+        save_prefix(daemon, length)
+    with client.longest_prefix(NAMESPACE, TOKENS) or NONE as hit:
+        assert hit.token_count == 60
+        assert hit.read(0) == b"state of 60"
+        assert len(daemon.claims) == 1
+    assert counted(client)["rpcs"] == {"Claim": 1, "Read": 1, "Release": 1}
+    assert counted(client)["hits"] == 1
+    assert client.counters["hit_tokens"] == 60
+
+
+def test_looking_only_pins_nothing(daemon: FakeDaemon, client: Client) -> None:
+    save_prefix(daemon, 40)
+    hit = client.longest_prefix(NAMESPACE, TOKENS, claim=False)
+    assert hit is not None
+    assert (hit.token_count, hit.claimed) == (40, False)
+    assert counted(client)["rpcs"] == {"Lookup": 1}
+    assert not daemon.claims
+
+
+@pytest.mark.parametrize("claim", [True, False])
+def test_a_miss_is_none(client: Client, claim: bool) -> None:
+    assert client.longest_prefix(NAMESPACE, TOKENS, claim=claim) is None
+    assert counted(client)["misses"] == {"absent": 1}
+
+
+@pytest.mark.parametrize("claim", [True, False])
+def test_a_prompt_without_a_stride_is_a_miss_without_an_rpc(client: Client, claim: bool) -> None:
+    assert client.longest_prefix(NAMESPACE, TOKENS[:19], claim=claim) is None
+    assert counted(client) == {"lookups": 1, "hits": 0, "misses": {"absent": 1}, "rpcs": {}}
+
+
+@pytest.mark.parametrize("claim", [True, False])
+def test_the_exact_end_is_looked_at_if_wanted(
+    daemon: FakeDaemon, client: Client, claim: bool
+) -> None:
+    save_prefix(daemon, 105)
+    assert client.longest_prefix(NAMESPACE, TOKENS, claim=claim) is None
+    hit = client.longest_prefix(NAMESPACE, TOKENS, claim=claim, exact_end=True)
+    assert hit is not None
+    assert hit.token_count == 105
+    hit.release()
+
+
+def test_the_walk_counts_tokens_itself(daemon: FakeDaemon, client: Client) -> None:
+    save_prefix(daemon, 40, token_count=0)
+    with client.longest_prefix(NAMESPACE, TOKENS) or NONE as hit:
+        assert hit.token_count == 40
+
+
+@pytest.mark.parametrize("claim", [True, False])
+def test_a_save_in_flight_is_waited_for_or_named(
+    daemon: FakeDaemon, client: Client, claim: bool
+) -> None:
+    key = prefix_key(NAMESPACE, TOKENS[:40])
+    with Client(daemon.address, name="writer", local=False) as writer:
+        (reservation,) = writer.reserve(
+            [ReserveItem(key, 3, token_count=40)], tier=Tier.RAM, reason=SaveReason.FINISH
+        )
+        assert client.longest_prefix(NAMESPACE, TOKENS, claim=claim) is None
+        assert counted(client)["misses"] == {"in_flight": 1}
+        name = "Claim" if claim else "Lookup"
+        thread = threading.Thread(
+            target=lambda: (
+                daemon.wait_until(lambda: daemon.rpcs[name] == 2),
+                reservation.write(b"abc"),
+            )
+        )
+        thread.start()
+        hit = client.longest_prefix(NAMESPACE, TOKENS, claim=claim, wait_ms=MAX_WAIT_MS)
+        thread.join(PATIENCE_S)
+    assert hit is not None
+    assert hit.token_count == 40
+    hit.release()
+
+
+# ---- resume
+
+
+def test_resume_takes_the_parent_in_one_rpc(daemon: FakeDaemon, client: Client) -> None:
+    save_prefix(daemon, 60)
+    parent = save_prefix(daemon, 93)
+    with client.resume(parent, TOKENS, namespace=NAMESPACE) or NONE as hit:
+        assert hit.token_count == 93
+    assert counted(client)["rpcs"] == {"Claim": 1, "Release": 1}
+
+
+def test_resume_waits_for_the_parents_save(daemon: FakeDaemon, client: Client) -> None:
+    save_prefix(daemon, 60)
+    parent = prefix_key(NAMESPACE, TOKENS[:93])
+    with Client(daemon.address, name="writer", local=False) as writer:
+        (reservation,) = writer.reserve(
+            [ReserveItem(parent, 3, token_count=93)], tier=Tier.RAM, reason=SaveReason.FINISH
+        )
+        thread = threading.Thread(
+            target=lambda: (
+                daemon.wait_until(lambda: daemon.rpcs["Claim"]),
+                reservation.write(b"abc"),
+            )
+        )
+        thread.start()
+        hit = client.resume(parent, TOKENS, MAX_WAIT_MS, namespace=NAMESPACE)
+        thread.join(PATIENCE_S)
+    assert hit is not None
+    assert hit.token_count == 93
+    hit.release()
+
+
+def test_resume_falls_back_to_the_longest_prefix(daemon: FakeDaemon, client: Client) -> None:
+    save_prefix(daemon, 60)
+    parent = prefix_key(NAMESPACE, TOKENS[:93])
+    with client.resume(parent, TOKENS, 0, namespace=NAMESPACE) or NONE as hit:
+        assert hit.token_count == 60
+    assert counted(client)["rpcs"] == {"Claim": 1, "Release": 1}
+    assert client.resume(parent, TOKENS[:50], 0, namespace=NAMESPACE) is None
+
+
+def test_resume_refuses_a_parent_of_other_tokens(daemon: FakeDaemon, client: Client) -> None:
+    stranger = prefix_key(NAMESPACE, [7] * 50)
+    daemon.put(stranger, b"other", token_count=50)
+    assert client.resume(stranger, TOKENS, 0, namespace=NAMESPACE) is None
+    save_prefix(daemon, 60)
+    with client.resume(stranger, TOKENS, 0, namespace=NAMESPACE) or NONE as hit:
+        assert hit.token_count == 60
+    longer = save_prefix(daemon, 93)
+    assert client.resume(longer, TOKENS[:20], 0, namespace=NAMESPACE) is None
+    assert not daemon.claims
+
+
+def test_resume_may_name_a_parent_on_a_stride(daemon: FakeDaemon, client: Client) -> None:
+    parent = save_prefix(daemon, 60)
+    with client.resume(parent, TOKENS, 0, namespace=NAMESPACE) or NONE as hit:
+        assert hit.keys == [parent]
+    with pytest.raises(InvalidKey):
+        client.resume(Key(b"short"), TOKENS, namespace=NAMESPACE)
+
+
+@pytest.mark.parametrize(("length", "usable"), [(60, True), (105, True), (93, False)])
+def test_resume_knows_a_parent_that_does_not_say_its_length(
+    daemon: FakeDaemon, length: int, usable: bool
+) -> None:
+    """By its key, at the lengths that a walk looks at; elsewhere it can't be told to be theirs.
+    That is no reason to find it slow, either."""
+    options: dict[str, Any] = {"prefill_tokens_per_s": 1e9, "min_benefit_ms": 1}
+    parent = prefix_key(NAMESPACE, TOKENS[:length])
+    daemon.put(parent, b"state", token_count=0)
+    with Client(daemon.address, local=False, policy=POLICY, **options) as client:
+        found = client.resume(parent, TOKENS, 0, namespace=NAMESPACE)
+        with client.claim([parent]) as hit:
+            assert hit.token_counts == (0,)
+        if usable:  # 1e9 tokens/s: with a length it is slower than computing
+            assert found is None
+            assert counted(client)["misses"] == {"slow": 1}
+        else:
+            assert counted(client)["misses"] == {"absent": 1}
+    with Client(daemon.address, local=False, policy=POLICY) as client:
+        found = client.resume(parent, TOKENS, 0, namespace=NAMESPACE)
+        assert (found is not None) == usable
+        if found is not None:
+            assert (found.keys, found.token_count) == ([parent], length)
+            found.release()
+    assert not daemon.claims
+
+
+# ---- block chains
+
+
+def test_a_run_ends_at_the_first_block_that_is_missing(daemon: FakeDaemon, client: Client) -> None:
+    chain = client.chain(NAMESPACE, TOKENS, 20)
+    for index in (0, 1, 3):
+        daemon.put(chain[index], b"block", token_count=1)
+    with client.longest_run(chain) as hit:
+        assert hit.keys == chain[:2]
+        assert hit.token_counts == (20, 20)
+        assert hit.miss is MissReason.ABSENT
+    assert counted(client)["rpcs"] == {"Claim": 1, "Release": 1}
+    with client.longest_run(chain.keys, claim=False) as hit:
+        assert hit.keys == chain[:2]
+        assert hit.token_counts == (1, 1)
+        assert hit.miss is MissReason.ABSENT
+
+
+def test_a_run_that_is_whole_misses_nothing(daemon: FakeDaemon, client: Client) -> None:
+    chain = client.chain(NAMESPACE, TOKENS, 20, include_partial=True)
+    for key in chain:
+        daemon.put(key, b"block")
+    for claim in (True, False):
+        with client.longest_run(chain, claim=claim) as hit:
+            assert len(hit) == chain.whole_blocks == len(chain) - 1
+            assert hit.miss is None
+
+
+def test_a_run_of_nothing_is_an_empty_hit(client: Client) -> None:
+    assert not client.longest_run(client.chain(NAMESPACE, TOKENS, 20))
+    assert not client.longest_run(client.chain(NAMESPACE, TOKENS[:5], 20))
+    assert counted(client) == {
+        "lookups": 2,
+        "hits": 0,
+        "misses": {"absent": 2},
+        "rpcs": {"Claim": 1},
+    }
+    empty = client.longest_run([])
+    assert (len(empty), empty.miss) == (0, MissReason.ABSENT)
+
+
+@pytest.mark.parametrize("claim", [True, False])
+def test_a_chain_longer_than_a_batch_is_one_hit(
+    daemon: FakeDaemon, client: Client, claim: bool
+) -> None:
+    tokens = list(range(2 * MAX_BATCH_KEYS + 10))
+    blocks = block_keys(NAMESPACE, tokens, 1)
+    for number, key in enumerate(blocks):
+        daemon.put(key, number.to_bytes(4, "big"))
+    with client.longest_run(client.chain(NAMESPACE, tokens, 1), claim=claim) as hit:
+        assert len(hit) == hit.token_count == len(tokens)
+        assert hit.miss is None
+        targets = [bytearray(4) for _ in tokens]
+        restored = hit.restore_into(targets)
+        assert restored.run == len(tokens)
+        assert [int.from_bytes(each, "big") for each in targets] == tokens
+        assert hit.read(len(tokens) - 1) == targets[-1]
+        assert hit.release()
+    assert not daemon.claims
+    del daemon.entries[blocks[MAX_BATCH_KEYS + 3]]
+    with client.longest_run(blocks, claim=claim) as hit:
+        assert len(hit) == MAX_BATCH_KEYS + 3
+        assert hit.miss is MissReason.ABSENT
+
+
+def test_a_long_run_that_can_be_asked_for_in_part_is_a_part(
+    daemon: FakeDaemon, client: Client
+) -> None:
+    """What was found before the daemon refused counts, and says why it is not more."""
+    every = [Key(key) for key in keys(MAX_BATCH_KEYS + 1)]
+    for key in every:
+        daemon.put(key, b"b")
+
+    def refuse_the_next(answer: Any) -> Any:
+        daemon.fail("Claim", LimitReached("enough"))
+        return answer
+
+    daemon.mangle("Claim", refuse_the_next)
+    with client.longest_run(every) as hit:
+        assert len(hit) == MAX_BATCH_KEYS
+        assert hit.miss is MissReason.REFUSED
+    assert not daemon.claims
+
+
+# ---- claims and probes
+
+
+def test_claims_pin_what_their_mode_wants(daemon: FakeDaemon, client: Client) -> None:
+    for key in (ONE, THREE):
+        daemon.put(key, b"bytes", token_count=5)
+    for mode, found in (
+        (ClaimMode.ANY, [ONE, THREE]),
+        (ClaimMode.RUN, [ONE]),
+        (ClaimMode.FIRST, [ONE]),
+    ):
+        with client.claim(ALL, mode=mode) as hit:
+            assert hit.keys == found
+            assert hit.token_count == 5 * len(found)
+
+
+def test_probes_tell_and_pin_nothing(daemon: FakeDaemon, client: Client) -> None:
+    daemon.put(ONE, b"bytes")
+    first, second = client.probe([ONE, TWO])
+    assert first.present
+    assert first.entry is not None
+    assert not second.present
+    assert client.exists([ONE, TWO]) == [True, False]
+    assert counted(client) == {"lookups": 0, "hits": 0, "misses": {}, "rpcs": {"Lookup": 2}}
+    assert not daemon.claims
+
+
+# ---- misses
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (DaemonUnavailable, "unavailable"),
+        (Draining, "unavailable"),
+        (DeadlineExceeded, "deadline"),
+        (LimitReached, "refused"),
+    ],
+)
+def test_whatever_goes_wrong_is_a_miss(
+    daemon: FakeDaemon, client: Client, error: Any, reason: str
+) -> None:
+    daemon.put(ONE, b"bytes")
+    save_prefix(daemon, 40)
+    daemon.fail("Claim", *[error("no")] * 4)
+    daemon.fail("Lookup", *[error("no")] * 3)
+    assert client.longest_prefix(NAMESPACE, TOKENS) is None
+    assert client.longest_prefix(NAMESPACE, TOKENS, claim=False) is None
+    assert client.resume(ONE, TOKENS, 0, namespace=NAMESPACE) is None
+    assert client.longest_run([ONE]).miss == reason
+    assert client.claim([ONE]).miss == reason
+    assert not client.probe([ONE])[0].present
+    assert client.exists([ONE]) == [False]
+    assert counted(client)["misses"] == {reason: 7}
+    with client.claim([ONE]) as hit:
+        assert hit
+
+
+@pytest.mark.parametrize("error", [UnknownSession, StaleIncarnation])
+def test_a_session_lost_twice_is_a_miss(daemon: FakeDaemon, client: Client, error: Any) -> None:
+    daemon.put(ONE, b"bytes")
+    daemon.fail("Claim", error("who?"), error("who?"))
+    assert client.claim([ONE]).miss is MissReason.UNAVAILABLE
+
+
+def test_a_daemon_that_does_not_answer_is_a_miss_by_the_deadline(
+    daemon: FakeDaemon, client: Client
+) -> None:
+    daemon.hold("Claim")
+    assert client.claim([ONE], deadline_ms=20).miss is MissReason.DEADLINE
+    assert client.claim([ONE], deadline_ms=0).miss is MissReason.DEADLINE
+
+
+def test_no_daemon_is_a_miss_at_once(tmp_path: Path) -> None:
+    with Client(f"unix:{tmp_path}/nobody.sock", policy=POLICY) as client:
+        assert client.longest_prefix(NAMESPACE, TOKENS) is None
+        assert client.claim([ONE]).miss is MissReason.UNAVAILABLE
+        assert not client.probe([ONE])[0].present
+        assert not client.connected
+        assert counted(client)["misses"] == {"unavailable": 3}
+        assert counted(client)["rpcs"] == {}
+
+
+# ---- the caller's own mistakes
+
+
+@pytest.mark.parametrize(
+    ("use", "error"),
+    [
+        (lambda c: c.claim([b"short"]), InvalidKey),
+        (lambda c: c.claim(["k" * 32]), InvalidKey),
+        (lambda c: c.claim([ONE], mode=2), CallerError),
+        (lambda c: c.exists([b"short"]), InvalidKey),
+        (lambda c: c.longest_run([b"short"]), InvalidKey),
+        (lambda c: c.claim([ONE], wait_ms=-1), InvalidSize),
+        (lambda c: c.claim([ONE], wait_ms=MAX_WAIT_MS + 1), InvalidSize),
+        (lambda c: c.longest_prefix(NAMESPACE, [-1] * 50), InvalidTokens),
+        (lambda c: c.longest_prefix(NAMESPACE, b"tokens" * 50), InvalidTokens),
+        (lambda c: c.chain(NAMESPACE, TOKENS, 0), InvalidSize),
+    ],
+)
+def test_mistakes_raise_and_ask_nobody(
+    daemon: FakeDaemon, client: Client, use: Any, error: type[CallerError]
+) -> None:
+    with pytest.raises(error):
+        use(client)
+    assert not set(daemon.rpcs) - {"Session"}
+
+
+@pytest.mark.parametrize("error", [InvalidBatch, InvalidKey, MalformedMessage, InvalidSize])
+def test_what_the_daemon_calls_a_mistake_is_a_miss(
+    daemon: FakeDaemon, client: Client, error: type[CallerError], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It passed our own checks: a daemon of another version, which no request may fail of."""
+    daemon.fail("Claim", error("not for me"))
+    daemon.fail("Lookup", *[error("not for me")] * 3)
+    assert not client.claim([ONE])
+    assert not client.probe([ONE])[0].present
+    assert client.exists([ONE]) == [False]
+    assert not client.longest_run([ONE], claim=False)
+    reason = "unexpected" if error is MalformedMessage else "refused"
+    assert counted(client)["misses"] == {reason: 4}
+    assert [message.count("not for me") for message in caplog.messages] == [1]
+
+
+def test_an_entry_of_a_later_version_is_a_miss(daemon: FakeDaemon, client: Client) -> None:
+    daemon.put(ONE, b"bytes", tier=99)
+    assert not client.claim([ONE])
+    assert not client.probe([ONE])[0].present
+    assert counted(client)["misses"] == {"unexpected": 2}
+    daemon.wait_until(lambda: not daemon.claims)
+
+
+def test_nothing_asked_for_is_nothing_found(daemon: FakeDaemon, client: Client) -> None:
+    assert not client.claim([])
+    assert client.probe([]) == client.exists([]) == []
+    assert not set(daemon.rpcs) - {"Session"}
+
+
+def test_a_key_named_twice_is_there_twice(daemon: FakeDaemon, client: Client) -> None:
+    daemon.put(ONE, b"bytes")
+    assert client.exists([ONE, TWO, ONE]) == [True, False, True]
+    with client.claim([ONE, ONE]) as hit:
+        assert hit.keys == [ONE, ONE]
+        assert (hit.read(0), hit.read(1)) == (b"bytes", b"bytes")
+
+
+# ---- not worth it
+
+
+@pytest.mark.parametrize("claim", [True, False])
+def test_a_hit_slower_than_computing_is_no_hit(daemon: FakeDaemon, claim: bool) -> None:
+    save_prefix(daemon, 40)
+    with Client(daemon.address, policy=POLICY, local=False, prefill_tokens_per_s=100) as client:
+        hit = client.longest_prefix(NAMESPACE, TOKENS, claim=claim)
+        assert hit is not None  # nothing is known yet
+        hit.release()
+        client.speeds.measured(Tier.RAM, 1, 1.0)  # 11 bytes: 11 s, against 0.4 s
+        for _ in range(RETRY_EVERY - 1):
+            assert client.longest_prefix(NAMESPACE, TOKENS, claim=claim) is None
+        assert counted(client)["misses"] == {"slow": RETRY_EVERY - 1}
+        assert not daemon.claims
+        hit = client.longest_prefix(NAMESPACE, TOKENS, claim=claim)
+        assert hit is not None  # now and then, to measure again
+        hit.release()
+
+
+@pytest.mark.parametrize("claim", [True, False])
+def test_a_run_is_cut_before_its_slow_blocks(daemon: FakeDaemon, claim: bool) -> None:
+    for key, tier in zip(ALL, (pb.TIER_RAM, pb.TIER_RAM, pb.TIER_DISK), strict=True):
+        daemon.put(key, b"bytes", tier=tier, token_count=10)
+    with Client(daemon.address, local=False, prefill_tokens_per_s=100) as client:
+        client.speeds.measured(Tier.DISK, 1, 1.0)
+        with client.longest_run(ALL, claim=claim) as hit:
+            assert hit.keys == [ONE, TWO]
+            assert hit.miss is MissReason.SLOW
+            assert hit.restore_into([bytearray(5), bytearray(5)])
+        assert not daemon.claims
+        with client.claim(ALL) as hit:  # a claim of given keys is not a question
+            assert len(hit) == 3

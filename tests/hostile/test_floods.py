@@ -1,0 +1,319 @@
+"""Clients that ask for more than they take: the daemon's memory stays within its bounds.
+
+Each flood is one of a real daemon with small bounds. What is asserted is what the daemon counts
+itself, and that its heap has grown by no more than the bound and what it needs anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.client.wire.connection import Connection
+from prefixd.client.wire.link import Link
+from prefixd.proto import local
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.endpoints import admin_address
+from prefixd.proto.limits import CHUNK_BYTES, MAX_BATCH_KEYS, MAX_MESSAGE_BYTES
+from tests.support.daemon import eventually, private_daemon
+from tests.support.running import OpenSession, Outside, Refused, answer, in_loop, item, key, part
+
+MIB: Final = 2**20
+#: What a daemon needs anyway while it is busy: arenas of its allocator, gRPC's buffers, messages.
+SLACK_BYTES: Final = 64 * MIB
+
+
+def heap_bytes(daemon: PrivateDaemon) -> int:
+    """Memory of the daemon that is no arena and no staging memory."""
+    for line in Path(f"/proc/{daemon.pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError
+
+
+def in_flight(daemon: PrivateDaemon) -> dict[str, int]:
+    with daemon.admin() as admin:
+        return dict(admin.stats().in_flight)
+
+
+class Watch:
+    """Looks at a daemon all the time, and remembers the most that it saw."""
+
+    def __init__(self, daemon: PrivateDaemon) -> None:
+        self._daemon = daemon
+        self._before_bytes = heap_bytes(daemon)
+        self._over = threading.Event()
+        self.most: dict[str, int] = {}
+        self.grown_bytes = 0
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+
+    def _look(self) -> None:
+        with self._daemon.admin() as admin:
+            while not self._over.is_set():
+                for name, value in admin.stats().in_flight.items():
+                    self.most[name] = max(value, self.most.get(name, 0))
+                grown_bytes = heap_bytes(self._daemon) - self._before_bytes
+                self.grown_bytes = max(grown_bytes, self.grown_bytes)
+
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+@contextmanager
+def watching(daemon: PrivateDaemon) -> Iterator[Watch]:
+    watch = Watch(daemon)
+    try:
+        yield watch
+    finally:
+        watch.end()
+
+
+@contextmanager
+def session_at(daemon: PrivateDaemon) -> Iterator[Link]:
+    link = Link(Connection(daemon.address, 5_000), pb.Hello(client_name="flood"), 60)
+    link.open()
+    answering = threading.Thread(target=lambda: list(link.events()))
+    answering.start()
+    try:
+        yield link
+    finally:
+        link.close("the test is over")
+        answering.join()
+
+
+def local_connection(link: Link) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(link.welcome.local_socket)
+    return connection
+
+
+def frame(**kind: Any) -> bytes:
+    return local.frame(pb.LocalRequest(**kind))
+
+
+def pour(connection: socket.socket, data: bytes, bytes_at_most: int) -> int:
+    """Send the same again and again, as long as the daemon takes it within a moment."""
+    connection.settimeout(0.2)
+    sent_bytes = 0
+    while sent_bytes < bytes_at_most:
+        try:
+            sent_bytes += connection.send(data)
+        except (TimeoutError, BrokenPipeError, ConnectionResetError):
+            break
+    return sent_bytes
+
+
+def test_requests_that_are_sent_ahead_stay_in_the_kernel() -> None:
+    """Each connection's first request waits, and behind it come as many as go in."""
+    with private_daemon("--server.max_local=16MiB") as daemon, ExitStack() as open_:
+        link = open_.enter_context(session_at(daemon))
+        reserve = pb.ReserveRequest(
+            header=pb.SaveHeader(
+                session=link.ref,
+                tier=pb.TIER_RAM,
+                reason=pb.SAVE_REASON_COLD,
+                items=[item(key(1), bytes(1000))],
+            )
+        )
+        link.connection.stub.Reserve(reserve, timeout=60)
+        waiting = frame(lookup=pb.LookupRequest(keys=[key(1)], wait_ms=60_000))
+        ahead = frame(lookup=pb.LookupRequest(keys=[key(n) for n in range(MAX_BATCH_KEYS)]))
+        with watching(daemon) as watch:
+            connections = [open_.enter_context(local_connection(link)) for _ in range(40)]
+            with ThreadPoolExecutor(8) as threads:
+                for connection in connections:
+                    connection.sendall(frame(attach=link.ref) + waiting)
+                sent = threads.map(lambda c: pour(c, ahead, 64 * MIB), connections)
+                assert max(sent) < 64 * MIB, "the daemon does not take it"
+        # One more chunk of a connection that had nothing to wait for when it was read.
+        assert 0 < watch.most["local_request_bytes"] <= 16 * MIB + 40 * 2 * len(ahead)
+        assert watch.grown_bytes <= 16 * MIB + SLACK_BYTES
+        for connection in connections:
+            connection.close()
+        eventually(lambda: in_flight(daemon)["local_request_bytes"] == 0)
+        eventually(lambda: in_flight(daemon)["local_connections"] == 0)
+
+
+def test_a_large_request_waits_for_room_and_for_no_stranger() -> None:
+    """40 connections announce 16 MiB each and send all but the last byte."""
+    with (
+        private_daemon("--server.max_local=32MiB", "--server.stall_timeout=500ms") as daemon,
+        ExitStack() as open_,
+    ):
+        link = open_.enter_context(session_at(daemon))
+        huge = (MAX_MESSAGE_BYTES).to_bytes(4, "little") + bytes(MAX_MESSAGE_BYTES - 1)
+        with watching(daemon) as watch, ThreadPoolExecutor(8) as threads:
+
+            def hold(_: int) -> None:
+                with local_connection(link) as connection:
+                    connection.sendall(frame(attach=link.ref))
+                    pour(connection, huge, len(huge))
+
+            list(threads.map(hold, range(40)))
+            stranger = open_.enter_context(local_connection(link))
+            stranger.sendall(huge[: 2**16])
+            assert b"attach it first" in stranger.recv(2**16)
+        assert (
+            watch.most["local_request_bytes"] <= 32 * MIB + 40 * 2 * local.MAX_SMALL_REQUEST_BYTES
+        )
+        assert watch.grown_bytes <= 2 * 32 * MIB + SLACK_BYTES
+        eventually(lambda: in_flight(daemon)["local_request_bytes"] == 0)
+
+
+def test_connections_are_counted_and_idle_ones_are_closed() -> None:
+    with private_daemon("--server.max_connections=20") as daemon, ExitStack() as open_:
+        link = open_.enter_context(session_at(daemon))
+        connections = [open_.enter_context(local_connection(link)) for _ in range(100)]
+        eventually(lambda: in_flight(daemon)["local_connection_refusals"] == 80)
+        told = connections[-1].recv(2**16)
+        assert b"limit_reached" in told
+        # Those of no session are closed by themselves, and then there is room again.
+        eventually(lambda: in_flight(daemon)["local_connections"] == 0)
+        with local_connection(link) as served:
+            served.sendall(frame(lookup=pb.LookupRequest(keys=[key(1)])))
+            assert served.recv(2**16)
+
+
+def test_staging_memory_of_all_sessions_is_bounded() -> None:
+    flags = ("--server.staging=4MiB", "--server.staging_total=16MiB")
+    with private_daemon(*flags) as daemon, ExitStack() as open_:
+        refused = 0
+        for _ in range(40):
+            link = open_.enter_context(session_at(daemon))
+            with local_connection(link) as connection:
+                connection.sendall(frame(hand_over=pb.HandOverRequest(session=link.ref)))
+                frames = local.Frames(pb.LocalResponse.FromString)
+                data, fds, _, _ = socket.recv_fds(connection, 2**16, local.MAX_DESCRIPTORS)
+                for fd in fds:
+                    open_.callback(socket.close, fd)
+                frames.feed(data)
+                response = frames.next()
+                assert response is not None
+                refused += "save over gRPC" in response.hand_over.refused.get(local.STAGING, "")
+        flight = in_flight(daemon)
+        assert flight["staging_bytes"] == 16 * MIB
+        assert flight["staging_refusals"] == refused == 36
+        open_.close()
+        eventually(lambda: in_flight(daemon)["staging_bytes"] == 0)
+
+
+# ---- gRPC
+
+
+async def unread(session: OpenSession, claim: int) -> str:
+    """Read nothing of what a Read sends: how it ends."""
+    # A channel of its own: what one does not take must not hold up the others.
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)]
+    async with grpc.aio.insecure_channel(session.daemon.address, options=options) as channel:
+        read: Any = channel.unary_stream(
+            "/prefixd.v1.Cache/Read",
+            request_serializer=pb.ReadRequest.SerializeToString,
+            response_deserializer=pb.ReadResponse.FromString,
+        )
+        ranges = [pb.ReadRange()] * 64
+        call = read(pb.ReadRequest(session=session.ref, claim_id=claim, ranges=ranges))
+        code = await _ended(call)
+        return str(code)
+
+
+async def _ended(call: Any) -> str:
+    """Wait for its end without reading it, but for a first message."""
+    first = asyncio.ensure_future(call.read())
+    await asyncio.wait([first])
+    if first.exception() is not None:
+        return str(first.exception())
+    done = asyncio.Event()
+    call.add_done_callback(lambda _: done.set())
+    while not done.is_set():
+        try:
+            async with asyncio.timeout(3):
+                await done.wait()
+        except TimeoutError:
+            break
+    # Now what was sent until then is read, and behind it why it ended.
+    try:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError as problem:
+        return str(problem.details())
+    return "all of it"
+
+
+@in_loop
+async def test_reads_that_are_not_taken_are_bounded_and_cut_off() -> None:
+    """100 streams of 64 MiB each, of which nothing is read."""
+    flags = ("--server.max_reads=16MiB", "--server.stall_timeout=300ms")
+    with private_daemon(*flags, ram="16MiB") as daemon:
+        client = Outside(daemon.address, admin_address(daemon.address))
+        session, other = await client.open("flood"), await client.open("other")
+        data = bytes(4 * CHUNK_BYTES)
+        assert await session.save({key(1): data}) == [pb.SAVE_STATUS_SAVED]
+        claim = (await session.claim([key(1)])).claim_id
+        with watching(daemon) as watch:
+            endings = await asyncio.gather(*(unread(session, claim) for _ in range(100)))
+            assert await other.restore(key(1)) == data, "another session is served"
+        assert watch.most["read_stream_bytes"] <= 16 * MIB
+        assert watch.grown_bytes <= 16 * MIB + SLACK_BYTES
+        assert any("of this session" in ending for ending in endings)
+        assert any("took nothing" in ending for ending in endings)
+        assert "all of it" not in endings
+        await asyncio.to_thread(eventually, lambda: in_flight(daemon)["read_stream_bytes"] == 0)
+        await client.close()
+
+
+@in_loop
+async def test_saves_that_never_end_are_bounded_and_cut_off() -> None:
+    """40 streams, each of which sends most of a payload and then nothing, without a deadline."""
+    flags = ("--server.max_saves=64MiB", "--server.stall_timeout=500ms")
+    with private_daemon(*flags, ram="64MiB") as daemon:
+        client = Outside(daemon.address, admin_address(daemon.address))
+        session, other = await client.open("flood"), await client.open("other")
+        data = bytes(CHUNK_BYTES)
+
+        async def hang(number: int) -> str:
+            async def messages() -> AsyncIterator[pb.SaveRequest]:
+                header = session.header([item(key(number), data)])
+                half = data[: len(data) // 2]
+                yield pb.SaveRequest(header=header, parts=[part(0, half, last=False)])
+                await asyncio.Event().wait()
+
+            try:
+                await answer(client.cache.Save(messages()))
+            except Refused as refused:
+                return refused.sentence
+            return "saved"
+
+        with watching(daemon) as watch:
+            endings = await asyncio.gather(*(hang(number) for number in range(40)))
+            assert await other.save({key(100): data}) == [pb.SAVE_STATUS_SAVED]
+        assert watch.most["save_stream_bytes"] <= 64 * MIB
+        assert watch.grown_bytes <= 64 * MIB + SLACK_BYTES
+        assert any("sent nothing" in ending for ending in endings)
+        assert "saved" not in endings
+        stats = await answer(client.admin.Stats(pb.StatsRequest()))
+        assert stats.reservations == 0
+        assert stats.in_flight["save_stream_bytes"] == 0
+        await client.close()
+
+
+@in_loop
+async def test_a_stop_does_not_wait_for_a_silent_save() -> None:
+    with private_daemon("--server.drain_timeout=100ms") as daemon:
+        client = Outside(daemon.address, admin_address(daemon.address))
+        session = await client.open()
+        call = client.cache.Save()
+        await call.write(pb.SaveRequest(header=session.header([item(key(1), bytes(1000))])))
+        await asyncio.to_thread(eventually, lambda: in_flight(daemon)["save_stream_bytes"])
+        assert await asyncio.to_thread(daemon.stop) == 0
+        await client.close()

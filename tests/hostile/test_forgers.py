@@ -1,0 +1,265 @@
+"""Clients that name a session which is not theirs: whatever they ask, they get nothing.
+
+What is tried comes from the contract itself: every rpc whose request leads to a SessionRef, and
+every such kind of request on the local socket. One that is added there is tried as well, or this
+test fails because it does not know how to ask it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor import Descriptor
+
+from prefixd.proto import prefixd_pb2 as pb
+from tests.support.running import (
+    OpenSession,
+    Refused,
+    Running,
+    answer,
+    in_loop,
+    item,
+    key,
+    part,
+    payload,
+    running,
+    stream,
+)
+
+DATA = payload(1)
+MINE, RESERVED = key(1), key(2)
+CACHE = pb.DESCRIPTOR.services_by_name["Cache"]
+
+
+def leads_to_a_session(message: Descriptor) -> bool:
+    return message.name == "SessionRef" or any(
+        leads_to_a_session(field.message_type)
+        for field in message.fields
+        if field.message_type is not None
+    )
+
+
+RPCS = [method.name for method in CACHE.methods if leads_to_a_session(method.input_type)]
+KINDS = [
+    field.name
+    for field in pb.LocalRequest.DESCRIPTOR.fields
+    if leads_to_a_session(field.message_type)
+]
+
+
+class Victim:
+    """A session that holds something of every kind, and what a thief would ask for it."""
+
+    def __init__(self, daemon: Running, session: OpenSession) -> None:
+        self.daemon = daemon
+        self.session = session
+        self.claim = 0
+        self.token = 0
+
+    async def open(self) -> None:
+        await self.session.save({MINE: DATA})
+        self.claim = (await self.session.claim([MINE])).claim_id
+        (self.token,) = await self.session.granted([item(RESERVED, DATA)])
+        self.daemon.front.stagings.open(self.session.number)
+
+    def requests(self, ref: pb.SessionRef) -> dict[str, Any]:
+        """For each rpc and each kind of the local socket, what could do harm."""
+        header = pb.SaveHeader(
+            session=ref,
+            tier=pb.TIER_RAM,
+            reason=pb.SAVE_REASON_COLD,
+            items=[item(key(3), DATA)],
+        )
+        written = pb.WritePart(token=self.token, data=DATA, last=True)
+        release = pb.ReleaseRequest(session=ref, claim_ids=[self.claim])
+        reserved = pb.StagedReservations(session=ref, tokens=[self.token])
+        staged = pb.StagedPart(length_bytes=len(DATA), last=True)
+        return {
+            "Claim": pb.ClaimRequest(session=ref, keys=[MINE]),
+            "Release": release,
+            "Reserve": pb.ReserveRequest(header=header),
+            "Cancel": pb.CancelRequest(session=ref, tokens=[self.token]),
+            "Read": pb.ReadRequest(session=ref, claim_id=self.claim, ranges=[pb.ReadRange()]),
+            "Write": pb.WriteRequest(session=ref, parts=[written]),
+            "Save": pb.SaveRequest(header=header, parts=[part(0, DATA)]),
+            "SaveWhole": pb.SaveWholeRequest(header=header, parts=[part(0, DATA)]),
+            "hand_over": pb.HandOverRequest(session=ref),
+            "claim": pb.ClaimRequest(session=ref, keys=[MINE]),
+            "release": release,
+            "give_back": release,
+            "reserve": pb.ReserveRequest(header=header),
+            "cancel": pb.CancelRequest(session=ref, tokens=[self.token]),
+            "save_staged": pb.SaveStagedRequest(reserved=reserved, parts=[staged], last=True),
+            "attach": ref,
+        }
+
+    async def assert_unharmed(self) -> None:
+        t = self.daemon.tables
+        assert [*t.claims] == [self.claim]
+        assert [*t.reservations] == [self.token]
+        assert [*t.entries] == [MINE]
+        assert self.session.number in t.sessions
+        assert await self.session.read(self.claim) == [DATA]
+
+
+def forgeries(session: OpenSession, other: OpenSession) -> Iterator[tuple[str, pb.SessionRef]]:
+    """References to `session` of those who know everything about it but its secret."""
+    right = session.ref
+
+    def like(**fields: Any) -> pb.SessionRef:
+        ref = pb.SessionRef()
+        ref.CopyFrom(right)
+        for name, value in fields.items():
+            setattr(ref, name, value)
+        return ref
+
+    yield "no secret", like(secret=b"")
+    yield "a secret of zeros", like(secret=bytes(16))
+    yield "another session's secret", like(secret=other.ref.secret)
+    yield "a part of the secret", like(secret=right.secret[:-1])
+    yield "more than the secret", like(secret=right.secret + b"\0")
+    yield "one bit flipped", like(secret=bytes([right.secret[0] ^ 1]) + right.secret[1:])
+    yield "a session that never was", like(session_id=10**6)
+
+
+def test_what_is_tried_is_what_the_contract_has() -> None:
+    assert {*RPCS, *KINDS} == Victim(None, None).requests(pb.SessionRef()).keys()  # type: ignore[arg-type]  # neither is looked at
+    assert len(RPCS) >= 8
+    assert len(KINDS) >= 8
+
+
+async def over_grpc(daemon: Running, name: str, request: Any) -> None:
+    (method,) = [method for method in CACHE.methods if method.name == name]
+    call = getattr(daemon.cache, name)
+    await answer(call(stream([request]) if method.client_streaming else request))
+
+
+@pytest.mark.parametrize("name", RPCS)
+@in_loop
+async def test_no_rpc_acts_for_a_session_without_its_secret(tmp_path: Path, name: str) -> None:
+    async with running(tmp_path) as daemon:
+        session, other = await daemon.open("victim"), await daemon.open("thief")
+        victim = Victim(daemon, session)
+        await victim.open()
+        said = set()
+        for what, ref in forgeries(session, other):
+            with pytest.raises(Refused) as refused:
+                await over_grpc(daemon, name, victim.requests(ref)[name])
+            assert refused.value.name == "unknown_session", what
+            said.add(refused.value.sentence.replace(str(ref.session_id), "N"))
+        assert len(said) == 1, "numbers can't be probed"
+        await victim.assert_unharmed()
+        await over_grpc(daemon, name, victim.requests(session.ref)[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@in_loop
+async def test_nor_does_the_local_socket(tmp_path: Path, kind: str) -> None:
+    async with running(tmp_path) as daemon:
+        session, other = await daemon.open("victim"), await daemon.open("thief")
+        victim = Victim(daemon, session)
+        await victim.open()
+        for what, ref in forgeries(session, other):
+            thief = await daemon.connect_locally()
+            await thief.send(**{kind: victim.requests(ref)[kind]})
+            if kind in ("give_back", "attach"):
+                await thief.ask(lookup=pb.LookupRequest(keys=[MINE]))
+            else:
+                with pytest.raises(Refused) as refused:
+                    await thief.response()
+                assert refused.value.name == "unknown_session", what
+            thief.close()
+        assert not daemon.local_server.attached
+        await victim.assert_unharmed()
+
+
+#: Another process, which has stolen everything: asks each of these, says how each was answered.
+THIEF = """
+import socket, sys
+from prefixd.proto import local, prefixd_pb2 as pb
+path, *stolen = sys.argv[1:]
+for request in map(bytes.fromhex, stolen):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(path)
+        connection.sendall(len(request).to_bytes(4, "little") + request)
+        look = pb.LocalRequest(lookup=pb.LookupRequest(keys=[bytes(32)]))
+        connection.sendall(local.frame(look))
+        data, fds, _, _ = socket.recv_fds(connection, 2**16, local.MAX_DESCRIPTORS)
+        frames = local.Frames(pb.LocalResponse.FromString)
+        frames.feed(data)
+        answer = frames.next()
+        print(answer.WhichOneof("kind"), answer.failure.error or "-", len(fds))
+"""
+
+
+@in_loop
+async def test_another_process_with_the_secret_itself_gets_nothing_on_the_local_socket(
+    tmp_path: Path,
+) -> None:
+    """A forked child, or a thief: the session is its first process's."""
+    async with running(tmp_path) as daemon:
+        session = await daemon.open("victim")
+        victim = Victim(daemon, session)
+        await victim.open()
+        own = await daemon.connect_locally()
+        await own.ask(claim=pb.ClaimRequest(session=session.ref, keys=[key(77)]))
+        requests = victim.requests(session.ref)
+        stolen = [pb.LocalRequest(**{kind: requests[kind]}).SerializeToString() for kind in KINDS]
+        thief = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", THIEF, daemon.config.local_socket),
+            *(each.hex() for each in stolen),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        said, _ = await thief.communicate()
+        for kind, line in zip(KINDS, said.decode().splitlines(), strict=True):
+            unanswered = kind in ("give_back", "attach")
+            expected = "lookup - 0" if unanswered else "failure unknown_session 0"
+            assert (kind, line) == (kind, expected)
+        await victim.assert_unharmed()
+
+
+# ---- what rides the stream
+
+
+@in_loop
+async def test_a_stream_says_things_of_its_own_session_only(tmp_path: Path) -> None:
+    """Heartbeats and releases on it name no session: there is nothing to forge."""
+    spoken = pb.SessionRequest.DESCRIPTOR
+    assert not leads_to_a_session(spoken)
+    async with running(tmp_path) as daemon:
+        session, thief = await daemon.open("victim"), await daemon.open("thief")
+        victim = Victim(daemon, session)
+        await victim.open()
+        await thief.say(give_back=pb.GiveBack(claim_ids=[victim.claim]))
+        await thief.beat()
+        await victim.assert_unharmed()
+
+
+@in_loop
+async def test_what_another_session_holds_is_not_given_to_a_proved_one(tmp_path: Path) -> None:
+    """Claim ids and tokens are numbers, too: they count for their own session only."""
+    async with running(tmp_path) as daemon:
+        session, thief = await daemon.open("victim"), await daemon.open("thief")
+        victim = Victim(daemon, session)
+        await victim.open()
+        assert await thief.release(victim.claim) == [pb.RELEASE_STATUS_UNKNOWN]
+        with pytest.raises(Refused, match="unknown_claim"):
+            await thief.read(victim.claim)
+        cancel = pb.CancelRequest(session=thief.ref, tokens=[victim.token])
+        assert list((await answer(daemon.cache.Cancel(cancel))).cancelled) == [False]
+        written = pb.WritePart(token=victim.token, data=DATA, last=True)
+        (result,) = await thief.write(pb.WriteRequest(parts=[written]))
+        assert result.status == pb.SAVE_STATUS_LOST
+        await victim.assert_unharmed()
+
+
+def test_a_secret_is_in_no_log_and_no_list() -> None:
+    """Operators see sessions by number and owner."""
+    for message in pb.DESCRIPTOR.message_types_by_name.values():
+        secrets = [field.name for field in message.fields if "secret" in field.name]
+        assert not secrets or message.name in ("SessionRef", "Welcome")

@@ -1,0 +1,185 @@
+"""Readers that are stopped at the worst moment, and files that rot under them: right bytes or a
+miss, and a release that is true only of a view whose bytes are still the entry's."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from prefixd.client import Client, MissReason, SaveReason, Tier
+from prefixd.client.ctl.connection import AdminConnection
+from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.proto.arena_header import ARENA_HEADER_BYTES
+from tests.support.daemon import eventually, private_daemon
+from tests.support.entries import items_of, payload_of, restore, save
+from tests.support.moments import MOMENTS
+from tests.support.stopping_worker import NAMES
+
+PAYLOAD_BYTES = 1_200_000
+BUDGET_BYTES = 8 * 2**20
+#: A session is lost after two of them.
+HEARTBEAT = "--sessions.heartbeat=300ms"
+
+
+class Worker:
+    """A process of `stopping_worker`."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+
+    def said(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        said: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return said
+
+    def wait_until_stopped(self) -> None:
+        _, status = os.waitpid(self._process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status), status
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def worker(daemon: PrivateDaemon, verify: str) -> Iterator[Worker]:
+    command = [sys.executable, "-m", "tests.support.stopping_worker", daemon.address, verify]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield Worker(process)
+        finally:
+            process.kill()
+
+
+def saved(client: Client, names: list[str], tier: Tier) -> None:
+    """Whatever becomes of the session meanwhile: heartbeats are close here."""
+
+    def all_there() -> bool:
+        items = items_of(names, PAYLOAD_BYTES)
+        outcomes = client.save_many(items, tier=tier, reason=SaveReason.EVICT, deadline_ms=60_000)
+        return all(outcome.ok for outcome in outcomes)
+
+    eventually(all_there)
+
+
+def reuse_the_room(client: Client, admin: AdminConnection, tier: Tier) -> None:
+    """After the stopped client's session was lost, other entries lie everywhere."""
+    eventually(lambda: admin.stats().claims == 0)
+    admin.evict(BUDGET_BYTES, [tier])
+    saved(client, [f"other {number}" for number in range(5)], tier)
+
+
+@contextmanager
+def daemon_and_two_entries(
+    tier: Tier,
+) -> Iterator[tuple[PrivateDaemon, Client, AdminConnection]]:
+    with (
+        private_daemon(HEARTBEAT) as daemon,
+        Client(daemon.address, local=False, evict_save_timeout_ms=60_000) as client,
+        daemon.admin() as admin,
+    ):
+        saved(client, [*NAMES], tier)
+        yield daemon, client, admin
+
+
+@pytest.mark.parametrize("tier", [Tier.RAM, Tier.SHM])
+@pytest.mark.parametrize("how", ["stopped", "in C code"])
+def test_a_view_over_a_stop_is_not_released_as_held(tier: Tier, how: str) -> None:
+    """A worker that loads a model or captures a graph in C code, or is stopped, loses its session;
+    by then its view holds another entry's bytes. And one that was not stopped for so long is
+    told that its view is good."""
+    with daemon_and_two_entries(tier) as (daemon, client, admin), worker(daemon, "never") as one:
+        for reused in (True, False, True):
+            one.tell(f"view {'stopped' if how == 'stopped' else 'C'}")
+            if how == "stopped":
+                one.wait_until_stopped()
+            else:
+                assert one.said() == {"waiting": True}
+            if reused:
+                reuse_the_room(client, admin, tier)
+            if how == "stopped":
+                one.go_on()
+            else:
+                one.tell("")
+            assert one.said() == {"held": not reused, "right": not reused}
+            if reused:
+                admin.evict(BUDGET_BYTES, [tier])
+                saved(client, [*NAMES], tier)
+        assert admin.check(deep=True).problems == []
+
+
+@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("verify", ["always", "never"])
+def test_a_restore_over_a_stop_brings_the_right_bytes_or_a_miss(tier: Tier, verify: str) -> None:
+    """At every moment of it, with a claim and without."""
+    with daemon_and_two_entries(tier) as (daemon, client, admin), worker(daemon, verify) as one:
+        for number, moment in enumerate(MOMENTS):
+            for kind in ("claimed", "looked"):
+                one.tell(f"{kind} {number}")
+                one.wait_until_stopped()
+                reuse_the_room(client, admin, tier)
+                one.go_on()
+                said = one.said()
+                whole = moment == MOMENTS[-1]
+                assert said["restored"] == [whole, whole], (moment, kind)
+                assert not whole or said["right"] == [True, True], (moment, kind)
+                assert said["held"] == (kind == "looked"), "a hit without a claim has none to lose"
+                admin.evict(BUDGET_BYTES, [tier])
+                saved(client, [*NAMES], tier)
+
+
+FLIPS = 500
+
+
+@pytest.mark.parametrize("tier", [Tier.SHM, Tier.DISK])
+def test_flipped_bits_in_a_live_arena_are_never_served(tier: Tier) -> None:
+    """With the client as it is by default: claimed, looked at, in place and over gRPC."""
+    random_ = random.Random(int(tier))
+    with private_daemon() as daemon, Client(daemon.address) as client, daemon.admin() as admin:
+        keys = [
+            key
+            for batch in range(0, 60, 10)
+            for key in save(client, [f"entry {batch + n}" for n in range(10)], 120_000, tier)
+        ]
+        directory = {Tier.SHM: daemon.shm_directory, Tier.DISK: daemon.directory / "disk"}[tier]
+        (directory / "arena").chmod(0o600)
+        with (directory / "arena").open("r+b") as arena:
+            end_bytes = arena.seek(0, os.SEEK_END)
+            for _ in range(FLIPS):
+                place = random_.randrange(ARENA_HEADER_BYTES, end_bytes)
+                arena.seek(place)
+                byte = arena.read(1)[0]
+                arena.seek(place)
+                arena.write(bytes([byte ^ 1 << random_.randrange(8)]))
+        misses = 0
+        with Client(daemon.address, local=False) as far:
+            for number, key in enumerate(keys):
+                reader = (client, far)[number % 2]
+                hit = reader.longest_run([key], claim=number % 4 < 2)
+                result, payloads = restore(hit)
+                if result:
+                    assert payloads == [payload_of(key, 120_000)]
+                else:
+                    assert result.miss in {MissReason.CORRUPT, MissReason.UNREADABLE}
+                    misses += 1
+                hit.release()
+        assert misses > len(keys) // 2, "most entries were hit"
+        assert daemon.pid
+        # What was reported is dropped, and the rest serves on.
+        eventually(lambda: sum(client.exists(keys)) <= len(keys) - misses)
+        assert admin.health().value == "serving"

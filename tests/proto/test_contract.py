@@ -1,0 +1,201 @@
+"""The contract keeps its own conventions: errors in comments, units in names, a result per key."""
+
+import re
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor, MethodDescriptor
+
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.errors import BY_NAME
+from prefixd.proto.vocabulary import SaveReason, Tier
+
+TEXT = (Path(__file__).resolve().parents[2] / "proto" / "prefixd.proto").read_text()
+FILE = pb.DESCRIPTOR
+METHODS = [m for s in FILE.services_by_name.values() for m in s.methods]
+MESSAGES = list(FILE.message_types_by_name.values())
+NUMBERS = {
+    FieldDescriptor.TYPE_UINT32,
+    FieldDescriptor.TYPE_UINT64,
+    FieldDescriptor.TYPE_INT32,
+    FieldDescriptor.TYPE_INT64,
+    FieldDescriptor.TYPE_FIXED32,
+    FieldDescriptor.TYPE_FIXED64,
+}
+
+UNITS = ("_bytes", "_ms", "_ns", "_tokens")
+#: Numbers without a unit: they count things, name them or say where they are in a list.
+COUNTS = {
+    "token_count",
+    "layer_count",
+    "max_batch_keys",
+    "page_entries",
+    "page_claims",
+    "page_reservations",
+    "entries",
+    "pinned_entries",
+    "max_entries",
+    "recovered_entries",
+    "dropped_at_start",
+    "hits",
+    "saves",
+    "evictions",
+    "corrupt",
+    "sessions",
+    "claims",
+    "reservations",
+    "waiters",
+    "pins",
+    "expired_claims",
+    "expired_reservations",
+    "orphan_records",
+    "orphan_index_rows",
+    "sampled_keys",
+    "parts_copied",
+    "payloads_verified",
+    "payloads_unreadable",
+    "payload_bytes_verified",
+    "problem_count",
+}
+NAMES = {
+    "session_id",
+    "claim_id",
+    "claim_ids",
+    "token",
+    "tokens",  # of reservations
+    "generation",
+    "generations",
+    "sequence",
+    "pid",
+    "payload_crc32c",
+    "index",
+    "range",
+    "item",
+    "cursor",
+    "next_cursor",
+    "page_claims",
+    "page_reservations",
+    "problem_count",
+}
+PAIRS = {"extents"}  # offset, length; the comment says so
+
+
+def comment_of(method: MethodDescriptor) -> str:
+    """The comment lines directly above an rpc, joined."""
+    service = TEXT[TEXT.index(f"service {method.containing_service.name} {{") :]
+    match = re.search(rf"((?:^ *//.*\n)*)^ *rpc {method.name}\(", service, re.MULTILINE)
+    assert match is not None
+    return " ".join(line.strip(" /") for line in match[1].splitlines())
+
+
+def can_be_wrong(message: Descriptor) -> bool:
+    """Has a request anything in it that a caller can get wrong?"""
+    return any(field.type != FieldDescriptor.TYPE_BOOL for field in message.fields)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+def test_every_rpc_says_what_it_does_and_how_it_fails(method: MethodDescriptor) -> None:
+    comment = comment_of(method)
+    assert len(comment.split()) >= 5
+    assert ("Errors: " in comment) == can_be_wrong(method.input_type)
+    named = set(re.findall(r"\b[A-Z]{2,}(?:_[A-Z]+)+\b", comment))
+    raised = {error_class.code.name for error_class in BY_NAME.values()}
+    assert named <= raised & {code.name for code in grpc.StatusCode}
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+def test_every_rpc_has_its_own_request_and_response(method: MethodDescriptor) -> None:
+    assert method.input_type.name == f"{method.name}Request"
+    # What a session sends are no answers.
+    sent = "SessionEvent" if method.name == "Session" else f"{method.name}Response"
+    assert method.output_type.name == sent
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: m.name)
+def test_every_number_has_its_unit_in_its_name(message: Descriptor) -> None:
+    for field in message.fields:
+        if field.type in NUMBERS:
+            known = field.name in COUNTS | NAMES | PAIRS
+            assert field.name.endswith(UNITS) != known, f"{message.name}.{field.name}"
+        if field.name.endswith("_ns"):
+            assert field.type in NUMBERS, f"{message.name}.{field.name}"
+
+
+def test_the_lists_above_name_only_what_exists() -> None:
+    existing = {field.name for message in MESSAGES for field in message.fields}
+    assert existing >= COUNTS | NAMES | PAIRS
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: m.name)
+def test_no_field_is_of_a_type_that_the_contract_does_without(message: Descriptor) -> None:
+    # Floats lose counts above 2^53, and a required or grouped field can never be dropped.
+    refused = {
+        FieldDescriptor.TYPE_FLOAT,
+        FieldDescriptor.TYPE_DOUBLE,
+        FieldDescriptor.TYPE_GROUP,
+    }
+    assert not [field.name for field in message.fields if field.type in refused]
+
+
+@pytest.mark.parametrize(
+    ("request_name", "batch", "results"),
+    [
+        ("Lookup", "keys", "results"),
+        ("Claim", "keys", "results"),
+        ("Release", "claim_ids", "results"),
+        ("Cancel", "tokens", "cancelled"),
+    ],
+)
+def test_a_batch_is_answered_by_a_list(request_name: str, batch: str, results: str) -> None:
+    request = FILE.message_types_by_name[f"{request_name}Request"].fields_by_name[batch]
+    response = FILE.message_types_by_name[f"{request_name}Response"].fields_by_name[results]
+    assert request.is_repeated
+    assert response.is_repeated
+
+
+def test_whoever_changes_state_says_whose_call_it_is() -> None:
+    for name in ("Claim", "Release", "Cancel", "Read", "Write", "HandOver"):
+        fields = FILE.message_types_by_name[f"{name}Request"].fields_by_name
+        assert fields["session"].number == 1
+        assert fields["session"].message_type.name == "SessionRef"
+    for name in ("Save", "SaveWhole", "SaveStaged", "Reserve"):
+        header = FILE.message_types_by_name[f"{name}Request"].fields_by_name["header"]
+        assert header.message_type.fields_by_name["session"].message_type.name == "SessionRef"
+
+
+def test_local_calls_are_answered_in_kind() -> None:
+    """And those that have the name of an rpc are what they are over gRPC."""
+    asked = FILE.message_types_by_name["LocalRequest"].fields_by_name
+    answered = FILE.message_types_by_name["LocalResponse"].fields_by_name
+    unanswered, failure = {"give_back", "attach"}, {"failure"}
+    assert set(asked) - unanswered == set(answered) - failure
+    rpcs = {method.name: method for method in METHODS}
+    for name in set(asked) - unanswered:
+        kind = "".join(word.capitalize() for word in name.split("_"))
+        messages = asked[name].message_type.name, answered[name].message_type.name
+        assert messages == (f"{kind}Request", f"{kind}Response")
+        assert asked[name].number == answered[name].number
+        if kind in rpcs:
+            assert rpcs[kind].input_type is asked[name].message_type
+
+
+@pytest.mark.parametrize("enum", list(FILE.enum_types_by_name.values()), ids=lambda e: e.name)
+def test_enumerations_carry_their_name_and_begin_with_nothing(enum: EnumDescriptor) -> None:
+    prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", enum.name).upper() + "_"
+    assert all(value.name.startswith(prefix) for value in enum.values)
+    assert [value.number for value in enum.values] == list(range(len(enum.values)))
+    # Zero is what a field has that nobody set: a default that is named, or unspecified.
+    first = enum.values[0].name.removeprefix(prefix)
+    assert first == {"ClaimMode": "RUN", "ReadStatus": "OK"}.get(enum.name, "UNSPECIFIED")
+
+
+def test_the_vocabulary_has_the_numbers_of_the_wire() -> None:
+    tiers = FILE.enum_types_by_name["Tier"].values_by_name
+    reasons = FILE.enum_types_by_name["SaveReason"].values_by_name
+    assert {f"TIER_{tier.name}": tier.value for tier in Tier} == {
+        name: value.number for name, value in tiers.items() if value.number
+    }
+    assert {f"SAVE_REASON_{reason.name}": reason.value for reason in SaveReason} == {
+        name: value.number for name, value in reasons.items() if value.number
+    }

@@ -1,0 +1,524 @@
+"""The local socket: the same answers as over gRPC, and nothing left of whoever hangs up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import struct
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.limits import MAX_BATCH_KEYS, MAX_MESSAGE_BYTES
+from prefixd.proto.vocabulary import Tier
+from prefixd.server.api import local_socket as module
+from tests.support.bare import bare, claim_of, frame, make_staging, served
+from tests.support.running import (
+    LocalConnection,
+    OpenSession,
+    Refused,
+    Running,
+    answer,
+    in_loop,
+    item,
+    key,
+    payload,
+    running,
+    some_turns,
+)
+
+DATA = payload(1)
+LOOKUP = pb.LookupRequest(keys=[key(1)])
+
+
+# ---- the same as over gRPC
+
+Ask = Callable[[str, Any], Awaitable[Any]]
+
+
+def ways(daemon: Running, connection: LocalConnection) -> tuple[Ask, Ask]:
+    async def over_grpc(kind: str, request: Any) -> Any:
+        return await answer(getattr(daemon.cache, kind.capitalize())(request))
+
+    async def over_the_socket(kind: str, request: Any) -> Any:
+        response = await connection.ask(**{kind: request})
+        assert response.WhichOneof("kind") == kind
+        return getattr(response, kind)
+
+    return over_grpc, over_the_socket
+
+
+@in_loop
+async def test_every_call_answers_as_over_grpc(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        await session.save({key(number): payload(number) for number in (1, 2, 4)})
+        here = {"session": session.ref}
+
+        async def everything(ask: Ask) -> list[Any]:
+            answers: list[Any] = []
+            for stop in (False, True):
+                looked = pb.LookupRequest(keys=[key(1), key(3), key(4)], stop_at_first_absent=stop)
+                answers.append(await ask("lookup", looked))
+            claims = []
+            for mode in (pb.CLAIM_MODE_RUN, pb.CLAIM_MODE_FIRST, pb.CLAIM_MODE_ANY):
+                for brief in (False, True):
+                    claimed = await ask(
+                        "claim", claim_of(session, 1, 2, 3, 4, mode=mode, brief=brief)
+                    )
+                    claims.append(claimed.claim_id)
+                    claimed.claim_id = 0
+                    answers.append(claimed)
+            answers.append(await ask("claim", claim_of(session, 3)))
+            assert len(daemon.tables.claims) == len(claims)
+            claims.append(77)
+            answers.append(await ask("release", pb.ReleaseRequest(**here, claim_ids=claims)))
+            assert not daemon.tables.claims
+            items = [item(key(5), DATA), item(key(1), DATA), item(key(6), bytes(2**20))]
+            header = session.header(items, Tier.RAM, ttl_ms=7_000)
+            reserved = await ask("reserve", pb.ReserveRequest(header=header))
+            tokens = [result.token for result in reserved.results]
+            for result in reserved.results:
+                result.token = 0
+            answers.append(reserved)
+            assert len(daemon.tables.reservations) == sum(map(bool, tokens)) > 0
+            answers.append(await ask("cancel", pb.CancelRequest(**here, tokens=tokens)))
+            assert not daemon.tables.reservations
+            return answers
+
+        over_grpc, over_the_socket = ways(daemon, await daemon.connect_locally())
+        assert await everything(over_the_socket) == await everything(over_grpc)
+        await daemon.assert_idle()
+
+
+def wrong(session: OpenSession) -> dict[str, tuple[str, Any]]:
+    """What is refused: a kind, and a request of it."""
+    stale = pb.SessionRef(incarnation=bytes(16), session_id=session.number)
+    ended = pb.SessionRef(incarnation=session.ref.incarnation, session_id=77)
+    items = [item(key(1), DATA)]
+    return {
+        "no key": ("lookup", pb.LookupRequest()),
+        "a short key": ("lookup", pb.LookupRequest(keys=[b"short"])),
+        "no mode": ("claim", claim_of(session, 1, mode=99)),
+        "a claim of another start": (
+            "claim",
+            pb.ClaimRequest(session=stale, keys=[key(1)], mode=1),
+        ),
+        "a claim of nobody": ("claim", pb.ClaimRequest(session=ended, keys=[key(1)], mode=1)),
+        "too many claims": (
+            "release",
+            pb.ReleaseRequest(session=session.ref, claim_ids=range(MAX_BATCH_KEYS + 1)),
+        ),
+        "a release of nobody": ("release", pb.ReleaseRequest(session=ended, claim_ids=[1])),
+        "no header": ("reserve", pb.ReserveRequest()),
+        "no reason": ("reserve", pb.ReserveRequest(header=session.header(items, reason=0))),
+        "no token": ("cancel", pb.CancelRequest(session=session.ref)),
+        "a cancel of another start": ("cancel", pb.CancelRequest(session=stale, tokens=[1])),
+    }
+
+
+@in_loop
+async def test_a_refusal_says_the_same_as_over_grpc_and_the_connection_goes_on(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        ask, ask_here = ways(daemon, await daemon.connect_locally())
+        names = set()
+        for kind, request in wrong(session).values():
+            with pytest.raises(Refused) as refused:
+                await ask(kind, request)
+            with pytest.raises(Refused) as refused_here:
+                await ask_here(kind, request)
+            assert str(refused_here.value) == str(refused.value)
+            names.add(refused.value.name)
+        assert names >= {"invalid_batch", "invalid_key", "unknown_session", "stale_incarnation"}
+        assert await ask_here("lookup", LOOKUP) == await ask("lookup", LOOKUP)
+        await daemon.assert_idle()
+
+
+@in_loop
+async def test_a_failure_of_the_daemon_is_one_of_the_contract(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    async with running(tmp_path) as daemon:
+        connection = await daemon.connect_locally()
+        with monkeypatch.context() as patch:
+            patch.setattr(daemon.core, "ask", broken)
+            with pytest.raises(Refused, match=r"internal retry=0: .*lookup: RuntimeError"):
+                await connection.ask(lookup=LOOKUP)
+        await connection.ask(lookup=LOOKUP)
+
+
+@in_loop
+async def test_a_failure_where_nothing_can_be_answered_ends_the_connection(
+    tmp_path: Path,
+) -> None:
+    async def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        daemon.local_server.methods["release"] = broken
+        with bare(daemon) as connection:
+            request = pb.ReleaseRequest(session=session.ref, claim_ids=[1])
+            await connection.send(frame(give_back=request))
+            assert await connection.rest() == []
+
+
+@in_loop
+async def test_a_daemon_that_stops_says_so(tmp_path: Path) -> None:
+    """But what only gives back is done."""
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        await session.save({key(1): DATA})
+        connection, saving = await daemon.connect_locally(), await daemon.connect_locally()
+        claimed = (await connection.ask(claim=claim_of(session, 1))).claim
+        (token,) = await session.granted([item(key(2), DATA)])
+        make_staging(daemon, session)
+        daemon.core.draining = True
+        header = session.header([item(key(3), DATA)])
+        refused: dict[str, Any] = {
+            "lookup": LOOKUP,
+            "claim": claim_of(session, 1),
+            "reserve": pb.ReserveRequest(header=header),
+        }
+        for kind, request in refused.items():
+            with pytest.raises(Refused, match="UNAVAILABLE draining retry=1"):
+                await connection.ask(**{kind: request})
+        with pytest.raises(Refused, match="UNAVAILABLE draining retry=1"):
+            await saving.ask(save_staged=pb.SaveStagedRequest(header=header, last=True))
+        await connection.ask(
+            release=pb.ReleaseRequest(session=session.ref, claim_ids=[claimed.claim_id])
+        )
+        cancelled = pb.CancelRequest(session=session.ref, tokens=[token])
+        assert (await connection.ask(cancel=cancelled)).cancel.cancelled == [True]
+        assert not daemon.tables.claims
+        assert not daemon.tables.reservations
+
+
+@in_loop
+async def test_a_session_may_have_many_connections(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        await session.save({key(1): DATA})
+        (token,) = await session.granted([item(key(2), DATA)])
+        first, second = [await daemon.connect_locally() for _ in range(2)]
+        await first.send(lookup=pb.LookupRequest(keys=[key(2)], wait_ms=60_000))
+        await daemon.until(lambda: daemon.tables.waiting)
+        claimed = (await second.ask(claim=claim_of(session, 1))).claim
+        await second.ask(cancel=pb.CancelRequest(session=session.ref, tokens=[token]))
+        (found,) = (await first.response()).lookup.results
+        assert found.presence == pb.PRESENCE_ABSENT
+        request = pb.ReleaseRequest(session=session.ref, claim_ids=[claimed.claim_id])
+        assert (await first.ask(release=request)).release.results == [pb.RELEASE_STATUS_RELEASED]
+        await daemon.assert_idle()
+
+
+# ---- what is not answered
+
+
+@in_loop
+async def test_giving_back_is_not_answered(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        await session.save({key(1): DATA})
+        connection = await daemon.connect_locally()
+        claims = [(await connection.ask(claim=claim_of(session, 1))).claim for _ in range(3)]
+        numbers = [claimed.claim_id for claimed in claims]
+        await connection.send(
+            give_back=pb.ReleaseRequest(session=session.ref, claim_ids=numbers[:2])
+        )
+        assert (await connection.ask(lookup=LOOKUP)).HasField("lookup")
+        assert [*daemon.tables.claims] == numbers[2:]
+        for useless in (
+            pb.ReleaseRequest(session=session.ref, claim_ids=numbers[:2]),
+            pb.ReleaseRequest(session=pb.SessionRef(incarnation=bytes(16)), claim_ids=numbers),
+            pb.ReleaseRequest(session=session.ref),
+        ):
+            await connection.send(give_back=useless)
+            assert (await connection.ask(lookup=LOOKUP)).HasField("lookup")
+        assert [*daemon.tables.claims] == numbers[2:]
+
+
+@in_loop
+async def test_who_gives_back_and_hangs_up_has_given_back(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        await session.save({key(1): DATA})
+        claimed = await session.claim([key(1)])
+        with bare(daemon) as connection:
+            request = pb.ReleaseRequest(session=session.ref, claim_ids=[claimed.claim_id])
+            await connection.send(frame(give_back=request))
+        await daemon.until(lambda: not daemon.tables.claims)
+
+
+# ---- what is no request
+
+
+def unknown_kind() -> bytes:
+    message = bytes([0xFA, 0x07, 0x00])  # field 127, of no bytes
+    return struct.pack("<I", len(message)) + message
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (struct.pack("<I", 3) + b"\xff\xff\xff", "no message"),
+        (struct.pack("<I", MAX_MESSAGE_BYTES + 1), "is the most"),
+        (b"GET / HTTP/1.1\r\n\r\n", "is the most"),
+        (frame(), "of no kind that this daemon knows"),
+        (unknown_kind(), "of no kind that this daemon knows"),
+    ],
+    ids=["rubbish", "too long", "HTTP", "empty", "of a later version"],
+)
+@in_loop
+async def test_what_is_no_request_is_told_so_and_hung_up_on(
+    tmp_path: Path, data: bytes, words: str
+) -> None:
+    async with running(tmp_path) as daemon:
+        with bare(daemon) as connection:
+            await connection.send(data)
+            (told,) = await connection.rest()
+            assert told.failure.error == "malformed_message"
+            assert words in told.failure.message
+            assert not told.failure.retry
+        other = await daemon.connect_locally()
+        await other.ask(lookup=LOOKUP)
+        await daemon.assert_idle()
+
+
+@in_loop
+async def test_a_request_may_be_cut_anywhere(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        first, second = LOOKUP, pb.LookupRequest(keys=[key(1), key(2)])
+        data = frame(lookup=first) + frame(lookup=second)
+        with bare(daemon) as connection:
+            for cut in range(len(data)):
+                await connection.send(data[:cut])
+                await some_turns()
+                await connection.send(data[cut:])
+                answers = [await connection.response() for _ in range(2)]
+                assert [len(each.lookup.results) for each in answers] == [1, 2]
+
+
+@in_loop
+async def test_who_hangs_up_in_the_middle_of_a_request_has_asked_for_nothing(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        await session.save({key(1): DATA})
+        data = frame(claim=claim_of(session, 1))
+        for cut in (0, 1, 4, len(data) - 1):
+            with bare(daemon) as connection:
+                await connection.send(data[:cut])
+                await daemon.until(lambda: daemon.local_server.connections)
+                await some_turns()
+            await daemon.until(lambda: not daemon.local_server.connections)
+        assert not daemon.tables.claims
+
+
+@pytest.mark.parametrize("data", [b"", frame(lookup=LOOKUP)[:-1]], ids=["nothing", "a part"])
+@in_loop
+async def test_whoever_connects_and_asks_nothing_is_hung_up_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.01)
+    async with running(tmp_path) as daemon:
+        with bare(daemon) as connection:
+            await connection.send(data)
+            assert await connection.rest() == []
+
+
+@in_loop
+async def test_only_a_connection_of_a_session_may_be_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.01)
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        attached = await daemon.connect_locally()
+        await attached.ask(claim=claim_of(session, 1))
+        (theirs,) = daemon.local_server.connections
+        assert theirs._timer is None
+        with bare(daemon) as other:
+            await other.send(frame(lookup=LOOKUP))
+            answers = await other.rest()
+            assert [each.WhichOneof("kind") for each in answers] == ["lookup"]
+        assert [*daemon.local_server.connections] == [theirs]
+        await attached.ask(lookup=LOOKUP)
+        await session.close()
+        await daemon.until(lambda: not daemon.local_server.connections)
+        assert not daemon.local_server.attached
+
+
+@in_loop
+async def test_a_large_request_needs_a_session_and_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.local, "MAX_SMALL_REQUEST_BYTES", 1000)
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        large = frame(lookup=pb.LookupRequest(keys=map(key, range(100))))
+        attach = frame(attach=session.ref)
+        wrong = pb.SessionRef(incarnation=session.ref.incarnation, session_id=session.number)
+        for before in (b"", frame(lookup=LOOKUP), frame(attach=wrong)):
+            with bare(daemon) as connection:
+                await connection.send(before + large)
+                *_, told = await connection.rest()
+                assert told.failure.error == "invalid_size"
+                assert "attach it first" in told.failure.message
+        server = daemon.local_server
+        with bare(daemon) as connection:
+            async with server.large.room(server.large.limit_bytes):
+                await connection.send(attach + frame(lookup=LOOKUP) + large + large)
+                assert len((await connection.response()).lookup.results) == 1
+                theirs = served(daemon)
+                await daemon.until(lambda: theirs._held_up)
+                assert not theirs._transport.is_reading()
+            for _ in range(2):
+                assert len((await connection.response()).lookup.results) == 100
+            await daemon.until(lambda: not server.large.used_bytes)
+            assert theirs._transport.is_reading()
+        await daemon.until(lambda: not server.connections)
+        assert server.buffered_bytes == 0
+
+
+@in_loop
+async def test_connections_are_bounded_for_a_session_and_for_all(tmp_path: Path) -> None:
+    flags = ("--server.max_connections=3", "--server.max_connections_per_session=1")
+    async with running(tmp_path, *flags) as daemon:
+        session, other = await daemon.open(), await daemon.open()
+        first, second, third = [await daemon.connect_locally() for _ in range(3)]
+        await first.ask(claim=claim_of(session, 1))
+        with pytest.raises(Refused, match="limit_reached retry=1: this session has 1 connections"):
+            await second.ask(claim=claim_of(session, 1))
+        await second.ask(claim=claim_of(other, 1))
+        await third.ask(lookup=LOOKUP)
+        with bare(daemon) as fourth:
+            (told,) = await fourth.rest()
+            assert told.failure.error == "limit_reached"
+        assert daemon.local_server.refusals == 2
+        first.close()
+        await daemon.until(lambda: len(daemon.local_server.connections) == 2)
+        await third.ask(claim=claim_of(session, 1))
+
+
+# ---- who may ask
+
+
+@pytest.mark.parametrize(("uid", "welcome"), [(4242, False), (0, True)])
+@in_loop
+async def test_only_its_own_user_and_root_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uid: int, welcome: bool
+) -> None:
+    class Somebody:
+        size = struct.calcsize("3i")
+
+        @staticmethod
+        def unpack(_raw: bytes) -> tuple[int, int, int]:
+            return os.getpid(), uid, uid
+
+    monkeypatch.setattr(module, "_CREDENTIALS", Somebody)
+    async with running(tmp_path) as daemon:
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+        assert Path(daemon.config.local_socket).stat().st_mode & 0o777 == 0o600
+        with bare(daemon) as connection:
+            await connection.send(frame(lookup=LOOKUP))
+            response = await connection.response()
+            if welcome:
+                assert response.HasField("lookup")
+                return
+            assert response.failure.error == "caller_error"
+            assert "user 4242 is not the one" in response.failure.message
+            with pytest.raises(EOFError):
+                await connection.response()
+        assert not daemon.tables.counters.lookups
+
+
+# ---- more than one request at a time
+
+
+@pytest.mark.parametrize("keys", [1, MAX_BATCH_KEYS], ids=["small", "large"])
+@in_loop
+async def test_requests_sent_ahead_are_answered_in_order(tmp_path: Path, keys: int) -> None:
+    """Beyond a bound, of requests or of bytes, the daemon does not read on until it answered."""
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        (token,) = await session.granted([item(key(1), DATA)])
+        sizes = [min(number % 17 + keys, MAX_BATCH_KEYS) for number in range(200)]
+        requests = [frame(lookup=pb.LookupRequest(keys=map(key, range(size)))) for size in sizes]
+        server = daemon.local_server
+        with bare(daemon) as connection:
+            waiting = pb.LookupRequest(keys=[key(1)], wait_ms=60_000)
+            await connection.send(frame(lookup=waiting))
+            await daemon.until(lambda: daemon.tables.waiting)
+            theirs = served(daemon)
+            sending = asyncio.ensure_future(connection.send(b"".join(requests)))
+            await daemon.until(lambda: not theirs._transport.is_reading())
+            await some_turns()
+            assert len(theirs._requests) <= module._MAX_AHEAD
+            ahead_bytes = server.buffered_bytes
+            assert ahead_bytes <= module._MAX_AHEAD_BYTES + module._RECEIVE_BYTES + 2 * len(
+                max(requests, key=len)
+            )
+            await answer(daemon.cache.Cancel(pb.CancelRequest(session=session.ref, tokens=[token])))
+            answers = [await connection.response() for _ in [waiting, *requests]]
+            assert [len(each.lookup.results) for each in answers] == [1, *sizes]
+            await sending
+            await daemon.until(lambda: not server.buffered_bytes)
+            assert theirs._transport.is_reading()
+
+
+@in_loop
+async def test_who_has_answers_to_read_gets_no_hand_over(tmp_path: Path) -> None:
+    """Descriptors go with bytes of their own, which would come before what waits to be sent."""
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        request = frame(lookup=pb.LookupRequest(keys=map(key, range(MAX_BATCH_KEYS))))
+        with bare(daemon) as connection:
+            counters = daemon.tables.counters
+
+            async def ask() -> None:
+                before = counters.lookups
+                await connection.send(request)
+                await daemon.until(lambda: counters.lookups > before)
+
+            await ask()
+            theirs = served(daemon)
+            while not theirs._transport.get_write_buffer_size():
+                await ask()
+            asked = pb.HandOverRequest(session=session.ref)
+            await connection.send(frame(hand_over=asked))
+            await daemon.until(theirs._transport.is_closing)
+            *answers, last = await connection.rest()
+            assert [each.WhichOneof("kind") for each in answers] == ["lookup"] * counters.lookups
+            assert last.failure.error == "limit_reached"
+            assert last.failure.retry
+        assert not len(daemon.front.stagings)
+
+
+@in_loop
+async def test_a_client_that_reads_no_answer_is_cut_off(tmp_path: Path) -> None:
+    async with running(tmp_path, "--server.stall_timeout=10ms") as daemon:
+        request = frame(lookup=pb.LookupRequest(keys=map(key, range(MAX_BATCH_KEYS))))
+        with capture_logs() as logs, bare(daemon) as connection:
+
+            async def ask_on() -> None:
+                while True:
+                    await connection.send(request)
+
+            with pytest.raises((BrokenPipeError, ConnectionResetError)):
+                await ask_on()
+        await daemon.until(lambda: not daemon.local_server.connections)
+        assert ["read no answer" in entry.get("why", "") for entry in logs].count(True) == 1
+        assert daemon.local_server.buffered_bytes == 0
+        await daemon.assert_idle()

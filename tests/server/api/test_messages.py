@@ -1,0 +1,240 @@
+"""Between the wire and the state's words: the numbers of both sides mean the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefixd.proto import limits
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.errors import (
+    InvalidBatch,
+    InvalidKey,
+    InvalidSize,
+    UnknownReason,
+    UnknownTier,
+)
+from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.server.api import messages
+from prefixd.server.api.service import _CLAIM_MODES
+from prefixd.server.core.answers import ClaimAnswer, FlightInfo, LookupAnswer, WriteOrder
+from prefixd.server.core.effects import SaveEnded
+from prefixd.server.core.entries import Entry
+from prefixd.server.core.events import ClaimMode, SaveItem, SaveOutcome
+from tests.support.running import key
+
+TIERS = {Tier.RAM, Tier.DISK}
+ORDER = WriteOrder(7, key(1), Tier.RAM, SaveReason.COLD, 9, (0, 4096), 5, 1, 0, b"")
+FLIGHT = FlightInfo("alice", 2_500_000)
+
+
+def entry() -> Entry:
+    return Entry(
+        key=key(1),
+        tier=Tier.SHM,
+        reason=SaveReason.EVICT,
+        generation=11,
+        last_used_ns=12,
+        payload_bytes=13,
+        stored_bytes=4096,
+        token_count=14,
+        payload_crc32c=15,
+        layer_count=1,
+        token_ids_bytes=16,
+        place=(4096, 4096),
+        hits=17,
+        pins=2,
+    )
+
+
+# ---- the words are those of the wire
+
+
+def labels(prefix: str, numbers: dict[str, int]) -> dict[str, int]:
+    names = {name.removeprefix(prefix): number for name, number in numbers.items()}
+    return {name: number for name, number in names.items() if name != "UNSPECIFIED"}
+
+
+def test_the_enums_are_those_of_the_contract() -> None:
+    assert {t.name: t.value for t in Tier} == labels("TIER_", dict(pb.Tier.items()))
+    reasons = labels("SAVE_REASON_", dict(pb.SaveReason.items()))
+    assert {reason.name: reason.value for reason in SaveReason} == reasons
+    modes = labels("CLAIM_MODE_", dict(pb.ClaimMode.items()))
+    assert {mode.name: mode.value for mode in ClaimMode} == modes
+    assert {number: mode.value for number, mode in _CLAIM_MODES.items()} == {
+        number: number for number in modes.values()
+    }
+    outcomes = labels("SAVE_STATUS_", dict(pb.SaveStatus.items()))
+    assert {outcome.name: outcome.value for outcome in SaveOutcome} == outcomes
+
+
+@pytest.mark.parametrize("outcome", SaveOutcome, ids=lambda outcome: outcome.name)
+def test_every_outcome_of_a_save_has_its_status_and_a_sentence(outcome: SaveOutcome) -> None:
+    ended = messages.ended_save(SaveEnded(1, outcome, "something happened"))
+    assert ended.status == outcome.value
+    assert ended.message.startswith("something happened")
+    tells_what_to_do = "; " in ended.message
+    granted = outcome not in (
+        SaveOutcome.SAVED,
+        SaveOutcome.PRESENT,
+        SaveOutcome.IN_FLIGHT,
+        SaveOutcome.TOO_LARGE,
+        SaveOutcome.NO_ROOM,
+    )
+    assert tells_what_to_do == granted
+
+
+@pytest.mark.parametrize(
+    ("refused", "reserve", "save", "words"),
+    [
+        (SaveOutcome.PRESENT, pb.RESERVE_STATUS_PRESENT, pb.SAVE_STATUS_PRESENT, "already"),
+        (SaveOutcome.TOO_LARGE, pb.RESERVE_STATUS_TOO_LARGE, pb.SAVE_STATUS_TOO_LARGE, "can't"),
+        (SaveOutcome.NO_ROOM, pb.RESERVE_STATUS_NO_ROOM, pb.SAVE_STATUS_NO_ROOM, "may help"),
+        (FLIGHT, pb.RESERVE_STATUS_IN_FLIGHT, pb.SAVE_STATUS_IN_FLIGHT, "alice is saving it"),
+    ],
+    ids=["present", "too large", "no room", "in flight"],
+)
+def test_what_is_not_granted_says_why(
+    refused: SaveOutcome | FlightInfo, reserve: int, save: int, words: str
+) -> None:
+    reserved, saved = messages.reserve_result(refused), messages.refused_save(refused)
+    assert (reserved.status, reserved.token) == (reserve, 0)
+    assert saved.status == save
+    assert words in saved.message
+    if refused is FLIGHT:
+        assert reserved.in_flight == saved.in_flight == pb.InFlight(owner="alice", age_ms=2)
+
+
+def test_a_save_that_began_before_the_daemon_was_late_is_not_younger_than_nothing() -> None:
+    assert messages.flight_of(FlightInfo("alice", -500_000_000)).age_ms == 0
+
+
+def test_what_is_granted_has_its_token() -> None:
+    granted = messages.reserve_result(ORDER)
+    assert (granted.status, granted.token) == (pb.RESERVE_STATUS_GRANTED, 7)
+
+
+# ---- answers
+
+
+def test_an_entry_is_described_whole() -> None:
+    info = messages.info_of(entry())
+    assert (info.tier, info.reason, info.generation) == (Tier.SHM, SaveReason.EVICT, 11)
+    assert (info.payload_bytes, info.token_count, info.payload_crc32c) == (13, 14, 15)
+    assert (info.layer_count, info.token_ids_bytes) == (1, 16)
+    detail = messages.entry_detail(entry())
+    assert detail.info == info
+    assert (detail.key, detail.stored_bytes) == (key(1), 4096)
+    assert (detail.created_unix_ns, detail.last_used_unix_ns) == (11, 12)
+    assert (detail.hits, detail.pins, list(detail.extents)) == (17, 2, [4096, 4096])
+
+
+def test_a_lookup_tells_what_is_what() -> None:
+    answer = LookupAnswer((entry(), FLIGHT, None))
+    response = messages.lookup_response(answer, b"incarnation")
+    assert response.incarnation == b"incarnation"
+    present, in_flight, absent = response.results
+    assert (present.presence, present.entry.generation) == (pb.PRESENCE_PRESENT, 11)
+    assert in_flight.presence == pb.PRESENCE_IN_FLIGHT
+    assert (in_flight.in_flight.owner, in_flight.in_flight.age_ms) == ("alice", 2)
+    assert absent == pb.LookupResult(presence=pb.PRESENCE_ABSENT)
+
+
+def test_a_claim_tells_what_it_holds() -> None:
+    answer = ClaimAnswer(5, 60_000_000_000, (entry(), entry(), FLIGHT, None), (True, *[False] * 3))
+    response = messages.claim_response(answer)
+    assert (response.claim_id, response.lease_ms) == (5, 60_000)
+    assert [result.claimed for result in response.results] == [True, False, False, False]
+    assert [result.presence for result in response.results] == [
+        pb.PRESENCE_PRESENT,
+        pb.PRESENCE_PRESENT,
+        pb.PRESENCE_IN_FLIGHT,
+        pb.PRESENCE_ABSENT,
+    ]
+    assert response.results[1].entry.generation == 11
+    brief = messages.brief_claim_response(answer)
+    assert (brief.claim_id, brief.lease_ms, list(brief.generations)) == (5, 60_000, [11, 0, 0, 0])
+    assert not brief.results
+
+
+# ---- requests
+
+
+def test_batches_have_one_to_4096_elements() -> None:
+    messages.batch_of("keys", [1])
+    messages.batch_of("keys", range(limits.MAX_BATCH_KEYS))
+    with pytest.raises(InvalidBatch, match="keys is empty; name at least one"):
+        messages.batch_of("keys", [])
+    with pytest.raises(InvalidBatch, match="keys has 4097 elements, at most 4096"):
+        messages.batch_of("keys", range(4097))
+
+
+@pytest.mark.parametrize("length", [0, 31, 33, 64])
+def test_a_key_has_32_bytes(length: int) -> None:
+    with pytest.raises(InvalidKey, match=rf"keys\[1\] has {length} bytes; a key has 32"):
+        messages.keys_of("keys", [key(1), bytes(length)])
+
+
+def test_keys_keep_their_order() -> None:
+    assert messages.keys_of("keys", [key(2), key(1), key(2)]) == (key(2), key(1), key(2))
+    assert messages.keys_of("ancestors", [], may_be_empty=True) == ()
+
+
+def test_tiers_are_those_of_this_daemon() -> None:
+    assert messages.tier_of(1, TIERS) is Tier.RAM
+    assert messages.tiers_of([3, 1, 3], TIERS) == (Tier.DISK, Tier.RAM)
+    assert messages.tiers_of([], TIERS) == ()
+    with pytest.raises(UnknownTier, match=r"the shm tier is not configured; this daemon has"):
+        messages.tier_of(2, TIERS)
+    for number in (0, 4, -1):
+        with pytest.raises(UnknownTier, match=f"tier {number} does not exist; this daemon has"):
+            messages.tier_of(number, TIERS)
+
+
+def test_reasons_are_five() -> None:
+    assert [messages.reason_of(number) for number in range(1, 6)] == list(SaveReason)
+    for number in (0, 6, -1):
+        with pytest.raises(UnknownReason, match="there are cold, continued, finish, evict"):
+            messages.reason_of(number)
+
+
+def test_times_have_a_default_and_a_bound() -> None:
+    assert messages.milliseconds("ttl_ms", 5, 7, 10) == 5_000_000
+    assert messages.milliseconds("ttl_ms", 0, 7, 10) == 7_000_000
+    assert messages.milliseconds("ttl_ms", 10, 7, 10) == 10_000_000
+    with pytest.raises(InvalidSize, match="ttl_ms is 11, at most 10 ms are allowed"):
+        messages.milliseconds("ttl_ms", 11, 7, 10)
+
+
+def test_items_are_taken_as_they_are() -> None:
+    item = pb.SaveItem(
+        key=key(1), payload_bytes=12, token_count=3, layer_count=4, token_ids=b"12345678"
+    )
+    assert messages.items_of([item]) == (SaveItem(key(1), 12, 3, 4, b"12345678"),)
+    largest = pb.SaveItem(key=key(1), payload_bytes=limits.MAX_PAYLOAD_BYTES)
+    assert messages.items_of([largest])[0].payload_bytes == limits.MAX_PAYLOAD_BYTES
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"payload_bytes": 0}, "payload_bytes is 0, allowed are 1 to"),
+        ({"payload_bytes": limits.MAX_PAYLOAD_BYTES + 1}, "allowed are 1 to"),
+        ({"layer_count": 5}, "12 bytes are no 5 layers of one size"),
+        ({"layer_count": limits.MAX_LAYERS + 1}, "layers of one size"),
+        ({"token_ids": b"12345"}, "5 bytes of token ids; they are 4 bytes each"),
+        ({"token_ids": bytes(limits.MAX_TOKEN_IDS_BYTES + 4)}, "at most 4194304"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_items_of_a_size_that_cannot_be_are_refused(fields: dict[str, int], words: str) -> None:
+    good = pb.SaveItem(key=key(1), payload_bytes=12)
+    bad = pb.SaveItem(**({"key": key(2), "payload_bytes": 12} | fields))  # type: ignore[arg-type]
+    with pytest.raises(InvalidSize, match=r"items\[1\]: ") as refused:
+        messages.items_of([good, bad])
+    assert words in str(refused.value)
+
+
+def test_a_key_is_named_once_in_a_save() -> None:
+    item = pb.SaveItem(key=key(1), payload_bytes=12)
+    with pytest.raises(InvalidBatch, match="twice"):
+        messages.items_of([item, item])

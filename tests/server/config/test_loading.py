@@ -1,0 +1,354 @@
+"""Loading: what is taken from where, and that a bad configuration is refused in one go."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from prefixd.proto.errors import ConfigError
+from prefixd.server.config.loading import default_paths, load_config, print_config
+from prefixd.server.config.options import Config
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def load(*argv: str, env: Mapping[str, str] | None = None) -> Config:
+    return load_config(argv, env or {})
+
+
+def refusal(*argv: str, env: Mapping[str, str] | None = None) -> list[str]:
+    """The lines of the refusal, without the first."""
+    with pytest.raises(ConfigError) as refused:
+        load(*argv, env=env)
+    first, *lines = str(refused.value).splitlines()
+    count = first.split()[0]
+    assert count == ("one" if len(lines) == 1 else str(len(lines)))
+    return [line.strip() for line in lines]
+
+
+# ---- where values come from
+
+
+def test_nothing_configured_is_a_good_configuration() -> None:
+    config = load()
+    assert config.ram.budget_bytes == config.shm.budget_bytes == config.disk.budget_bytes == "auto"
+    assert config.server.address.startswith("unix:/")
+    assert config.sessions.heartbeat_ns == 2_000_000_000
+    assert config.disk.sync is True
+
+
+def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "prefixd.toml"
+    file.write_text('[ram]\nbudget = "1GiB"\npolicy = "fifo"\nmax_entries = 1\n')
+    env = {"PREFIXD_RAM__BUDGET": "2GiB", "PREFIXD_RAM__POLICY": "lfu"}
+    config = load("--config", str(file), "--ram.budget", "3GiB", env=env)
+    assert config.ram.budget_bytes == 3 * 2**30
+    assert config.ram.policy == "lfu"
+    assert config.ram.max_entries == 1
+
+
+def test_the_environment_can_name_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "prefixd.toml"
+    file.write_text("[disk]\nmax_entries = 7\n")
+    assert load(env={"PREFIXD_CONFIG": str(file)}).disk.max_entries == 7
+
+
+def test_the_processs_own_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFIXD_SESSIONS__MAX_SESSIONS", "5")
+    assert load_config([]).sessions.max_sessions == 5
+
+
+@pytest.mark.parametrize(
+    ("argv", "path", "value"),
+    [
+        (["--ram", "1MiB"], "ram.budget_bytes", 2**20),
+        (["--shm=1MiB"], "shm.budget_bytes", 2**20),
+        (["--disk", "0"], "disk.budget_bytes", 0),
+        (["--ram.budget", "auto"], "ram.budget_bytes", "auto"),
+        (["--address", "/x/y"], "server.address", "unix:/x/y"),
+        (["--server.socket_mode", "0660"], "server.socket_mode", 0o660),
+        (["--tcp", "127.0.0.1:0"], "server.tcp", "127.0.0.1:0"),
+        (["--tcp", "[::1]:70"], "server.tcp", "[::1]:70"),
+        (["--tcp", "localhost:70"], "server.tcp", "localhost:70"),
+        (["--metrics", "0.0.0.0:9464"], "server.metrics", "0.0.0.0:9464"),
+        (["--log-level", "debug"], "log.level", "debug"),
+        (["--log-format", "json"], "log.format", "json"),
+        (["--disk.sync", "false"], "disk.sync", False),
+        (["--server.allow_remote"], "server.allow_remote", True),
+        (["--sessions.claim_lease", "1m30s"], "sessions.claim_lease_ns", 90 * 10**9),
+        (["--ram.slab", "4096"], "ram.slab_bytes", 4096),
+        (["--ram", "1MiB", "--ram", "2MiB"], "ram.budget_bytes", 2 * 2**20),
+    ],
+)
+def test_flags(argv: list[str], path: str, value: object) -> None:
+    section, _, name = path.partition(".")
+    assert getattr(getattr(load(*argv), section), name) == value
+
+
+@pytest.mark.parametrize("there", ["/a/b", "/a/b.local"])
+def test_operators_need_a_socket_apart(there: str) -> None:
+    (line,) = refusal("--address=/a/b", f"--server.admin_address={there}")
+    assert f"unix:{there} is where workers are served; operators need a socket apart" in line
+
+
+def test_staging_memory_of_one_client_fits_into_that_of_all() -> None:
+    (line,) = refusal("--server.staging=2MiB", "--server.staging_total=1MiB")
+    assert "2MiB for one client are more than the 1MiB for all" in line
+
+
+def test_operators_are_served_beside_the_workers_unless_told_otherwise() -> None:
+    longest = "/" + "x" * 100
+    assert load("--address", longest).server.operators() == f"unix:{longest}.admin"
+    elsewhere = load("--address", longest, "--server.admin_address=/a/b").server
+    assert elsewhere.operators() == "unix:/a/b"
+
+
+def test_remote_tcp_is_possible_on_purpose() -> None:
+    config = load("--tcp", "0.0.0.0:7070", "--server.allow_remote")
+    assert config.server.tcp == "0.0.0.0:7070"
+
+
+def test_the_address_variable_of_the_clients_is_the_daemons_too() -> None:
+    env = {"PREFIXD_ADDRESS": "/a/b.sock"}
+    assert load(env=env).server.address == "unix:/a/b.sock"
+    env["PREFIXD_SERVER__ADDRESS"] = "unix:/c/d.sock"
+    assert load(env=env).server.address == "unix:/c/d.sock"
+
+
+def test_variables_that_are_no_options_are_left_alone() -> None:
+    # What Kubernetes sets in every container beside a service called prefixd.
+    load(env={"PREFIXD_SERVICE_HOST": "10.0.0.1", "PREFIXD_PORT": "tcp://10.0.0.1:7070"})
+
+
+def test_default_paths() -> None:
+    assert default_paths({}, 0) == {
+        "server.address": "unix:/run/prefixd/prefixd.sock",
+        "shm.directory": "/dev/shm/prefixd-0",
+        "disk.directory": "/var/lib/prefixd",
+    }
+    env = {"XDG_STATE_HOME": "/state", "XDG_RUNTIME_DIR": "/run/user/7", "PREFIXD_ADDRESS": "no"}
+    assert default_paths(env, 7) == {
+        "server.address": "unix:/run/user/7/prefixd/prefixd.sock",
+        "shm.directory": "/dev/shm/prefixd-7",
+        "disk.directory": "/state/prefixd",
+    }
+    env |= {"RUNTIME_DIRECTORY": "/run/unit", "STATE_DIRECTORY": "/var/lib/unit"}
+    assert default_paths(env, 7) == {
+        "server.address": "unix:/run/unit/prefixd.sock",
+        "shm.directory": "/dev/shm/prefixd-7",
+        "disk.directory": "/var/lib/unit",
+    }
+    assert default_paths({"XDG_STATE_HOME": "relative"}, 7)["disk.directory"].startswith("~/")
+
+
+def test_auto_directories_are_found_out_and_others_made_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load("--disk.directory", "cache", "--shm.directory", "auto")
+    assert config.disk.directory == tmp_path / "cache"
+    assert config.shm.directory == Path(f"/dev/shm/prefixd-{os.getuid()}")
+
+
+# ---- what is refused
+
+
+def test_everything_wrong_is_said_at_once_and_where_it_came_from(tmp_path: Path) -> None:
+    file = tmp_path / "prefixd.toml"
+    file.write_text(
+        'typo = 1\n[server]\nworker_threads = 0\n[disk]\nmax_entries = -1\nsync = "perhaps"\n'
+    )
+    lines = refusal(
+        f"--config={file}",
+        "--ram=8GB",
+        "--shm",
+        "--sessions.heartbeat=1ms",
+        "--log.level=loud",
+        "--rma.budget",
+        "7",
+        "--tcp=0.0.0.0:7070",
+        "stray",
+        env={"PREFIXD_SHM__SLAB": "5000", "PREFIXD_DISC__BUDGET": "1GiB"},
+    )
+    assert lines == [
+        "command line: 'stray' belongs to no flag",
+        "shm.budget (--shm): the value is missing",
+        f"typo = 1 (from {file}): there is no such option",
+        "disc.budget = '1GiB' (from PREFIXD_DISC__BUDGET): there is no such option; "
+        "did you mean disk.budget?",
+        "rma.budget = '7' (from --rma.budget): there is no such option; did you mean ram.budget?",
+        f"server.worker_threads = 0 (from {file}): should be at least 1",
+        "ram.budget = '8GB' (from --ram): '8GB' has an unknown unit 'GB': "
+        "use B, KiB, MiB, GiB or TiB",
+        "shm.slab = '5000' (from PREFIXD_SHM__SLAB): "
+        "a slab is a power of two from 4096 bytes, not 5000",
+        f"disk.max_entries = -1 (from {file}): should be at least 0",
+        f"disk.sync = 'perhaps' (from {file}): should be a valid boolean, "
+        "unable to interpret input",
+        "sessions.heartbeat = '1ms' (from --sessions.heartbeat): should be at least 50ms",
+        "log.level = 'loud' (from --log.level): should be 'debug', 'info', 'warning' or 'error'",
+        "server.tcp and server.allow_remote: 0.0.0.0:7070 can be reached from other machines, and "
+        "there is neither encryption nor a password; listen on 127.0.0.1, or say "
+        "allow_remote = true",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["--ram.policy", "mru"], "should be one of lru, lfu, fifo, s3fifo, arc"),
+        (["--ram", "-1"], "'-1' is not a size"),
+        (["--address", "127.0.0.1:1"], "should be a Unix socket"),
+        (["--address", "unix:/" + "x" * 120], "longer than the 107 bytes"),
+        (
+            ["--address", "unix:/" + "x" * 101],
+            "a path of at most 101 bytes: with .local and .admin",
+        ),
+        (["--server.admin_address", "localhost:70"], "operators are served on this host only"),
+        (["--server.socket_mode", "rw"], "should be an octal mode"),
+        (["--server.socket_mode", "0060"], "takes the socket from the daemon's own user"),
+        (["--tcp", "/a/socket"], "should be host:port"),
+        (["--metrics", "nowhere"], "is no address"),
+        (["--disk.directory", ""], "should be the name of a directory"),
+        (["--sessions.claim_lease", "2h"], "should be at most 1h"),
+        (["--sessions.heartbeat", "5"], "is not a duration"),
+        (["--server.worker_threads", "many"], "should be a valid integer"),
+    ],
+)
+def test_values_out_of_range(argv: list[str], why: str) -> None:
+    (line,) = refusal(*argv)
+    assert f"(from {argv[0]})" in line
+    assert why in line
+
+
+@pytest.mark.parametrize(
+    ("toml", "why"),
+    [
+        ("[ram]\nbudget = true", "ram.budget = True (from FILE): should not be true or false"),
+        ("[ram]\npolicy = ['lru']", "should be one of lru"),
+        ("[sessions]\nheartbeat = 2", "a duration is text with a unit"),
+        ("[disk]\nsync = {}", "disk.sync = {} (from FILE): should be a valid boolean"),
+        ("ram = 5", "ram = 5 (from FILE): there is no such option"),
+        ("[ram]\nbudget_bytes = 5", "did you mean ram.budget?"),
+        ("[ram.budget]\nsize = 5", "ram.budget = {'size': 5} (from FILE): should be a valid int"),
+        ("[ram", "FILE: is no TOML"),
+    ],
+)
+def test_files_with_mistakes(tmp_path: Path, toml: str, why: str) -> None:
+    file = tmp_path / "prefixd.toml"
+    file.write_text(toml)
+    (line,) = refusal("--config", str(file))
+    assert why.replace("FILE", str(file)) in line
+
+
+def test_a_file_that_cannot_be_read() -> None:
+    assert refusal("--config", "/does/not/exist.toml") == [
+        "/does/not/exist.toml: can't be read: No such file or directory"
+    ]
+    assert refusal("--config") == ["--config: the name of the file is missing"]
+
+
+def test_a_flag_that_takes_no_value() -> None:
+    assert "--print-config" in refusal("--print-config=1")[0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "keys"),
+    [
+        (["--ram=64KiB", "--ram.slab=128KiB"], "ram.budget and ram.slab"),
+        (["--shm=4096"], "shm.budget and shm.slab"),
+        (["--disk=5"], "disk.budget"),
+        (["--ram=0", "--shm=0", "--disk=0"], "ram.budget and shm.budget and disk.budget"),
+        (["--shm.directory=/x/y", "--disk.directory=/x/./y"], "shm.directory and disk.directory"),
+        (
+            ["--sessions.heartbeat=10s", "--sessions.claim_lease=19s"],
+            "sessions.claim_lease and sessions.heartbeat",
+        ),
+        (["--tcp=127.0.0.1:7", "--metrics=127.0.0.1:7"], "server.tcp and server.metrics"),
+        (["--tcp=cache.example:7"], "server.tcp and server.allow_remote"),
+    ],
+)
+def test_options_that_contradict_each_other(argv: list[str], keys: str) -> None:
+    (line,) = refusal(*argv)
+    assert line.startswith(f"{keys}: ")
+
+
+def test_a_contradiction_with_a_wrong_key_is_not_reported_twice() -> None:
+    (line,) = refusal("--shm=4096", "--shm.slab=5000")
+    assert line.startswith("shm.slab = '5000'")
+
+
+def test_the_same_directory_by_another_name(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    (line,) = refusal("--shm.directory", str(tmp_path), "--disk.directory", str(tmp_path / "link"))
+    assert line.startswith("shm.directory and disk.directory")
+
+
+def test_a_default_that_does_not_work_here_is_an_answer() -> None:
+    (line,) = refusal(env={"XDG_RUNTIME_DIR": "/" + "x" * 120})
+    assert line.startswith("server.address = ")
+    assert "(from the defaults of this machine)" in line
+    assert "longer than" in line
+
+
+# ---- what is printed
+
+
+def test_the_example_file_is_what_is_printed_and_says_the_defaults(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        load("--print-config")
+    assert left.value.code == 0
+    assert capsys.readouterr().out == print_config()
+    example = REPOSITORY / "deploy" / "prefixd.toml"
+    assert example.read_text() == print_config(), (
+        "run `prefixd --print-config >deploy/prefixd.toml`"
+    )
+    assert load("--config", str(example)) == load()
+
+
+def test_help_names_every_option_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        load("--help", "--nonsense")
+    assert left.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, section in Config.model_fields.items():
+        assert section.annotation is not None
+        for field, info in section.annotation.model_fields.items():
+            assert f"--{name}.{info.alias or field} " in shown
+            assert " ".join(str(info.description).split()) in shown
+    assert "--ram.slab SIZE" in shown
+    assert "[64KiB]" in shown
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        load("--version")
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith("prefixd ")
+
+
+def test_check_config_says_what_it_comes_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--shm.directory", f"{tmp_path}/s", "--disk.directory", f"{tmp_path}/d"]
+    with pytest.raises(SystemExit) as left:
+        load("--check-config", "--ram", "1MiB", "--shm", "0", "--disk", "1MiB", *argv)
+    assert left.value.code == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "The configuration is good.",
+        "ram: 1MiB (configured)",
+        "shm: off (switched off)",
+        f"disk: 1MiB in {tmp_path}/d (configured)",
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_check_config_refuses_like_a_start() -> None:
+    assert refusal("--check-config", "--ram", "1") == [
+        "ram.budget and ram.slab: a budget of 1B does not hold one slab of 64KiB"
+    ]

@@ -1,0 +1,74 @@
+"""The words between the state and its surroundings: events, effects, answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from types import ModuleType
+from typing import get_args, get_type_hints
+
+import pytest
+
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.server.core import answers, effects, events
+
+UNIONS = {events: events.Event, effects: effects.Effect, answers: answers.Answer}
+#: What occurs within others.
+PARTS = {
+    events: {events.SaveItem},
+    effects: set(),
+    answers: {answers.FlightInfo},
+}
+
+
+def dataclasses_of(module: ModuleType) -> set[type]:
+    return {
+        member
+        for member in vars(module).values()
+        if inspect.isclass(member)
+        and member.__module__ == module.__name__
+        and dataclasses.is_dataclass(member)
+    }
+
+
+@pytest.mark.parametrize("module", UNIONS, ids=lambda module: module.__name__)
+def test_every_word_is_in_its_union_and_the_union_has_no_others(module: ModuleType) -> None:
+    assert set(get_args(UNIONS[module])) == dataclasses_of(module) - PARTS[module]
+
+
+@pytest.mark.parametrize("module", UNIONS, ids=lambda module: module.__name__)
+def test_words_cannot_be_changed(module: ModuleType) -> None:
+    for word in dataclasses_of(module):
+        assert word.__dataclass_params__.frozen, word
+        assert "__slots__" in vars(word), word
+
+
+def test_every_event_says_when_it_happened() -> None:
+    for event in get_args(events.Event):
+        assert get_type_hints(event)["now_ns"] is int, event
+
+
+def test_exactly_the_questions_are_numbered() -> None:
+    numbered = {e for e in get_args(events.Event) if "request" in get_type_hints(e)}
+    assert numbered - {events.RequestDropped} == set(get_args(events.Question))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (events.ClaimMode, pb.ClaimMode),
+        (events.SaveOutcome, pb.SaveStatus),
+        (answers.ReleaseOutcome, pb.ReleaseStatus),
+    ],
+)
+def test_numbers_that_go_over_the_wire_are_those_of_the_contract(
+    ours: type[events.SaveOutcome], theirs: type[pb.SaveStatus]
+) -> None:
+    prefixes = ("CLAIM_MODE_", "SAVE_STATUS_", "RELEASE_STATUS_")
+    names = {}
+    for name, number in theirs.items():
+        for prefix in prefixes:
+            name = name.removeprefix(prefix)
+        names[name] = number
+    names.pop("UNSPECIFIED", None)
+    assert {member.name: member.value for member in ours} == names

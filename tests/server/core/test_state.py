@@ -1,0 +1,464 @@
+"""The one door: sessions, deadlines, stamps, operators, starts. The rest is beside this file."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefixd.proto.errors import LimitReached, UnknownSession, UnknownTier
+from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.server.core import answers as an
+from prefixd.server.core import effects as fx
+from prefixd.server.core import events as ev
+from prefixd.server.core.tables import StateConfig
+from tests.support.state_driver import LOST_AFTER_NS, Driver, erased, key, keys, names, stored
+
+# ---- sessions
+
+
+def test_only_so_many_sessions() -> None:
+    driver = Driver(max_sessions=2)
+    first, second = driver.open("alice"), driver.open("bob")
+    answer = driver.ask(ev.SessionOpened(driver.request(), "carol", 0))
+    assert isinstance(answer.error, LimitReached)
+    assert driver.counters.sessions_opened == 2
+    driver.lose(first)
+    assert driver.open("carol") > second, "a session's number is never given out again"
+
+
+def test_a_session_is_lost_by_silence_and_not_a_moment_earlier() -> None:
+    driver = Driver()
+    session = driver.open()
+    driver.now_ns = 400
+    driver.hear(session)
+    driver.now_ns = 400 + LOST_AFTER_NS - 1
+    driver.tick()
+    assert session in driver.tables.sessions
+    driver.now_ns += 1
+    driver.tick()
+    assert session not in driver.tables.sessions
+    assert driver.counters.sessions_lost == 1
+
+
+def test_a_lost_session_is_lost_once() -> None:
+    driver = Driver()
+    session = driver.open()
+    driver.lose(session)
+    assert driver.lose(session) == []
+    driver.hear(session)
+    assert driver.counters.sessions_lost == 1
+
+
+@pytest.mark.parametrize("session", [1, 2], ids=["ended", "never was"])
+def test_nobody_acts_in_a_session_that_is_not_there(session: int) -> None:
+    driver = Driver()
+    driver.lose(driver.open())
+    for answer in (
+        driver.claim(session, "a"),
+        driver.reserve(session, "a"),
+        driver.begin(session, 1),
+        driver.ask(ev.ReleaseAsked(driver.request(), session, (1,), 0)),
+        driver.ask(ev.CancelAsked(driver.request(), session, (1,), 0)),
+    ):
+        assert isinstance(answer.error, UnknownSession)
+        assert f"session {session}" in str(answer.error)
+
+
+def test_what_a_session_holds_ends_with_it() -> None:
+    driver = Driver()
+    alice, bob = driver.open("alice"), driver.open("bob")
+    driver.save(alice, "a b")
+    driver.claim(alice, "a b")
+    driver.reserve(alice, "c")
+    (writing,) = driver.granted(alice, "d")
+    driver.lose(alice)
+    assert not driver.tables.claims
+    assert driver.order() == "b a"
+    assert list(driver.tables.reservations) == [writing], "somebody still writes into its room"
+    assert driver.of_kind(fx.StopWriting) == [fx.StopWriting(writing)]
+    assert driver.of_kind(fx.TellReservationLost) == [], "there is nobody to be told"
+    driver.stop(writing)
+    assert not driver.tables.reservations
+    assert not driver.tables.sessions[bob].tokens
+
+
+def test_a_lost_session_answers_its_own_waits_and_wakes_the_others() -> None:
+    driver = Driver()
+    alice, bob = driver.open("alice"), driver.open("bob")
+    driver.reserve(alice, "a b")
+    assert driver.claim(alice, "a", wait_ns=50) is None
+    hers = driver.last_request
+    assert driver.lookup("a", wait_ns=50) is None
+    anybodys = driver.last_request
+    assert driver.reserve(bob, "b", wait_ns=50) is None
+    his = driver.last_request
+    driver.lose(alice)
+    assert list(driver.replies) == [hers, anybodys, his]
+    assert isinstance(driver.replies[hers].error, UnknownSession)
+    assert driver.replies[anybodys] == an.LookupAnswer((None,))
+    assert isinstance(driver.replies[his].results[0], an.WriteOrder)
+
+
+# ---- questions and answers
+
+
+def test_whoever_hung_up_is_not_answered() -> None:
+    driver = Driver()
+    session = driver.open()
+    (token,) = driver.granted(session, "a")
+    assert driver.lookup("a", wait_ns=50) is None
+    driver.happens(ev.RequestDropped(driver.last_request, 0))
+    assert not driver.tables.waiting
+    driver.seal(token)
+    assert driver.replies == {}
+
+
+def test_hanging_up_after_the_answer_changes_nothing() -> None:
+    driver = Driver()
+    driver.lookup("a")
+    assert driver.happens(ev.RequestDropped(driver.last_request, 0)) == []
+    assert driver.happens(ev.RequestDropped(99, 0)) == []
+
+
+# ---- deadlines
+
+
+def test_the_next_deadline_is_the_soonest() -> None:
+    driver = Driver()
+    assert driver.state.next_deadline_ns() is None
+    session = driver.open()
+    assert driver.state.next_deadline_ns() == LOST_AFTER_NS
+    driver.save(session, "a", ttl_ns=900)
+    driver.claim(session, "a", lease_ns=800)
+    assert driver.state.next_deadline_ns() == 800
+    driver.reserve(session, "b", ttl_ns=700)
+    assert driver.state.next_deadline_ns() == 700
+    driver.lookup("b", wait_ns=600)
+    assert driver.state.next_deadline_ns() == 600
+
+
+def test_after_a_tick_the_next_deadline_is_later() -> None:
+    driver = Driver()
+    session = driver.open()
+    driver.save(session, "a")
+    driver.claim(session, "a", lease_ns=10)
+    driver.now_ns = 5
+    driver.hear(session)
+    driver.now_ns = 10
+    assert driver.tick() == [], "renewed by the heartbeat"
+    assert driver.state.next_deadline_ns() == 15
+    driver.now_ns = 15
+    driver.tick()
+    assert driver.counters.claims_lost == 1
+
+
+def test_however_late_a_tick_comes_things_happen_in_the_order_in_which_they_were_due() -> None:
+    """Alice was heard at 5: her session was due before the wait at 1,200, not after it."""
+    driver = Driver()
+    alice = driver.open("alice")
+    driver.now_ns = 5
+    driver.hear(alice)
+    driver.reserve(alice, "a b", ttl_ns=10_000)
+    driver.lookup("a", wait_ns=900)
+    first = driver.last_request
+    driver.lookup("b", wait_ns=1_195)
+    second = driver.last_request
+    driver.now_ns = 5_000
+    driver.tick()
+    assert isinstance(driver.replies[first].results[0], an.FlightInfo)
+    assert driver.replies[second].results == (None,)
+
+
+def test_at_one_moment_a_wait_sees_what_the_others_left() -> None:
+    driver = Driver()
+    session = driver.open()
+    driver.reserve(session, "a", ttl_ns=50)
+    driver.lookup("a", wait_ns=50)
+    driver.now_ns = 50
+    driver.tick()
+    assert driver.replies == {driver.last_request: an.LookupAnswer((None,))}
+
+
+def test_timers_of_what_ended_do_not_pile_up() -> None:
+    driver = Driver()
+    session = driver.open()
+    driver.save(session, "a")
+    state = driver.state
+    kept = driver.claim(session, "a", lease_ns=900).claim
+    for number in range(kept + 1, kept + 2_001):
+        state.apply(ev.ClaimAsked(0, session, keys("a"), ev.ClaimMode.RUN, 900, 0, 0))
+        state.apply(ev.ReleaseAsked(0, session, (number,), 0))
+        assert len(driver.tables.timers) <= 100
+    assert state.check() == []
+    assert list(driver.tables.claims) == [kept]
+    driver.now_ns = 900
+    driver.tick()
+    assert driver.of_kind(fx.TellClaimLost) == [
+        fx.TellClaimLost(session, kept, "its lease ran out")
+    ], "dropping the others must not have dropped this one"
+
+
+def test_a_wait_has_one_deadline_however_often_it_is_woken() -> None:
+    driver = Driver()
+    session = driver.open()
+    driver.reserve(session, "a b", ttl_ns=900)
+    driver.claim(session, "a b", ev.ClaimMode.ANY, wait_ns=500)
+    driver.cancel(session, 1)
+    assert driver.counters.waits == 1
+    assert len(driver.tables.timers) == 4, "a session, two reservations, one wait"
+
+
+# ---- stamps
+
+
+def test_stamps_are_unique_and_grow_while_the_clock_stands() -> None:
+    driver = Driver(stamp_ns=5)
+    session = driver.open()
+    driver.save(session, "a b c")
+    generations = [driver.entry(one).generation for one in "abc"]
+    assert generations == [6, 7, 8]
+    used = [entry.last_used_ns for entry in driver.tables.entries.values()]
+    assert len(set(used)) == 3
+    assert min(used) > 8
+
+
+def test_stamps_are_the_time_whenever_that_is_later() -> None:
+    driver = Driver()
+    session = driver.open()
+    driver.now_ns = 777
+    driver.save(session, "a")
+    assert driver.entry("a").generation == 777
+
+
+def test_stamps_grow_when_the_clock_was_set_back_between_two_starts() -> None:
+    driver = Driver()
+    driver.recover(Tier.DISK, stored("a", used_ns=9_000, generation=4_000))
+    session = driver.open()
+    driver.save(session, "b")
+    assert driver.entry("b").generation > 9_000
+
+
+def test_the_stamps_of_entries_are_in_their_eviction_order() -> None:
+    """Else the order after a restart would not be the one before."""
+    driver = Driver()
+    session = driver.open()
+    (late,) = driver.granted(session, "a")
+    driver.save(session, "b c")
+    driver.claim(session, "c b", ev.ClaimMode.ANY)
+    driver.seal(late)
+    driver.release(session, 1)
+    driver.touch("c")
+    order = sorted(driver.tables.entries.values(), key=lambda entry: entry.last_used_ns)
+    assert names(entry.key for entry in order) == driver.order() == "a b c"
+
+
+# ---- use counts
+
+
+def test_use_is_handed_over_once_in_order_of_use() -> None:
+    driver = Driver()
+    session = driver.open()
+    driver.save(session, "a b", tier=Tier.SHM)
+    driver.save(session, "c", tier=Tier.DISK)
+    driver.touch("a c a")
+    driver.tick(flush=True)
+    shm, disk = driver.of_kind(fx.RecordUsage)
+    assert (shm.tier, disk.tier) == (Tier.SHM, Tier.DISK)
+    assert [(usage.entry.key, usage.hits) for usage in shm.usages] == [(key("b"), 0), (key("a"), 2)]
+    assert [(usage.entry.key, usage.hits) for usage in disk.usages] == [(key("c"), 1)]
+    assert shm.usages[1].last_used_ns == driver.entry("a").last_used_ns
+    assert driver.tick(flush=True) == []
+
+
+def test_a_tick_without_flush_hands_nothing_over() -> None:
+    driver = Driver()
+    driver.save(driver.open(), "a", tier=Tier.SHM)
+    assert driver.tick() == []
+    assert len(driver.tick(flush=True)) == 1
+
+
+def test_use_of_what_left_is_not_handed_over() -> None:
+    driver = Driver()
+    session = driver.open()
+    driver.save(session, "a b c", tier=Tier.SHM)
+    driver.evict(1, Tier.SHM)
+    driver.damage("b")
+    driver.tick(flush=True)
+    (recorded,) = driver.of_kind(fx.RecordUsage)
+    assert names(usage.entry.key for usage in recorded.usages) == "a"
+
+
+# ---- operators
+
+
+def test_operators_evict_what_is_next_until_it_is_enough() -> None:
+    driver = Driver()
+    session = driver.open()
+    driver.save(session, "a b c", payload_bytes=2)
+    driver.save(session, "d", tier=Tier.DISK, payload_bytes=3)
+    driver.claim(session, "c b", ev.ClaimMode.ANY)
+    assert driver.evict(1) == an.EvictAnswer(1, 2, more=True)
+    assert names(effect.key for effect in driver.of_kind(fx.IndexDelete)) == "a"
+    assert driver.evict(1) == an.EvictAnswer(0, 0, more=False), "b, c are claimed"
+    assert driver.evict(9, Tier.DISK) == an.EvictAnswer(1, 3, more=False)
+    assert driver.tables.tier_counters[Tier.RAM].evictions == 1
+    assert driver.tables.tier_counters[Tier.DISK].evicted_bytes == 3
+
+
+def test_one_event_evicts_no_more_than_it_says() -> None:
+    driver = Driver()
+    driver.save(driver.open(), "a b c d e")
+    assert driver.evict(4, max_entries=3) == an.EvictAnswer(3, 3, more=True)
+    assert driver.evict(1, max_entries=3) == an.EvictAnswer(1, 1, more=True)
+    assert driver.order() == "a"
+
+
+def test_evicting_from_a_tier_that_is_not_there_is_refused() -> None:
+    driver = Driver()
+    driver.save(driver.open(), "a")
+    del driver.tables.ledgers[Tier.SHM]
+    answer = driver.evict(1, Tier.SHM)
+    assert isinstance(answer.error, UnknownTier)
+    assert "shm" in str(answer.error)
+
+
+def test_room_is_free_before_it_is_given_away_and_readers_know_first() -> None:
+    driver = Driver()
+    session = driver.open()
+    driver.save(session, "a", payload_bytes=10)
+    driver.reserve(session, "b", payload_bytes=10)
+    kinds = [type(effect) for effect in driver.effects]
+    assert kinds == [fx.IndexDelete, fx.Erase, fx.Reply]
+
+
+def test_a_damaged_entry_is_dropped_if_it_is_still_that_one() -> None:
+    driver = Driver()
+    session = driver.open()
+    driver.save(session, "a")
+    old = driver.entry("a")
+    gone, *rest = driver.damage("a")
+    assert gone == fx.IndexDelete(key("a"))
+    assert erased(rest) == [(Tier.RAM, "a")]
+    assert not old.published
+    gone = ev.EntryDamaged(key("a"), old.generation, "again", 0)
+    assert driver.happens(gone) == []
+    driver.save(session, "a")
+    assert driver.happens(gone) == [], "these are other bytes"
+    assert driver.tables.tier_counters[Tier.RAM].corrupt == 1
+
+
+def test_a_damaged_entry_that_is_claimed_is_gone_at_once_and_its_room_later() -> None:
+    driver = Driver()
+    alice, bob = driver.open("alice"), driver.open("bob")
+    driver.save(alice, "a b")
+    one = driver.claim(alice, "a b").claim
+    two = driver.claim(bob, "b").claim
+    damaged = driver.entry("b")
+    gone, *rest = driver.damage("b")
+    assert gone == fx.IndexDelete(key("b"))
+    assert erased(rest) == [(Tier.RAM, "b")]
+    assert not damaged.published
+    assert driver.lookup("b").results == (None,)
+    ram = driver.tables.ledgers[Tier.RAM]
+    assert (ram.published_bytes, ram.pinned_bytes) == (2, 2), "its bytes are still looked at"
+    driver.save(alice, "b", payload_bytes=8)
+    assert driver.entry("b").location[0] != damaged.location[0]
+    assert driver.release(alice, one) == "lost", "what was read under it may be wrong"
+    assert driver.release(alice, one) == "lost", "also if it asks again"
+    assert driver.release(bob, two) == "lost"
+    assert driver.counters.claims_lost == 2
+    assert (ram.published_bytes, ram.pinned_bytes) == (9, 0)
+    assert not driver.tables.condemned
+
+
+def test_an_arena_grows() -> None:
+    driver = Driver()
+    session = driver.open()
+    driver.tables.ledgers[Tier.RAM].budget_bytes = 12
+    assert driver.reserve(session, "a", payload_bytes=12).results == (ev.SaveOutcome.NO_ROOM,)
+    driver.happens(ev.ArenaGrown(Tier.RAM, 12, 0))
+    assert len(driver.granted(session, "a", payload_bytes=12)) == 1
+
+
+# ---- starts
+
+
+def test_what_survived_comes_back_in_its_order_with_its_hits() -> None:
+    driver = Driver()
+    driver.recover(
+        Tier.DISK,
+        stored("b", used_ns=10, generation=2),
+        stored("c", used_ns=20, generation=1),
+        stored("a", used_ns=30, generation=3, hits=5),
+        dropped=4,
+    )
+    assert driver.order(Tier.DISK) == "b c a"
+    assert names(effect.entry.key for effect in driver.of_kind(fx.IndexPut)) == "b c a"
+    assert driver.entry("a").hits == 5
+    assert driver.entry("a").reason is SaveReason.FINISH
+    counters = driver.tables.tier_counters[Tier.DISK]
+    assert (counters.recovered_entries, counters.recovered_bytes) == (3, 3)
+    assert counters.dropped_at_start == 4
+    assert driver.tick(flush=True) == [], "the store knows all that"
+
+
+def test_an_entry_is_not_older_than_its_creation() -> None:
+    driver = Driver()
+    driver.recover(Tier.DISK, stored("a", used_ns=0, generation=40))
+    assert driver.entry("a").last_used_ns == 40
+
+
+def test_what_is_beyond_the_budget_is_erased_oldest_first() -> None:
+    driver = Driver()
+    driver.recover(
+        Tier.DISK,
+        *(stored(one, used_ns=n, generation=n, payload_bytes=3) for n, one in enumerate("abcd")),
+    )
+    assert driver.order(Tier.DISK) == "b c d"
+    assert erased(driver.effects) == [(Tier.DISK, "a")]
+    assert driver.of_kind(fx.IndexDelete) == [fx.IndexDelete(key("a"))]
+    assert driver.tables.tier_counters[Tier.DISK].dropped_at_start == 1
+
+
+def test_a_key_that_two_tiers_have_stays_where_it_was_found_first() -> None:
+    driver = Driver()
+    driver.recover(Tier.SHM, stored("a", used_ns=1, generation=1, tier=Tier.SHM, location=(4, 1)))
+    driver.recover(Tier.DISK, stored("a", used_ns=9, generation=2))
+    assert erased(driver.effects) == [(Tier.DISK, "a")]
+    assert len(driver.effects) == 1, "its row stays"
+    assert driver.entry("a").location == (4, 1)
+    (token,) = driver.granted(driver.open(), "b", tier=Tier.SHM, payload_bytes=9)
+    assert sum(driver.tables.reservations[token].entry.location[1::2]) == 9, "all but a's byte"
+
+
+def test_batches_are_adopted_as_if_they_were_one() -> None:
+    driver = Driver()
+    for number, one in enumerate("abcd"):
+        entry = stored(one, used_ns=number, generation=number, payload_bytes=3)
+        driver.recover(Tier.DISK, entry)
+    assert driver.order(Tier.DISK) == "b c d"
+    counters = driver.tables.tier_counters[Tier.DISK]
+    assert (counters.recovered_entries, counters.recovered_bytes) == (3, 9)
+    assert counters.dropped_at_start == 1
+    assert counters.evictions == 0
+
+
+def test_generations_of_two_starts_may_be_the_same_and_those_of_one_are_not() -> None:
+    """What identifies bytes is the incarnation of the daemon that answers, with the generation:
+    the clock may have been set back since the last start, and its newest entries may be gone."""
+    driver = Driver(stamp_ns=50)
+    driver.recover(
+        Tier.DISK,
+        stored("a", used_ns=60, generation=60),
+        stored("b", used_ns=60, generation=60),
+        stored("c", used_ns=61, generation=70),
+    )
+    session = driver.open()
+    driver.now_ns = 40
+    driver.save(session, "d e")
+    assert driver.entry("d").generation > 70
+    assert driver.entry("e").generation > driver.entry("d").generation
+    assert driver.order(Tier.DISK) == "a b c"
+
+
+def test_the_defaults_are_those_of_the_contract() -> None:
+    assert StateConfig().session_lost_after_ns == 4_000_000_000

@@ -1,0 +1,299 @@
+"""No event takes long: what may concern many is done in steps, between which others are served;
+and a daemon that was late takes nothing from anybody for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from prefixd.proto.errors import UnknownSession
+from prefixd.proto.vocabulary import Tier
+from prefixd.server.core import answers as an
+from prefixd.server.core import effects as fx
+from prefixd.server.core import events as ev
+from prefixd.server.core.events import ClaimMode
+from tests.support.state_driver import LOST_AFTER_NS, Driver, key, keys, names
+
+MINUTE_NS = 60_000_000_000
+
+
+def large(max_steps: int, **config: Any) -> Driver:
+    """With room for some hundred entries of a byte."""
+    driver = Driver(max_steps=max_steps, session_lost_after_ns=10 * MINUTE_NS, **config)
+    for ledger in driver.tables.ledgers.values():
+        ledger.budget_bytes = ledger.limit_bytes = 1_000
+        if ledger.extents is not None:
+            ledger.extents.grow(1_000)
+    return driver
+
+
+def go_on(driver: Driver) -> list[fx.Effect]:
+    """One event more of what is left."""
+    return driver.happens(ev.WorkLeft(driver.now_ns))
+
+
+def finish(driver: Driver) -> list[fx.Effect]:
+    effects = []
+    while driver.state.busy:
+        effects += go_on(driver)
+    return effects
+
+
+def many(count: int, letter: str = "k") -> str:
+    return " ".join(f"{letter}{number}" for number in range(count))
+
+
+def saved(driver: Driver, session: int, of: str, tier: Tier = Tier.RAM) -> None:
+    """Item by item, so that it takes no steps."""
+    for one in of.split():
+        driver.save(session, one, tier=tier)
+        finish(driver)
+
+
+# ---- steps
+
+
+def test_what_a_claim_held_is_let_go_in_steps() -> None:
+    driver = large(10)
+    session = driver.open()
+    saved(driver, session, many(35))
+    claim = driver.claim(session, many(35), ClaimMode.ANY).claim
+    ram = driver.tables.ledgers[Tier.RAM]
+    assert driver.release(session, claim) == "released"
+    pinned = [ram.pinned_entries]
+    while driver.state.busy:
+        go_on(driver)
+        pinned.append(ram.pinned_entries)
+    assert pinned == [25, 15, 5, 0]
+    assert driver.order().split()[-1] == "k0", "the root is the most recent"
+
+
+def test_a_session_that_ends_is_gone_at_once_and_what_it_held_soon_after() -> None:
+    driver = large(4)
+    alice, bob = driver.open("alice"), driver.open("bob")
+    saved(driver, alice, many(9))
+    for one in many(9).split():
+        driver.claim(alice, one)
+    driver.reserve(alice, "r")
+    finish(driver)
+    driver.lose(alice)
+    assert isinstance(driver.claim(alice, "k0").error, UnknownSession)
+    assert driver.state.busy
+    assert driver.claim(bob, "k0").claim, "others are served in between"
+    finish(driver)
+    assert [claim.session for claim in driver.tables.claims.values()] == [bob]
+    assert not driver.tables.ending
+    assert not driver.tables.reservations
+
+
+def test_a_large_save_finds_its_room_in_steps_and_is_answered_once() -> None:
+    driver = large(32)
+    session = driver.open()
+    assert driver.reserve(session, many(10)) is None
+    request = driver.last_request
+    granted = [len(driver.tables.reservations)]
+    while driver.state.busy:
+        effects = go_on(driver)
+        granted.append(len(driver.tables.reservations))
+    assert granted == [3, 6, 9, 10]
+    answer = driver.answer_of(request, effects)
+    assert [order.key for order in answer.results] == list(keys(many(10)))
+
+
+def test_a_save_that_is_given_up_meanwhile_keeps_nothing() -> None:
+    driver = large(32)
+    session = driver.open()
+    driver.reserve(session, many(10))
+    driver.happens(ev.RequestDropped(driver.last_request, 0))
+    finish(driver)
+    assert not driver.tables.reservations
+    assert driver.tables.sessions[session].reserving == 0
+
+
+def test_a_save_whose_session_ends_meanwhile_is_refused() -> None:
+    driver = large(32)
+    session = driver.open()
+    driver.reserve(session, many(10))
+    request = driver.last_request
+    driver.happens(ev.SessionLost(session, "it broke", 0))
+    effects = [*driver.effects, *finish(driver)]
+    assert isinstance(driver.answer_of(request, effects).error, UnknownSession)
+    assert not driver.tables.reservations
+
+
+def test_what_is_being_reserved_counts_against_the_limit() -> None:
+    driver = large(32, max_reservations_per_session=12)
+    session = driver.open()
+    driver.reserve(session, many(10))
+    assert "holds 10 reservations" in str(driver.reserve(session, many(3, "x")).error)
+
+
+def test_waiters_are_told_in_steps_and_asked_once() -> None:
+    """8 requests for the same 100 blocks: each counts down, and is answered when all are there."""
+    driver = large(64)
+    alice, bob = driver.open("alice"), driver.open("bob")
+    tokens = []
+    for one in many(100).split():
+        tokens += driver.granted(alice, one)
+        finish(driver)
+    for _ in range(8):
+        assert driver.claim(bob, many(100), wait_ns=MINUTE_NS) is None
+    waits = range(driver.last_request - 7, driver.last_request + 1)
+    assert driver.tables.waited_keys == 800
+    answered: list[fx.Effect] = []
+    for token in tokens[:-1]:
+        answered += driver.seal(token)
+        answered += finish(driver)
+    assert not any(isinstance(effect, fx.Reply) for effect in answered)
+    effects = driver.seal(tokens[-1])
+    told = [sum(isinstance(effect, fx.Reply) for effect in effects)]
+    while driver.state.busy:
+        effects = go_on(driver)
+        told.append(sum(isinstance(effect, fx.Reply) for effect in effects))
+    assert sum(told) == 8
+    assert max(told) == 1, "an answer of 100 keys is all that an event gives here"
+    assert driver.counters.claims == 8
+    assert driver.counters.claimed_entries == 800
+    assert driver.tables.waited_keys == 0
+    assert len(waits) == driver.counters.waits
+
+
+def test_a_run_that_waits_is_answered_when_nothing_can_change_it() -> None:
+    driver = large(4096)
+    alice, bob = driver.open("alice"), driver.open("bob")
+    first, second, third = driver.granted(alice, "a b c")
+    assert driver.lookup("a b c", stop=True, wait_ns=50) is None
+    request = driver.last_request
+    driver.seal(third)
+    driver.stop(second)
+    assert driver.replies == {}, "a may still come"
+    driver.seal(first)
+    found = driver.replies[request].results
+    assert [isinstance(one, type(driver.entry("a"))) for one in found] == [True, False]
+    del bob
+
+
+def test_only_so_much_is_waited_for() -> None:
+    driver = large(4096, max_waited_keys=10, max_waited_keys_per_session=4)
+    alice, bob = driver.open("alice"), driver.open("bob")
+    driver.reserve(alice, many(4))
+    assert driver.claim(bob, many(4), wait_ns=50) is None
+    assert driver.claim(bob, "k0", wait_ns=50).claim == 0, "its share is used up"
+    assert driver.lookup(many(4), wait_ns=50) is None
+    assert driver.lookup("k0", wait_ns=50) is not None, "so is that of look-ups"
+    assert driver.claim(alice, many(3), wait_ns=50).claim == 0, "and what there is in all"
+    assert driver.claim(alice, many(2), wait_ns=50) is None
+    assert driver.tables.waited_keys == 10
+
+
+def test_many_deadlines_are_met_in_steps() -> None:
+    driver = large(5)
+    session = driver.open()
+    for one in many(12).split():
+        driver.reserve(session, one, ttl_ns=50)
+        finish(driver)
+    driver.now_ns = 50
+    ticks = 0
+    while (due_ns := driver.state.next_deadline_ns()) is not None and due_ns <= driver.now_ns:
+        driver.tick()
+        ticks += 1
+    assert ticks == 3
+    assert not driver.tables.reservations
+
+
+def test_use_is_handed_over_in_steps() -> None:
+    driver = large(4)
+    saved(driver, driver.open(), many(10), tier=Tier.SHM)
+    driver.tick(flush=True)
+    finish(driver)
+    driver.touch(many(10))
+    effects = driver.tick(flush=True)
+    driver.happens(ev.KeysTouched(keys("k9"), 0))
+    effects += driver.effects + finish(driver)
+    recorded = [effect.usages for effect in effects if isinstance(effect, fx.RecordUsage)]
+    assert [len(usages) for usages in recorded] == [4, 4, 1]
+    assert names(usage.entry.key for usages in recorded for usage in usages) == many(9)
+    driver.tick(flush=True)
+    (last,) = driver.of_kind(fx.RecordUsage)
+    assert names(usage.entry.key for usage in last.usages) == "k9", "it was used again meanwhile"
+
+
+def test_timers_are_sifted_in_steps_and_none_is_late_for_it() -> None:
+    driver = large(7)
+    session = driver.open()
+    saved(driver, session, "a")
+    kept = driver.claim(session, "a", lease_ns=900).claim
+    for number in range(kept + 1, kept + 301):
+        driver.state.apply(ev.ClaimAsked(0, session, keys("a"), ClaimMode.RUN, 900, 0, 0))
+        driver.state.apply(ev.ReleaseAsked(0, session, (number,), 0))
+        assert len(driver.tables.timers) + len(driver.tables.old_timers) <= 200
+    assert driver.state.next_deadline_ns() == 900
+    driver.now_ns = 900
+    while (due_ns := driver.state.next_deadline_ns()) is not None and due_ns <= driver.now_ns:
+        driver.tick()
+    assert driver.counters.claims_lost == 1
+
+
+# ---- a late daemon
+
+
+def test_a_daemon_that_was_late_loses_nothing() -> None:
+    """The heartbeats came, but were not heard: the loop stood still for longer than anything
+    lasts."""
+    driver = Driver()
+    session = driver.open()
+    driver.save(session, "a")
+    claim = driver.claim(session, "a", lease_ns=300).claim
+    (order,) = driver.reserve(session, "b", ttl_ns=200).results
+    driver.lookup("b", wait_ns=100)
+    waiting = driver.last_request
+    driver.now_ns = 50
+    late_ns = 100 * LOST_AFTER_NS
+    driver.now_ns += late_ns
+    driver.happens(ev.Tick(driver.now_ns, late_ns=late_ns))
+    assert driver.effects == []
+    assert driver.state.next_deadline_ns() == driver.now_ns + 50
+    driver.hear(session)
+    driver.now_ns += 50
+    driver.tick()
+    assert list(driver.replies) == [waiting], "a wait is no shorter either"
+    driver.now_ns += 100
+    driver.tick()
+    assert order.token not in driver.tables.sessions[session].tokens
+    assert driver.release(session, claim) == "released"
+    driver.now_ns += LOST_AFTER_NS
+    driver.tick()
+    assert session not in driver.tables.sessions, "its own silence counts as before"
+
+
+@pytest.mark.parametrize("unwritten_ns", [40, 400])
+def test_a_reservation_without_a_byte_does_not_stand_for_long(unwritten_ns: int) -> None:
+    driver = Driver(unwritten_ttl_ns=unwritten_ns)
+    session = driver.open()
+    stands_ns = min(unwritten_ns, 200)
+    answer = driver.reserve(session, "a", ttl_ns=200)
+    assert isinstance(answer, an.ReserveAnswer)
+    assert answer.ttl_ns == stands_ns
+    (began,) = driver.reserve(session, "b", ttl_ns=200).results
+    driver.begin(session, began.token)
+    driver.now_ns = stands_ns
+    driver.tick()
+    assert key("a") not in driver.tables.in_flight
+    assert (key("b") in driver.tables.in_flight) == (stands_ns < 200), "bytes are on their way"
+    driver.now_ns = 200
+    driver.tick()
+    assert key("b") not in driver.tables.in_flight
+
+
+def test_a_session_reserves_no_more_than_its_share() -> None:
+    driver = Driver(max_reserved_share=0.5)
+    alice, bob = driver.open("alice"), driver.open("bob")
+    assert len(driver.granted(alice, "a b", payload_bytes=2)) == 2
+    assert driver.reserve(alice, "c", payload_bytes=2).results == (ev.SaveOutcome.NO_ROOM,)
+    assert driver.reserve(alice, "c", payload_bytes=11).results == (ev.SaveOutcome.TOO_LARGE,)
+    assert driver.counters.quota_refusals == 1
+    (token,) = driver.granted(bob, "c", payload_bytes=2)
+    driver.cancel(bob, token)
+    driver.stop(token)
+    assert len(driver.granted(bob, "d", payload_bytes=6)) == 1, "alone it may be larger"

@@ -1,0 +1,142 @@
+"""The moves that several helpers of the state share, by themselves."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefixd.proto.errors import UnknownSession
+from prefixd.proto.vocabulary import Tier
+from prefixd.server.core import effects as fx
+from prefixd.server.core.events import LookupAsked
+from prefixd.server.core.tables import Claim, WaitMode
+from prefixd.server.core.transition import Refusal, Transition
+from tests.support.state_driver import Driver, erased, key, keys
+
+
+@pytest.fixture
+def driver() -> Driver:
+    """Session 1 has saved a and b; c and d are reserved."""
+    driver = Driver()
+    driver.open()
+    driver.save(1, "a b")
+    driver.reserve(1, "c d")
+    return driver
+
+
+def lookup(driver: Driver, until_ns: int) -> LookupAsked:
+    return LookupAsked(driver.request(), keys("c d"), False, until_ns, 0)
+
+
+def test_a_session_that_is_not_there_refuses_the_question(driver: Driver) -> None:
+    transition = Transition(driver.tables, 0)
+    assert transition.session(1).owner == "alice"
+    with pytest.raises(Refusal, match="session 2 ended or never was") as refusal:
+        transition.session(2)
+    assert isinstance(refusal.value.error, UnknownSession)
+
+
+def pending(driver: Driver, names: str) -> dict[int, int]:
+    saves = [driver.tables.in_flight[one] for one in keys(names)]
+    return {save.token: place for place, save in enumerate(saves)}
+
+
+def test_a_wait_is_registered_with_all_that_it_waits_for(driver: Driver) -> None:
+    transition, question = Transition(driver.tables, 10), lookup(driver, until_ns=11)
+    assert transition.park(question, WaitMode.ALL, pending(driver, "c d"))
+    saves = [driver.tables.in_flight[key(name)] for name in "cd"]
+    assert [list(save.waiters) for save in saves] == [[question.request], [question.request]]
+    assert driver.tables.waited_keys == 2
+    waiting = transition.unpark(question.request)
+    assert waiting is not None
+    assert waiting.question is question
+    assert [save.waiters for save in saves] == [{}, {}]
+    assert driver.tables.waited_keys == 0
+    assert transition.unpark(question.request) is None
+
+
+def test_a_question_waits_no_longer_than_it_says(driver: Driver) -> None:
+    question = lookup(driver, until_ns=10)
+    assert not Transition(driver.tables, 10).park(question, WaitMode.ALL, pending(driver, "c"))
+    assert not driver.tables.waiting
+
+
+@pytest.mark.parametrize(
+    ("mode", "place", "saved", "left"),
+    [
+        (WaitMode.ALL, 1, True, [0, 2, 3]),
+        (WaitMode.ALL, 1, False, [0, 2, 3]),
+        (WaitMode.RUN, 1, True, [0, 2, 3]),
+        (WaitMode.RUN, 1, False, [0]),
+        (WaitMode.FIRST, 1, True, [0]),
+        (WaitMode.FIRST, 1, False, [0, 2, 3]),
+        (WaitMode.RUN, 0, False, []),
+        (WaitMode.FIRST, 0, True, []),
+        (WaitMode.RUN, 3, False, [0, 1, 2]),
+    ],
+)
+def test_a_save_that_ends_takes_those_along_that_matter_no_more(
+    driver: Driver, mode: WaitMode, place: int, saved: bool, left: list[int]
+) -> None:
+    driver.reserve(1, "e f")
+    saves = [driver.tables.in_flight[one] for one in keys("c d e f")]
+    transition, question = Transition(driver.tables, 10), lookup(driver, until_ns=11)
+    assert transition.park(question, mode, pending(driver, "c d e f"))
+    answered = transition.save_ended(question.request, saves[place].token, saved=saved)
+    if left:
+        assert answered is None
+        assert list(driver.tables.waiting[question.request].pending.values()) == left
+    else:
+        assert answered is not None
+        assert not driver.tables.waiting
+    waits = [number for number, save in enumerate(saves) if save.waiters]
+    assert [number for number in waits if number != place] == left
+
+
+def test_a_use_counts_and_a_refresh_does_not(driver: Driver) -> None:
+    transition = Transition(driver.tables, 10)
+    entry = driver.entry("b")
+    transition.refresh(entry)
+    assert (entry.hits, driver.order()) == (0, "a b")
+    refreshed_ns = entry.last_used_ns
+    transition.use(driver.entry("a"))
+    transition.use(entry)
+    assert (entry.hits, driver.order()) == (1, "a b")
+    assert entry.last_used_ns > refreshed_ns
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+def test_use_is_remembered_where_an_entry_outlives_the_daemon(driver: Driver, tier: Tier) -> None:
+    driver.save(1, "e f g", tier=tier)
+    driver.tick(flush=True)
+    transition = Transition(driver.tables, 10)
+    for name in "feg":
+        transition.use(driver.entry(name))
+    transition.refresh(driver.entry("f"))
+    unrecorded = () if tier is Tier.RAM else keys("e g f")
+    assert tuple(driver.tables.unrecorded) == unrecorded
+
+
+def test_the_ledger_hears_of_the_first_pin_and_the_last(driver: Driver) -> None:
+    transition, ram = Transition(driver.tables, 10), driver.tables.ledgers[Tier.RAM]
+    entry, session = driver.entry("a"), driver.tables.sessions[1]
+    for pins in (1, 2):
+        transition.pin(session, Claim(pins, 1, (entry,), 0, 100))
+        assert (entry.pins, ram.pinned_entries) == (pins, 1)
+        assert session.pinned_bytes == {Tier.RAM: 1}, "it is charged once"
+    transition.unpin(1, session, entry)
+    assert (entry.pins, ram.pinned_entries, driver.order()) == (1, 1, "b")
+    transition.unpin(2, session, entry)
+    assert (entry.pins, ram.pinned_entries, driver.order()) == (0, 0, "b a")
+    assert session.pinned_bytes == {Tier.RAM: 0}
+    assert session.pins == {}
+
+
+def test_an_eviction_is_told_to_readers_before_the_store(driver: Driver) -> None:
+    transition = Transition(driver.tables, 10)
+    victim, entry = driver.tables.ledgers[Tier.RAM].next_victim(), driver.entry("b")
+    assert transition.evict(victim) is entry
+    assert not entry.published
+    gone, *rest = transition.effects
+    assert gone == fx.IndexDelete(key("b"))
+    assert erased(rest) == [(Tier.RAM, "b")]
+    assert driver.state.check() == []

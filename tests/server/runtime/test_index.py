@@ -1,0 +1,363 @@
+"""The writer of the index: what it lists, what it can't, and who else may write."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import random
+import select
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count, islice
+from pathlib import Path
+
+import pytest
+
+from prefixd.proto.index import (
+    INCARNATION_BYTES,
+    MAX_CHAIN,
+    MAX_EXTENTS,
+    IndexReader,
+    IndexRow,
+    unpack_row,
+)
+from prefixd.proto.keys import Key
+from prefixd.server.runtime.index import HEADS_PER_ENTRY, MAX_ENTRIES, IndexWriter
+from prefixd.tiers.store import StoreError
+
+from ...support import index_rows
+from ...support.index_rows import (
+    ADDED,
+    BATCH_KEYS,
+    CHURNED,
+    INCARNATION,
+    STABLE,
+    churn,
+    entry_of,
+    key_of,
+    proves_itself,
+    read,
+)
+
+PATIENCE_S = 60.0
+ROUNDS = 400
+FALLOC_FL_PUNCH_HOLE = 0x02 | 0x01  # and FALLOC_FL_KEEP_SIZE, which it wants
+SCRIPT = Path(index_rows.__file__)
+
+
+@contextmanager
+def index(max_entries: int) -> Iterator[tuple[IndexWriter, IndexReader]]:
+    """A writer, and a reader through a descriptor that can only read."""
+    writer = IndexWriter(INCARNATION, max_entries)
+    fd = writer.open_reader()
+    reader = IndexReader.attach(fd)
+    os.close(fd)
+    try:
+        yield writer, reader
+    finally:
+        reader.close()
+        writer.close()
+
+
+def full(*_: object) -> None:
+    """Stands in for a system call that finds no memory."""
+    raise OSError(errno.ENOSPC, "full")
+
+
+def all_rows(writer: IndexWriter, most: int = 100) -> list[bytes]:
+    found, start = [], 0
+    while True:
+        rows, start = writer.rows(start, most)
+        found += rows
+        if not start:
+            return found
+
+
+def agrees(writer: IndexWriter, reader: IndexReader, model: dict[Key, IndexRow]) -> None:
+    """Every way of asking says what the model says."""
+    assert len(writer) == writer.stats().entries == len(model)
+    rows = reader.run(model)
+    assert [unpack_row(row) for row in rows] == list(model.values())
+    assert sorted(all_rows(writer)) == sorted(rows)
+    extents = [len(entry.location) // 2 for entry in model.values()]
+    continuation_rows = sum(-(-2 * (n - 1) // 9) for n in extents if n > 1)
+    assert writer.stats().continuation_rows == continuation_rows
+
+
+# ---- what it lists
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_it_says_what_a_dict_says(seed: int) -> None:
+    chosen = random.Random(seed)
+    model: dict[Key, IndexRow] = {}
+    with index(3_000) as (writer, reader):
+        for step in range(1, 12_001):
+            key = key_of(chosen.randrange(2_500))
+            if chosen.random() < (0.3 if step < 6_000 else 0.7):
+                assert writer.delete(key) == (model.pop(key, None) is not None)
+                assert writer.get(key) is None
+            else:
+                model[key] = entry_of(key, step)
+                assert writer.put(model[key])
+            row = reader.get([key])[0]
+            assert (row and unpack_row(row)) == model.get(key)
+            if step % 2_000 == 0:
+                agrees(writer, reader, model)
+        gone = [key_of(number) for number in range(2_500) if key_of(number) not in model]
+        assert reader.get(gone) == [None] * len(gone)
+        for key in list(model):
+            writer.delete(key)
+        agrees(writer, reader, {})
+
+
+def test_it_grows_to_many_entries_within_its_memory() -> None:
+    entries = 200_000
+    keys = [Key(os.urandom(32)) for _ in range(entries)]
+    location = (2**40, 2**20)
+    with index(entries) as (writer, reader):
+        assert writer.stats().memory_bytes < 2**15
+        for number, key in enumerate(keys):
+            row = IndexRow(key, number, 2**20, 512, 7, 0, 0, 1, 1, location)
+            assert writer.put(row)
+        stats = writer.stats()
+        assert stats.heads == HEADS_PER_ENTRY * entries
+        assert stats.memory_bytes <= 115 * entries
+        assert stats.unlisted == 0
+        rows = reader.run(keys)
+        assert [unpack_row(row).generation for row in rows] == list(range(entries))
+        for key in keys:
+            assert writer.delete(key)
+        assert reader.first(keys) is None
+        for key in keys:
+            assert writer.put(IndexRow(key, 1, 2**20, 512, 7, 0, 0, 1, 1, location))
+        assert writer.stats().memory_bytes == stats.memory_bytes
+
+
+def test_lists_of_extents_have_rows_of_their_own() -> None:
+    with index(2_000) as (writer, reader):
+        model = {}
+        for number, extents in enumerate((1, 2, 5, 6, 300, 2, 0, 900)):
+            key = key_of(number)
+            model[key] = entry_of(key, number + 1, extents)
+            assert writer.put(model[key])
+        agrees(writer, reader, model)
+        for key, extents in zip(list(model), (300, 1, 2, 900, 0, 7, 1, 6), strict=True):
+            model[key] = entry_of(key, model[key].generation + 100, extents)
+            assert writer.put(model[key])
+        agrees(writer, reader, model)
+
+
+def test_rows_that_stand_are_visited_once_while_others_come_and_go() -> None:
+    chosen, seen = random.Random(1), []
+    with index(5_000) as (writer, _):
+        for number in STABLE:
+            writer.put(entry_of(key_of(number), 1))
+        start, generation = 0, 1
+        while True:
+            rows, start = writer.rows(start, 64)
+            seen += [unpack_row(row).key for row in rows]
+            generation = churn(writer, chosen, generation, 100)
+            if not start:
+                break
+    for number in STABLE:
+        assert seen.count(key_of(number)) == 1
+
+
+# ---- what it can't list
+
+
+def test_a_chain_is_bounded() -> None:
+    """The part that is hashed is equal, whatever the multiplier."""
+    keys = [Key(bytes(8) + key_of(number)[8:]) for number in range(3 * MAX_CHAIN)]
+    with index(1_000) as (writer, reader):
+        assert [writer.put(entry_of(key, 1)) for key in keys].count(True) == MAX_CHAIN
+        assert reader.contains(keys) == [True] * MAX_CHAIN + [False] * 2 * MAX_CHAIN
+        assert writer.stats().unlisted == 2 * MAX_CHAIN
+        # Others are none the worse for it, a listed one may change, and room is used again.
+        assert writer.put(entry_of(key_of(1), 1))
+        assert writer.put(entry_of(keys[3], 2))
+        assert not writer.put(entry_of(keys[-1], 2))
+        assert writer.delete(keys[5])
+        assert not writer.delete(keys[-1])
+        assert writer.put(entry_of(keys[-1], 2))
+        assert reader.contains([keys[3], keys[5], keys[-1]]) == [True, False, True]
+        for number in range(500):
+            writer.put(entry_of(key_of(number), 3))
+        assert reader.contains(keys).count(True) == MAX_CHAIN
+
+
+def test_a_list_that_is_too_long_is_not_listed_and_replaces_what_was() -> None:
+    with index(2_000) as (writer, reader):
+        keys = [key_of(1), key_of(2)]
+        assert writer.put(entry_of(keys[0], 1))
+        for key in keys:
+            assert not writer.put(entry_of(key, 4, MAX_EXTENTS + 1))
+        assert reader.contains(keys) == [False, False]
+        assert (len(writer), writer.stats().unlisted) == (0, 2)
+
+
+def test_more_entries_than_it_was_made_for_are_not_listed() -> None:
+    with index(100) as (writer, reader):
+        assert writer.put(entry_of(key_of(0), 1))
+        assert not writer.put(entry_of(key_of(0), 2, MAX_EXTENTS))
+        listed = [writer.put(entry_of(key_of(n), n, extents=1)) for n in range(1, 301)]
+        assert listed == [True] * 200 + [False] * 100
+        assert reader.get([key_of(0)]) == [None]
+        assert writer.delete(key_of(1))
+        assert writer.put(entry_of(key_of(300), 3, extents=1))
+        assert reader.contains([key_of(1), key_of(300)]) == [False, True]
+
+
+def test_without_memory_entries_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with index(100_000) as (writer, reader), monkeypatch.context() as patch:
+        number = count()
+        assert writer.put(entry_of(key_of(next(number)), 1, extents=1))
+        patch.setattr(os, "posix_fallocate", full)
+        while writer.put(entry_of(key_of(next(number)), 1, extents=1)):
+            pass
+        # Of rows there is no more than one piece, of heads no more than the first ones.
+        assert 2_000 < len(writer) < 3_000
+        assert writer.stats().heads == 1024
+        last = key_of(len(writer) - 1)
+        assert not writer.put(entry_of(last, 2, extents=1))
+        assert reader.get([last]) == [None]
+        patch.undo()
+        assert writer.put(entry_of(key_of(next(number)), 1, extents=1))
+        for _ in range(2_000):
+            assert writer.put(entry_of(key_of(next(number)), 1, extents=1))
+        assert writer.stats().heads > 4_000
+
+
+@pytest.mark.parametrize("extents", [1, 30])
+def test_a_number_that_does_not_fit_changes_nothing(extents: int) -> None:
+    with index(100) as (writer, reader):
+        good = entry_of(key_of(1), 1, extents)
+        assert writer.put(good)
+        for bad in (
+            good._replace(payload_bytes=-1),
+            good._replace(layer_count=2**16),
+            good._replace(location=(*good.location[:-1], 2**64)),
+        ):
+            for _ in range(50):
+                with pytest.raises(struct.error):
+                    writer.put(bad)
+        agrees(writer, reader, {good.key: good})
+        # No row was lost by it.
+        assert writer.put(entry_of(key_of(2), 1, extents=800))
+
+
+def test_what_it_is_made_of_is_checked() -> None:
+    with pytest.raises(ValueError, match="incarnation"):
+        IndexWriter(bytes(INCARNATION_BYTES - 1), 10)
+    for max_entries in (0, MAX_ENTRIES + 1):
+        with pytest.raises(ValueError, match="entries"):
+            IndexWriter(INCARNATION, max_entries)
+
+
+def test_an_index_that_can_not_be_made_is_a_store_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    before = sorted(Path("/proc/self/fd").iterdir())
+    with pytest.raises(StoreError, match="full"):
+        IndexWriter(INCARNATION, 10)
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
+
+
+# ---- who else may write
+
+
+def test_only_the_writers_own_mapping_writes() -> None:
+    with index(1_000) as (writer, reader):
+        size_bytes = writer.size_bytes
+        assert writer.put(entry_of(key_of(1), 1))
+        writable = os.open(f"/proc/self/fd/{writer.fd}", os.O_RDWR)
+        try:
+            for fd in (writer.fd, writable):
+                with pytest.raises(PermissionError):
+                    mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+                with pytest.raises(PermissionError):
+                    os.pwrite(fd, b"x", 0)
+                for other_bytes in (0, size_bytes - 4096, size_bytes + 4096):
+                    with pytest.raises(PermissionError):
+                        os.ftruncate(fd, other_bytes)
+                with pytest.raises(PermissionError):
+                    os.posix_fallocate(fd, 0, size_bytes + 4096)
+                with pytest.raises(PermissionError):
+                    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+                libc = ctypes.CDLL(None, use_errno=True)
+                size, start = ctypes.c_int64(size_bytes), ctypes.c_int64(0)
+                assert libc.fallocate(fd, FALLOC_FL_PUNCH_HOLE, start, size) == -1
+                assert ctypes.get_errno() == errno.EPERM
+        finally:
+            os.close(writable)
+        assert writer.put(entry_of(key_of(2), 2))
+        assert reader.contains([key_of(1), key_of(2)]) == [True, True]
+
+
+def test_readers_keep_a_closed_index() -> None:
+    writer = IndexWriter(INCARNATION, 100)
+    writer.put(entry_of(key_of(1), 1))
+    reader = IndexReader.attach(writer.fd)
+    writer.close()
+    writer.close()
+    assert reader.contains([key_of(1), key_of(2)]) == [True, False]
+    reader.close()
+
+
+# ---- readers in other processes
+
+
+def test_a_reader_in_another_process_sees_only_what_was_put() -> None:
+    """While the writer churns and divides chains. What never changes is never missed."""
+    chosen = random.Random(1)
+    with index(len(CHURNED) + len(STABLE) + len(ADDED)) as (writer, _):
+        for number in STABLE:
+            assert writer.put(entry_of(key_of(number), 1))
+        fd = writer.open_reader()
+        command = [sys.executable, str(SCRIPT), "read", str(fd), str(ROUNDS)]
+        with subprocess.Popen(command, pass_fds=[fd], stdout=subprocess.PIPE, text=True) as process:
+            os.close(fd)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "attached\n"
+            generation, added = 1, iter(ADDED)
+            while process.poll() is None:
+                generation = churn(writer, chosen, generation, 50)
+                for number in islice(added, 150):
+                    writer.put(entry_of(key_of(number), 1, extents=1))
+            hits, misses = map(int, process.stdout.read().split())
+        assert process.returncode == 0
+        assert hits > ROUNDS
+        assert misses == 0
+        # Chains were divided meanwhile.
+        assert writer.stats().heads > 2 * HEADS_PER_ENTRY * (len(CHURNED) + len(STABLE))
+
+
+def test_a_reader_outlives_a_writer_that_is_killed() -> None:
+    for after in range(4):
+        command = [sys.executable, str(SCRIPT), "write", "4000"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                assert select.select([process.stdout], [], [], PATIENCE_S)[0]
+                number = int(process.stdout.readline())
+                fd = os.open(f"/proc/{process.pid}/fd/{number}", os.O_RDONLY)
+                reader = IndexReader.attach(fd)
+                os.close(fd)
+                # Each time at another moment of the writer's life.
+                read(reader, 1 + 5 * after)
+            finally:
+                process.send_signal(signal.SIGKILL)
+        listed = [key_of(number) for number in (*STABLE, *CHURNED)]
+        rows = reader.get(listed)
+        for key, row in zip(listed, rows, strict=True):
+            assert row is None or proves_itself(key, row)
+        assert len(rows) - rows.count(None) > BATCH_KEYS
+        assert rows == reader.get(listed)
+        reader.close()

@@ -1,0 +1,223 @@
+"""Staging memory: the client's to write, the daemon's to copy from, nobody's to resize."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixd.proto.errors import UnknownStaging
+from prefixd.server.runtime import staging as module
+from prefixd.server.runtime.staging import Staging, StagingPool
+from tests.support.running import ManualClock, in_loop
+
+SIZE = 4 * 4096
+
+
+@pytest.fixture
+def staging() -> Iterator[Staging]:
+    made = Staging(SIZE)
+    yield made
+    made.close()
+
+
+def test_what_a_client_writes_is_seen_at_once(staging: Staging) -> None:
+    with mmap.mmap(staging.fd, SIZE) as theirs:
+        theirs[100:105] = b"hello"
+        assert bytes(staging.view(100, 5)) == b"hello"
+        theirs[100:105] = b"again"
+        assert bytes(staging.view(99, 7)) == b"\0again\0"
+
+
+def test_views_can_only_be_read(staging: Staging) -> None:
+    view = staging.view(0, 4)
+    assert view.readonly
+    with pytest.raises(TypeError):
+        view[0] = 1
+
+
+@pytest.mark.parametrize(
+    ("offset", "length"), [(SIZE, 1), (0, SIZE + 1), (SIZE - 1, 2), (2**63, 2**63), (2**64 - 1, 1)]
+)
+def test_what_is_beyond_it_is_refused(staging: Staging, offset: int, length: int) -> None:
+    with pytest.raises(UnknownStaging, match=f"it has {SIZE}"):
+        staging.view(offset, length)
+
+
+def test_its_last_byte_is_part_of_it(staging: Staging) -> None:
+    assert len(staging.view(0, SIZE)) == SIZE
+    assert bytes(staging.view(SIZE - 1, 1)) == b"\0"
+    assert bytes(staging.view(SIZE, 0)) == b""
+
+
+@pytest.mark.parametrize("size", [0, SIZE - 1, SIZE + 1])
+def test_no_client_can_resize_it_and_make_the_daemon_fault(staging: Staging, size: int) -> None:
+    with pytest.raises(PermissionError):
+        os.ftruncate(staging.fd, size)
+    assert os.fstat(staging.fd).st_size == SIZE
+
+
+def test_after_its_end_it_is_an_answer_and_views_in_use_stay_good(staging: Staging) -> None:
+    with mmap.mmap(staging.fd, SIZE) as theirs:
+        theirs[:4] = b"data"
+    view = staging.view(0, 4)
+    staging.close()
+    assert bytes(view) == b"data", "a copy that still runs"
+    with pytest.raises(UnknownStaging, match="is over"):
+        staging.view(0, 4)
+
+
+def test_memory_that_there_is_none_of_is_an_error_and_leaks_nothing() -> None:
+    before = set(Path("/proc/self/fd").iterdir())
+    with pytest.raises((OSError, OverflowError)):
+        Staging(2**62)
+    assert set(Path("/proc/self/fd").iterdir()) == before
+
+
+# ---- all areas together
+
+
+class AtOnce(Executor):
+    """Does what it is told in the thread that tells it."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+def pool_of(areas: int, clock: ManualClock) -> StagingPool:
+    return StagingPool(SIZE, areas * SIZE, AtOnce(), clock)
+
+
+@in_loop
+async def test_an_area_has_its_memory_before_it_is_used(clock: ManualClock) -> None:
+    pool = pool_of(2, clock)
+    memory = pool.open(1)
+    assert memory.resident_bytes == SIZE == pool.used_bytes
+    assert pool.open(1) is memory
+    with pool.using(1) as used:
+        assert used is memory
+    pool.close(1)
+    pool.close(1)
+    assert (len(pool), pool.used_bytes) == (0, 0)
+    with pytest.raises(UnknownStaging, match="has no staging memory"), pool.using(1):
+        pass
+    pool.close_all()
+
+
+@in_loop
+async def test_beyond_the_bound_there_is_none(clock: ManualClock) -> None:
+    pool = pool_of(2, clock)
+    for session in (1, 2):
+        pool.open(session)
+    for _ in range(3):
+        with pytest.raises(UnknownStaging, match="save over gRPC"):
+            pool.open(3)
+    assert (len(pool), pool.used_bytes, pool.refusals) == (2, 2 * SIZE, 3)
+    pool.close(1)
+    pool.open(3)
+    assert pool.used_bytes == 2 * SIZE
+    pool.close_all()
+    assert pool.used_bytes == 0
+
+
+@in_loop
+async def test_what_is_idle_is_given_back_and_comes_again(clock: ManualClock) -> None:
+    pool = pool_of(2, clock)
+    memory = pool.open(1)
+    with mmap.mmap(memory.fd, SIZE) as theirs:
+        clock.forward(module.IDLE_S - 1)
+        with pool.using(1):
+            clock.forward(module.IDLE_S)
+            pool.give_back_idle()
+            assert pool.used_bytes == SIZE, "it is in use"
+        clock.forward(module.IDLE_S - 1)
+        pool.give_back_idle()
+        assert pool.used_bytes == SIZE
+        theirs[:4] = b"data"
+        clock.forward(1)
+        pool.give_back_idle()
+        assert (pool.used_bytes, memory.resident_bytes) == (0, 0)
+        assert theirs[:4] == bytes(4)
+        # What is copied out now may be zeros that the client never wrote.
+        with pytest.raises(UnknownStaging, match="save this over gRPC"), pool.using(1):
+            pass
+        assert (pool.used_bytes, memory.resident_bytes) == (SIZE, SIZE)
+        theirs[:4] = b"data"
+        with pool.using(1) as used:
+            assert bytes(used.view(0, 4)) == b"data"
+    pool.close_all()
+
+
+@in_loop
+async def test_who_has_use_for_it_takes_it_from_the_longest_idle(clock: ManualClock) -> None:
+    pool = pool_of(2, clock)
+    memories = {}
+    for session in (1, 2):
+        memories[session] = pool.open(session)
+        clock.forward(1)
+    clock.forward(module.IDLE_S / 2 - 3)
+    with pytest.raises(UnknownStaging):
+        pool.open(3)
+    clock.forward(1)
+    with pool.using(2):
+        pool.open(3)
+    assert memories[1].resident_bytes == 0
+    assert memories[2].resident_bytes == SIZE
+    with pytest.raises(UnknownStaging, match="other sessions use"), pool.using(1):
+        pass
+    assert pool.used_bytes == 2 * SIZE
+    pool.close(2)
+    pool.open(1)
+    with pool.using(1):
+        pass
+    pool.close_all()
+
+
+@in_loop
+async def test_its_timer_gives_back_what_is_idle(
+    clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "IDLE_S", 0.001)
+    pool = pool_of(1, clock)
+    pool.open(1)
+    clock.forward(3600)
+    while pool.used_bytes:
+        await asyncio.sleep(0)
+    assert pool._timer is None
+    pool.open(1)
+    assert pool.used_bytes == SIZE
+    pool.close_all()
+
+
+@in_loop
+async def test_populating_outlives_the_session_and_takes_nothing(clock: ManualClock) -> None:
+    """The descriptor's number may be another file's by then."""
+    tasks: list[tuple[Any, ...]] = []
+
+    class Later(Executor):
+        def submit(self, *task: Any) -> Future[Any]:  # type: ignore[override]  # no keywords here
+            tasks.append(task)
+            return Future()
+
+    pool = StagingPool(SIZE, SIZE, Later(), clock)
+    pool.open(1)
+    pool.close(1)
+    other = os.memfd_create("other")
+    for function, *arguments in tasks:
+        function(*arguments)
+    assert os.fstat(other).st_blocks == 0
+    os.close(other)
+    pool.close_all()

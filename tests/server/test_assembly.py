@@ -1,0 +1,140 @@
+"""From a plan to its parts: each tier gets the store and the books that it was planned with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from prefixd.proto.vocabulary import Tier
+from prefixd.server import assembly
+from prefixd.server.config.budgets import Plan, resolve
+from prefixd.server.config.loading import load_config
+from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.ram import RamStore
+from prefixd.tiers.shm import ShmStore
+from prefixd.tiers.store import StoreError
+from tests.support.running import MACHINE
+
+INCARNATION = b"0123456789abcdef"
+KINDS = {Tier.RAM: RamStore, Tier.SHM: ShmStore, Tier.DISK: DiskStore}
+
+
+def plan(directory: Path, *flags: str) -> Plan:
+    return resolve(
+        load_config(
+            [
+                "--ram.budget=1MiB",
+                "--shm.budget=2MiB",
+                "--disk.budget=3MiB",
+                f"--shm.directory={directory / 'shm'}",
+                f"--disk.directory={directory / 'disk'}",
+                *flags,
+            ],
+            {},
+        ),
+        MACHINE,
+    )
+
+
+@pytest.fixture
+def closing() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_every_tier_has_its_store(tmp_path: Path, closing: ExitStack) -> None:
+    planned = plan(tmp_path, "--ram.slab=4KiB")
+    for tier, tier_plan in planned.tiers.items():
+        store = assembly.make_store(tier_plan, verify_at_start=False, sync=False)
+        closing.callback(store.close)
+        assert type(store) is KINDS[tier]
+        assert store.tier is tier
+        assert store.slab_bytes == tier_plan.slab_bytes
+        # What a tier takes altogether, records included, is its budget.
+        rest_bytes = tier_plan.budget_bytes - store.arena.size_bytes
+        assert 0 <= rest_bytes <= store.slab_bytes
+        if isinstance(store, ShmStore | DiskStore):
+            assert store.directory == tmp_path / tier.label
+
+
+@pytest.mark.parametrize("yes", [True, False])
+def test_stores_check_and_sync_as_they_are_told(
+    tmp_path: Path, closing: ExitStack, *, yes: bool
+) -> None:
+    planned = plan(tmp_path)
+    made = []
+    for tier in (Tier.SHM, Tier.DISK):
+        made.append(assembly.make_store(planned.tiers[tier], verify_at_start=yes, sync=yes))
+        closing.callback(made[-1].close)
+    shm, disk = made
+    assert isinstance(shm, ShmStore)
+    assert isinstance(disk, DiskStore)
+    assert disk._sync is yes
+    assert (shm.verify_payloads, disk.verify_payloads) == (yes, False)
+
+
+def test_what_the_system_does_not_give_is_a_store_error(tmp_path: Path) -> None:
+    (tmp_path / "shm").write_text("this is no directory")
+    (tmp_path / "disk").write_text("nor is this")
+    planned = plan(tmp_path)
+    for tier in (Tier.SHM, Tier.DISK):
+        with pytest.raises(StoreError):
+            assembly.make_store(planned.tiers[tier], verify_at_start=True, sync=True)
+
+
+def test_books_are_as_configured(tmp_path: Path) -> None:
+    planned = plan(
+        tmp_path, "--shm.policy=fifo", "--shm.max_entries=7", "--disk.max_in_flight=1MiB"
+    )
+    ram, shm, disk = (assembly.make_ledger(one, 2**16) for one in planned.tiers.values())
+    assert [one.tier for one in (ram, shm, disk)] == list(Tier)
+    assert (ram.policy.name, shm.policy.name, disk.policy.name) == ("lru", "fifo", "lru")
+    assert (ram.max_entries, shm.max_entries, disk.max_entries) == (0, 7, 1_000_000)
+    assert (ram.budget_bytes, shm.budget_bytes, disk.budget_bytes) == (2**20, 2**21, 3 * 2**20)
+    # An arena has no room before it is secured, and never that of its header.
+    assert (ram.limit_bytes, shm.limit_bytes, disk.limit_bytes) == (0, 0, 0)
+    ram.grow(2**20)
+    assert ram.limit_bytes == 2**20 - 2**16
+    assert disk.max_reserved_bytes == 2**20
+    assert ram.max_reserved_bytes == shm.max_reserved_bytes == 0
+
+
+def test_the_state_has_the_tiers_that_there_are(tmp_path: Path, closing: ExitStack) -> None:
+    planned = plan(tmp_path, "--shm.budget=0", "--server.curve_keys=5", "--sessions.max_sessions=3")
+    stores = {}
+    for tier, tier_plan in planned.tiers.items():
+        stores[tier] = assembly.make_store(tier_plan, verify_at_start=True, sync=False)
+        closing.callback(stores[tier].close)
+    state = assembly.make_state(planned, stores, now_ns=77)
+    tables = state.tables
+    assert set(tables.ledgers) == set(tables.curves) == {Tier.RAM, Tier.DISK}
+    assert tables.stamp_ns == 77
+    assert tables.config.max_sessions == 3
+    assert tables.config.curve_keys == 5
+    assert state.check() == []
+    without = assembly.make_state(
+        plan(tmp_path, "--shm.budget=0", "--server.curve_keys=0"), stores, 1
+    )
+    assert without.tables.curves == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "entries"),
+    [
+        ((), 16 + 32 + 48),  # slabs of all tiers
+        (("--disk.max_entries=7",), 16 + 32 + 7),
+        (("--disk.max_entries=0", "--disk.slab=4KiB"), 16 + 32 + 768),
+    ],
+    ids=["slabs", "fewer than slabs", "small slabs"],
+)
+def test_the_index_has_room_for_every_entry(
+    tmp_path: Path, flags: tuple[str, ...], entries: int
+) -> None:
+    planned = plan(tmp_path, *flags)
+    assert assembly.max_entries(planned) == entries
+    index = assembly.make_index(planned, INCARNATION)
+    assert index.layout.max_rows >= entries
+    index.close()

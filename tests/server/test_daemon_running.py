@@ -1,0 +1,427 @@
+"""`prefixd` as a process that serves: how it is asked how it is, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from prefixd.client.ctl.connection import Health
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto import prefixd_pb2_grpc as rpc
+from prefixd.proto.vocabulary import Tier
+from prefixd.server import daemon as module
+from prefixd.server.config.budgets import resolve
+from prefixd.server.config.loading import load_config
+from prefixd.tiers.arena import Arena, BaseArena
+from prefixd.tiers.arena_store import ARENA_FILE, ArenaStore
+from prefixd.tiers.disk_arena import DiskArena
+from tests.support.daemon import eventually
+from tests.support.outside import FLAGS, DaemonProcess, assert_sound, daemon_process
+from tests.support.running import (
+    MACHINE,
+    OpenSession,
+    Outside,
+    Refused,
+    answer,
+    in_loop,
+    item,
+    key,
+    part,
+    payload,
+    rest_of,
+    stream,
+)
+
+DATA = payload(1, 100_000)
+
+
+@pytest.fixture
+def daemon() -> Iterator[DaemonProcess]:
+    """Not started yet."""
+    with daemon_process() as made:
+        yield made
+
+
+async def half_saved(session: OpenSession, number: int, tier: Tier = Tier.DISK) -> Any:
+    """A save of which the daemon has the first half."""
+    cache, admin = session.daemon.cache, session.daemon.admin
+    call = cache.Save()
+    half = pb.WritePart(data=DATA[:50_000])
+    await call.write(
+        pb.SaveRequest(header=session.header([item(key(number), DATA)], tier), parts=[half])
+    )
+    while "writing" not in [
+        r.stage for r in (await admin.ListReservations(pb.ListReservationsRequest())).reservations
+    ]:
+        pass
+    return call
+
+
+async def finish(call: Any) -> int:
+    """Send the second half; the status of the save."""
+    rest = part(0, DATA[50_000:], offset=50_000, payload_crc32c=part(0, DATA).payload_crc32c)
+    await call.write(pb.SaveRequest(parts=[rest]))
+    await call.done_writing()
+    (result,) = (await answer(call)).results
+    return result.status
+
+
+async def draining(client: Outside) -> Refused:
+    """How the daemon refuses, from the moment that it was told to stop."""
+    while True:
+        try:
+            await client.lookup(key(1))
+        except Refused as refused:
+            return refused
+
+
+# ---- the end
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@in_loop
+async def test_a_stop_lets_what_moves_come_to_its_end(
+    daemon: DaemonProcess, number: signal.Signals
+) -> None:
+    daemon.start()
+    async with daemon.client() as client:
+        session = await client.open()
+        await session.save({key(2): DATA}, Tier.SHM)
+        saving = await half_saved(session, 1)
+        os.kill(daemon.pid, number)
+        refused = await draining(client)
+        assert (refused.code, refused.name) == (grpc.StatusCode.UNAVAILABLE, "draining")
+        assert refused.retry == "1"
+        for call in (
+            session.save({key(3): DATA}),
+            session.reserve([item(key(3), DATA)]),
+            session.claim([key(2)]),
+            client.open(),
+        ):
+            with pytest.raises((Refused, grpc.aio.AioRpcError)) as too_late:
+                await call
+            assert "draining" in str(too_late.value) or "stopping" in str(too_late.value)
+        # It still is what it was before: the session lives, the save goes on.
+        await session.beat()
+        assert await finish(saving) == pb.SAVE_STATUS_SAVED
+        said = [event.WhichOneof("kind") for event in await rest_of(session.call)]
+        assert said == ["draining"]
+        assert await asyncio.to_thread(daemon.wait) == 0
+    assert not (daemon.directory / "d.sock").exists()
+    daemon.start()
+    async with daemon.client() as client:
+        session = await client.open()
+        assert await session.restore(key(1)) == DATA
+        assert await session.restore(key(2)) == DATA
+        assert await client.presence(key(3)) == [pb.PRESENCE_ABSENT]
+        await assert_sound(client)
+
+
+@pytest.mark.parametrize("how", ["drain timeout", "second signal"])
+@in_loop
+async def test_a_save_that_never_ends_does_not_keep_the_daemon(how: str) -> None:
+    patience = {"drain timeout": "50ms", "second signal": "1h"}[how]
+    with daemon_process(f"--server.drain_timeout={patience}") as daemon:
+        daemon.start()
+        async with daemon.client() as client:
+            session = await client.open()
+            saving = await half_saved(session, 1)
+            os.kill(daemon.pid, signal.SIGTERM)
+            if how == "second signal":
+                await draining(client)
+                os.kill(daemon.pid, signal.SIGTERM)
+            assert await asyncio.to_thread(daemon.wait) == 0
+            with pytest.raises(Refused) as refused:
+                await answer(saving)
+            assert refused.value.code is grpc.StatusCode.UNAVAILABLE
+        daemon.start()
+        async with daemon.client() as client:
+            assert await client.presence(key(1)) == [pb.PRESENCE_ABSENT]
+            await assert_sound(client)
+
+
+@in_loop
+async def test_whoever_waits_is_answered_when_the_daemon_stops(daemon: DaemonProcess) -> None:
+    daemon.start()
+    async with daemon.client() as client:
+        saver, session = await client.open(), await client.open()
+        await saver.granted([item(key(1), DATA)])
+        minute = {"wait_ms": 60_000}
+        waiting = [
+            asyncio.ensure_future(client.lookup(key(1), **minute)),
+            asyncio.ensure_future(session.claim([key(1)], **minute)),
+            asyncio.ensure_future(session.save({key(1): DATA}, **minute)),
+        ]
+        while (await client.admin.Stats(pb.StatsRequest())).waiters < len(waiting):
+            pass
+        os.kill(daemon.pid, signal.SIGTERM)
+        found, *others = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [one.presence for one in found] == [pb.PRESENCE_ABSENT]
+        for one in others:
+            # What it waited for is gone with its saver, or its own session is by now.
+            assert not isinstance(one, BaseException) or one.retry == "1"
+        assert await asyncio.to_thread(daemon.wait) == 0
+
+
+STOPPED_EARLY = """
+import os, signal, sys
+from prefixd.server import daemon
+from prefixd.server.runtime import recovery
+recover = recovery.recover
+async def stopped_early(*args):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return await recover(*args)
+recovery.recover = stopped_early
+daemon.main(sys.argv[1:])
+"""
+
+
+def test_a_stop_before_it_serves_is_one_too(daemon: DaemonProcess) -> None:
+    daemon.run_with(STOPPED_EARLY)
+    ended = daemon.attempt()
+    assert ended.status == 0
+    assert "stopped" in ended.err
+    assert "Traceback" not in ended.err
+
+
+BREAKS = """
+import sys
+from prefixd.server import daemon
+from prefixd.server.core.events import EvictAsked
+from prefixd.server.core.state import MetaState
+apply = MetaState.apply
+def break_it(self, event):
+    if isinstance(event, EvictAsked):
+        self.tables.ledgers[1].published_bytes += 1
+        raise RuntimeError("on purpose")
+    return apply(self, event)
+MetaState.apply = break_it
+daemon.main(sys.argv[1:])
+"""
+
+
+@in_loop
+async def test_books_that_do_not_balance_end_the_daemon_with_status_1() -> None:
+    """At once: what it was doing has no sense any more. Its supervisor starts it again."""
+    with daemon_process("--server.drain_timeout=1h") as daemon:
+        daemon.run_with(BREAKS)
+        daemon.start()
+        async with daemon.client() as client:
+            session = await client.open()
+            await session.save({key(2): DATA}, Tier.DISK)
+            saving = await half_saved(session, 1)
+            with pytest.raises(Refused, match="on purpose"):
+                await answer(client.admin.Evict(pb.EvictRequest(free_bytes=1)))
+            assert await asyncio.to_thread(daemon.wait) == 1
+            with pytest.raises(Refused):
+                await answer(saving)
+        assert daemon.tail().splitlines()[-1] == (
+            "prefixd: stopped, for the state does not add up: "
+            "EvictAsked failed: RuntimeError('on purpose')"
+        )
+        daemon.start()
+        async with daemon.client() as client:
+            assert await (await client.open()).restore(key(2)) == DATA
+            await assert_sound(client)
+
+
+# ---- how it is
+
+
+#: Writes to the disk tier fail as long as a file says so.
+FAILS = """
+import os, sys
+from prefixd.server import daemon
+from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.store import StoreError
+def failing(write):
+    def fail(self, *args):
+        if os.path.exists(self.directory.parent / "ill"):
+            raise StoreError("a failed write, on purpose")
+        write(self, *args)
+    return fail
+DiskStore.apply, DiskStore.probe = failing(DiskStore.apply), failing(DiskStore.probe)
+daemon.main(sys.argv[1:])
+"""
+
+
+def scrape(address: str) -> dict[tuple[str, str], float]:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as response:
+        text = response.read().decode()
+    return {
+        (sample.name, ",".join(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@in_loop
+async def test_an_illness_shows_everywhere_and_goes_by_itself() -> None:
+    with daemon_process("--server.metrics=127.0.0.1:0") as daemon:
+        daemon.run_with(FAILS)
+        daemon.start()
+        (metrics,) = daemon.logged("metrics")
+        async with daemon.client() as client:
+            session = await client.open()
+            well = scrape(metrics["address"])
+            assert well["prefixd_healthy", ""] == 1
+            (daemon.directory / "ill").touch()
+            assert await session.save({key(1): DATA}, Tier.DISK) == [pb.SAVE_STATUS_FAILED]
+            with daemon.admin() as admin:
+                eventually(lambda: admin.health() is Health.NOT_SERVING)
+                assert admin.stats().health == "disk commit: a failed write, on purpose"
+                ill = scrape(metrics["address"])
+                assert ill["prefixd_healthy", ""] == 0
+                assert ill["prefixd_unhealthy", "disk commit"] == 1
+                assert ill["prefixd_failed_saves_total", ""] == 1
+                # The other tiers are as they were, and nobody who asks is sent away.
+                assert await session.save({key(1): DATA}, Tier.RAM) == [pb.SAVE_STATUS_SAVED]
+                assert await session.restore(key(1)) == DATA
+                (daemon.directory / "ill").unlink()
+                eventually(lambda: admin.health() is Health.SERVING)
+            assert scrape(metrics["address"])["prefixd_healthy", ""] == 1
+            assert await session.save({key(2): DATA}, Tier.DISK) == [pb.SAVE_STATUS_SAVED]
+            await assert_sound(client)
+
+
+@in_loop
+async def test_a_device_that_gets_full_later_costs_nothing(daemon: DaemonProcess) -> None:
+    """All the room of a tier was taken at the start. Here its arena really can't grow."""
+    daemon.start()
+    arena = daemon.directory / "disk" / ARENA_FILE
+    async with daemon.client() as client:
+        while "disk" not in [one["tier"] for one in daemon.logged("arena_secured")]:
+            await client.admin.Stats(pb.StatsRequest())
+        session = await client.open()
+        _, most_bytes = resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (arena.stat().st_size, most_bytes))
+        large = payload(1, 2**18)
+        for number in range(40):
+            of = key(number)
+            assert await session.save({of: large}, Tier.DISK) == [pb.SAVE_STATUS_SAVED]
+            assert await session.restore(of) == large
+        await assert_sound(client)
+        stats = await client.admin.Stats(pb.StatsRequest())
+        (disk,) = [tier for tier in stats.tiers if tier.tier == Tier.DISK]
+        assert disk.entries + disk.evictions == 40
+        assert disk.evictions > 0
+    assert await asyncio.to_thread(daemon.stop) == 0
+
+
+@in_loop
+async def test_a_log_that_nobody_takes_any_more_is_no_reason_to_fail(
+    daemon: DaemonProcess,
+) -> None:
+    process = subprocess.Popen(
+        daemon._command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    assert process.stderr is not None
+    process.stderr.close()
+    try:
+        with daemon.admin(timeout_s=60) as admin:
+            assert admin.health(wait_for_ready=True) is Health.SERVING
+        async with daemon.client() as client:
+            session = await client.open()
+            for tier in Tier:
+                assert await session.save({key(tier): DATA}, tier) == [pb.SAVE_STATUS_SAVED]
+            await session.close()
+            await assert_sound(client)
+        process.terminate()
+        assert await asyncio.to_thread(process.wait, 60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@in_loop
+async def test_it_listens_wherever_it_is_told_to_and_says_what_it_is() -> None:
+    with daemon_process("--server.tcp=127.0.0.1:0", "--server.socket_mode=0660") as daemon:
+        daemon.start()
+        assert (daemon.directory / "d.sock").stat().st_mode & 0o777 == 0o660
+        (serving,) = daemon.logged("serving")
+        unix, admin, tcp = serving["addresses"]
+        assert (unix, serving["pid"]) == (daemon.address, daemon.pid)
+        assert admin == f"{unix}.admin"
+        assert (daemon.directory / "d.sock.admin").stat().st_mode & 0o777 == 0o600
+        async with daemon.client() as client, daemon.client(tcp) as other:
+            session, remote = await client.open(), await other.open()
+            assert remote.number != session.number
+            await session.save({key(1): DATA})
+            assert await remote.restore(key(1)) == DATA
+            for channel, here, elsewhere in (
+                (other.channel, "prefixd.v1.Cache", "prefixd.v1.Admin"),
+                (client.admin_channel, "prefixd.v1.Admin", "prefixd.v1.Cache"),
+            ):
+                stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+                request = reflection_pb2.ServerReflectionRequest(list_services="")
+                (said,) = await answer(stub.ServerReflectionInfo(stream([request])))
+                names = {service.name for service in said.list_services_response.service}
+                assert {here, "grpc.health.v1.Health"} <= names
+                assert elsewhere not in names
+            # A worker can neither list nor evict what others have saved.
+            for worker in (client.channel, other.channel):
+                stub = rpc.AdminStub(worker)
+                with pytest.raises(Refused) as refused:
+                    await answer(stub.Evict(pb.EvictRequest(free_bytes=1)))
+                assert refused.value.code is grpc.StatusCode.UNIMPLEMENTED
+
+
+@in_loop
+async def test_memory_that_there_is_no_room_for_yet_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It serves with what it has, and says that it should have more."""
+    segment_bytes, room_bytes = 64 * 1024, 256 * 1024
+    allocate = os.posix_fallocate
+
+    def with_little_room(fd: int, offset: int, length: int) -> None:
+        if offset + length > room_bytes:
+            raise OSError(28, "No space left on device")
+        allocate(fd, offset, length)
+
+    def in_small_segments(kind: type[BaseArena]) -> None:
+        segments = kind.secure_segments
+        monkeypatch.setattr(
+            kind, "secure_segments", lambda arena, _segment_bytes: segments(arena, segment_bytes)
+        )
+
+    monkeypatch.setattr(os, "posix_fallocate", with_little_room)
+    in_small_segments(Arena)
+    in_small_segments(DiskArena)
+    monkeypatch.setattr(module, "_SECURE_AGAIN_S", 0.001)
+    places = [f"--{name}.directory={tmp_path / name}" for name in ("shm", "disk")]
+    plan = resolve(load_config([*FLAGS, *places], {}), MACHINE)
+    async with module._running_core(plan, bytes(16)) as core:
+        ledgers = core.state.tables.ledgers
+        stores = [store for store in core.stores.values() if isinstance(store, ArenaStore)]
+        assert len(stores) == len(Tier)
+        for store in stores:
+            secured_bytes = store.secured_bytes
+            assert room_bytes - segment_bytes < secured_bytes <= room_bytes
+            assert ledgers[store.tier].limit_bytes == secured_bytes - store.header_bytes
+            why = core.unhealthy()[f"{store.tier.label} arena"]
+            assert f"secure more than {secured_bytes} of the {store.arena.size_bytes} " in why
+        assert core.state.check() == []
+        room_bytes = 512 * 1024
+        while ledgers[Tier.SHM].limit_bytes < room_bytes - stores[1].header_bytes:
+            await asyncio.sleep(0)
+        assert "shm arena" in core.unhealthy()
+        room_bytes = 4 * 2**20
+        while core.unhealthy():
+            await asyncio.sleep(0)
+        for store in stores:
+            room = store.arena.size_bytes - store.header_bytes
+            assert ledgers[store.tier].limit_bytes == room
+        assert core.state.check() == []

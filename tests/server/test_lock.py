@@ -1,0 +1,144 @@
+"""Two daemons never share a directory; a dead one is in nobody's way."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prefixd.proto.errors import DirectoryInUse
+from prefixd.server.config.loading import load_config
+from prefixd.server.config.options import Config
+from prefixd.server.lock import LOCK_NAME, lock_directories, lock_directory
+
+HOLD = """
+import sys
+from pathlib import Path
+from prefixd.server.lock import lock_directory
+with lock_directory(Path(sys.argv[1]), "unix:/held"):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+def config(
+    root: Path, *, socket: str = "run/a.sock", shm: str = "shm", disk: str = "disk"
+) -> Config:
+    paths = [f"--address={root / socket}", f"--shm.directory={root / shm}"]
+    return load_config([*paths, f"--disk.directory={root / disk}"], {})
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_directories_are_made_for_this_user_only(tmp_path: Path) -> None:
+    with lock_directories(config(tmp_path)):
+        for name in ("run", "shm", "disk"):
+            assert mode(tmp_path / name) == 0o700
+        assert mode(tmp_path / "shm" / LOCK_NAME) == 0o600
+        assert mode(tmp_path / "run" / "a.sock.lock") == 0o600
+
+
+def test_directories_that_exist_are_left_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "shm").mkdir(mode=0o755)
+    (tmp_path / "shm").chmod(0o755)
+    with lock_directories(config(tmp_path)):
+        assert mode(tmp_path / "shm") == 0o755
+
+
+@pytest.mark.parametrize("shared", ["socket", "shm", "disk"])
+def test_a_second_daemon_is_told_who_has_what(tmp_path: Path, shared: str) -> None:
+    places = {"socket": "run/a.sock", "shm": "shm", "disk": "disk"}
+    others = {name: f"other-{place}" for name, place in places.items()}
+    with lock_directories(config(tmp_path, **places)):
+        second = config(tmp_path, **(others | {shared: places[shared]}))
+        with pytest.raises(DirectoryInUse) as refused, lock_directories(second):
+            pass
+        # What it had locked before it was refused is free again.
+        with lock_directories(config(tmp_path, **others)):
+            pass
+    message = str(refused.value)
+    assert message.startswith(f"{tmp_path / places[shared]} is in use by the daemon with pid ")
+    assert f"pid {os.getpid()} at unix:{tmp_path}/run/a.sock, started 2" in message
+    with lock_directories(second):
+        pass
+
+
+def test_sockets_may_share_a_directory(tmp_path: Path) -> None:
+    first = config(tmp_path)
+    second = config(tmp_path, socket="run/b.sock", shm="shm2", disk="disk2")
+    with lock_directories(first), lock_directories(second):
+        pass
+
+
+def test_a_disk_tier_that_is_switched_off_needs_no_directory(tmp_path: Path) -> None:
+    argv = [f"--address={tmp_path}/s", f"--shm.directory={tmp_path}/shm", "--disk=0"]
+    with lock_directories(load_config([*argv, f"--disk.directory={tmp_path}/disk"], {})):
+        assert not (tmp_path / "disk").exists()
+
+
+def test_the_note_says_who_has_it_and_is_gone_afterwards(tmp_path: Path) -> None:
+    with lock_directory(tmp_path, "unix:/a"):
+        note = json.loads((tmp_path / LOCK_NAME).read_text())
+        assert note["pid"] == os.getpid()
+        assert note["address"] == "unix:/a"
+    assert (tmp_path / LOCK_NAME).read_text() == ""
+
+
+@pytest.mark.parametrize("note", ["", "{", "[]", '{"pid": "x"}', '{"pid":1,"address":"a"}'])
+def test_a_note_that_says_nothing_is_no_reason_to_fail(tmp_path: Path, note: str) -> None:
+    with lock_directory(tmp_path, "unix:/a"):
+        (tmp_path / LOCK_NAME).write_text(note)
+        with (
+            pytest.raises(DirectoryInUse, match="in use by another daemon"),
+            lock_directory(tmp_path, "unix:/b"),
+        ):
+            pass
+
+
+def test_a_killed_daemon_leaves_no_obstacle(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"locked\n"
+        with (
+            pytest.raises(DirectoryInUse, match=f"pid {holder.pid} at unix:/held"),
+            lock_directory(tmp_path, "unix:/b"),
+        ):
+            pass
+        holder.kill()
+    assert json.loads((tmp_path / LOCK_NAME).read_text())["pid"] == holder.pid
+    with lock_directory(tmp_path, "unix:/b"):
+        assert json.loads((tmp_path / LOCK_NAME).read_text())["pid"] == os.getpid()
+
+
+def test_a_program_that_the_daemon_starts_does_not_inherit_the_lock(tmp_path: Path) -> None:
+    with lock_directory(tmp_path, "unix:/a"):
+        child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, close_fds=False)
+    with child, lock_directory(tmp_path, "unix:/b"):
+        assert child.poll() is None
+        child.communicate()
+
+
+def test_a_lock_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / LOCK_NAME).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match=LOCK_NAME), lock_directory(tmp_path, "unix:/a"):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_directory_of_another_user_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.getuid() == 0:
+        os.chown(tmp_path, 4242, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 4242)
+    with pytest.raises(PermissionError, match="belongs to the user"):
+        lock_directory(tmp_path, "unix:/a").__enter__()

@@ -1,0 +1,534 @@
+"""Everything that a caller can get wrong, and what the daemon says to it: one table.
+
+`python -m tests.support.bad_input` prints it as Markdown. `server/api/test_service.py` does each of
+these to
+a daemon, compares code, name and retry flag, wants a sentence, and recounts the daemon after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+
+from prefixd.proto import limits
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.server.runtime.quota import Quota
+from tests.support.running import OpenSession, Running, answer, item, key, part, payload, stream
+
+Code = grpc.StatusCode
+Attempt = Callable[[Running, OpenSession], Awaitable[Any]]
+
+SHORT: Final = b"31 bytes, which is one too few."
+DATA: Final = payload(1)
+TOO_MANY: Final = [key(number) for number in range(limits.MAX_BATCH_KEYS + 1)]
+#: What tests start the daemon with: a switched-off tier, and tables that are soon full.
+FLAGS: Final = (
+    "--shm.budget=0",
+    "--server.curve_keys=0",
+    "--sessions.max_sessions=2",
+    "--sessions.max_claims_per_session=1",
+    "--sessions.max_reservations_per_session=4",
+)
+#: What each error is on the wire: its code, and whether the same call may succeed later.
+ERRORS: Final = {
+    "claim_lost": (Code.FAILED_PRECONDITION, False),
+    "curve_disabled": (Code.FAILED_PRECONDITION, False),
+    "draining": (Code.UNAVAILABLE, True),
+    "invalid_batch": (Code.INVALID_ARGUMENT, False),
+    "invalid_key": (Code.INVALID_ARGUMENT, False),
+    "invalid_size": (Code.INVALID_ARGUMENT, False),
+    "limit_reached": (Code.RESOURCE_EXHAUSTED, True),
+    "malformed_message": (Code.INVALID_ARGUMENT, False),
+    "stale_incarnation": (Code.FAILED_PRECONDITION, True),
+    "unknown_claim": (Code.NOT_FOUND, False),
+    "unknown_entry": (Code.NOT_FOUND, False),
+    "unknown_reason": (Code.INVALID_ARGUMENT, False),
+    "unknown_session": (Code.FAILED_PRECONDITION, True),
+    "unknown_staging": (Code.FAILED_PRECONDITION, False),
+    "unknown_tier": (Code.INVALID_ARGUMENT, False),
+}
+#: Stands for published keys in the attempts below.
+THERE: Final = key(1000)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One thing to get wrong. The rpc fails with the error of that name."""
+
+    what: str
+    rpc: str
+    error: str
+    attempt: Attempt
+
+    @property
+    def code(self) -> grpc.StatusCode:
+        return ERRORS[self.error][0]
+
+    @property
+    def retry(self) -> bool:
+        return ERRORS[self.error][1]
+
+    @property
+    def id(self) -> str:
+        return f"{self.rpc}: {self.what}"
+
+
+def mistakes() -> list[Mistake]:
+    return [
+        *_batches(),
+        *_headers(),
+        *_sessions(),
+        *_claims(),
+        *_streams(),
+        *_crowds(),
+        *_operators(),
+        *_full_tables(),
+    ]
+
+
+# ---- requests that name keys, claims, tokens
+
+
+def _lookup(keys: list[bytes], **fields: Any) -> Attempt:
+    return lambda daemon, _: daemon.lookup(*keys, **fields)
+
+
+def _claim(keys: list[bytes], **fields: Any) -> Attempt:
+    return lambda _, session: session.claim(keys, **fields)
+
+
+def _cancel(*tokens: int) -> Attempt:
+    return lambda daemon, session: answer(
+        daemon.cache.Cancel(pb.CancelRequest(session=session.ref, tokens=tokens))
+    )
+
+
+def _say(**kind: Any) -> Attempt:
+    """On the session stream, which ends with the error."""
+
+    async def attempt(_: Running, session: OpenSession) -> None:
+        await session.say(**kind)
+        while True:
+            await session.event()
+
+    return attempt
+
+
+def _batches() -> Iterator[Mistake]:
+    short, empty, over = "a key of 31 bytes", "an empty batch", "more than 4096 of something"
+    yield Mistake(short, "Lookup", "invalid_key", _lookup([key(1), SHORT]))
+    yield Mistake(empty, "Lookup", "invalid_batch", _lookup([]))
+    yield Mistake(over, "Lookup", "invalid_batch", _lookup(TOO_MANY))
+    yield Mistake(short, "Claim", "invalid_key", _claim([SHORT]))
+    yield Mistake(empty, "Claim", "invalid_batch", _claim([]))
+    yield Mistake(over, "Claim", "invalid_batch", _claim(TOO_MANY))
+    yield Mistake(empty, "Release", "invalid_batch", lambda _, session: session.release())
+    yield Mistake(
+        over, "Release", "invalid_batch", lambda _, session: session.release(*range(4097))
+    )
+    yield Mistake(empty, "Cancel", "invalid_batch", _cancel())
+    yield Mistake(over, "Cancel", "invalid_batch", _cancel(*range(4097)))
+    yield Mistake(empty, "Read", "invalid_batch", _read_request())
+    yield Mistake(
+        over, "Read", "invalid_batch", _read_request(*(pb.ReadRange() for _ in range(4097)))
+    )
+    for kind, message in (("touch", pb.Touch), ("suspect", pb.Suspect)):
+        for what, error, keys in (
+            (short, "invalid_key", [SHORT]),
+            (empty, "invalid_batch", []),
+            (over, "invalid_batch", TOO_MANY),
+        ):
+            attempt = _say(**{kind: message(keys=keys)})
+            yield Mistake(f"{what} in a {kind}", "Session", error, attempt)
+    for what, claims in ((empty, range(0)), (over, range(4097))):
+        attempt = _say(give_back=pb.GiveBack(claim_ids=claims))
+        yield Mistake(f"{what} in a give_back", "Session", "invalid_batch", attempt)
+
+
+# ---- what a save begins with
+
+
+def _headers() -> Iterator[Mistake]:
+    for rpc in ("Reserve", "Save", "SaveWhole"):
+        for what, error, items, fields in _wrong_headers():
+            yield Mistake(what, rpc, error, _with_header(rpc, items, fields))
+    yield Mistake(
+        "a wait beyond a minute", "Lookup", "invalid_size", _lookup([key(1)], wait_ms=60_001)
+    )
+    yield Mistake(
+        "a wait beyond a minute", "Claim", "invalid_size", _claim([key(1)], wait_ms=60_001)
+    )
+    yield Mistake(
+        "a lease beyond the longest", "Claim", "invalid_size", _claim([key(1)], lease_ms=2**31)
+    )
+    yield Mistake(
+        "a mode that does not exist",
+        "Claim",
+        "malformed_message",
+        _claim([key(1)], mode=pb.ClaimMode.ValueType(7)),
+    )
+
+
+def _with_header(rpc: str, items: list[pb.SaveItem], fields: dict[str, Any]) -> Attempt:
+    def attempt(daemon: Running, session: OpenSession) -> Awaitable[Any]:
+        header = session.header(items, **fields)
+        match rpc:
+            case "Reserve":
+                call = daemon.cache.Reserve(pb.ReserveRequest(header=header))
+            case "Save":
+                call = daemon.cache.Save(stream([pb.SaveRequest(header=header)]))
+            case _:
+                call = daemon.cache.SaveWhole(pb.SaveWholeRequest(header=header))
+        return answer(call)
+
+    return attempt
+
+
+def _wrong_headers() -> Iterator[tuple[str, str, list[pb.SaveItem], dict[str, Any]]]:
+    """What is wrong, the error, the items and what else there is in the header."""
+
+    def of(**fields: Any) -> list[pb.SaveItem]:
+        fields = {"key": key(1), "payload_bytes": len(DATA)} | fields
+        return [pb.SaveItem(**fields)]
+
+    good = of()
+    yield "an empty batch", "invalid_batch", [], {}
+    many = [pb.SaveItem(key=one, payload_bytes=1) for one in TOO_MANY]
+    yield "more than 4096 of something", "invalid_batch", many, {}
+    yield "one key twice", "invalid_batch", good + good, {}
+    yield "a key of 31 bytes", "invalid_key", of(key=SHORT), {}
+    yield "an ancestor of 31 bytes", "invalid_key", good, {"ancestors": [SHORT]}
+    yield "more than 4096 ancestors", "invalid_batch", good, {"ancestors": TOO_MANY}
+    yield "a touched key of 31 bytes", "invalid_key", good, {"touched": [SHORT]}
+    yield "more than 4096 touched keys", "invalid_batch", good, {"touched": TOO_MANY}
+    yield "a payload of no bytes", "invalid_size", of(payload_bytes=0), {}
+    huge = of(payload_bytes=limits.MAX_PAYLOAD_BYTES + 1)
+    yield "a payload beyond 1 TiB", "invalid_size", huge, {}
+    layers = of(layer_count=len(DATA) - 1)
+    yield "layers that do not divide the payload", "invalid_size", layers, {}
+    layers = of(payload_bytes=2**20, layer_count=2**16)
+    yield "more layers than there can be", "invalid_size", layers, {}
+    yield "token ids of 3 bytes", "invalid_size", of(token_ids=b"123"), {}
+    ids = bytes(limits.MAX_TOKEN_IDS_BYTES + 4)
+    yield "token ids beyond 4 MiB", "invalid_size", of(token_ids=ids), {}
+    yield "no tier", "unknown_tier", good, {"tier": pb.TIER_UNSPECIFIED}
+    yield "a tier that does not exist", "unknown_tier", good, {"tier": 9}
+    yield "a tier that is switched off", "unknown_tier", good, {"tier": Tier.SHM}
+    yield "no reason", "unknown_reason", good, {"reason": pb.SAVE_REASON_UNSPECIFIED}
+    yield "a reason that does not exist", "unknown_reason", good, {"reason": 6}
+    yield "a wait beyond a minute", "invalid_size", good, {"wait_ms": limits.MAX_WAIT_MS + 1}
+    ttl = {"ttl_ms": limits.MAX_LEASE_MS + 1}
+    yield "a time to live beyond an hour", "invalid_size", good, ttl
+
+
+# ---- whose call it is
+
+
+def _calls(daemon: Running, ref: pb.SessionRef, claim: int = 1) -> dict[str, Callable[[], Any]]:
+    """Every rpc that belongs to a session, with nothing else wrong about it."""
+    cache, keys = daemon.cache, [key(1)]
+    header = pb.SaveHeader(
+        session=ref, tier=Tier.RAM, reason=SaveReason.COLD, items=[item(key(1), DATA)]
+    )
+    parts = [part(0, DATA)]
+    token = [pb.WritePart(token=1, data=DATA, last=True)]
+    staged = pb.SaveStagedRequest(header=header)
+    return {
+        "Claim": lambda: cache.Claim(pb.ClaimRequest(session=ref, keys=keys)),
+        "Release": lambda: cache.Release(pb.ReleaseRequest(session=ref, claim_ids=[1])),
+        "Reserve": lambda: cache.Reserve(pb.ReserveRequest(header=header)),
+        "Cancel": lambda: cache.Cancel(pb.CancelRequest(session=ref, tokens=[1])),
+        "Read": lambda: cache.Read(
+            pb.ReadRequest(session=ref, claim_id=claim, ranges=[pb.ReadRange()])
+        ),
+        "Write": lambda: cache.Write(stream([pb.WriteRequest(session=ref, parts=token)])),
+        "Save": lambda: cache.Save(stream([pb.SaveRequest(header=header, parts=parts)])),
+        "SaveWhole": lambda: cache.SaveWhole(pb.SaveWholeRequest(header=header, parts=parts)),
+        "SaveStaged": lambda: _save_staged(daemon, staged),
+    }
+
+
+async def _save_staged(daemon: Running, request: pb.SaveStagedRequest) -> None:
+    call = await daemon.save_staged()
+    try:
+        await call.write(request)
+        await call.read()
+    finally:
+        call.cancel()
+
+
+def _sessions() -> Iterator[Mistake]:
+    def as_whom(rpc: str, **changed: Any) -> Attempt:
+        async def attempt(daemon: Running, session: OpenSession) -> None:
+            ref = pb.SessionRef()
+            ref.CopyFrom(session.ref)
+            for name, value in changed.items():
+                setattr(ref, name, value)
+            called = _calls(daemon, ref)[rpc]()
+            await (called if rpc == "SaveStaged" else answer(called))
+
+        return attempt
+
+    for rpc in ("Claim", "Release", "Reserve", "Cancel", "Read", "Write", "Save", "SaveWhole"):
+        stale, unknown = as_whom(rpc, incarnation=bytes(16)), as_whom(rpc, session_id=77)
+        yield Mistake("a session of another incarnation", rpc, "stale_incarnation", stale)
+        yield Mistake("a session that ended or never was", rpc, "unknown_session", unknown)
+        forged = as_whom(rpc, secret=bytes(16))
+        yield Mistake("a session with another's secret", rpc, "unknown_session", forged)
+    stale = as_whom("SaveStaged", incarnation=bytes(16))
+    yield Mistake("a session of another incarnation", "SaveStaged", "stale_incarnation", stale)
+    yield Mistake(
+        "a session without staging memory", "SaveStaged", "unknown_staging", as_whom("SaveStaged")
+    )
+    for what, first in (
+        ("no Hello first", pb.SessionRequest(heartbeat=pb.Heartbeat())),
+        ("nothing in the first message", pb.SessionRequest()),
+    ):
+        yield Mistake(what, "Session", "malformed_message", _open_with(first))
+    yield Mistake("no message at all", "Session", "malformed_message", _open_with())
+    for field in ("client_name", "host"):
+        long = pb.SessionRequest(hello=pb.Hello(**{field: "x" * 121}))
+        yield Mistake(f"a {field} of 121 letters", "Session", "invalid_size", _open_with(long))
+    yield Mistake("a second Hello", "Session", "malformed_message", _say(hello=pb.Hello()))
+    yield Mistake("an empty message", "Session", "malformed_message", _say())
+
+
+def _open_with(*messages: pb.SessionRequest) -> Attempt:
+    return lambda daemon, _: answer(daemon.cache.Session(stream(messages)))
+
+
+# ---- claims and what is read under them
+
+
+def _read_request(*ranges: pb.ReadRange, claim: int | None = None) -> Attempt:
+    """Under a claim of one entry of 5,000 bytes, or under another one."""
+
+    async def attempt(daemon: Running, session: OpenSession) -> None:
+        number = (await session.claim([THERE])).claim_id if claim is None else claim
+        await answer(
+            daemon.cache.Read(pb.ReadRequest(session=session.ref, claim_id=number, ranges=ranges))
+        )
+
+    return attempt
+
+
+async def _read_after_its_lease(daemon: Running, session: OpenSession) -> None:
+    claim = (await session.claim([THERE], lease_ms=1_000)).claim_id
+    daemon.forward(1.0)
+    await session.read(claim)
+
+
+def _claims() -> Iterator[Mistake]:
+    def outside(what: str, **fields: Any) -> Mistake:
+        return Mistake(what, "Read", "invalid_size", _read_request(pb.ReadRange(**fields)))
+
+    yield outside("an entry that the claim does not have", index=1)
+    yield outside("a range that begins behind the end", offset_bytes=5001)
+    yield outside("a range that ends behind the end", offset_bytes=1, length_bytes=5000)
+    yield outside("token ids that were not saved", token_ids=True, length_bytes=4)
+    unknown = _read_request(pb.ReadRange(), claim=99)
+    yield Mistake("a claim that this session does not hold", "Read", "unknown_claim", unknown)
+    none = _read_request(pb.ReadRange(), claim=0)
+    yield Mistake("the claim on nothing", "Read", "unknown_claim", none)
+    yield Mistake("a claim whose lease is over", "Read", "claim_lost", _read_after_its_lease)
+
+
+# ---- streams of bytes
+
+
+def _save(*parts: pb.WritePart, then: tuple[pb.WritePart, ...] = ()) -> Attempt:
+    """One item of 5,000 bytes; a second message if there is one."""
+
+    async def attempt(daemon: Running, session: OpenSession) -> None:
+        header = session.header([item(key(1), DATA)])
+        messages = [pb.SaveRequest(header=header, parts=parts)]
+        if then:
+            messages.append(pb.SaveRequest(parts=then))
+        await answer(daemon.cache.Save(stream(messages)))
+
+    return attempt
+
+
+def _write(*parts: tuple[int, bytes, bool]) -> Attempt:
+    """Offset, bytes, last: of a reservation of 5,000 bytes."""
+
+    async def attempt(_: Running, session: OpenSession) -> None:
+        (token,) = await session.granted([item(key(1), DATA)])
+        await session.write(
+            *(
+                pb.WriteRequest(
+                    parts=[pb.WritePart(token=token, offset_bytes=offset, data=data, last=last)]
+                )
+                for offset, data, last in parts
+            )
+        )
+
+    return attempt
+
+
+def _streams() -> Iterator[Mistake]:
+    half = part(0, DATA[:2500], last=False)
+    gap, back = part(0, DATA[2600:], offset=2600), part(0, DATA, offset=0)
+    yield Mistake("a part behind a gap", "Save", "invalid_size", _save(half, gap))
+    yield Mistake("a part that goes back", "Save", "invalid_size", _save(half, then=(back,)))
+    after = _save(part(0, DATA), part(0, b"", offset=5000))
+    yield Mistake("a part after the last one", "Save", "malformed_message", after)
+    later = _save(part(0, DATA), then=(part(0, b"", offset=5000),))
+    yield Mistake("a message after the last part", "Save", "malformed_message", later)
+    other = _save(part(1, DATA))
+    yield Mistake("a part of an item that does not exist", "Save", "malformed_message", other)
+    halves = (0, DATA[:2500], False), (2600, DATA[2600:], True)
+    yield Mistake("a part behind a gap", "Write", "invalid_size", _write(*halves))
+    twice = (0, DATA, True), (5000, b"", True)
+    yield Mistake("a part after the last one", "Write", "malformed_message", _write(*twice))
+
+    def without(rpc: str, *messages: Any) -> Attempt:
+        return lambda daemon, _: answer(getattr(daemon.cache, rpc)(stream(messages)))
+
+    for rpc in ("Save", "Write"):
+        yield Mistake("no message at all", rpc, "malformed_message", without(rpc))
+    for rpc, attempt in (
+        ("Save", without("Save", pb.SaveRequest())),
+        ("SaveWhole", lambda daemon, _: answer(daemon.cache.SaveWhole(pb.SaveWholeRequest()))),
+        ("SaveStaged", lambda daemon, _: _save_staged(daemon, pb.SaveStagedRequest())),
+    ):
+        yield Mistake("a save without its header", rpc, "malformed_message", attempt)
+
+
+# ---- operators
+
+
+def _crowds() -> Iterator[Mistake]:
+    """Memory that others have, and don't give back."""
+
+    def behind(rpc: str, quota_of: Callable[[Running], Quota]) -> Attempt:
+        async def attempt(daemon: Running, session: OpenSession) -> None:
+            claim = (await session.claim([THERE])).claim_id
+            quota = quota_of(daemon)
+            quota.wait_s = 0
+            async with quota.room(quota.limit_bytes):
+                await answer(_calls(daemon, session.ref, claim)[rpc]())
+
+        return attempt
+
+    for rpc in ("Save", "SaveWhole", "Write"):
+        attempt = behind(rpc, lambda daemon: daemon.front.saves.arriving)
+        yield Mistake("no memory for its bytes", rpc, "limit_reached", attempt)
+    attempt = behind("Read", lambda daemon: daemon.front.service.reads)
+    yield Mistake("no memory for its bytes", "Read", "limit_reached", attempt)
+
+
+def _operators() -> Iterator[Mistake]:
+    def admin(what: str, rpc: str, error: str, request: Any) -> Mistake:
+        return Mistake(
+            what, rpc, error, lambda daemon, _: answer(getattr(daemon.admin, rpc)(request))
+        )
+
+    yield admin("a key of 31 bytes", "Inspect", "invalid_key", pb.InspectRequest(key=SHORT))
+    yield admin(
+        "a key that is not there", "Inspect", "unknown_entry", pb.InspectRequest(key=key(1))
+    )
+    page = limits.MAX_PAGE_ENTRIES + 1
+    for what, fields in (
+        ("a page beyond 10,000 entries", {"page_entries": page}),
+        ("a cursor that no page gave", {"cursor": bytes(33)}),
+    ):
+        request = pb.ListEntriesRequest(tier=pb.TIER_RAM, **fields)
+        yield admin(what, "ListEntries", "invalid_size", request)
+    for tier, what in (
+        (0, "no tier"),
+        (9, "a tier that does not exist"),
+        (2, "a tier that is switched off"),
+    ):
+        for rpc, request in (
+            ("ListEntries", pb.ListEntriesRequest(tier=tier)),
+            ("Preview", pb.PreviewRequest(tier=tier, payload_bytes=1)),
+            ("Evict", pb.EvictRequest(free_bytes=1, tiers=[tier])),
+            ("Curve", pb.CurveRequest(tier=tier)),
+        ):
+            yield admin(what, rpc, "unknown_tier", request)
+    yield admin("no bytes", "Evict", "invalid_size", pb.EvictRequest())
+    yield admin("no bytes", "Preview", "invalid_size", pb.PreviewRequest(tier=pb.TIER_RAM))
+    yield admin(
+        "more bytes than can be counted",
+        "Preview",
+        "invalid_size",
+        pb.PreviewRequest(tier=pb.TIER_RAM, payload_bytes=2**40, entries=2**32 - 1),
+    )
+    yield admin(
+        "a page beyond 10,000 claims",
+        "ListClaims",
+        "invalid_size",
+        pb.ListClaimsRequest(page_claims=page),
+    )
+    yield admin(
+        "a claim that is not held", "ListClaims", "unknown_claim", pb.ListClaimsRequest(claim_id=7)
+    )
+    yield admin(
+        "a page beyond 10,000 reservations",
+        "ListReservations",
+        "invalid_size",
+        pb.ListReservationsRequest(page_reservations=page),
+    )
+    huge = pb.PreviewRequest(tier=pb.TIER_RAM, payload_bytes=limits.MAX_PAYLOAD_BYTES + 1)
+    yield admin("a payload beyond 1 TiB", "Preview", "invalid_size", huge)
+    curve = pb.CurveRequest(tier=pb.TIER_RAM)
+    yield admin("a curve that is switched off", "Curve", "curve_disabled", curve)
+
+
+# ---- tables that are full
+
+
+async def _third_session(daemon: Running, _: OpenSession) -> None:
+    second = await daemon.open()
+    hello = pb.SessionRequest(hello=pb.Hello())
+    try:
+        await answer(daemon.cache.Session(stream([hello])))
+    finally:
+        await second.close()
+
+
+async def _second_claim(_: Running, session: OpenSession) -> None:
+    await session.claim([THERE])
+    await session.claim([THERE])
+
+
+async def _fifth_reservation(_: Running, session: OpenSession) -> None:
+    await session.granted([item(key(number), DATA) for number in range(4)])
+    await session.reserve([item(key(5), DATA)])
+
+
+async def _while_stopping(daemon: Running, session: OpenSession) -> None:
+    daemon.core.draining = True
+    try:
+        await session.claim([THERE])
+    finally:
+        daemon.core.draining = False
+
+
+def _full_tables() -> Iterator[Mistake]:
+    yield Mistake("too many sessions", "Session", "limit_reached", _third_session)
+    yield Mistake("too many claims", "Claim", "limit_reached", _second_claim)
+    yield Mistake("too many reservations", "Reserve", "limit_reached", _fifth_reservation)
+    yield Mistake("a daemon that is stopping", "Claim", "draining", _while_stopping)
+
+
+def main() -> None:
+    """Print the table."""
+    rows = {(m.what, m.error): [] for m in mistakes()}
+    for mistake in mistakes():
+        rows[mistake.what, mistake.error].append(mistake.rpc)
+    lines = ["| mistake | rpcs | code | error | again? |", "|---|---|---|---|---|"]
+    for (what, error), rpcs in rows.items():
+        code, retry = ERRORS[error]
+        names, again = ", ".join(dict.fromkeys(rpcs)), "yes" if retry else "no"
+        lines.append(f"| {what} | {names} | {code.name} | {error} | {again} |")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""A client of the local socket that does what no client of ours would."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from prefixd.proto import local
+from prefixd.proto import prefixd_pb2 as pb
+from tests.support.running import OpenSession, Running, key
+
+
+class Bare:
+    """A client's bare socket: nothing is read of it unasked."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._frames = local.Frames(pb.LocalResponse.FromString)
+
+    async def send(self, data: bytes) -> None:
+        await asyncio.get_running_loop().sock_sendall(self.socket, data)
+
+    async def response(self) -> pb.LocalResponse:
+        """The next one. Raises EOFError."""
+        while (response := self._frames.next()) is None:
+            try:
+                data = await asyncio.get_running_loop().sock_recv(self.socket, 2**16)
+            except ConnectionResetError:  # with requests that the daemon had not read
+                data = b""
+            if not data:
+                raise EOFError
+            self._frames.feed(data)
+        return response
+
+    async def rest(self) -> list[pb.LocalResponse]:
+        """Everything until the daemon hangs up."""
+        responses = []
+        try:
+            while True:
+                responses.append(await self.response())
+        except EOFError:
+            return responses
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+@contextmanager
+def bare(daemon: Running) -> Iterator[Bare]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(daemon.config.local_socket)
+        connection.setblocking(False)
+        yield Bare(connection)
+
+
+def frame(**kind: Any) -> bytes:
+    return local.frame(pb.LocalRequest(**kind))
+
+
+def served(daemon: Running) -> Any:
+    """The daemon's side of the only connection that there is."""
+    (connection,) = daemon.local_server.connections
+    return connection
+
+
+def claim_of(session: OpenSession, *numbers: int, **fields: Any) -> pb.ClaimRequest:
+    keys = [key(number) for number in numbers]
+    fields = {"mode": pb.CLAIM_MODE_RUN} | fields
+    return pb.ClaimRequest(session=session.ref, keys=keys, **fields)
+
+
+def make_staging(daemon: Running, session: OpenSession) -> None:
+    daemon.front.stagings.open(session.number)

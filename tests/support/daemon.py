@@ -1,0 +1,58 @@
+"""Real daemons for tests: in processes and directories of their own, gone in the end."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, TypeVar
+
+from prefixd.client.ctl.private import PrivateDaemon
+
+T = TypeVar("T")
+
+#: Slabs as small as they can be: entries take what they need, and budgets can be tiny.
+SMALL_SLABS: Final = ("--ram.slab=4KiB", "--shm.slab=4KiB", "--disk.slab=4KiB")
+#: Two seconds on a loaded machine are nothing. Only a test that fails waits for it.
+WITHIN_S: Final = 60.0
+
+
+@contextmanager
+def private_daemon(
+    *flags: str, ram: str = "8MiB", shm: str = "8MiB", disk: str = "8MiB"
+) -> Iterator[PrivateDaemon]:
+    """A daemon that serves, with these budgets; its directories have short paths."""
+    with temporary_directories() as (directory, shm_directory):
+        budgets = (f"--ram.budget={ram}", f"--shm.budget={shm}", f"--disk.budget={disk}")
+        command = (*SMALL_SLABS, *budgets, *flags)
+        with PrivateDaemon(directory, shm_directory, command) as daemon:
+            yield daemon
+
+
+@contextmanager
+def temporary_directories() -> Iterator[tuple[Path, Path]]:
+    """One below /tmp, one below /dev/shm, both removed in the end."""
+    directory = Path(tempfile.mkdtemp(prefix="pd-", dir="/tmp"))
+    shm_directory = Path(tempfile.mkdtemp(prefix="pd-", dir="/dev/shm"))
+    try:
+        yield directory, shm_directory
+    finally:
+        shutil.rmtree(directory)
+        shutil.rmtree(shm_directory)
+
+
+def eventually(what: Callable[[], T], within_s: float = WITHIN_S) -> T:
+    """Ask `what()` again and again until it says something true, and return that.
+
+    For what happens in another process and sends no event. It asks without a pause: what it
+    asks is an rpc or a look at a process, which take their time. Fails when `within_s` is over.
+    """
+    deadline_s = time.monotonic() + within_s
+    while time.monotonic() < deadline_s:
+        answer = what()
+        if answer:
+            return answer
+    raise AssertionError(f"did not happen within {within_s:g} s: {what}")

@@ -1,0 +1,110 @@
+"""Entries of an index that prove themselves, and processes that read and write one.
+
+Everything a row says follows from its key and its generation, so that a reader who knows neither
+the writer nor the moment can tell a row that was put from any other.
+
+    python tests/support/index_rows.py read FD ROUNDS
+    python tests/support/index_rows.py write ENTRIES
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+
+from prefixd.proto.index import IndexReader, IndexRow, unpack_row
+from prefixd.proto.keys import Key
+from prefixd.server.runtime.index import IndexWriter
+
+INCARNATION = b"an incarnation :"
+SLAB_BYTES = 64 * 2**10
+#: The keys that `churn` changes, and those that it never does.
+CHURNED, STABLE = range(3_000), range(10_000, 10_300)
+#: Others that are only added, so that chains are divided all the time.
+ADDED = range(100_000, 400_000)
+BATCH_KEYS = 48
+
+
+def key_of(number: int) -> Key:
+    return Key(hashlib.sha256(number.to_bytes(8, "little")).digest())
+
+
+def entry_of(key: Key, generation: int, extents: int | None = None) -> IndexRow:
+    """The entry. One in four has more than one extent."""
+    if extents is None:
+        extents = 2 + generation % 31 if generation % 4 == 0 else 1
+    seed = int.from_bytes(hashlib.sha256(key + generation.to_bytes(8, "little")).digest()[:8])
+    words = ((seed + 7 * i) % 2**44 * SLAB_BYTES % 2**64 for i in range(2 * extents))
+    return IndexRow(
+        key=key,
+        generation=generation,
+        payload_bytes=seed % 2**40,
+        token_count=seed % 2**31,
+        payload_crc32c=seed % 2**32,
+        token_ids_bytes=seed % 2**22,
+        layer_count=seed % 2**16,
+        tier=1 + seed % 3,
+        reason=1 + seed % 5,
+        location=tuple(words),
+    )
+
+
+def proves_itself(key: Key, row: bytes) -> bool:
+    """Was exactly this row put for that key once?"""
+    said = unpack_row(row)
+    return said == entry_of(key, said.generation)
+
+
+def churn(writer: IndexWriter, chosen: random.Random, generation: int, times: int) -> int:
+    """Put, replace and delete at random; returns the last generation that was used."""
+    for _ in range(times):
+        key = key_of(chosen.choice(CHURNED))
+        if chosen.random() < 0.4:
+            writer.delete(key)
+        else:
+            generation += 1
+            writer.put(entry_of(key, generation))
+    return generation
+
+
+def read(reader: IndexReader, rounds: int) -> tuple[int, int]:
+    """Look churned and stable keys up; hits among the churned, and misses among the stable.
+
+    Raises AssertionError for a row that was never put.
+    """
+    chosen = random.Random(rounds)
+    hits = misses = 0
+    churned = [key_of(number) for number in CHURNED]
+    stable = [key_of(number) for number in STABLE]
+    for _ in range(rounds):
+        for keys in (chosen.sample(churned, BATCH_KEYS), chosen.sample(stable, BATCH_KEYS)):
+            rows = reader.get(keys)
+            for key, row in zip(keys, rows, strict=True):
+                assert row is None or proves_itself(key, row), row
+            found = len(keys) - rows.count(None)
+            if keys[0] in stable:
+                misses += len(keys) - found
+            else:
+                hits += found
+    return hits, misses
+
+
+def main() -> None:
+    """See the module's docstring."""
+    if sys.argv[1] == "read":
+        reader = IndexReader.attach(int(sys.argv[2]))
+        print("attached", flush=True)
+        print(*read(reader, int(sys.argv[3])))
+        return
+    writer = IndexWriter(INCARNATION, int(sys.argv[2]))
+    for number in STABLE:
+        writer.put(entry_of(key_of(number), 1))
+    print(writer.fd, flush=True)
+    chosen, generation = random.Random(1), 1
+    while True:
+        generation = churn(writer, chosen, generation, 1_000)
+
+
+if __name__ == "__main__":
+    main()

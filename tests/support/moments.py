@@ -1,0 +1,89 @@
+"""The moments of a restore in place, and something that happens at one of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+
+from prefixd.client.hits import Reader
+from prefixd.client.local import arenas
+from prefixd.client.local.arenas import FileArena, MappedArena
+from prefixd.client.local.node import LocalNode
+from prefixd.proto.record import crc32c
+
+#: In their order. The restore is of two entries or more, by one thread.
+MOMENTS: Final = (
+    "before the first look",
+    "before the first byte",
+    "in the middle of a copy",
+    "between two copies",
+    "before the second look",
+    "after the second look",
+)
+
+
+def disrupt(patch: pytest.MonkeyPatch, moment: str, do: Callable[[], object]) -> None:
+    """`do()` once, at that moment of the next restore in place in this process."""
+    left = [do]
+
+    def happen() -> None:
+        if left:
+            left.pop()()
+
+    match moment:
+        case "before the first look":
+            _before(patch, (LocalNode,), "copy", 1, happen)
+        case "before the first byte":
+            _before(patch, (MappedArena, FileArena), "read_into", 1, happen)
+        case "in the middle of a copy":
+            _in_halves(patch, MappedArena, happen)
+            _in_halves(patch, FileArena, happen)
+        case "between two copies":
+            _before(patch, (MappedArena, FileArena), "read_into", 2, happen)
+        case "before the second look":
+            _before(patch, (LocalNode,), "_validated", 1, happen)
+        case "after the second look":
+            _before(patch, (Reader,), "_account", 1, happen)
+        case _:
+            raise ValueError(moment)
+
+
+def _before(
+    patch: pytest.MonkeyPatch,
+    owners: tuple[type, ...],
+    name: str,
+    number: int,
+    happen: Callable[[], None],
+) -> None:
+    """Right before that call of the method, counted from now on over all owners."""
+    calls = itertools.count(1)
+
+    def patched(real: Callable[..., object], *args: Any, **kwargs: Any) -> object:
+        if next(calls) == number:
+            happen()
+        return real(*args, **kwargs)
+
+    for owner in owners:
+        real = getattr(owner, name)
+        method = lambda *args, _real=real, **kwargs: patched(_real, *args, **kwargs)  # noqa: E731
+        patch.setattr(owner, name, method)
+
+
+def _in_halves(patch: pytest.MonkeyPatch, arena: type, happen: Callable[[], None]) -> None:
+    """Every copy in two halves, with something between them."""
+    real = arena.read_into  # type: ignore[attr-defined]  # of both arenas
+
+    def read_into(
+        this: object, location: tuple[int, ...], target: memoryview, *, check: bool
+    ) -> int:
+        half = len(target) // 2
+        real(this, location, target[:half], check=False)
+        happen()
+        rest = arenas._parts(location, half, len(target) - half)
+        real(this, tuple(itertools.chain(*rest)), target[half:], check=False)
+        return crc32c(target) if check else 0
+
+    patch.setattr(arena, "read_into", read_into)

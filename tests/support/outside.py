@@ -1,0 +1,114 @@
+"""Daemons in processes of their own, for tests of the process itself: started in odd ways, on
+odd places, and asked by a client that can't look into them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.endpoints import admin_address
+from tests.support.daemon import SMALL_SLABS, WITHIN_S, temporary_directories
+from tests.support.running import Outside, answer
+
+FLAGS: Final = (
+    *SMALL_SLABS,
+    "--ram.budget=1MiB",
+    "--shm.budget=1MiB",
+    "--disk.budget=4MiB",
+    "--sessions.heartbeat=1m",
+)
+
+
+class DaemonProcess(PrivateDaemon):
+    """A daemon whose start may fail, and whose code may be changed by a script before it runs:
+    `script` is what `python -c` is given, and has to call `daemon.main(sys.argv[1:])`."""
+
+    def run_with(self, script: str) -> None:
+        """From the next start on."""
+        end_of_interpreter = self._command.index("--server.address")
+        self._command[1:end_of_interpreter] = ["-c", script]
+
+    def attempt(self, *flags: str, before: Sequence[str] = ()) -> Ended:
+        """Start it in a way that makes it end by itself. `before`: a command that runs it."""
+        done = subprocess.run(
+            [*before, *self._command, *flags],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=WITHIN_S,
+            check=False,
+        )
+        return Ended(done.returncode, done.stdout, done.stderr)
+
+    def wait(self) -> int:
+        """Its exit status, once it ended by itself."""
+        process, self._process = self._process, None
+        assert process is not None, "the daemon is not running"
+        try:
+            return process.wait(WITHIN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+
+    def logged(self, event: str) -> list[dict[str, Any]]:
+        """What its log says of something, oldest first."""
+        lines = (line for line in self.log.read_text().splitlines() if line.startswith("{"))
+        return [line for line in map(json.loads, lines) if line["event"] == event]
+
+    @asynccontextmanager
+    async def client(self, address: str = "") -> AsyncIterator[Outside]:
+        """A client that knows nothing but where it listens."""
+        made = Outside(address or self.address, admin_address(address or self.address))
+        try:
+            yield made
+        finally:
+            await made.close()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A daemon that did not stay."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def complaint(self) -> str:
+        """The one sentence that it ended with, behind its log."""
+        assert "Traceback" not in self.err
+        last = self.err.splitlines()[-1]
+        assert last.startswith("prefixd: "), self.err
+        return last.removeprefix("prefixd: ")
+
+
+@contextmanager
+def daemon_process(*flags: str) -> Iterator[DaemonProcess]:
+    """One that is not started yet, and is not running any more afterwards."""
+    with temporary_directories() as (directory, shm_directory):
+        daemon = DaemonProcess(directory, shm_directory, (*FLAGS, *flags))
+        try:
+            yield daemon
+        finally:
+            daemon.stop()
+
+
+async def assert_sound(client: Outside) -> None:
+    """As far as one can see from outside: the books balance, every byte is right."""
+    checked = await answer(client.admin.Check(pb.CheckRequest(deep=True)))
+    assert list(checked.problems) == []
+    stats = await answer(client.admin.Stats(pb.StatsRequest()))
+    assert stats.health == "serving", stats.health
+
+
+def python(script: str) -> list[str]:
+    """A command that does something to its process and becomes what follows."""
+    return [sys.executable, "-c", f"import os, sys\n{script}\nos.execv(sys.argv[1], sys.argv[1:])"]

@@ -1,0 +1,502 @@
+"""The running half of a daemon in this process: real stores in a temporary directory, a real
+gRPC server on a Unix socket, and a clock that stands still until a test moves it.
+
+    @in_loop
+    async def test_something(tmp_path: Path) -> None:
+        async with running(tmp_path) as daemon:
+            session = await daemon.open()
+            await session.save({key(1): b"bytes"})
+
+Everything that a test does to it ends with `daemon.assert_sound()`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor
+
+from prefixd.proto import local
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto import prefixd_pb2_grpc as rpc
+from prefixd.proto.errors import BY_NAME, ERROR_METADATA, RETRY_METADATA
+from prefixd.proto.keys import Key
+from prefixd.proto.record import crc32c
+from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.server import assembly
+from prefixd.server.api.front import Front
+from prefixd.server.config.budgets import resolve
+from prefixd.server.config.loading import load_config
+from prefixd.server.config.machine import Machine
+from prefixd.server.core.events import ArenaGrown, Tick
+from prefixd.server.daemon import service_config
+from prefixd.server.runtime import recovery
+from prefixd.server.runtime.clock import Clock
+from prefixd.server.runtime.index import IndexWriter
+from prefixd.server.runtime.loop import Core
+from prefixd.tiers.store import Store
+
+#: What a test waits for at most before it fails.
+PATIENCE_S: Final = 60.0
+SLAB: Final = 4096
+STAGING_BYTES: Final = 2**20
+HEARTBEAT_NS: Final = 2_000_000_000
+CLAIM_LEASE_MS: Final = 300_000
+RESERVATION_TTL_MS: Final = 60_000
+MACHINE: Final = Machine(2**34, 2**34, 2**34, 2**34, 2**34, 0)
+
+Wrap = Callable[[Store], Store]
+
+
+def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run an asynchronous test. What nobody caught in its loop fails it."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        async def watched() -> None:
+            stray: list[dict[str, Any]] = []
+            asyncio.get_running_loop().set_exception_handler(lambda _, what: stray.append(what))
+            async with asyncio.timeout(PATIENCE_S):
+                await test(*args, **kwargs)
+            assert stray == []
+
+        asyncio.run(watched())
+
+    return run
+
+
+class ManualClock(Clock):
+    """Stands still until it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now_ns = super().now_ns()
+        self._monotonic_ns = 0
+
+    def now_ns(self) -> int:
+        return self._now_ns
+
+    def monotonic_ns(self) -> int:
+        """Of a loop that is never late, whatever really happens, but for `stall`."""
+        return self._monotonic_ns
+
+    def forward(self, seconds: float) -> None:
+        self._now_ns += round(seconds * 1e9)
+
+    def stall(self, seconds: float) -> None:
+        """Time passes in which the loop does nothing."""
+        self.forward(seconds)
+        self._monotonic_ns += round(seconds * 1e9)
+
+
+def key(number: int) -> Key:
+    return Key(number.to_bytes(32, "big"))
+
+
+def payload(number: int, length_bytes: int = 5000) -> bytes:
+    """Bytes that differ by number and by place."""
+    return bytes((number + place * 7 + (place >> 8)) % 256 for place in range(length_bytes))
+
+
+def item(of: bytes, data: bytes, **fields: Any) -> pb.SaveItem:
+    fields = {"token_count": 16} | fields
+    return pb.SaveItem(key=of, payload_bytes=len(data), **fields)
+
+
+def part(number: int, data: bytes, *, offset: int = 0, last: bool = True, **fields: Any) -> Any:
+    """Of a Save stream: a whole payload unless told otherwise."""
+    fields = {"payload_crc32c": crc32c(data)} | fields
+    return pb.WritePart(item=number, offset_bytes=offset, data=data, last=last, **fields)
+
+
+class Refused(Exception):
+    """A failed rpc, as the contract describes it."""
+
+    def __init__(self, error: grpc.aio.AioRpcError | pb.Failure) -> None:
+        if isinstance(error, pb.Failure):
+            self.code = BY_NAME[error.error].code
+            self.name, self.retry = error.error, "1" if error.retry else "0"
+            self.sentence = error.message
+        else:
+            metadata = dict(error.trailing_metadata() or ())
+            self.code = error.code()
+            self.name = metadata.get(ERROR_METADATA)
+            self.retry = metadata.get(RETRY_METADATA)
+            self.sentence = error.details() or ""
+        super().__init__(f"{self.code.name} {self.name} retry={self.retry}: {self.sentence}")
+
+
+async def answer(call: Any) -> Any:
+    """What an rpc answers: a message, or a list of them. Raises Refused."""
+    try:
+        if hasattr(call, "__aiter__"):
+            return [response async for response in call]
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise Refused(error) from None
+
+
+async def next_of(call: Any) -> Any:
+    """The next message of a stream of responses. Raises Refused, EOFError."""
+    try:
+        message = await call.read()
+    except grpc.aio.AioRpcError as error:
+        raise Refused(error) from None
+    if message is grpc.aio.EOF:
+        raise EOFError
+    return message
+
+
+async def rest_of(call: Any) -> list[Any]:
+    """Everything that still comes. Raises Refused."""
+    messages = []
+    with suppress(EOFError):
+        while True:
+            messages.append(await next_of(call))
+    return messages
+
+
+class OpenSession:
+    """A client's side of one session."""
+
+    def __init__(self, daemon: Outside, call: Any, welcome: pb.Welcome) -> None:
+        self.daemon = daemon
+        self.call = call
+        self.welcome = welcome
+        self.number: int = welcome.session_id
+        self.ref = pb.SessionRef(
+            incarnation=welcome.incarnation,
+            session_id=self.number,
+            secret=welcome.session_secret,
+        )
+
+    async def say(self, **kind: Any) -> None:
+        await self.call.write(pb.SessionRequest(**kind))
+
+    async def event(self) -> pb.SessionEvent:
+        """The next thing that the daemon says."""
+        event = await next_of(self.call)
+        assert isinstance(event, pb.SessionEvent)
+        return event
+
+    async def beat(self, sequence: int = 1) -> None:
+        """One heartbeat, and its answer: everything that was said before it was heard."""
+        await self.say(heartbeat=pb.Heartbeat(sequence=sequence))
+        while (event := await self.event()).heartbeat_ack.sequence != sequence:
+            self.daemon.told.append(event)
+
+    async def close(self) -> None:
+        """In order; returns when the daemon knows."""
+        await self.call.done_writing()
+        await rest_of(self.call)
+
+    # ---- reading
+
+    async def claim(
+        self,
+        keys: Iterable[bytes],
+        mode: pb.ClaimMode.ValueType = pb.CLAIM_MODE_RUN,
+        **fields: Any,
+    ) -> pb.ClaimResponse:
+        request = pb.ClaimRequest(session=self.ref, keys=keys, mode=mode, **fields)
+        return await answer(self.daemon.cache.Claim(request))
+
+    async def release(self, *claims: int) -> list[int]:
+        request = pb.ReleaseRequest(session=self.ref, claim_ids=claims)
+        return list((await answer(self.daemon.cache.Release(request))).results)
+
+    async def read(self, claim: int, *ranges: pb.ReadRange) -> list[bytes]:
+        """The bytes of each range; all of the first entry if there is none."""
+        wanted = ranges or (pb.ReadRange(index=0),)
+        request = pb.ReadRequest(session=self.ref, claim_id=claim, ranges=wanted)
+        found = [b""] * len(wanted)
+        for response in await answer(self.daemon.cache.Read(request)):
+            for one in response.parts:
+                assert one.status == pb.READ_STATUS_OK
+                assert one.offset_bytes == len(found[one.range])
+                found[one.range] += one.data
+        return found
+
+    async def restore(self, of: bytes) -> bytes:
+        """Claim, read and release one entry."""
+        claimed = await self.claim([of])
+        assert claimed.claim_id, "it is not there"
+        (data,) = await self.read(claimed.claim_id)
+        assert await self.release(claimed.claim_id) == [pb.RELEASE_STATUS_RELEASED]
+        return data
+
+    # ---- writing
+
+    def header(
+        self,
+        items: Iterable[pb.SaveItem],
+        tier: Tier = Tier.RAM,
+        reason: int = SaveReason.FINISH,
+        **fields: Any,
+    ) -> pb.SaveHeader:
+        return pb.SaveHeader(session=self.ref, tier=tier, reason=reason, items=items, **fields)
+
+    async def reserve(
+        self, items: Iterable[pb.SaveItem], tier: Tier = Tier.RAM, **fields: Any
+    ) -> list[pb.ReserveResult]:
+        request = pb.ReserveRequest(header=self.header(items, tier, **fields))
+        return list((await answer(self.daemon.cache.Reserve(request))).results)
+
+    async def granted(
+        self, items: Iterable[pb.SaveItem], tier: Tier = Tier.RAM, **fields: Any
+    ) -> list[int]:
+        """Tokens."""
+        results = await self.reserve(items, tier, **fields)
+        assert all(r.status == pb.RESERVE_STATUS_GRANTED for r in results), results
+        return [r.token for r in results]
+
+    async def write(self, *messages: pb.WriteRequest) -> list[pb.SaveResult]:
+        messages[0].session.CopyFrom(self.ref)
+        return list((await answer(self.daemon.cache.Write(stream(messages)))).results)
+
+    async def save(
+        self, payloads: Mapping[Key, bytes], tier: Tier = Tier.RAM, **fields: Any
+    ) -> list[int]:
+        """One Save with everything in its first message: the statuses."""
+        items = [item(of, data) for of, data in payloads.items()]
+        parts = [part(number, data) for number, data in enumerate(payloads.values())]
+        first = pb.SaveRequest(header=self.header(items, tier, **fields), parts=parts)
+        results = (await answer(self.daemon.cache.Save(stream([first])))).results
+        return [result.status for result in results]
+
+
+async def some_turns() -> None:
+    """Let the others do what they can."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def stream(messages: Iterable[Any]) -> AsyncIterator[Any]:
+    for message in messages:
+        yield message
+
+
+class LocalConnection:
+    """A client's side of one connection to the local socket."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._frames = local.Frames(pb.LocalResponse.FromString)
+
+    async def ask(self, **kind: Any) -> pb.LocalResponse:
+        await self.send(**kind)
+        return await self.response()
+
+    async def send(self, **kind: Any) -> None:
+        self._writer.write(local.frame(pb.LocalRequest(**kind)))
+        await self._writer.drain()
+
+    async def response(self) -> pb.LocalResponse:
+        """The next one. Raises Refused, EOFError."""
+        while (response := self._frames.next()) is None:
+            data = await self._reader.read(2**16)
+            if not data:
+                raise EOFError
+            self._frames.feed(data)
+        if response.HasField("failure"):
+            raise Refused(response.failure)
+        return response
+
+    def close(self) -> None:
+        """At once, whatever is under way."""
+        self._writer.transport.abort()
+
+
+class StagedCall:
+    """A save through staging memory, used as a stream of gRPC is."""
+
+    def __init__(self, connection: LocalConnection) -> None:
+        self._connection = connection
+
+    async def write(self, request: pb.SaveStagedRequest) -> None:
+        await self._connection.send(save_staged=request)
+
+    async def done_writing(self) -> None:
+        await self.write(pb.SaveStagedRequest(last=True))
+
+    async def read(self) -> pb.SaveStagedResponse:
+        return (await self._connection.response()).save_staged
+
+    def cancel(self) -> None:
+        self._connection.close()
+
+
+class Outside:
+    """A daemon as clients and operators see it: stubs for its two services."""
+
+    def __init__(self, address: str, operators: str | None) -> None:
+        """`operators` None: it is TCP, and only workers are served there."""
+        self.address = address
+        self._operators = operators
+        #: what sessions were told while they waited for something else
+        self.told: list[pb.SessionEvent] = []
+        self.connect()
+
+    def connect(self) -> None:
+        """As another client would."""
+        options = [
+            # Channels of one process share their connections otherwise.
+            ("grpc.use_local_subchannel_pool", 1),
+            # What a client does not read is little: its window does not grow.
+            ("grpc.http2.bdp_probe", 0),
+        ]
+        self.channel = grpc.aio.insecure_channel(self.address, options=options)
+        self.cache: Any = rpc.CacheStub(self.channel)
+        operators = self._operators or self.address
+        self.admin_channel = grpc.aio.insecure_channel(operators, options=options)
+        self.admin: Any = rpc.AdminStub(self.admin_channel)
+
+    async def close(self) -> None:
+        await self.channel.close()
+        await self.admin_channel.close()
+
+    def channel_of(self, method: MethodDescriptor) -> grpc.aio.Channel:
+        """Where an rpc is served."""
+        workers = method.containing_service.name == "Cache"
+        return self.channel if workers else self.admin_channel
+
+    async def open(self, name: str = "tester") -> OpenSession:
+        call = self.cache.Session()
+        await call.write(pb.SessionRequest(hello=pb.Hello(client_name=name, pid=1, host="here")))
+        first = await call.read()
+        return OpenSession(self, call, first.welcome)
+
+    async def lookup(self, *keys: bytes, **fields: Any) -> list[pb.LookupResult]:
+        return list(
+            (await answer(self.cache.Lookup(pb.LookupRequest(keys=keys, **fields)))).results
+        )
+
+    async def presence(self, *keys: bytes) -> list[int]:
+        return [result.presence for result in await self.lookup(*keys)]
+
+
+class Running(Outside):
+    """See the module. `core` and `front` are the thing itself."""
+
+    def __init__(self, core: Core, front: Front, address: str, operators: str) -> None:
+        super().__init__(address, operators)
+        self.core = core
+        self.front = front
+        self.local_server = front.local
+        self.local_connections: list[LocalConnection] = []
+        self.config = front.config
+
+    async def connect_locally(self) -> LocalConnection:
+        """It is closed with the daemon at the latest."""
+        opened = await asyncio.open_unix_connection(self.config.local_socket)
+        connection = LocalConnection(*opened)
+        self.local_connections.append(connection)
+        return connection
+
+    async def save_staged(self) -> StagedCall:
+        return StagedCall(await self.connect_locally())
+
+    @property
+    def tables(self) -> Any:
+        return self.core.state.tables
+
+    def forward(self, seconds: float) -> None:
+        """Let time pass, and everything happen that is due."""
+        assert isinstance(self.core.clock, ManualClock)
+        self.core.clock.forward(seconds)
+        self.core.post(Tick(self.core.clock.now_ns()))
+
+    async def until(self, what: Callable[[], object]) -> None:
+        """Ask the daemon for something, again and again, until something is true of it."""
+        while not what():
+            await self.admin.Stats(pb.StatsRequest())
+
+    async def assert_sound(self, *, deep: bool = True) -> None:
+        """The books balance, the index agrees, nobody writes or waits, every byte is right."""
+        assert self.core.state.check() == []
+        checked = await self.admin.Check(pb.CheckRequest(deep=deep))
+        assert list(checked.problems) == []
+        assert self.core.unhealthy() == {}
+
+    async def assert_idle(self) -> None:
+        """The same, and nothing of what was begun is left."""
+        t = self.tables
+        await self.until(lambda: not (t.reservations or t.waiting or self.core.writes))
+        await self.assert_sound()
+
+
+@asynccontextmanager
+async def running(
+    directory: Path,
+    *flags: str,
+    wrap: Mapping[Tier, Wrap] | None = None,
+    make_index: Callable[[bytes, int], IndexWriter] = IndexWriter,
+    tiers: Sequence[Tier] = tuple(Tier),
+    clock: Clock | None = None,
+) -> AsyncIterator[Running]:
+    """Start on `directory`, serve, and stop. `wrap` puts stores into others."""
+    config = load_config(
+        [
+            *(f"--{tier.label}.budget={'1MiB' if tier in tiers else 0}" for tier in Tier),
+            # One client is all that many tests have, and the tiers of some are tiny.
+            "--sessions.max_pinned_share=1",
+            "--sessions.max_reserved_share=1",
+            *(f"--{tier.label}.slab={SLAB}" for tier in Tier),
+            f"--server.address=unix:{directory / 's'}",
+            f"--shm.directory={directory / 'shm'}",
+            f"--disk.directory={directory / 'disk'}",
+            "--disk.sync=false",
+            f"--server.staging={STAGING_BYTES}",
+            *flags,
+        ],
+        {},
+    )
+    plan = resolve(config, MACHINE)
+    incarnation, clock = secrets.token_bytes(16), clock or ManualClock()
+    with ExitStack() as closing:
+        stores: dict[Tier, Store] = {}
+        for tier, tier_plan in plan.tiers.items():
+            store = assembly.make_store(tier_plan, verify_at_start=True, sync=False)
+            closing.callback(store.close)
+            stores[tier] = (wrap or {}).get(tier, lambda same: same)(store)
+        index = make_index(incarnation, assembly.max_entries(plan))
+        closing.callback(index.close)
+        executor = ThreadPoolExecutor(2, "worker")
+        closing.callback(executor.shutdown, cancel_futures=True)
+        core = Core(
+            assembly.make_state(plan, stores, clock.now_ns()), stores, index, executor, clock
+        )
+        front = Front(core, service_config(config, incarnation))
+        closing.callback(front.close)
+        try:
+            for tier, store in stores.items():
+                core.post(ArenaGrown(tier, store.secured_bytes, clock.now_ns()))
+            await recovery.recover(core, incarnation)
+            for tier, store in stores.items():
+                for secured_bytes in store.secure_segments():
+                    core.post(ArenaGrown(tier, secured_bytes, clock.now_ns()))
+            front.workers.add_insecure_port(config.server.address)
+            front.operators.add_insecure_port(config.server.operators())
+            await front.workers.start()
+            await front.operators.start()
+            await front.local.start()
+            daemon = Running(core, front, config.server.address, config.server.operators())
+            try:
+                yield daemon
+            finally:
+                await daemon.close()
+                for connection in daemon.local_connections:
+                    connection.close()
+                await asyncio.gather(front.workers.stop(grace=0), front.operators.stop(grace=0))
+                await front.local.close()
+        finally:
+            await core.close()

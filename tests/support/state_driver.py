@@ -1,0 +1,271 @@
+"""A `MetaState` with tiny tiers and a clock that stands until it is told: for the tests of
+`server.core.state` and its helpers. Keys go by a name, amounts are bytes, times are nanoseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from prefixd.proto.entry import EntryRecord
+from prefixd.proto.keys import Key
+from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.server.core import answers as an
+from prefixd.server.core import effects as fx
+from prefixd.server.core import events as ev
+from prefixd.server.core.entries import Entry
+from prefixd.server.core.events import ClaimMode, SaveItem, SaveOutcome
+from prefixd.server.core.state import MetaState
+from prefixd.server.core.tables import StateConfig
+from prefixd.tiers.eviction.lru import LRU
+from prefixd.tiers.extents import ExtentAllocator
+from prefixd.tiers.ledger import Ledger
+from prefixd.tiers.store import Location, StoredEntry
+
+LOST_AFTER_NS = 1_000
+
+
+def key(name: str) -> Key:
+    return Key(name.encode().ljust(32, b"."))
+
+
+def keys(names: str) -> tuple[Key, ...]:
+    """Of words."""
+    return tuple(map(key, names.split()))
+
+
+def name(of: Key) -> str:
+    return of.rstrip(b".").decode()
+
+
+def names(of: Any) -> str:
+    return " ".join(name(one) for one in of)
+
+
+def ledger(tier: Tier, budget_bytes: int, *, max_entries: int = 0, slab_bytes: int = 1) -> Ledger:
+    """LRU; an arena of slabs, except for the disk tier."""
+    extents = None if tier is Tier.DISK else ExtentAllocator(budget_bytes, slab_bytes)
+    policy = LRU[Key](budget_bytes)
+    return Ledger(tier, budget_bytes, policy, max_entries=max_entries, extents=extents)
+
+
+def stored(
+    of: str,
+    *,
+    used_ns: int,
+    generation: int,
+    payload_bytes: int = 1,
+    hits: int = 0,
+    tier: Tier = Tier.DISK,
+    location: Location = (),
+) -> StoredEntry:
+    record = EntryRecord(
+        key=key(of),
+        tier=tier,
+        reason=SaveReason.FINISH,
+        generation=generation,
+        created_ns=generation,
+        payload_bytes=payload_bytes,
+        token_count=10,
+        layer_count=0,
+        token_ids_bytes=0,
+        location=location,
+        payload_crc32c=7,
+    )
+    return StoredEntry(record, last_used_ns=used_ns, hits=hits)
+
+
+def erased(effects: Iterable[fx.Effect]) -> list[tuple[Tier, str]]:
+    """The tiers and names of what is erased, in order."""
+    return [
+        (effect.tier, names(entry.key for entry in effect.entries))
+        for effect in effects
+        if isinstance(effect, fx.Erase)
+    ]
+
+
+class Driver:
+    """Asks and tells; after every event the state is checked, and a question's answer returned.
+
+    `ram` and `shm` have 10 bytes, `disk` has 10 and is blocking; an entry costs its payload.
+    """
+
+    def __init__(self, *, stamp_ns: int = 0, **config: int) -> None:
+        self.now_ns = 0
+        self.effects: list[fx.Effect] = []
+        self._requests = 0
+        settings = {"session_lost_after_ns": LOST_AFTER_NS} | config
+        self.state = MetaState(
+            StateConfig(**settings),
+            {tier: ledger(tier, 10) for tier in Tier},
+            dict.fromkeys(Tier, lambda payload_bytes, _: payload_bytes),
+            frozenset({Tier.DISK}),
+            stamp_ns,
+        )
+
+    @property
+    def tables(self) -> Any:
+        return self.state.tables
+
+    @property
+    def counters(self) -> Any:
+        return self.tables.counters
+
+    def entry(self, of: str) -> Entry:
+        entry: Entry = self.tables.entries[key(of)]
+        return entry
+
+    def order(self, tier: Tier = Tier.RAM) -> str:
+        """Next victim first."""
+        return names(self.tables.ledgers[tier].victims())
+
+    def happens(self, event: ev.Event) -> list[fx.Effect]:
+        self.effects = self.state.apply(event)
+        assert self.state.check() == []
+        return self.effects
+
+    def ask(self, event: ev.Question) -> Any:
+        """The answer, or None while it waits."""
+        return self.answer_of(event.request, self.happens(event))
+
+    def answer_of(self, request: int, effects: list[fx.Effect]) -> Any:
+        answers = [e.answer for e in effects if isinstance(e, fx.Reply) and e.request == request]
+        assert len(answers) <= 1
+        return answers[0] if answers else None
+
+    def request(self) -> int:
+        self._requests += 1
+        return self._requests
+
+    @property
+    def last_request(self) -> int:
+        return self._requests
+
+    def of_kind(self, kind: type) -> list[Any]:
+        """The latest effects of one kind."""
+        return [effect for effect in self.effects if isinstance(effect, kind)]
+
+    @property
+    def replies(self) -> dict[int, an.Answer]:
+        """The latest answers, by request, in order."""
+        return {effect.request: effect.answer for effect in self.of_kind(fx.Reply)}
+
+    # ---- sessions and time
+
+    def open(self, owner: str = "alice") -> int:
+        answer = self.ask(ev.SessionOpened(self.request(), owner, self.now_ns))
+        assert isinstance(answer, an.Opened)
+        return answer.session
+
+    def lose(self, session: int) -> list[fx.Effect]:
+        return self.happens(ev.SessionLost(session, "it broke", self.now_ns))
+
+    def hear(self, session: int) -> None:
+        assert self.happens(ev.HeartbeatCame(session, self.now_ns)) == []
+
+    def tick(self, *, flush: bool = False) -> list[fx.Effect]:
+        return self.happens(ev.Tick(self.now_ns, flush))
+
+    # ---- reading
+
+    def lookup(self, of: str, *, stop: bool = False, wait_ns: int = 0) -> Any:
+        until_ns = self.now_ns + wait_ns
+        return self.ask(ev.LookupAsked(self.request(), keys(of), stop, until_ns, self.now_ns))
+
+    def claim(
+        self,
+        session: int,
+        of: str,
+        mode: ClaimMode = ClaimMode.RUN,
+        *,
+        lease_ns: int = 500,
+        wait_ns: int = 0,
+    ) -> Any:
+        until_ns = self.now_ns + wait_ns
+        return self.ask(
+            ev.ClaimAsked(self.request(), session, keys(of), mode, lease_ns, until_ns, self.now_ns)
+        )
+
+    def release(self, session: int, *claims: int) -> str:
+        answer = self.ask(ev.ReleaseAsked(self.request(), session, claims, self.now_ns))
+        assert isinstance(answer, an.ReleaseAnswer)
+        return " ".join(outcome.name.lower() for outcome in answer.results)
+
+    def touch(self, of: str) -> None:
+        assert self.happens(ev.KeysTouched(keys(of), self.now_ns)) == []
+
+    # ---- saving
+
+    def reserve(
+        self,
+        session: int,
+        of: str,
+        *,
+        tier: Tier = Tier.RAM,
+        payload_bytes: int = 1,
+        after: str = "",
+        begin: bool = False,
+        ttl_ns: int = 100,
+        wait_ns: int = 0,
+    ) -> Any:
+        items = tuple(SaveItem(key(one), payload_bytes, 10) for one in of.split())
+        return self.ask(
+            ev.ReserveAsked(
+                self.request(),
+                session,
+                tier,
+                SaveReason.COLD,
+                items,
+                keys(after),
+                begin,
+                ttl_ns,
+                self.now_ns + wait_ns,
+                self.now_ns,
+            )
+        )
+
+    def granted(self, session: int, of: str, **options: Any) -> list[int]:
+        """Reserve, which has to succeed, and begin: the tokens."""
+        answer = self.reserve(session, of, begin=True, **options)
+        assert all(isinstance(one, an.WriteOrder) for one in answer.results), answer
+        return [one.token for one in answer.results]
+
+    def save(self, session: int, of: str, **options: Any) -> list[int]:
+        """All of it: published, in a blocking tier too."""
+        tokens = self.granted(session, of, **options)
+        self.seal(*tokens)
+        for commit in self.of_kind(fx.Commit):
+            self.commit(*commit.tokens)
+        return tokens
+
+    def seal(self, *tokens: int, wrong: bool = False) -> list[fx.Effect]:
+        crcs = (7,) * len(tokens)
+        expected = (8,) * len(tokens) if wrong else crcs
+        return self.happens(ev.WriteSealed(tokens, crcs, expected, self.now_ns))
+
+    def stop(self, token: int, outcome: SaveOutcome = SaveOutcome.LOST) -> list[fx.Effect]:
+        return self.happens(ev.WriteStopped(token, outcome, "it stopped", self.now_ns))
+
+    def commit(self, *tokens: int) -> list[fx.Effect]:
+        return self.happens(ev.Committed(tokens, self.now_ns))
+
+    def begin(self, session: int, token: int) -> Any:
+        return self.ask(ev.WriteBegan(self.request(), session, token, self.now_ns))
+
+    def cancel(self, session: int, *tokens: int) -> tuple[bool, ...]:
+        answer = self.ask(ev.CancelAsked(self.request(), session, tokens, self.now_ns))
+        assert isinstance(answer, an.CancelAnswer)
+        return answer.results
+
+    # ---- operators, stores
+
+    def evict(self, free_bytes: int, tier: Tier = Tier.RAM, max_entries: int = 1_000) -> Any:
+        return self.ask(ev.EvictAsked(self.request(), tier, free_bytes, max_entries, self.now_ns))
+
+    def damage(self, of: str) -> list[fx.Effect]:
+        entry = self.entry(of)
+        return self.happens(
+            ev.EntryDamaged(entry.key, entry.generation, "a bit flipped", self.now_ns)
+        )
+
+    def recover(self, tier: Tier, *entries: StoredEntry, dropped: int = 0) -> list[fx.Effect]:
+        return self.happens(ev.TierRecovered(tier, entries, dropped, self.now_ns))

@@ -1,0 +1,46 @@
+"""Stores for tests of what stands in front of them: ready to be written, and looked into."""
+
+from __future__ import annotations
+
+from prefixd.proto.entry import EntryRecord
+from prefixd.proto.keys import Key
+from prefixd.proto.vocabulary import SaveReason
+from prefixd.tiers.store import EntryWriter, Location, Store
+
+
+def make_ready(store: Store) -> None:
+    """Take the room and the arena, as a start of the daemon does."""
+    store.set_incarnation(bytes(16))
+    for _ in store.secure_segments():
+        pass
+
+
+def record_of(
+    store: Store, of: Key, payload_bytes: int, generation: int, location: Location
+) -> EntryRecord:
+    """What a store is told of an entry."""
+    return EntryRecord(
+        key=of,
+        tier=store.tier,
+        reason=SaveReason.COLD,
+        generation=generation,
+        created_ns=generation,
+        payload_bytes=payload_bytes,
+        token_count=16,
+        layer_count=0,
+        token_ids_bytes=0,
+        location=location,
+    )
+
+
+def sealed(store: Store, entry: EntryRecord, data: bytes) -> EntryWriter:
+    """All its bytes, which are stored when `apply` gets it."""
+    writer = store.writer(entry)
+    writer.write(data)
+    writer.seal()
+    return writer
+
+
+def held(store: Store) -> dict[Key, int]:
+    """The generations of the entries that the records of a store name. Reads files."""
+    return {entry.key: entry.generation for batch in store.scan() for entry in batch}

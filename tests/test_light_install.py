@@ -1,0 +1,77 @@
+"""The client library needs grpcio, protobuf and crc32c, and nothing else beside Python."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemon import WITHIN_S, private_daemon
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: What an environment would be that has the client alone. `typing_extensions` is grpcio's own.
+ALONE = """
+import importlib.abc, sys
+
+ALLOWED = {"prefixd", "grpc", "google", "crc32c", "typing_extensions"}
+
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        top = name.partition(".")[0]
+        if top not in ALLOWED and top not in sys.stdlib_module_names and not top.startswith("_"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return None
+
+sys.meta_path.insert(0, Refuse())
+"""
+
+SAVE_AND_RESTORE = """
+from prefixd.client import AsyncClient, Client, SaveReason, Tier
+
+with Client(sys.argv[1]) as client:
+    key, payload = b"k" * 32, bytes(range(256)) * 100
+    assert client.save(key, payload, tier=Tier.RAM, reason=SaveReason.EVICT).ok
+    buffer = bytearray(len(payload))
+    with client.claim([key]) as hit:
+        assert hit.restore_into([buffer])
+    assert buffer == payload
+"""
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", ALONE + script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        check=False,
+    )
+
+
+def test_the_client_works_where_it_alone_is_installed() -> None:
+    with private_daemon() as daemon:
+        finished = run(SAVE_AND_RESTORE, daemon.address)
+    assert (finished.returncode, finished.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("command", "missing"), [("prefixd", "structlog"), ("prefixctl", "typer")])
+def test_the_commands_say_what_to_install(command: str, missing: str) -> None:
+    finished = run(
+        f"from prefixd.commands import {command}; sys.argv[1:] = ['--help']; {command}()"
+    )
+    assert finished.returncode == 1
+    said = f"{command}: {missing} is not installed: pip install 'prefixd[server]'"
+    assert finished.stderr.strip() == said
+
+
+def test_the_package_asks_for_no_more() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {wanted.partition(">")[0] for wanted in project["dependencies"]}
+    assert names == {"grpcio", "protobuf", "crc32c"}
+    assert {"lmdb", "msgpack", "pydantic", "typer"} <= {
+        wanted.partition(">")[0] for wanted in project["optional-dependencies"]["server"]
+    }

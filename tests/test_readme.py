@@ -1,0 +1,96 @@
+"""The README's code does what it says, against a real daemon."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixd.client import Client, Tier
+from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.proto.endpoints import ADDRESS_VARIABLE
+from tests.support.daemon import private_daemon
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+BLOCK_TOKENS, BLOCK_BYTES, BLOCKS = 512, 4096, 5
+TOKENS = list(range(BLOCKS * BLOCK_TOKENS + 100))
+
+
+def example() -> str:
+    (code,) = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    return str(code)
+
+
+class Worker:
+    """The names that the example takes for granted."""
+
+    def __init__(self) -> None:
+        self.prefilled_tokens: list[int] = []
+        self.kv_buffers = [bytearray(BLOCK_BYTES) for _ in range(BLOCKS)]
+
+    def prefill(self, tokens: Sequence[int]) -> list[bytes]:
+        self.prefilled_tokens.append(len(tokens))
+        whole = range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS)
+        return [tokens[start].to_bytes(4, "big") * (BLOCK_BYTES // 4) for start in whole]
+
+    def run(self) -> None:
+        names: dict[str, Any] = {
+            "sha256_of_the_weights": b"w" * 32,
+            "sha256_of_the_context": b"c" * 32,
+            "tokens": TOKENS,
+            "kv_buffers": self.kv_buffers,
+            "prefill": self.prefill,
+        }
+        exec(compile(example(), "README.md", "exec"), names)
+
+
+@pytest.fixture
+def daemon(monkeypatch: pytest.MonkeyPatch) -> Any:
+    with private_daemon() as daemon:
+        monkeypatch.setenv(ADDRESS_VARIABLE, daemon.address)
+        yield daemon
+
+
+def test_the_example_computes_what_is_missing_and_saves_it(daemon: PrivateDaemon) -> None:
+    worker = Worker()
+    worker.run()
+    with daemon.admin() as admin:
+        (evicted,) = admin.evict(2 * BLOCK_BYTES, [Tier.RAM]).results
+        assert evicted.entries == 2
+    worker.run()  # some of it is there: the root of the chain
+    worker.run()  # everything hits
+    assert worker.prefilled_tokens == [len(TOKENS), 2 * BLOCK_TOKENS + 100, 100]
+    expected = [
+        (number * BLOCK_TOKENS).to_bytes(4, "big") * (BLOCK_BYTES // 4) for number in range(BLOCKS)
+    ]
+    assert worker.kv_buffers == expected
+
+
+def test_the_example_does_without_a_daemon(
+    daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ADDRESS_VARIABLE, f"{daemon.address}.none")
+    worker = Worker()
+    worker.run()
+    assert worker.prefilled_tokens == [len(TOKENS)]
+
+
+def test_the_example_computes_what_could_not_be_restored(
+    daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hit is a promise that a restore may fail to keep."""
+    assert daemon.pid
+    Worker().run()
+    monkeypatch.setattr(
+        "prefixd.client.restores.Copier.copy", lambda *_: (_ for _ in ()).throw(OSError("no"))
+    )
+    worker = Worker()
+    worker.run()
+    assert worker.prefilled_tokens == [len(TOKENS)]
+
+
+def test_there_is_a_client_to_begin_with() -> None:
+    assert Client.__name__ in example()

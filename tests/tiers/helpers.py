@@ -1,0 +1,117 @@
+"""Entries of a recorded store whose bytes follow from their numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from prefixd.proto.entry import EntryRecord
+from prefixd.proto.keys import Key
+from prefixd.proto.vocabulary import SaveReason
+from prefixd.tiers.arena_store import RecordedStore
+from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.extents import ExtentAllocator
+from prefixd.tiers.records import SLAB_RECORD_BYTES
+from prefixd.tiers.shm import ShmStore
+from prefixd.tiers.store import SEGMENT_BYTES, EntryWriter, Location, RecoveryBatch, StoredEntry
+
+SLAB = 4096
+PAYLOAD = 5 * SLAB
+
+
+def budget(slabs: int) -> int:
+    """For so many slabs, that of the header included."""
+    return slabs * (SLAB + SLAB_RECORD_BYTES)
+
+
+def key(number: int) -> Key:
+    return Key(number.to_bytes(32, "big"))
+
+
+def payload_of(number: int, payload_bytes: int = PAYLOAD) -> bytes:
+    return random.Random(number).randbytes(payload_bytes)
+
+
+class Placed:
+    """A store of `slabs` slabs that is ready to be written, with the extents of its entries."""
+
+    segment_bytes = SEGMENT_BYTES
+
+    def __init__(
+        self,
+        kind: type[ShmStore] | type[DiskStore],
+        directory: Path,
+        slabs: int = 64,
+        **options: bool,
+    ) -> None:
+        self.store: RecordedStore = kind(directory, budget(slabs), SLAB, **options)
+        self.store.set_incarnation(bytes(16))
+        for _ in self.store.secure_segments(self.segment_bytes):
+            pass
+        self.extents = ExtentAllocator(
+            self.store.arena.secured_bytes, SLAB, self.store.header_bytes
+        )
+
+    def entry(
+        self, number: int, payload_bytes: int = PAYLOAD, location: Location | None = None
+    ) -> EntryRecord:
+        """Token ids: as many as the number says."""
+        stored_bytes = self.store.stored_bytes(payload_bytes, 4 * number % 4000)
+        return EntryRecord(
+            key=key(number),
+            tier=self.store.tier,
+            reason=SaveReason.FINISH,
+            generation=number + 1,
+            created_ns=1_000 + number,
+            payload_bytes=payload_bytes,
+            token_count=number,
+            layer_count=0,
+            token_ids_bytes=4 * number % 4000,
+            location=self.extents.allocate(stored_bytes) if location is None else location,
+        )
+
+    def written(self, entry: EntryRecord) -> EntryWriter:
+        number = entry.generation - 1
+        writer = self.store.writer(entry, b"abcd" * (entry.token_ids_bytes // 4))
+        writer.write(payload_of(number, entry.payload_bytes))
+        writer.seal()
+        return writer
+
+    def save(self, *numbers: int, payload_bytes: int = PAYLOAD) -> list[EntryRecord]:
+        """Save entries in one batch."""
+        writers = [self.written(self.entry(number, payload_bytes)) for number in numbers]
+        self.store.apply(writers)
+        return [writer.entry for writer in writers]
+
+    def erase(self, *entries: EntryRecord) -> None:
+        self.store.forget(entries)
+        self.store.apply([])
+        for entry in entries:
+            self.extents.free(entry.location)
+
+    def recover(self) -> RecoveryBatch:
+        """Everything that `recover` yields, in one."""
+        entries: list[StoredEntry] = []
+        dropped: list[tuple[Key, str]] = []
+        for batch in self.store.recover():
+            entries += batch.entries
+            dropped += batch.dropped
+        for entry in entries:
+            self.extents.claim(entry.record.location)
+        return RecoveryBatch(entries, dropped)
+
+    def is_whole(self, entry: EntryRecord) -> bool:
+        number = entry.generation - 1
+        found = b"".join(self.store.read(entry, 0, entry.payload_bytes))
+        return found == payload_of(number, entry.payload_bytes) and self.store.token_ids(
+            entry
+        ) == b"abcd" * (entry.token_ids_bytes // 4)
+
+    def numbers(self) -> set[int]:
+        """What the records name."""
+        return {entry.generation - 1 for batch in self.store.scan() for entry in batch}
+
+
+def numbers_of(entries: Sequence[StoredEntry]) -> list[int]:
+    return [entry.record.generation - 1 for entry in entries]

@@ -1,0 +1,395 @@
+"""What the shm and the disk store do alike: records that hold, records that are dropped."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers import PAYLOAD, SLAB, Placed, budget, key, numbers_of, payload_of
+
+from prefixd.proto.arena_header import read_arena_incarnation
+from prefixd.proto.entry import EntryRecord, Location
+from prefixd.proto.record import crc32c
+from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.records import RECORDS_FILE, USAGE_FILE
+from prefixd.tiers.rows import ROW_BYTES, encode_rows
+from prefixd.tiers.shm import ShmStore
+from prefixd.tiers.store import Damaged, StoreError, Usage
+
+Opened = Callable[..., Placed]
+
+
+def change(path: Path, offset: int, data: bytes) -> None:
+    """Write to a file whatever its mode says."""
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def flip(path: Path, offset: int, bit: int = 3) -> None:
+    with path.open("rb") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+    change(path, offset, bytes([byte ^ 1 << bit]))
+
+
+def row_of(entry: EntryRecord) -> int:
+    return entry.location[0] // SLAB * ROW_BYTES
+
+
+# ---- damage
+
+
+@pytest.mark.parametrize("offset", range(ROW_BYTES))
+def test_a_flipped_bit_in_a_record_drops_that_entry(
+    opened: Opened, directory: Path, offset: int
+) -> None:
+    entries = opened().save(0, 1, 2)
+    flip(directory / RECORDS_FILE, row_of(entries[1]) + offset, bit=offset % 8)
+    placed = opened()
+    recovery = placed.recover()
+    assert numbers_of(recovery.entries) == [0, 2]
+    assert len(recovery.dropped) == 1
+    assert placed.numbers() == {0, 2}
+    assert not opened().recover().dropped, "what was dropped was erased"
+
+
+@pytest.mark.parametrize("offset", range(32))
+def test_a_flipped_bit_in_usage_loses_that_hint(
+    opened: Opened, directory: Path, offset: int
+) -> None:
+    placed = opened()
+    entries = placed.save(0, 1, 2)
+    placed.store.record_usage([Usage(entry, 9_000, 7) for entry in entries])
+    flip(directory / USAGE_FILE, entries[1].location[0] // SLAB * 32 + offset, bit=offset % 8)
+    recovery = opened().recover()
+    assert not recovery.dropped
+    assert {entry.record.key: entry.hits for entry in recovery.entries} == {
+        key(0): 7,
+        key(1): 0,
+        key(2): 7,
+    }
+
+
+def test_flips_anywhere_cost_what_they_hit_and_never_show(opened: Opened, directory: Path) -> None:
+    """Every file, many rounds: wrong bytes are never read, and the store always opens."""
+    rng = random.Random(4)
+    placed = opened(256, verify_payloads=False)
+    saved = {entry.key: entry for entry in placed.save(*range(40))}
+    for _ in range(30):
+        names = [directory / name for name in ("arena", RECORDS_FILE, USAGE_FILE)]
+        for path in (names[1], names[1], names[2], names[0]):
+            flip(path, rng.randrange(path.stat().st_size), rng.randrange(8))
+        placed = opened(256, verify_payloads=False)
+        recovery = placed.recover()
+        lost = 0
+        for entry in recovery.entries:
+            assert entry.record == saved[entry.record.key]
+            try:
+                placed.store.verify(entry.record, entry.record.payload_crc32c)
+                assert b"".join(placed.store.read(entry.record, 0, PAYLOAD)) == payload_of(
+                    entry.record.generation - 1
+                )
+            except Damaged:
+                lost += 1
+        assert lost <= 30
+        assert len(recovery.dropped) <= 2
+    assert len(placed.numbers()) >= 5
+
+
+def test_a_flipped_bit_in_a_payload_is_found(opened: Opened, directory: Path) -> None:
+    entries = opened().save(0, 1, 2)
+    flip(directory / "arena", entries[1].location[0] + 1_000)
+    placed = opened(verify_payloads=False)
+    assert not placed.recover().dropped
+    with pytest.raises(Damaged, match="was saved"):
+        placed.store.verify(entries[1], entries[1].payload_crc32c)
+    placed = opened(verify_payloads=True)
+    recovery = placed.recover()
+    assert numbers_of(recovery.entries) == [0, 2]
+    ((dropped, why),) = recovery.dropped
+    assert dropped == key(1)
+    assert "CRC32C" in why
+    assert placed.store.unerased == 1
+    placed.store.apply([])
+    assert placed.numbers() == {0, 2}
+
+
+@pytest.mark.parametrize("name", [RECORDS_FILE, USAGE_FILE, "arena"])
+@pytest.mark.parametrize("left", [0.0, 0.01, 0.4, 1.0])
+def test_a_file_that_was_cut_short_loses_what_is_gone(
+    opened: Opened, directory: Path, name: str, left: float
+) -> None:
+    entries = opened(128).save(*range(10))
+    path = directory / name
+    path.chmod(0o600)
+    end = int(path.stat().st_size * left)
+    os.truncate(path, end)
+    rows_end = {RECORDS_FILE: end // ROW_BYTES, "arena": end // SLAB}.get(name, 128)
+    # An arena in memory counts in pages, and has those that it shows.
+    kept = [
+        entry
+        for entry in entries
+        if (entry.location[0] if name == RECORDS_FILE else sum(entry.location)) // SLAB
+        <= rows_end - (name == RECORDS_FILE)
+    ]
+    placed = opened(128)
+    recovery = placed.recover()
+    assert sorted(numbers_of(recovery.entries)) == sorted(e.generation - 1 for e in kept)
+    for entry in recovery.entries:
+        assert placed.is_whole(entry.record)
+    placed.save(*range(100, 103))
+    assert not opened(128).recover().dropped
+
+
+@pytest.mark.parametrize("name", [RECORDS_FILE, USAGE_FILE, "arena"])
+def test_a_file_that_is_gone_loses_what_was_in_it(
+    opened: Opened, directory: Path, name: str
+) -> None:
+    opened().save(0, 1, 2)
+    (directory / name).unlink()
+    placed = opened()
+    assert len(placed.recover().entries) == (3 if name == USAGE_FILE else 0)
+    placed.save(10)
+    assert 10 in placed.numbers()
+
+
+def test_what_is_no_usage_file_is_set_aside(opened: Opened, directory: Path) -> None:
+    opened().save(0)
+    for number in (1, 2):
+        (directory / USAGE_FILE).unlink()
+        (directory / USAGE_FILE).mkdir()
+        assert len(opened().recover().entries) == 1
+        assert (directory / f"{USAGE_FILE}.damaged-{number}").is_dir()
+
+
+def test_what_is_no_records_file_is_refused(opened: Opened, directory: Path) -> None:
+    directory.mkdir()
+    (directory / RECORDS_FILE).mkdir()
+    with pytest.raises(StoreError, match="records"):
+        opened()
+
+
+# ---- records that can't be right
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "reason"),
+    [
+        (4, b"\2", "format 2, this version reads 1"),
+        (5, b"\7", "tier 7"),
+        (5, b"\1", "of the ram tier"),
+        (6, b"\x09", "save reason 9"),
+        (7, b"\x10", "slabs of 2**16"),
+        (48, bytes(8), "a payload has"),
+        (72, b"\3", "token ids"),
+        (78, b"\1", "flags 0x0001"),
+        (80, b"\0", "own first slab"),
+        (80, b"\x06", "extents from number 5 on are not there"),
+        (84, b"\x07", "own first slab"),
+        (88, b"\x04", "room for"),
+        (88, b"\x07", "room for"),
+    ],
+)
+def test_a_whole_record_of_another_kind_is_dropped(
+    opened: Opened, directory: Path, offset: int, value: bytes, reason: str
+) -> None:
+    """As a later version may leave them: with a checksum that matches."""
+    entries = opened().save(0, 1, 2)
+    path = directory / RECORDS_FILE
+    start = row_of(entries[1])
+    row = bytearray(path.read_bytes()[start : start + ROW_BYTES])
+    row[offset : offset + len(value)] = value
+    row[-4:] = crc32c(row[:-4]).to_bytes(4, "little")
+    change(path, start, bytes(row))
+    placed = opened()
+    recovery = placed.recover()
+    assert numbers_of(recovery.entries) == [0, 2]
+    ((dropped, why),) = recovery.dropped
+    assert dropped == key(1)
+    assert reason in why
+    assert placed.numbers() == {0, 2}
+
+
+def forge(directory: Path, entry: EntryRecord) -> None:
+    for slab, row in encode_rows(entry, SLAB):
+        change(directory / RECORDS_FILE, slab * ROW_BYTES, row)
+
+
+def test_of_records_that_overlap_the_newest_holds(opened: Opened, directory: Path) -> None:
+    placed = opened()
+    old, _, new = placed.save(1, 2, 3)
+    start = old.location[0]
+    first: Location = (start - 2 * SLAB, 6 * SLAB)
+    # Over the end of one entry and the start of the next.
+    forged = replace(new, key=key(9), generation=99, location=first)
+    forge(directory, forged)
+    recovery = opened(verify_payloads=False).recover()
+    assert key(9) in {entry.record.key for entry in recovery.entries}
+    assert {why for _, why in recovery.dropped} == {"its room was given to a later entry"}
+    lost = {dropped for dropped, _ in recovery.dropped}
+    assert key(1) in lost
+    assert len(recovery.entries) + len(lost) == 4
+    assert not opened(verify_payloads=False).recover().dropped
+
+
+def test_of_two_records_of_a_key_the_newest_holds(opened: Opened, directory: Path) -> None:
+    placed = opened()
+    first, second = placed.save(1, 2)
+    for winner, loser in ((first, second), (second, first)):
+        forge(directory, replace(loser, key=key(7), generation=50))
+        forge(directory, replace(winner, key=key(7), generation=60))
+        recovery = opened(verify_payloads=False).recover()
+        assert [entry.record.location for entry in recovery.entries] == [winner.location]
+        assert recovery.dropped == [(key(7), "it was saved again later")]
+
+
+def test_an_entry_whose_extents_are_those_of_another_is_dropped(
+    opened: Opened, directory: Path
+) -> None:
+    """A continuation is believed only by the entry that wrote it."""
+    placed = opened()
+    placed.save(*range(10), payload_bytes=SLAB - 200)
+    placed.save(*range(10, 20), payload_bytes=SLAB - 200)
+    kept = [e for batch in placed.store.scan() for e in batch if (e.location[0] // SLAB) % 2]
+    gone = [e for batch in placed.store.scan() for e in batch if e not in kept]
+    placed.erase(*gone)
+    long = placed.extents.allocate(40 * SLAB)
+    placed.extents.free(long)
+    (entry,) = placed.save(30, payload_bytes=placed.extents.free_bytes - SLAB)
+    assert len(entry.location) // 2 > 5
+    continuation = entry.location[2 * 4] // SLAB * ROW_BYTES
+    placed = opened()
+    assert entry in [found.record for found in placed.recover().entries]
+    flip(directory / RECORDS_FILE, continuation + 20)
+    recovery = opened().recover()
+    assert [(key(30), "extents from number 5 on are not there")] == recovery.dropped
+    assert len(recovery.entries) == len(kept)
+
+
+# ---- sizes
+
+
+def test_everything_together_takes_the_budget(opened: Opened, directory: Path) -> None:
+    opened(64)
+    files = [directory / name for name in ("arena", RECORDS_FILE, USAGE_FILE)]
+    assert sum(path.stat().st_size for path in files) == budget(64)
+
+
+def test_a_larger_budget_keeps_the_entries(opened: Opened) -> None:
+    opened(64).save(0, 1, 2)
+    placed = opened(96)
+    recovery = placed.recover()
+    assert len(recovery.entries) == 3
+    assert not recovery.dropped
+    assert placed.extents.free_bytes == 95 * SLAB - sum(
+        sum(entry.record.location[1::2]) for entry in recovery.entries
+    )
+
+
+def test_a_smaller_budget_never_serves_what_is_not_there(
+    opened: Opened, kind: type[ShmStore] | type[DiskStore]
+) -> None:
+    """The allocator begins at the end: half of the entries are beyond the new one."""
+    placed = opened(64)
+    entries = placed.save(*range(10))
+    placed = opened(40)
+    recovery = placed.recover()
+    kept = {e.generation - 1 for e in entries if sum(e.location) <= 40 * SLAB}
+    # An arena in memory that readers may have mapped is not cut, but replaced.
+    assert set(numbers_of(recovery.entries)) == (kept if kind is DiskStore else set())
+    assert all(placed.is_whole(entry.record) for entry in recovery.entries)
+    assert placed.numbers() == set(numbers_of(recovery.entries))
+
+
+def test_another_slab_is_refused_with_a_way_out(
+    opened: Opened, directory: Path, kind: type[ShmStore] | type[DiskStore]
+) -> None:
+    opened().save(0)
+    with pytest.raises(StoreError, match="slabs of 4096 bytes: configure these, or remove"):
+        kind(directory, 100 * 2 * SLAB, 2 * SLAB)
+    assert len(opened().recover().entries) == 1
+
+
+def test_a_budget_without_a_slab_is_refused(
+    directory: Path, kind: type[ShmStore] | type[DiskStore]
+) -> None:
+    with pytest.raises(StoreError, match="hold no slab"):
+        kind(directory, budget(2) - 1, SLAB)
+    with pytest.raises(ValueError, match="power of two"):
+        kind(directory, budget(20), 1000)
+    kind(directory, budget(2), SLAB).close()
+
+
+@pytest.mark.parametrize("old", ["data.mdb", "usage/data.mdb"])
+def test_the_layout_of_an_earlier_version_is_refused(
+    directory: Path, kind: type[ShmStore] | type[DiskStore], old: str
+) -> None:
+    if (kind is DiskStore) != (old == "data.mdb"):
+        old = {DiskStore: "data.mdb", ShmStore: "usage/data.mdb"}[kind]
+    path = directory / old
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"x")
+    with pytest.raises(StoreError, match=r"earlier version .* remove it, or configure another"):
+        kind(directory, budget(64), SLAB)
+    assert path.read_bytes() == b"x"
+
+
+def test_only_the_daemon_can_look(opened: Opened, directory: Path) -> None:
+    opened()
+    modes = {path.name: path.stat().st_mode & 0o777 for path in directory.iterdir()}
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert modes[RECORDS_FILE] == modes[USAGE_FILE] == 0o600
+    assert not modes["arena"] & 0o222, "a reader can't open it again for writing"
+
+
+# ---- the incarnation
+
+
+def test_readers_see_which_start_writes(opened: Opened) -> None:
+    placed = opened()
+    fd = placed.store.arena.open_reader()
+    try:
+        for incarnation in (b"first".ljust(16), b"second".ljust(16)):
+            placed.store.set_incarnation(incarnation)
+            assert read_arena_incarnation(os.pread(fd, SLAB, 0)) == incarnation
+    finally:
+        os.close(fd)
+
+
+# ---- failures
+
+
+def test_a_deleted_directory_takes_no_saves(opened: Opened, directory: Path) -> None:
+    placed = opened()
+    placed.save(0)
+    writer = placed.written(placed.entry(1))
+    for path in directory.iterdir():
+        path.unlink()
+    directory.rmdir()
+    with pytest.raises(StoreError, match="was deleted"):
+        placed.store.apply([writer])
+    with pytest.raises(StoreError, match="was deleted"):
+        placed.store.probe()
+
+
+def test_a_closed_store_answers_with_an_error(opened: Opened) -> None:
+    placed = opened()
+    (entry,) = placed.save(0)
+    writer = placed.written(placed.entry(1))
+    placed.store.close()
+    for action in (
+        lambda: placed.store.apply([writer]),
+        lambda: placed.recover(),
+        lambda: placed.numbers(),
+        lambda: placed.store.record_usage([Usage(entry, 1, 1)]),
+        lambda: placed.store.probe(),
+    ):
+        with pytest.raises(StoreError):
+            action()
+    placed.store.close()

@@ -1,0 +1,231 @@
+"""What stores over an arena do alike, without records and with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import ClassVar, Final
+
+from ..proto.arena_header import ARENA_HEADER_BYTES, decode_arena_header
+from ..proto.entry import TOKEN_IDS_CRC_BYTES, EntryRecord, content_bytes
+from ..proto.errors import RecordError
+from ..proto.keys import Key
+from ..proto.layout import crc32c
+from .arena import ArenaWriter, BaseArena, check_slab, whole_slabs
+from .files import write_errors
+from .records import SLAB_RECORD_BYTES, Records
+from .store import (
+    SEGMENT_BYTES,
+    Buffer,
+    Damaged,
+    EntryRef,
+    EntryWriter,
+    RecoveryBatch,
+    Store,
+    StoredEntry,
+    StoreError,
+    Usage,
+)
+
+ARENA_FILE: Final = "arena"
+
+
+class ArenaStore(Store):
+    """A store whose entries lie in the extents of an arena, and nowhere else."""
+
+    arena: BaseArena
+
+    @property
+    def size_bytes(self) -> int:
+        return self.arena.size_bytes
+
+    @property
+    def secured_bytes(self) -> int:
+        return self.arena.secured_bytes
+
+    def stored_bytes(self, payload_bytes: int, token_ids_bytes: int) -> int:
+        return whole_slabs(content_bytes(payload_bytes, token_ids_bytes), self.slab_bytes)
+
+    def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
+        return self.arena.secure_segments(segment_bytes)
+
+    def writer(self, entry: EntryRecord, token_ids: bytes = b"") -> EntryWriter:
+        return ArenaWriter(self.arena, entry, token_ids)
+
+    def read(self, entry: EntryRef, offset_bytes: int, length_bytes: int) -> list[memoryview]:
+        if not 0 <= offset_bytes <= offset_bytes + length_bytes <= entry.payload_bytes:
+            raise ValueError(
+                f"{length_bytes} bytes at {offset_bytes} of a payload of {entry.payload_bytes}"
+            )
+        return self.arena.views(entry.location, offset_bytes, length_bytes)
+
+    def token_ids(self, entry: EntryRef) -> bytes:
+        if not entry.token_ids_bytes:
+            return b""
+        stored = self.arena.gather(
+            entry.location, entry.payload_bytes, entry.token_ids_bytes + TOKEN_IDS_CRC_BYTES
+        )
+        token_ids, crc = stored[:-TOKEN_IDS_CRC_BYTES], stored[-TOKEN_IDS_CRC_BYTES:]
+        if crc32c(token_ids).to_bytes(TOKEN_IDS_CRC_BYTES, "little") != crc:
+            raise Damaged(f"the token ids of {entry.key.hex()} do not match their checksum")
+        return token_ids
+
+    def close(self) -> None:
+        self.arena.close()
+
+
+class RecordedStore(ArenaStore):
+    """An arena file with records beside it, in `directory`: what the shm and disk tiers are.
+
+    Everything together takes `budget_bytes`: the arena, whose first slab is its header, and
+    `SLAB_RECORD_BYTES` for each slab. `verify_payloads`: `recover` compares the checksum of
+    every payload. One process at a time: the daemon's lock file sees to it. Raises StoreError
+    if there can't be such a store, or if the directory holds one of another layout.
+    """
+
+    recorded: ClassVar[bool] = True
+    #: A file or directory that only earlier versions made.
+    _OLD_LAYOUT: ClassVar[str]
+
+    def __init__(
+        self,
+        directory: Path,
+        budget_bytes: int,
+        slab_bytes: int,
+        *,
+        sync: bool,
+        verify_payloads: bool,
+    ) -> None:
+        check_slab(slab_bytes)
+        self.directory: Final = directory
+        self.slab_bytes = self.header_bytes = slab_bytes
+        self.verify_payloads: Final = verify_payloads
+        slabs = budget_bytes // (slab_bytes + SLAB_RECORD_BYTES)
+        if slabs < 2:
+            raise StoreError(
+                f"{budget_bytes} bytes hold no slab of {slab_bytes} beside the arena's header"
+            )
+        with write_errors(f"make the {self.tier.label} tier"):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if (directory / self._OLD_LAYOUT).exists():
+                raise StoreError(
+                    f"{directory} holds the cache of an earlier version of prefixd "
+                    f"({self._OLD_LAYOUT}), which this version can't read: remove it, or "
+                    "configure another directory"
+                )
+            self._check_slab_of(directory / ARENA_FILE)
+        self.arena = self._open_arena(directory / ARENA_FILE, slabs * slab_bytes)
+        try:
+            self._records: Final = Records(directory, self.tier, slabs, slab_bytes, sync=sync)
+        except BaseException:
+            self.arena.close()
+            raise
+        self._has_incarnation = False
+
+    def _open_arena(self, path: Path, size_bytes: int) -> BaseArena:
+        raise NotImplementedError
+
+    def _check_slab_of(self, path: Path) -> None:
+        """Raises StoreError if an arena is there and divided otherwise, before anything of it is
+        changed. A header that can't be read is no reason not to start: the records say the
+        same, each for itself."""
+        if not path.is_file():
+            return
+        with suppress(RecordError), path.open("rb") as file:
+            found = decode_arena_header(file.read(ARENA_HEADER_BYTES))[1]
+            if found != self.slab_bytes:
+                raise StoreError(
+                    f"{self.directory} was made with slabs of {found} bytes: configure these, or "
+                    "remove the directory"
+                )
+
+    # ---- writing
+
+    def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
+        """Rows first: a slab without a place for its record is of no use."""
+        steps = self.arena.secure_segments(segment_bytes)
+        while True:
+            secured_bytes = self.arena.secured_bytes
+            target_bytes = min(self.arena.size_bytes, secured_bytes + segment_bytes)
+            self._records.secure(target_bytes // self.slab_bytes)
+            step = next(steps, None)
+            if step is None:
+                return
+            yield step
+
+    def set_incarnation(self, incarnation: bytes) -> None:
+        self.arena.write_header(incarnation, self.slab_bytes)
+        self._has_incarnation = True
+
+    def writer(self, entry: EntryRecord, token_ids: bytes = b"") -> EntryWriter:
+        if not self._has_incarnation:
+            raise ValueError("set_incarnation comes before the first writer")
+        return _RecordedWriter(self._records, self.arena, entry, token_ids)
+
+    def forget(self, entries: Iterable[EntryRef]) -> None:
+        self._records.forget(entries)
+
+    @property
+    def unerased(self) -> int:
+        return self._records.unerased
+
+    def apply(self, sealed: Sequence[EntryWriter]) -> None:
+        writers: list[ArenaWriter] = []
+        for writer in sealed:
+            if not isinstance(writer, ArenaWriter) or not writer.sealed:
+                raise ValueError("only sealed writers of this store can be applied")
+            writers.append(writer)
+        if writers:
+            self._sync_payloads(writers)
+        self._records.put([writer.entry for writer in writers])
+
+    def _sync_payloads(self, writers: Sequence[ArenaWriter]) -> None:
+        """Make durable what these writers wrote. Raises StoreError."""
+
+    def record_usage(self, usages: Sequence[Usage]) -> None:
+        self._records.record_usage(usages)
+
+    def probe(self) -> None:
+        self._records.probe()
+
+    # ---- reading
+
+    def recover(self) -> Iterator[RecoveryBatch]:
+        for batch in self._records.recover(self.arena.found_bytes):
+            yield self._verified(batch) if self.verify_payloads else batch
+
+    def _verified(self, batch: RecoveryBatch) -> RecoveryBatch:
+        entries: list[StoredEntry] = []
+        dropped: list[tuple[Key, str]] = list(batch.dropped)
+        for entry in batch.entries:
+            record = entry.record
+            try:
+                self.verify(record, record.payload_crc32c)
+                entries.append(entry)
+            except Damaged as problem:
+                dropped.append((record.key, str(problem)))
+                self._records.forget([record])
+        return RecoveryBatch(entries, dropped)
+
+    def scan(self) -> Iterator[list[EntryRecord]]:
+        return self._records.scan()
+
+    def close(self) -> None:
+        self._records.close()
+        self.arena.close()
+
+
+class _RecordedWriter(ArenaWriter):
+    """Writes nothing before the records of the entries whose room it may have are erased."""
+
+    def __init__(
+        self, records: Records, arena: BaseArena, entry: EntryRecord, token_ids: bytes
+    ) -> None:
+        super().__init__(arena, entry, token_ids)
+        self._records = records
+
+    def write(self, data: Buffer) -> None:
+        if not self.written_bytes:
+            self._records.flush()
+        super().write(data)

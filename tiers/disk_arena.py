@@ -1,0 +1,154 @@
+"""The arena of the disk tier: a file that is written with `pwrite` and read with `preadv`.
+
+It is never mapped: a broken sector, a full device or a file that was cut short is the answer of
+a call, where in a mapping it would be a SIGBUS of the daemon. The file is as long as what was
+secured of it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from ..proto.arena_header import PROBE_OFFSET, encode_arena_header
+from ..proto.copying import copy_crc32c, unset_bytearray
+from .arena import BaseArena, check_size, ranges, secure_sentence
+from .files import (
+    check_linked,
+    open_own_file,
+    pread_into,
+    pwrite_all,
+    secure_range,
+    sync_directory,
+    write_errors,
+)
+from .store import SEGMENT_BYTES, Damaged, Location, StoreError, StoreFull
+
+#: What is copied, checksummed and written at once: small enough that the write finds its bytes
+#: in the L2 cache, and all the memory that a save of any size takes.
+PIECE_BYTES: Final = 512 * 2**10
+
+
+class DiskArena(BaseArena):
+    """The file `path`, made if it is missing, cut to `size_bytes` if it is longer.
+
+    `sync`: `sync()` waits for the device; without it, what is written survives a crash of the
+    daemon but not of the machine. While the arena is open the file has no mode for writing, so
+    that a reader can't open it again for that. Raises StoreError.
+    """
+
+    def __init__(
+        self, path: Path, size_bytes: int, *, sync: bool = True, mode: int = 0o600
+    ) -> None:
+        check_size(size_bytes)
+        self.path: Final = path
+        self.size_bytes = size_bytes
+        self.fd = -1
+        self._sync: Final = sync
+        self._sync_lock = threading.Lock()
+        #: Buffers that no thread uses now; there are never more than threads that write.
+        self._buffers: list[bytearray] = []
+        with write_errors(f"open {path}"):
+            self.fd = open_own_file(path, mode | stat.S_IWUSR)
+            try:
+                found = os.fstat(self.fd)
+                if found.st_size > size_bytes:
+                    os.ftruncate(self.fd, size_bytes)
+                os.fchmod(self.fd, mode & ~0o222)
+                if sync:
+                    sync_directory(path.parent)
+            except BaseException:
+                self.close()
+                raise
+        self.found_bytes = self.secured_bytes = min(found.st_size, size_bytes)
+        # A file with holes, as some ways to copy it leave, gets its blocks again.
+        has_holes = found.st_blocks * 512 < found.st_size
+        self._allocated_bytes = 0 if has_holes else self.secured_bytes
+
+    def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
+        while self._allocated_bytes < self.size_bytes:
+            start = self._allocated_bytes
+            length_bytes = min(segment_bytes, self.size_bytes - start)
+            try:
+                with write_errors(secure_sentence(self)):
+                    secure_range(self.fd, start, length_bytes)
+            except StoreFull:
+                # What the file system took for a part of the segment.
+                if os.fstat(self.fd).st_size > self.secured_bytes:
+                    os.ftruncate(self.fd, self.secured_bytes)
+                raise
+            self._allocated_bytes = start + length_bytes
+            self.secured_bytes = max(self.secured_bytes, self._allocated_bytes)
+            yield self.secured_bytes
+
+    def put(self, start: int, data: memoryview, crc: int) -> int:
+        try:
+            buffer = self._buffers.pop()
+        except IndexError:
+            buffer = bytearray(PIECE_BYTES)
+        try:
+            with memoryview(buffer) as room, write_errors(f"write to {self.path}"):
+                while data:
+                    piece = room[: min(len(data), PIECE_BYTES)]
+                    # `data` may be memory that a client still writes to: the checksum has to be
+                    # that of the bytes that go to the file.
+                    crc = copy_crc32c(piece, data[: len(piece)], crc)
+                    pwrite_all(self.fd, piece, start)
+                    start += len(piece)
+                    data = data[len(piece) :]
+        finally:
+            self._buffers.append(buffer)
+        return crc
+
+    def views(self, location: Location, offset_bytes: int, length_bytes: int) -> list[memoryview]:
+        """One view, of memory of its own."""
+        if not length_bytes:
+            return []
+        parts = list(ranges(location, offset_bytes, length_bytes))
+        own = memoryview(unset_bytearray(length_bytes))
+        filled_bytes = 0
+        for start, part_bytes in parts:
+            part = own[filled_bytes : filled_bytes + part_bytes]
+            try:
+                read_bytes = pread_into(self.fd, part, start)
+            except OSError as problem:
+                raise StoreError(f"can't read from {self.path}: {problem}") from None
+            if read_bytes < part_bytes:
+                raise Damaged(f"{self.path} ends at {start + read_bytes} bytes, within the entry")
+            filled_bytes += part_bytes
+        return [own.toreadonly()]
+
+    def write_header(self, incarnation: bytes, slab_bytes: int) -> None:
+        header = encode_arena_header(incarnation, slab_bytes)
+        with write_errors(f"write the header of {self.path}"):
+            secure_range(self.fd, 0, slab_bytes)
+            pwrite_all(self.fd, header, 0)
+        self.secured_bytes = max(self.secured_bytes, slab_bytes)
+        self._allocated_bytes = max(self._allocated_bytes, slab_bytes)
+        self.sync()
+
+    def sync(self) -> None:
+        """Make durable what was written. Raises StoreError; see `failed_syncs`."""
+        with self._sync_lock:
+            try:
+                check_linked(self.fd, self.path)
+                if self._sync:
+                    os.fdatasync(self.fd)
+            except (OSError, StoreError) as problem:
+                self.failed_syncs += 1
+                raise StoreError(f"can't sync {self.path}: {problem}") from None
+
+    def probe(self) -> None:
+        """Write and sync a few bytes beside the header. Raises StoreError."""
+        with write_errors(f"write to {self.path}"):
+            pwrite_all(self.fd, os.urandom(16), PROBE_OFFSET)
+        self.sync()
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

@@ -1,0 +1,102 @@
+"""Plain file I/O with the errors of the store contract."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from .store import StoreError, StoreFull
+
+#: Errors of a device without room: a full file system, a quota or limit, no memory for tmpfs.
+FULL_ERRORS: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM))
+#: Errors of a file system that can't reserve blocks.
+_NO_FALLOCATE: Final = frozenset((errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS))
+_ZEROS: Final = bytes(2**20)
+
+
+@contextmanager
+def write_errors(what: str) -> Iterator[None]:
+    """OSError becomes StoreFull or StoreError: "can't `what`: ..."."""
+    try:
+        yield
+    except OSError as problem:
+        kind = StoreFull if problem.errno in FULL_ERRORS else StoreError
+        raise kind(f"can't {what}: {problem}") from None
+
+
+def open_own_file(path: Path, mode: int) -> int:
+    """A descriptor for reading and writing; the file is made with `mode` if it is missing.
+
+    A file that an earlier start left without a mode for writing gets `mode` first. Raises
+    OSError, and StoreError for anything but a regular file of this user.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        pass
+    else:
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                raise StoreError(f"{path} is not a file of this user")
+            os.fchmod(fd, mode)
+        finally:
+            os.close(fd)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+
+
+def pwrite_all(fd: int, data: bytes | memoryview, offset_bytes: int) -> None:
+    """`os.pwrite` until everything is written. Raises OSError."""
+    written_bytes = os.pwrite(fd, data, offset_bytes)
+    if written_bytes == len(data):
+        return
+    view = memoryview(data)
+    while written_bytes < len(view):
+        written_bytes += os.pwrite(fd, view[written_bytes:], offset_bytes + written_bytes)
+
+
+def pread_into(fd: int, view: memoryview, offset_bytes: int) -> int:
+    """Fill `view`; returns how many bytes the file had. Raises OSError."""
+    read_bytes = 0
+    while read_bytes < len(view):
+        count = os.preadv(fd, [view[read_bytes:]], offset_bytes + read_bytes)
+        if not count:
+            break
+        read_bytes += count
+    return read_bytes
+
+
+def secure_range(fd: int, start: int, length_bytes: int) -> None:
+    """Give a range of the file blocks of its device, and the file the length to hold it.
+
+    What is written there is kept. A file system that can't reserve blocks gets zeros, where the
+    file was shorter. Raises OSError; the file may then be longer than before.
+    """
+    try:
+        os.posix_fallocate(fd, start, length_bytes)
+    except OSError as problem:
+        if problem.errno not in _NO_FALLOCATE:
+            raise
+        position, end = max(start, os.fstat(fd).st_size), start + length_bytes
+        while position < end:
+            position += os.pwrite(fd, memoryview(_ZEROS)[: end - position], position)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def check_linked(fd: int, path: Path) -> None:
+    """Raises StoreError if the file was deleted: what is written to it would be lost."""
+    if not os.fstat(fd).st_nlink:
+        raise StoreError(f"{path} was deleted while it was in use")

@@ -1,0 +1,224 @@
+"""One row of a records file: the layout, packing, and what makes a row a record.
+
+Offsets are from the start of the row, integers are little-endian. A row of zeros is free.
+
+    entry                                          continuation
+    offset  bytes  type  meaning                   offset  bytes  type  meaning
+    ------  -----  ----  ------------------------  ------  -----  ----  ------------------------
+         0      4  raw   "PFXE"                         0      4  raw   "PFXC"
+         4      1  u8    format version, 1              4      1  u8    format version, 1
+         5      1  u8    tier                           5      3  raw   zeros
+         6      1  u8    save reason                    8      8  u64   generation of the entry
+         7      1  u8    log2 of the slab              16      4  u32   slab of the entry's row
+         8      8  u64   generation                    20      4  u32   extents in rows before
+        16     32  raw   key                           24      4  u32   extents in this row
+        48      8  u64   bytes of payload              28     96  u32s  12 extents, see below
+        56      8  i64   created, wall-clock ns       124      4  u32   CRC32C of bytes 0..123
+        64      4  u32   token count
+        68      4  u32   CRC32C of the payload
+        72      4  u32   bytes of token ids
+        76      2  u16   layer count
+        78      2  u16   flags, 0; unknown: refused
+        80      4  u32   extents of the entry
+        84     40  u32s  5 extents: slab, slabs
+       124      4  u32   CRC32C of bytes 0..123
+
+A row is at the position of a slab that the entry owns, so there is always a place for it: an
+entry's row at its first slab, and each continuation at the first slab of the last extent that
+the row before it names. A continuation names its entry, so that an old one is never taken for
+part of another.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Final
+
+from ..proto.entry import EntryRecord, Location, content_bytes
+from ..proto.errors import InvalidSize
+from ..proto.keys import Key
+from ..proto.layout import check_layout, check_token_ids, crc32c
+from ..proto.vocabulary import SaveReason, Tier
+
+ROW_BYTES: Final = 128
+ZERO_ROW: Final = bytes(ROW_BYTES)
+KEY_SLICE: Final = slice(16, 48)
+#: Extents in an entry's row, and in a continuation.
+ENTRY_EXTENTS: Final = 5
+CONTINUATION_EXTENTS: Final = 12
+
+_ENTRY_MAGIC: Final = b"PFXE"
+_CONTINUATION_MAGIC: Final = b"PFXC"
+_VERSION: Final = 1
+_ENTRY: Final = struct.Struct("<4sBBBBQ32sQqIIIHHI10I")
+_CONTINUATION: Final = struct.Struct("<4sBxxxQIII24I")
+_CRC: Final = struct.Struct("<I")
+_CRC_OFFSET: Final = ROW_BYTES - _CRC.size
+_GENERATION: Final = struct.Struct("<Q")
+#: Enum lookup by value is slow, and recovery does two for each entry.
+_TIERS: Final = {int(tier): tier for tier in Tier}
+_REASONS: Final = {int(reason): reason for reason in SaveReason}
+
+#: Reads the row at a slab.
+RowReader = Callable[[int], bytes]
+
+
+class RowRefused(Exception):
+    """A row is no record that this version can use."""
+
+
+def encode_rows(entry: EntryRecord, slab_bytes: int) -> list[tuple[int, bytes]]:
+    """The rows of an entry with their slabs: its continuations, then its own."""
+    slabs = tuple(number // slab_bytes for number in entry.location)
+    count = len(slabs) // 2
+    own = _ENTRY.pack(
+        _ENTRY_MAGIC,
+        _VERSION,
+        entry.tier,
+        entry.reason,
+        slab_bytes.bit_length() - 1,
+        entry.generation,
+        entry.key,
+        entry.payload_bytes,
+        entry.created_ns,
+        entry.token_count,
+        entry.payload_crc32c,
+        entry.token_ids_bytes,
+        entry.layer_count,
+        0,
+        count,
+        *_padded(slabs[: 2 * ENTRY_EXTENTS], ENTRY_EXTENTS),
+    )
+    rows = []
+    named = ENTRY_EXTENTS
+    while named < count:
+        extents = slabs[2 * named : 2 * (named + CONTINUATION_EXTENTS)]
+        row = _CONTINUATION.pack(
+            _CONTINUATION_MAGIC,
+            _VERSION,
+            entry.generation,
+            slabs[0],
+            named,
+            len(extents) // 2,
+            *_padded(extents, CONTINUATION_EXTENTS),
+        )
+        rows.append((slabs[2 * named - 2], _with_crc(row)))
+        named += CONTINUATION_EXTENTS
+    rows.append((slabs[0], _with_crc(own)))
+    return rows
+
+
+def decode_entry(row: bytes, slab: int, slab_bytes: int, read_row: RowReader) -> EntryRecord:
+    """The entry whose row lies at `slab`. Raises RowRefused with the reason."""
+    (
+        magic,
+        version,
+        tier,
+        reason,
+        slab_shift,
+        generation,
+        key,
+        payload_bytes,
+        created_ns,
+        token_count,
+        payload_crc32c,
+        token_ids_bytes,
+        layer_count,
+        flags,
+        count,
+        *slabs,
+    ) = _ENTRY.unpack_from(row)
+    if magic != _ENTRY_MAGIC:
+        raise RowRefused(f"a record begins with {_ENTRY_MAGIC!r}, not with {magic!r}")
+    if version != _VERSION:
+        raise RowRefused(f"the record has format {version}, this version reads {_VERSION}")
+    if not has_crc(row):
+        raise RowRefused("the record does not match its checksum")
+    if flags:
+        raise RowRefused(f"the record has flags {flags:#06x} that this version does not know")
+    if tier not in _TIERS:
+        raise RowRefused(f"the record is of tier {tier}, which this version does not know")
+    if reason not in _REASONS:
+        raise RowRefused(f"the record has save reason {reason}, which this version does not know")
+    if 1 << slab_shift != slab_bytes:
+        raise RowRefused(f"the record is for slabs of 2**{slab_shift} bytes, not {slab_bytes}")
+    try:
+        check_layout(payload_bytes, layer_count)
+        check_token_ids(token_ids_bytes)
+    except InvalidSize as problem:
+        raise RowRefused(str(problem)) from None
+    if slabs[0] != slab or not count:
+        raise RowRefused("the record is not at its own first slab")
+    location: Location
+    if count == 1:
+        room_bytes = slabs[1] * slab_bytes
+        location = (slab * slab_bytes, room_bytes)
+    else:
+        if count > ENTRY_EXTENTS:
+            slabs = _continued(slabs, count, generation, slab, read_row)
+        location = tuple([number * slab_bytes for number in slabs[: 2 * count]])
+        room_bytes = sum(location[1::2])
+        if 0 in location[1::2]:
+            raise RowRefused("an extent of the record is empty")
+    needed_bytes = content_bytes(payload_bytes, token_ids_bytes)
+    if not needed_bytes <= room_bytes < needed_bytes + slab_bytes:
+        raise RowRefused(f"the record has {room_bytes} bytes of room for {needed_bytes}")
+    return EntryRecord(
+        key=Key(key),
+        tier=_TIERS[tier],
+        reason=_REASONS[reason],
+        generation=generation,
+        # Mostly equal, and then one object.
+        created_ns=generation if created_ns == generation else created_ns,
+        payload_bytes=payload_bytes,
+        token_count=token_count,
+        layer_count=layer_count,
+        token_ids_bytes=token_ids_bytes,
+        location=location,
+        payload_crc32c=payload_crc32c,
+    )
+
+
+def generation_of(row: bytes) -> int | None:
+    """The generation of the entry whose row this is; None: it is no entry's."""
+    if not row.startswith(_ENTRY_MAGIC) or len(row) < ROW_BYTES:
+        return None
+    generation: int = _GENERATION.unpack_from(row, 8)[0]
+    return generation
+
+
+def is_continuation(row: bytes) -> bool:
+    """Is this row a continuation, whole or not?"""
+    return row.startswith(_CONTINUATION_MAGIC)
+
+
+def has_crc(row: bytes) -> bool:
+    """Does a row match its checksum?"""
+    return crc32c(row[:_CRC_OFFSET]).to_bytes(4, "little") == row[_CRC_OFFSET:]
+
+
+def _continued(
+    slabs: list[int], count: int, generation: int, owner: int, read_row: RowReader
+) -> list[int]:
+    """All extents of an entry of which `slabs` are the first. Raises RowRefused."""
+    named = ENTRY_EXTENTS
+    while named < count:
+        row = read_row(slabs[-2])
+        if len(row) < ROW_BYTES or not (is_continuation(row) and has_crc(row)):
+            raise RowRefused(f"extents from number {named} on are not there")
+        _, version, of_generation, of_slab, before, here, *more = _CONTINUATION.unpack_from(row)
+        expected = (_VERSION, generation, owner, named, min(count - named, CONTINUATION_EXTENTS))
+        if (version, of_generation, of_slab, before, here) != expected:
+            raise RowRefused(f"extents from number {named} on are those of another entry")
+        slabs += more[: 2 * here]
+        named += here
+    return slabs
+
+
+def _padded(slabs: tuple[int, ...], extents: int) -> tuple[int, ...]:
+    return slabs + (0,) * (2 * extents - len(slabs))
+
+
+def _with_crc(row: bytes) -> bytes:
+    return row + _CRC.pack(crc32c(row))
