@@ -181,7 +181,7 @@ def test_without_a_line_the_call_goes_another_way(
         assert instead.asked == [(name, request, 2.5)]
         with pytest.raises(OSError):  # noqa: PT011  # whatever connecting raises
             calls.give_back(SESSION, [1])
-        assert open_descriptors() == before
+        assert open_descriptors() <= before
         calls.close()
 
 
@@ -450,4 +450,4 @@ def test_lines_leave_no_descriptor(daemon: Daemon, path: str, instead: Instead) 
         lookup(calls)
         calls.close()
         assert daemon.ended.acquire(timeout=PATIENCE_S)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before

@@ -121,7 +121,7 @@ def test_a_hand_over_that_fails_leaves_no_descriptor(daemon: Daemon, case: str) 
     ):
         line.hand_over(SESSION, PATIENCE_S)
     assert daemon.ended.acquire(timeout=PATIENCE_S)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_a_hand_over_that_comes_in_pieces_and_too_late(daemon: Daemon) -> None:
@@ -137,7 +137,7 @@ def test_a_hand_over_that_comes_in_pieces_and_too_late(daemon: Daemon) -> None:
         line.hand_over(SESSION, 0.01)
     enough.set()
     assert daemon.ended.acquire(timeout=PATIENCE_S)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 @pytest.mark.parametrize("room", [0, 1, 2])
@@ -160,4 +160,4 @@ def test_a_process_without_room_for_descriptors_keeps_none(tmp_path: Path, room:
                 pytest.raises(MalformedMessage, match=f"{room} descriptors came instead of 3"),
             ):
                 line.hand_over(SESSION, PATIENCE_S)
-            assert open_descriptors() == before
+            assert open_descriptors() <= before

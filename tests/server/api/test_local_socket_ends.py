@@ -20,6 +20,7 @@ from prefixd.server.api.local_socket import LocalServer
 from prefixd.server.runtime import incoming
 from tests.server.runtime.test_incoming import Gate
 from tests.support.bare import Bare, bare, claim_of, frame, served
+from tests.support.fakes_local import open_descriptors
 from tests.support.running import (
     OpenSession,
     Running,
@@ -33,10 +34,6 @@ from tests.support.running import (
 
 DATA = payload(1)
 LOOKUP = pb.LookupRequest(keys=[key(1)])
-
-
-def open_descriptors() -> int:
-    return len([*Path("/proc/self/fd").iterdir()])
 
 
 # ---- clients that hang up
@@ -145,7 +142,7 @@ async def test_connections_that_come_and_go_leave_no_descriptor(tmp_path: Path) 
                 await connection.send(data)
                 await some_turns()
             await daemon.until(lambda: not daemon.local_server.connections)
-        assert open_descriptors() == before
+        assert open_descriptors() <= before
 
 
 @in_loop
@@ -156,7 +153,7 @@ async def test_descriptors_that_a_client_sends_are_not_taken(tmp_path: Path) -> 
             before = open_descriptors()
             socket.send_fds(connection.socket, [frame(lookup=LOOKUP)], [0] * 10)
             await connection.response()
-            assert open_descriptors() == before
+            assert open_descriptors() <= before
 
 
 # ---- staged saves

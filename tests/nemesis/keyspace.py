@@ -1,0 +1,39 @@
+"""The entries that a run saves and reads: their names, tiers, sizes and bytes follow from numbers.
+
+What was saved under a key is therefore known to everybody, whoever saved it and whenever.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from prefixd.client import Key, Tier
+from tests.support.entries import key_of, payload_of
+
+#: Entries of each tier. Those of ram don't fit, so that their rooms are given away all the time;
+#: the others do, so that none of them may ever be missing.
+ENTRIES: Final = {Tier.RAM: 400, Tier.SHM: 120, Tier.DISK: 120}
+#: Budgets for these entries.
+BUDGETS: Final = {"ram": "8MiB", "shm": "64MiB", "disk": "64MiB"}
+#: Tiers whose acknowledged entries survive the daemon.
+DURABLE: Final = (Tier.SHM, Tier.DISK)
+
+_LEAST_BYTES: Final = 1_000
+_STEP_BYTES: Final = 1_777
+
+
+def name_of(tier: Tier, number: int) -> str:
+    return f"{tier.label} {number}"
+
+
+def key(tier: Tier, number: int) -> Key:
+    return key_of(name_of(tier, number))
+
+
+def payload_bytes(number: int) -> int:
+    """From less than a slab to 200 KB; no whole number of slabs."""
+    return _LEAST_BYTES + number * _STEP_BYTES % 200_000
+
+
+def payload(tier: Tier, number: int) -> bytes:
+    return payload_of(key(tier, number), payload_bytes(number))

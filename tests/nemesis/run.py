@@ -1,0 +1,287 @@
+"""The nemesis: does harm to workers, daemon and files, and holds what it finds against history."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from prefixd.client import Client, Tier
+from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.proto.errors import PrefixdError
+from tests.support.daemon import private_daemon
+
+from .history import History
+from .keyspace import BUDGETS, DURABLE, key, payload, payload_bytes
+
+#: So short that a stopped worker loses its session.
+_FLAGS: Final = ("--sessions.heartbeat=500ms", "--server.drain_timeout=2s")
+#: Between two kinds of harm, and while a worker is stopped, the workers do at most so much.
+_MOST_OPERATIONS: Final = 40
+_MOST_OPERATIONS_OF_A_STOP: Final = 500
+_SAYS_WITHIN_S: Final = 60.0
+#: Bits that are flipped at once. Files are damaged in their first part, where entries are.
+_FLIPS_AT_ONCE: Final = 20
+_DAMAGED_BYTES: Final = 24 * 2**20
+_DEADLINE_MS: Final = 30_000
+
+
+class Faults(NamedTuple):
+    """How often each is done."""
+
+    kill_daemon: int = 10
+    end_daemon: int = 2
+    kill_worker: int = 10
+    stop_worker: int = 10
+    #: Bits, half of them while the daemon runs.
+    flip: int = 0
+
+
+@dataclass
+class Report:
+    """What a run showed."""
+
+    history: History
+    done: Counter[str] = field(default_factory=Counter)
+    lost: list[str] = field(default_factory=list)
+    #: Lost because of flipped bits: at most one for each flip.
+    damaged: int = 0
+    problems: list[str] = field(default_factory=list)
+    #: From the start of a daemon until it serves.
+    starts_s: list[float] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        history = self.history
+        return not (history.wrong or history.raised or self.lost or self.problems)
+
+    def as_dict(self) -> dict[str, object]:
+        history = self.history
+        return {
+            "good": self.good,
+            "done": dict(self.done),
+            "operations": dict(sorted(history.counts.items())),
+            "longest_s": {name: round(took, 2) for name, took in history.longest_s.items()},
+            "acknowledged": {tier.label: len(history.acknowledged.get(tier, ())) for tier in Tier},
+            "wrong": history.wrong,
+            "raised": history.raised[:10],
+            "lost": self.lost,
+            "damaged": self.damaged,
+            "problems": self.problems,
+            "slowest_start_s": round(max(self.starts_s, default=0.0), 2),
+        }
+
+
+class _Worker:
+    """A process, and a thread that reads what it says."""
+
+    def __init__(self, address: str, seed: int, said: queue.SimpleQueue[str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.nemesis.worker", address, str(seed)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._listen, args=(said,), daemon=True)
+        self._reader.start()
+
+    def _listen(self, said: queue.SimpleQueue[str]) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            said.put(line)
+
+    def end(self) -> None:
+        """At once."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+class _Nemesis:
+    def __init__(self, daemon: PrivateDaemon, random: random.Random, workers: int) -> None:
+        self.report = Report(History())
+        self._daemon = daemon
+        self._random = random
+        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._seeds = iter(range(random.randrange(2**30), 2**31))
+        self._workers = [self._worker() for _ in range(workers)]
+        self._flips_unseen = 0
+
+    def _worker(self) -> _Worker:
+        return _Worker(self._daemon.address, next(self._seeds), self._said)
+
+    def go(self, faults: Faults) -> None:
+        flips, rest = divmod(faults.flip, _FLIPS_AT_ONCE)
+        plan = [
+            *[self.kill_daemon] * faults.kill_daemon,
+            *[self.end_daemon] * faults.end_daemon,
+            *[self.kill_worker] * faults.kill_worker,
+            *[self.stop_worker] * faults.stop_worker,
+            *[self.flip_running] * (flips // 2),
+            *[self.flip_stopped] * (flips - flips // 2 + bool(rest)),
+        ]
+        self._random.shuffle(plan)
+        for step in plan:
+            self.listen(self._random.randrange(_MOST_OPERATIONS))
+            step()
+            self.report.done[step.__name__] += 1
+            if self.report.problems:
+                return
+        self.verify()
+
+    def listen(self, wait_for: int = 0) -> None:
+        """Take down what the workers said, and wait until they did so many things."""
+        while wait_for > 0 or not self._said.empty():
+            try:
+                line = self._said.get(timeout=_SAYS_WITHIN_S)
+            except queue.Empty:
+                self.report.problems.append(f"no worker did anything for {_SAYS_WITHIN_S:g} s")
+                return
+            wait_for -= 1
+            if line.endswith("\n"):  # the last words of one that was killed may be cut off
+                self.report.history.add(json.loads(line))
+        for worker in self._workers:
+            if worker.process.poll() is not None:
+                self.report.problems.append(f"a worker ended: {worker.process.returncode}")
+
+    # ---- harm
+
+    def kill_daemon(self) -> None:
+        self._check_alive()
+        self._daemon.kill()
+        self._start()
+
+    def end_daemon(self) -> None:
+        status = self._daemon.stop()
+        if status:
+            self.report.problems.append(f"the daemon ended with {status}: {self._daemon.tail()}")
+        self._start()
+
+    def kill_worker(self) -> None:
+        index = self._random.randrange(len(self._workers))
+        self._workers[index].end()
+        self._workers[index] = self._worker()
+
+    def stop_worker(self) -> None:
+        process = self._random.choice(self._workers).process
+        process.send_signal(signal.SIGSTOP)
+        try:
+            self.listen(self._random.randrange(_MOST_OPERATIONS_OF_A_STOP))
+        finally:
+            process.send_signal(signal.SIGCONT)
+
+    def flip_running(self) -> None:
+        self._flip()
+        self._check_alive()
+        self.verify()
+
+    def flip_stopped(self) -> None:
+        self._check_alive()
+        self._daemon.kill()
+        self._flip()
+        self._start()
+
+    def _flip(self) -> None:
+        paths = [path for path in self._files() if path.stat().st_size]
+        for _ in range(_FLIPS_AT_ONCE):
+            path = self._random.choice(paths)
+            fd = os.open(path, os.O_RDWR)
+            try:
+                size_bytes = min(os.fstat(fd).st_size, _DAMAGED_BYTES)
+                at = self._random.randrange(size_bytes)
+                byte = os.pread(fd, 1, at)[0] ^ 1 << self._random.randrange(8)
+                os.pwrite(fd, bytes([byte]), at)
+            finally:
+                os.close(fd)
+        self._flips_unseen += _FLIPS_AT_ONCE
+        self.report.done["flipped bits"] += _FLIPS_AT_ONCE
+
+    def _files(self) -> list[Path]:
+        """Everything that the daemon keeps, but what only says that it runs."""
+        roots = (self._daemon.directory / "disk", self._daemon.shm_directory)
+        return [
+            path
+            for root in roots
+            for path in sorted(root.rglob("*"))
+            if path.is_file() and path.name != "lock"
+        ]
+
+    # ---- what must hold
+
+    def _check_alive(self) -> None:
+        try:
+            os.kill(self._daemon.pid, 0)
+            with self._daemon.admin() as admin:
+                admin.stats()
+        except (OSError, PrefixdError) as problem:
+            self.report.problems.append(f"the daemon died: {problem}\n{self._daemon.tail()}")
+
+    def _start(self) -> None:
+        begun_s = time.monotonic()
+        try:
+            self._daemon.start()
+        except PrefixdError as problem:
+            self.report.problems.append(f"no start: {problem}")
+            return
+        self.report.starts_s.append(time.monotonic() - begun_s)
+        self.verify()
+
+    def verify(self) -> None:
+        """Every acknowledged entry of a durable tier is there, and right, but what was flipped."""
+        self.listen()
+        history = self.report.history
+        with Client(self._daemon.address, name="verifier", deadline_ms=_DEADLINE_MS) as client:
+            for tier in DURABLE:
+                numbers = sorted(history.acknowledged.get(tier, ()))
+                present = self._present(client, tier, numbers)
+                lost = history.lost(tier, present)
+                history.acknowledged[tier] = set(present)
+                if len(lost) > self._flips_unseen:
+                    self.report.lost += [f"{tier.label} {number}" for number in sorted(lost)]
+                else:
+                    self._flips_unseen -= len(lost)
+                    self.report.damaged += len(lost)
+
+    def _present(self, client: Client, tier: Tier, numbers: list[int]) -> list[int]:
+        hit = client.claim([key(tier, number) for number in numbers])
+        by_key = {key(tier, number): number for number in numbers}
+        found = [by_key[entry.key] for entry in hit.entries]
+        buffers = [bytearray(payload_bytes(number)) for number in found]
+        result = hit.restore_into(buffers)
+        hit.release()
+        present = []
+        for number, buffer, good in zip(found, buffers, result.restored, strict=True):
+            if good and buffer != payload(tier, number):
+                self.report.history.wrong.append({"op": "verify", "wrong": [number]})
+            if good:
+                present.append(number)
+        return present
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.end()
+
+
+def run(random: random.Random, faults: Faults, *, workers: int) -> Report:
+    """One run on a daemon of its own, gone in the end."""
+    with ExitStack() as stack:
+        daemon = stack.enter_context(private_daemon(*_FLAGS, **BUDGETS))
+        nemesis = _Nemesis(daemon, random, workers)
+        stack.callback(nemesis.close)
+        nemesis.go(faults)
+        return nemesis.report
