@@ -9,7 +9,7 @@ fits, then `reserve`s; every reservation ends in `publish` or `cancel`. At every
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 
 from ..proto.keys import Key
@@ -112,16 +112,35 @@ class Ledger:
         """Who would leave, next first; changes nothing."""
         return self.policy.victims()
 
+    def foretell(
+        self, stored_bytes: int, entries: int, bytes_of: Callable[[Key], int]
+    ) -> Iterator[Key]:
+        """Who leaves when `entries` that were never there are saved, one after another, of
+        `stored_bytes` each. Changes nothing; the ledger must not change meanwhile.
+
+        `bytes_of`: what an entry takes. Ends early where the rest does not fit.
+        """
+        rehearsal = self.policy.rehearsal()
+        freed_bytes = freed_entries = 0
+        for number in range(entries):
+            coming = Key(b"coming %d" % number)
+            rehearsal.prepare(coming, stored_bytes)
+            needed_bytes = (number + 1) * stored_bytes
+            while not self.fits_after(needed_bytes, number + 1, freed_bytes, freed_entries):
+                victim = rehearsal.evict(coming)
+                if victim is None:
+                    return
+                freed_bytes += bytes_of(victim)
+                freed_entries += 1
+                yield victim
+            rehearsal.admit(coming, stored_bytes)
+            rehearsal.pin(coming)
+
     # ---- reservations
 
     def prepare(self, coming: Resident) -> None:
         """Something that is not there is about to be reserved."""
         self.policy.prepare(coming)
-
-    def wants_eviction(self, coming: Resident) -> bool:
-        """Has somebody to leave before what was prepared is reserved: for the budget, or for the
-        shares that the policy gives its queues?"""
-        return not self.fits(coming.stored_bytes) or self.policy.crowded(coming)
 
     def reserve(self, resident: Resident) -> None:
         """Take room that `admission` said FITS, and place it.

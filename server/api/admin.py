@@ -4,7 +4,7 @@ slices: nothing here keeps a client waiting, however much there is."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 from ...proto import limits
@@ -127,7 +127,11 @@ class AdminService(Lists):
         admission = ledger.admission(needed_bytes, count)
         victims = []
         if admission is Admission.AFTER_EVICTION:
-            victims = list(self._preview_victims(ledger, needed_bytes, count))
+            # The first of them, where they are many.
+            leaving = ledger.foretell(
+                needed_bytes // count, count, lambda key: t.entries[key].stored_bytes
+            )
+            victims = [t.entries[key] for key in islice(leaving, limits.MAX_PAGE_ENTRIES)]
         return pb.PreviewResponse(
             admissible=admission in (Admission.FITS, Admission.AFTER_EVICTION),
             retryable=admission is Admission.NO_ROOM,
@@ -140,17 +144,6 @@ class AdminService(Lists):
             evicted_bytes=sum(entry.stored_bytes for entry in victims),
             victims=map(messages.entry_detail, victims),
         )
-
-    def _preview_victims(self, ledger: Ledger, needed_bytes: int, count: int) -> Iterator[Entry]:
-        """The first of them, where they are many."""
-        entries = self._core.state.tables.entries
-        freed_bytes = 0
-        for freed_entries, key in enumerate(islice(ledger.victims(), limits.MAX_PAGE_ENTRIES)):
-            if ledger.fits_after(needed_bytes, count, freed_bytes, freed_entries):
-                return
-            entry = entries[key]
-            freed_bytes += entry.stored_bytes
-            yield entry
 
     async def curve(self, request: pb.CurveRequest, _caller: Caller) -> pb.CurveResponse:
         t = self._core.state.tables

@@ -236,11 +236,9 @@ def make_room(transition: Transition, session: Session, coming: Entry) -> SaveOu
         t.counters.no_room_refusals += 1
         return SaveOutcome.NO_ROOM
     ledger.prepare(coming)
-    while ledger.wants_eviction(coming):
+    while not ledger.fits(coming.stored_bytes):
         victim = ledger.next_victim(coming)
-        if victim is None:
-            assert ledger.fits(coming.stored_bytes), "the ledger promised room"
-            break
+        assert victim is not None, "the ledger promised room"
         transition.evict(victim)
     return None
 
