@@ -47,6 +47,7 @@ COUNTERS: Final = {
     "too_large_refusals": "Saves that no eviction could make room for.",
     "no_room_refusals": "Saves refused because everything was pinned or reserved.",
     "quota_refusals": "Claims and saves refused because a session had its share of a tier.",
+    "closed_refusals": "Saves refused because their tier recovers, or its device hangs.",
     "reservations_lost": "Reservations that expired, were cancelled, or lost their session.",
     "crc_mismatches": "Saves whose bytes were not those that were meant.",
     "length_mismatches": "Saves with fewer or more bytes than reserved.",
