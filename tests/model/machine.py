@@ -100,7 +100,6 @@ class MetaStateMachine(RuleBasedStateMachine):
         self.broken = False
         self.requests = 0
         self.commits: list[tuple[int, ...]] = []
-        #: what was found in stores so far, and where that of shm ends
         self.found = self.found_bytes = 0
         ledgers = {
             Tier.RAM: Ledger(
@@ -273,8 +272,7 @@ class MetaStateMachine(RuleBasedStateMachine):
         self.open()
         self.open()
 
-    def begin_recovery(self, tier: Tier) -> None:
-        """For machines in which it takes long."""
+    def begin_recovery(self, tier: Tier) -> None: ...
 
     def recover(self, tier: Tier, found: list[tuple[str, str, int, int, int]], batch: int) -> None:
         stored, expected = [], []
