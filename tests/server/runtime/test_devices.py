@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+
+import pytest
 
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.core.events import TierState
+from prefixd.server.runtime import recovery
+from prefixd.tiers import records
+from prefixd.tiers.store import RecoveryBatch, StoreError
 from tests.contract.faulty import Fault, FaultyStore
 from tests.support.running import (
     PATIENCE_S,
@@ -123,3 +129,47 @@ async def test_a_watchdog_that_dies_is_named(tmp_path: Path) -> None:
         await daemon.until(lambda: "disk probe" in core.unhealthy())
         assert "died: KeyError('a bug')" in core.unhealthy()["disk probe"]
         assert not core.broken.is_set(), "everything else goes on"
+
+
+@in_loop
+async def test_a_deleted_directory_takes_no_saves_and_health_says_so(tmp_path: Path) -> None:
+    """What is written there is lost, however well it is written. The others go on."""
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        assert await session.save({key(1): DATA}, Tier.DISK) == [pb.SAVE_STATUS_SAVED]
+        shutil.rmtree(tmp_path / "disk")
+        assert await session.save({key(2): DATA}, Tier.DISK) == [pb.SAVE_STATUS_FAILED]
+        await daemon.until(lambda: "was deleted" in daemon.core.unhealthy().get("disk commit", ""))
+        assert await session.restore(key(1)) == DATA, "its file is open"
+        assert await session.save({key(2): DATA}) == [pb.SAVE_STATUS_SAVED]
+
+
+@in_loop
+async def test_a_recovery_that_fails_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of the device is no damage: nothing is dropped, and nothing saved over it."""
+    monkeypatch.setattr(recovery, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(records, "_BATCH_ENTRIES", 1)
+
+    class FailsOnce(FaultyStore):
+        failed = False
+
+        def recover(self) -> Iterator[RecoveryBatch]:
+            for number, batch in enumerate(super().recover()):
+                if number == 1 and not self.failed:
+                    self.failed = True
+                    raise StoreError("a failed read, on purpose")
+                yield batch
+
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        for number in range(3):
+            await session.save({key(number): payload(number)}, Tier.DISK)
+    async with running(tmp_path, wrap={Tier.DISK: FailsOnce}) as daemon:
+        session = await daemon.open()
+        for number in range(3):
+            assert await session.restore(key(number)) == payload(number)
+        counters = daemon.tables.tier_counters[Tier.DISK]
+        assert (counters.recovered_entries, counters.dropped_at_start) == (3, 0)
+        await daemon.assert_idle()
