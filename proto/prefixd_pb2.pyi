@@ -190,7 +190,7 @@ class _ReserveStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     RESERVE_STATUS_TOO_LARGE: _ReserveStatus.ValueType  # 4
     """for this tier, for ever"""
     RESERVE_STATUS_NO_ROOM: _ReserveStatus.ValueType  # 5
-    """everything is pinned or reserved, or this session's share is; may succeed later"""
+    """everything is pinned or reserved, or this session's share is, or the tier takes no saves now; may succeed later"""
 
 class ReserveStatus(_ReserveStatus, metaclass=_ReserveStatusEnumTypeWrapper): ...
 
@@ -203,7 +203,7 @@ RESERVE_STATUS_IN_FLIGHT: ReserveStatus.ValueType  # 3
 RESERVE_STATUS_TOO_LARGE: ReserveStatus.ValueType  # 4
 """for this tier, for ever"""
 RESERVE_STATUS_NO_ROOM: ReserveStatus.ValueType  # 5
-"""everything is pinned or reserved, or this session's share is; may succeed later"""
+"""everything is pinned or reserved, or this session's share is, or the tier takes no saves now; may succeed later"""
 Global___ReserveStatus: typing_extensions.TypeAlias = ReserveStatus
 
 class _SaveStatus:
@@ -1656,6 +1656,9 @@ class TierStats(google.protobuf.message.Message):
     RECOVERED_ENTRIES_FIELD_NUMBER: builtins.int
     RECOVERED_BYTES_FIELD_NUMBER: builtins.int
     DROPPED_AT_START_FIELD_NUMBER: builtins.int
+    LIMIT_BYTES_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    OLDEST_IO_MS_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     policy: builtins.str
     budget_bytes: builtins.int
@@ -1680,6 +1683,12 @@ class TierStats(google.protobuf.message.Message):
     recovered_entries: builtins.int
     recovered_bytes: builtins.int
     dropped_at_start: builtins.int
+    limit_bytes: builtins.int
+    """what entries may take now: less than the budget while memory is secured, or where the device has no more"""
+    state: builtins.str
+    """"serving"; "recovering": no saves; "hung": no saves, no claims"""
+    oldest_io_ms: builtins.int
+    """for how long the oldest read, write or sync of its device is under way"""
     def __init__(
         self,
         *,
@@ -1705,8 +1714,11 @@ class TierStats(google.protobuf.message.Message):
         recovered_entries: builtins.int = ...,
         recovered_bytes: builtins.int = ...,
         dropped_at_start: builtins.int = ...,
+        limit_bytes: builtins.int = ...,
+        state: builtins.str = ...,
+        oldest_io_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "corrupt", b"corrupt", "dropped_at_start", b"dropped_at_start", "entries", b"entries", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "hit_tokens", b"hit_tokens", "hits", b"hits", "max_entries", b"max_entries", "payload_bytes", b"payload_bytes", "pinned_bytes", b"pinned_bytes", "pinned_entries", b"pinned_entries", "policy", b"policy", "published_bytes", b"published_bytes", "read_bytes", b"read_bytes", "recovered_bytes", b"recovered_bytes", "recovered_entries", b"recovered_entries", "reserved_bytes", b"reserved_bytes", "saved_bytes", b"saved_bytes", "saves", b"saves", "secured_bytes", b"secured_bytes", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "corrupt", b"corrupt", "dropped_at_start", b"dropped_at_start", "entries", b"entries", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "hit_tokens", b"hit_tokens", "hits", b"hits", "limit_bytes", b"limit_bytes", "max_entries", b"max_entries", "oldest_io_ms", b"oldest_io_ms", "payload_bytes", b"payload_bytes", "pinned_bytes", b"pinned_bytes", "pinned_entries", b"pinned_entries", "policy", b"policy", "published_bytes", b"published_bytes", "read_bytes", b"read_bytes", "recovered_bytes", b"recovered_bytes", "recovered_entries", b"recovered_entries", "reserved_bytes", b"reserved_bytes", "saved_bytes", b"saved_bytes", "saves", b"saves", "secured_bytes", b"secured_bytes", "state", b"state", "tier", b"tier"]) -> None: ...
 
 Global___TierStats: typing_extensions.TypeAlias = TierStats
 
@@ -1727,6 +1739,22 @@ class StatsResponse(google.protobuf.message.Message):
             *,
             key: builtins.str = ...,
             value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    @typing.final
+    class NoticesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
@@ -1757,6 +1785,7 @@ class StatsResponse(google.protobuf.message.Message):
     WAITERS_FIELD_NUMBER: builtins.int
     COUNTERS_FIELD_NUMBER: builtins.int
     HEALTH_FIELD_NUMBER: builtins.int
+    NOTICES_FIELD_NUMBER: builtins.int
     IN_FLIGHT_FIELD_NUMBER: builtins.int
     daemon_version: builtins.str
     incarnation: builtins.bytes
@@ -1773,6 +1802,10 @@ class StatsResponse(google.protobuf.message.Message):
     @property
     def counters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """everything that is counted, by its metric name"""
+
+    @property
+    def notices(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """what is less than it could be while the daemon serves, by its part"""
 
     @property
     def in_flight(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
@@ -1792,9 +1825,10 @@ class StatsResponse(google.protobuf.message.Message):
         waiters: builtins.int = ...,
         counters: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         health: builtins.str = ...,
+        notices: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         in_flight: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["claims", b"claims", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "in_flight", b"in_flight", "incarnation", b"incarnation", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "waiters", b"waiters"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claims", b"claims", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "in_flight", b"in_flight", "incarnation", b"incarnation", "notices", b"notices", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "waiters", b"waiters"]) -> None: ...
 
 Global___StatsResponse: typing_extensions.TypeAlias = StatsResponse
 

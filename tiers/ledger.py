@@ -31,8 +31,9 @@ class Admission(Enum):
 class Ledger:
     """Who has how many bytes of one tier, and who leaves next.
 
-    `extents` places entries in an arena (None: the tier is addressed by key). `limit_bytes` is
-    what may be used now: it grows up to `budget_bytes` while an arena's pages are secured.
+    `extents` places entries in an arena (None: the tier is addressed by key), which has
+    `arena_bytes` at most: less than `budget_bytes` where records take some of it. `limit_bytes` is
+    what may be used now: it grows while an arena's pages are secured.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class Ledger:
         max_entries: int = 0,
         max_reserved_bytes: int = 0,
         extents: ExtentAllocator | None = None,
+        arena_bytes: int | None = None,
     ) -> None:
         self.tier = tier
+        self.arena_bytes = budget_bytes if arena_bytes is None else arena_bytes
         self.budget_bytes = budget_bytes
         self.limit_bytes = budget_bytes if extents is None else extents.capacity_bytes
         self.max_entries = max_entries
@@ -64,8 +67,8 @@ class Ledger:
 
     @property
     def usable_bytes(self) -> int:
-        """What entries can have of the budget at most: not the header of an arena."""
-        return self.budget_bytes - (self.extents.header_bytes if self.extents is not None else 0)
+        """What entries can have at most: all of the arena but its header."""
+        return self.arena_bytes - (self.extents.header_bytes if self.extents is not None else 0)
 
     @property
     def free_bytes(self) -> int:

@@ -138,6 +138,11 @@ class Recency(Order):
         after = self._ends.after if resident is None else resident.after
         return None if after is self._ends else after
 
+    def latest(self) -> Resident | None:
+        """What leaves last of all that it holds."""
+        before = self._ends.before
+        return None if before is self._ends else before
+
     def prepare(self, coming: Resident) -> None:
         """Nothing to adapt."""
 

@@ -119,7 +119,9 @@ def tier_name(tier: int) -> Text:
 
 def stats_view(stats: pb.StatsResponse, address: str) -> RenderableType:
     """The daemon at a glance: health, budgets, what the tiers did, who is connected."""
-    lines: list[RenderableType] = [headline(stats, address), budget_table(stats)]
+    lines: list[RenderableType] = [headline(stats, address)]
+    lines += [Text(f"{part}: {what}", "yellow") for part, what in sorted(stats.notices.items())]
+    lines.append(budget_table(stats))
     if any(t.saves or t.hits or t.recovered_entries for t in stats.tiers):
         lines.append(activity_table(stats))
     if (hit_rate := hit_rate_line(stats.counters)) is not None:
@@ -153,6 +155,8 @@ def budget_table(stats: pb.StatsResponse) -> Table:
         budget = size(t.budget_bytes)
         if t.secured_bytes < t.budget_bytes:
             budget += f" ({size(t.secured_bytes)} secured)"
+        if t.state not in ("", "serving"):
+            budget += f" ({t.state})"
         table.add_row(
             tier_name(t.tier),
             t.policy,

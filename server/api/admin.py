@@ -66,6 +66,7 @@ class AdminService(Lists):
             waiters=len(t.waiting),
             counters=counters_dict(core.state) | lag_dict(core.lag),
             in_flight=self._in_flight(),
+            notices=core.notices(),
             health="; ".join(f"{name}: {why}" for name, why in unhealthy.items()) or "serving",
         )
 
@@ -96,6 +97,9 @@ class AdminService(Lists):
             recovered_entries=counters.recovered_entries,
             recovered_bytes=counters.recovered_bytes,
             dropped_at_start=counters.dropped_at_start,
+            limit_bytes=ledger.limit_bytes,
+            state=self._core.devices.state(ledger.tier).value,
+            oldest_io_ms=self._core.devices.oldest_ns(ledger.tier) // 1_000_000,
         )
 
     async def inspect(self, request: pb.InspectRequest, _caller: Caller) -> pb.InspectResponse:

@@ -19,10 +19,18 @@ from ...proto.errors import (
 )
 from ...proto.keys import Key
 from ...proto.vocabulary import SaveReason, Tier
-from ..core.answers import ClaimAnswer, FlightInfo, Found, LookupAnswer, Reserved, WriteOrder
+from ..core.answers import (
+    ClaimAnswer,
+    Closed,
+    FlightInfo,
+    Found,
+    LookupAnswer,
+    Reserved,
+    WriteOrder,
+)
 from ..core.effects import SaveEnded
 from ..core.entries import Entry
-from ..core.events import SaveItem, SaveOutcome
+from ..core.events import SaveItem, SaveOutcome, TierState
 
 _KEY_BYTES = limits.KEY_BYTES
 
@@ -180,23 +188,36 @@ _RESERVE_STATUS = {
 }
 
 
+_WHY_CLOSED = {
+    TierState.RECOVERING: "it looks through what an earlier start left",
+    TierState.HUNG: "its device does not answer",
+}
+
+
 def reserve_result(reserved: Reserved) -> pb.ReserveResult:
     if isinstance(reserved, WriteOrder):
         return pb.ReserveResult(status=pb.RESERVE_STATUS_GRANTED, token=reserved.token)
     if isinstance(reserved, FlightInfo):
         return pb.ReserveResult(status=pb.RESERVE_STATUS_IN_FLIGHT, in_flight=flight_of(reserved))
+    if isinstance(reserved, Closed):
+        return pb.ReserveResult(status=pb.RESERVE_STATUS_NO_ROOM)
     return pb.ReserveResult(status=_RESERVE_STATUS[reserved])
 
 
 _WHY_NOT = {
     SaveOutcome.PRESENT: "it is published already",
-    SaveOutcome.TOO_LARGE: "it is larger than the tier's budget; retrying can't help",
+    SaveOutcome.TOO_LARGE: "it is larger than the tier; retrying can't help",
     SaveOutcome.NO_ROOM: "everything in the tier is pinned or reserved; retrying may help",
 }
 
 
-def refused_save(reserved: FlightInfo | SaveOutcome) -> pb.SaveResult:
+def refused_save(reserved: FlightInfo | SaveOutcome | Closed) -> pb.SaveResult:
     """The result of an item that was not granted."""
+    if isinstance(reserved, Closed):
+        why = f"the {reserved.tier.label} tier takes no saves now: {_WHY_CLOSED[reserved.state]}"
+        return pb.SaveResult(
+            status=pb.SAVE_STATUS_NO_ROOM, message=f"{why}; retrying later may help"
+        )
     if isinstance(reserved, FlightInfo):
         return pb.SaveResult(
             status=pb.SAVE_STATUS_IN_FLIGHT,

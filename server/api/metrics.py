@@ -26,7 +26,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ... import __version__
+from ...proto.vocabulary import Tier
 from ...tiers.ledger import Ledger
+from ..core.events import TierState
 from ..core.state import MetaState
 from ..core.tables import Tables, TierCounters
 from ..runtime.lag import BUCKETS_US, LoopLag
@@ -47,6 +49,7 @@ COUNTERS: Final = {
     "too_large_refusals": "Saves that no eviction could make room for.",
     "no_room_refusals": "Saves refused because everything was pinned or reserved.",
     "quota_refusals": "Claims and saves refused because a session had its share of a tier.",
+    "closed_refusals": "Saves refused because their tier recovers, or its device hangs.",
     "reservations_lost": "Reservations that expired, were cancelled, or lost their session.",
     "crc_mismatches": "Saves whose bytes were not those that were meant.",
     "length_mismatches": "Saves with fewer or more bytes than reserved.",
@@ -118,11 +121,16 @@ def _nothing() -> dict[str, Any]:
     return {}
 
 
+def _no_io(_tier: Tier) -> int:
+    return 0
+
+
 class StateCollector(Collector):
     """The metrics of one `MetaState`. Changes nothing; `collect` may run on any thread.
 
-    `unhealthy` says what of the daemon does not work, by name, and `in_flight` what calls take of
-    its memory (`front.Front.in_flight`); they are called on that thread, too.
+    `unhealthy` says what of the daemon does not work, by name, `notices` what is less than it could
+    be, `in_flight` what calls take of its memory (`front.Front.in_flight`), and `oldest_ns` since
+    when a device owes an answer; they are called on that thread, too.
     """
 
     def __init__(
@@ -131,7 +139,11 @@ class StateCollector(Collector):
         unhealthy: Callable[[], Mapping[str, str]],
         lag: LoopLag | None = None,
         in_flight: Callable[[], Mapping[str, int]] = _nothing,
+        notices: Callable[[], Mapping[str, str]] = _nothing,
+        oldest_ns: Callable[[Tier], int] = _no_io,
     ) -> None:
+        self._notices = notices
+        self._oldest_ns = oldest_ns
         self._state = state
         self._unhealthy = unhealthy
         self._lag = lag
@@ -192,6 +204,29 @@ class StateCollector(Collector):
         for part in unhealthy:
             parts.add_metric([part], 1)
         yield parts
+        notices = GaugeMetricFamily(
+            "prefixd_notices",
+            "1 for each part that is less than it could be while the daemon serves.",
+            labels=["part"],
+        )
+        for part in self._notices():
+            notices.add_metric([part], 1)
+        yield notices
+        closed = GaugeMetricFamily(
+            "prefixd_tier_closed", "1: it takes no saves now.", labels=["tier", "state"]
+        )
+        oldest = GaugeMetricFamily(
+            "prefixd_tier_oldest_io_seconds",
+            "For how long its device has not answered; 0: it owes no answer.",
+            labels=["tier"],
+        )
+        for tier in list(self._state.tables.ledgers):
+            state = self._state.tables.closed.get(tier)
+            for one in (TierState.RECOVERING, TierState.HUNG):
+                closed.add_metric([tier.label, one.value], int(one is state))
+            oldest.add_metric([tier.label], self._oldest_ns(tier) / 1e9)
+        yield closed
+        yield oldest
 
 
 def _lag_histogram(lag: LoopLag) -> Metric:
@@ -230,6 +265,8 @@ def serve_metrics(
     unhealthy: Callable[[], Mapping[str, str]] = _nothing,
     lag: LoopLag | None = None,
     in_flight: Callable[[], Mapping[str, int]] = _nothing,
+    notices: Callable[[], Mapping[str, str]] = _nothing,
+    oldest_ns: Callable[[Tier], int] = _no_io,
 ) -> Iterator[str]:
     """Answer `GET /metrics` on `host:port` from a thread of its own until the context ends.
 
@@ -237,7 +274,7 @@ def serve_metrics(
     `StateCollector` there are the usual `process_` metrics. Raises OSError.
     """
     registry = CollectorRegistry()
-    registry.register(StateCollector(state, unhealthy, lag, in_flight))
+    registry.register(StateCollector(state, unhealthy, lag, in_flight, notices, oldest_ns))
     ProcessCollector(registry=registry)
     host, _, port = address.rpartition(":")
     try:

@@ -225,15 +225,17 @@ class CacheService:
             raise StoreError("the entry was found damaged, and dropped")
 
         def take() -> bytes:
-            if wanted.token_ids:
-                ids = store.token_ids(entry)
-                return ids[offset : offset + length_bytes]
-            views = store.read(entry, offset, length_bytes)
-            return b"".join(views)
+            with core.devices.under_way(entry.tier):
+                if wanted.token_ids:
+                    ids = store.token_ids(entry)
+                    return ids[offset : offset + length_bytes]
+                views = store.read(entry, offset, length_bytes)
+                return b"".join(views)
 
         if not store.blocking:
             return take()
-        return await asyncio.get_running_loop().run_in_executor(core.executor, take)
+        executor = core.devices.executor(entry.tier)
+        return await asyncio.get_running_loop().run_in_executor(executor, take)
 
 
 def _bounds(number: int, wanted: pb.ReadRange, entry: Entry) -> tuple[int, int]:

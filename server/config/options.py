@@ -247,6 +247,11 @@ class Disk(Section):
     again. A single entry may be larger, it is then saved alone."""
     sync: bool = True
     """fsync before a save is acknowledged. Without it a power loss takes the last saves."""
+    probe_interval_ns: Duration = Field(5_000 * _MS, alias="probe_interval", ge=10 * _MS)
+    """How often a small write of the daemon's own shows that the device answers."""
+    hung_after_ns: Duration = Field(10_000 * _MS, alias="hung_after", ge=10 * _MS)
+    """A device that has not answered a read, a write or a sync for so long hangs: the tier takes
+    no saves and gives no claims until it answers. Not below what the largest commit takes."""
 
 
 class Sessions(Section):

@@ -15,7 +15,7 @@ from ...proto.keys import Key
 from ...proto.vocabulary import SaveReason, Tier
 from ...tiers.store import Location
 from .entries import Entry
-from .events import SaveOutcome
+from .events import SaveOutcome, TierState
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,16 @@ class WriteOrder:
     token_ids: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The tier takes no saves at this moment."""
+
+    tier: Tier
+    state: TierState
+
+
 #: One item of a reservation: granted, or how it ended before it began.
-Reserved: TypeAlias = WriteOrder | FlightInfo | SaveOutcome
+Reserved: TypeAlias = WriteOrder | FlightInfo | SaveOutcome | Closed
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,16 @@ class SaveOutcome(Enum):
     FAILED = 10
 
 
+class TierState(Enum):
+    """What a tier can be asked for."""
+
+    SERVING = "serving"
+    #: what it holds is not all known yet: no saves, for their room may be taken
+    RECOVERING = "recovering"
+    #: its device does not answer: neither saves nor claims, for they would wait with the others
+    HUNG = "hung"
+
+
 @dataclass(frozen=True, slots=True)
 class SaveItem:
     """One key that somebody wants to save."""
@@ -236,6 +246,13 @@ class ArenaGrown:
 
 
 @dataclass(frozen=True, slots=True)
+class TierChanged:
+    tier: Tier
+    state: TierState
+    now_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class BytesRead:
     """Payload bytes were read through the daemon."""
 
@@ -247,7 +264,8 @@ class BytesRead:
 @dataclass(frozen=True, slots=True)
 class TierRecovered:
     """Some of what a store found at start: the least recently used first, also from one event
-    to the next. What there is no room for takes the place of what came before it."""
+    to the next. What there is no room for takes the place of what came before it. The tier takes
+    no saves until all of it has come (`TierChanged`)."""
 
     tier: Tier
     entries: tuple[StoredEntry, ...]
@@ -298,6 +316,7 @@ Event: TypeAlias = (
     | CommitFailed
     | EntryDamaged
     | ArenaGrown
+    | TierChanged
     | BytesRead
     | TierRecovered
     | Tick

@@ -18,6 +18,7 @@ from .events import (
     LookupAsked,
     ReleaseAsked,
     ReserveAsked,
+    TierState,
 )
 from .tables import Claim, Session, Timer, WaitMode
 from .transition import Refusal, Transition
@@ -49,6 +50,15 @@ def find(transition: Transition, key: Key) -> Found:
     return FlightInfo(owner, transition.served_ns - flight.reserved_ns)
 
 
+def _readable(transition: Transition, key: Key) -> Found:
+    """The same for somebody who wants its bytes: what lies in a tier that hangs is not there."""
+    found = find(transition, key)
+    closed = transition.tables.closed
+    if closed and isinstance(found, Entry) and closed.get(found.tier) is TierState.HUNG:
+        return None
+    return found
+
+
 def awaited(transition: Transition, keys: Sequence[Key], mode: WaitMode) -> dict[int, int]:
     """The saves in flight that can change the answer to a question about `keys`: token ->
     position."""
@@ -72,7 +82,7 @@ def lookup(transition: Transition, asked: LookupAsked) -> LookupAnswer | None:
     results: list[Found] = []
     hits = 0
     for key in asked.keys:
-        found = find(transition, key)
+        found = _readable(transition, key)
         results.append(found)
         if isinstance(found, Entry):
             hits += 1
@@ -151,7 +161,7 @@ def _select(transition: Transition, keys: Sequence[Key], mode: ClaimMode) -> lis
     results: list[Found] = []
     at_present, at_absent = mode is ClaimMode.FIRST, mode is ClaimMode.RUN
     for key in keys:
-        found = find(transition, key)
+        found = _readable(transition, key)
         results.append(found)
         if at_present if isinstance(found, Entry) else at_absent:
             break

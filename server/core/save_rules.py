@@ -14,6 +14,7 @@ from ...tiers.ledger import Admission
 from .answers import (
     Answer,
     CancelAnswer,
+    Closed,
     FlightInfo,
     Refused,
     ReserveAnswer,
@@ -137,7 +138,7 @@ def _observe(
     missed = [
         (item.key, item.token_count, footprint(item.payload_bytes, len(item.token_ids)))
         for item, result in zip(asked.items, results, strict=True)
-        if isinstance(result, WriteOrder) or result is SaveOutcome.NO_ROOM
+        if isinstance(result, WriteOrder | Closed) or result is SaveOutcome.NO_ROOM
     ]
     transition.observe(asked.tier, missed)
     transition.observe_entries(entries[item.key] for item in asked.items if item.key in entries)
@@ -221,7 +222,9 @@ def _over_share(transition: Transition, session: Session, coming: Entry) -> bool
     return reserved_bytes > 0 and reserved_bytes + coming.stored_bytes > most_bytes
 
 
-def make_room(transition: Transition, session: Session, coming: Entry) -> SaveOutcome | None:
+def make_room(
+    transition: Transition, session: Session, coming: Entry
+) -> SaveOutcome | Closed | None:
     """Evict exactly what an entry more needs; None when it fits, else why it doesn't."""
     t = transition.tables
     ledger = t.ledgers[coming.tier]
@@ -229,6 +232,9 @@ def make_room(transition: Transition, session: Session, coming: Entry) -> SaveOu
     if admission is Admission.TOO_LARGE:
         t.counters.too_large_refusals += 1
         return SaveOutcome.TOO_LARGE
+    if coming.tier in t.closed:
+        t.counters.closed_refusals += 1
+        return Closed(coming.tier, t.closed[coming.tier])
     if _over_share(transition, session, coming):
         t.counters.quota_refusals += 1
         return SaveOutcome.NO_ROOM
@@ -275,6 +281,9 @@ def began(transition: Transition, event: WriteBegan) -> WriteOrder:
         )
     if (reservation.stage, Signal.BEGIN) not in NEXT_STAGE:
         raise Refusal(UnknownReservation(f"reservation {event.token} is being written already"))
+    if reservation.tier in transition.tables.closed:
+        state = transition.tables.closed[reservation.tier].value
+        raise Refusal(UnknownReservation(f"the {reservation.tier.label} tier is {state}"))
     advance(reservation, Signal.BEGIN)
     reservation.expires_ns = reservation.reserved_ns + reservation.ttl_ns
     return _order(reservation)

@@ -234,15 +234,18 @@ class Transition:
         Claims on it stay until they are released, which tells that they are lost: a read of it
         fails from now on. Its room is free when the last of them ended.
         """
-        tables = self.tables
-        ledger = tables.ledgers[entry.tier]
+        self.drop(entry)
+        self.tables.tier_counters[entry.tier].corrupt += 1
+
+    def drop(self, entry: Entry) -> None:
+        """The same of an entry that nothing is wrong with."""
+        ledger = self.tables.ledgers[entry.tier]
         ledger.remove(entry)
         self._leave(entry)
         if entry.pins:
-            tables.condemned[entry.generation] = entry
+            self.tables.condemned[entry.generation] = entry
         else:
             ledger.forget(entry)
-        tables.tier_counters[entry.tier].corrupt += 1
 
     def _leave(self, entry: Entry) -> None:
         """An entry that left the eviction order already is gone, for readers first."""

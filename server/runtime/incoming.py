@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import structlog
 
 from ...proto.errors import InvalidSize, MalformedMessage, PrefixdError
+from ...proto.vocabulary import Tier
 from ...tiers.store import Buffer, StoreError
 from ..core.effects import SaveEnded
 from ..core.events import SaveOutcome, WriteSealed
-from .loop import Core, Write
+from .loop import Core
+from .writes import Write
 
 log = structlog.get_logger("prefixd.incoming")
 
@@ -105,6 +107,11 @@ class _Message:
     pieces: Sequence[Piece]
     then: Callable[[], None]
 
+    @property
+    def tier(self) -> Tier:
+        """The slowest that it goes to. One stream brings bytes for one tier, as a rule."""
+        return max((feed.write.order.tier for feed in self.feeds), default=Tier.RAM)
+
     def take(self) -> PrefixdError | None:
         """Copy the pieces. On any thread. Returns what breaks the stream, if anything does."""
         for feed, piece in zip(self.feeds, self.pieces, strict=True):
@@ -188,7 +195,10 @@ class Incoming:
             raise cancelled
 
     def _copy(self) -> None:
-        self._copying = self._loop.run_in_executor(self._core.executor, self._copy_some)
+        # What waits for a device waits on the threads of that device.
+        devices = self._core.devices
+        executor = devices.executor(self._waiting[0].tier)
+        self._copying = self._loop.run_in_executor(executor, self._copy_some)
         self._copying.add_done_callback(self._copied_some)
 
     def _copy_some(self) -> None:
@@ -198,7 +208,8 @@ class Incoming:
                 message = self._waiting.popleft()
             except IndexError:
                 return
-            broken = message.take()
+            with self._core.devices.under_way(message.tier):
+                broken = message.take()
             self._loop.call_soon_threadsafe(self._copied, message, broken)
 
     def _copied(self, message: _Message, broken: PrefixdError | None) -> None:

@@ -26,7 +26,7 @@ import structlog
 from ...proto.entry import EntryRecord
 from ...proto.errors import Draining, PrefixdError, UnknownSession
 from ...proto.vocabulary import Tier
-from ...tiers.store import EntryWriter, Store, StoreFull
+from ...tiers.store import Store, StoreFull
 from ..core.answers import Answer, ClaimAnswer, Refused, ReserveAnswer, WriteOrder
 from ..core.effects import (
     Commit,
@@ -64,12 +64,16 @@ from ..core.state import MetaState
 from .clock import Clock
 from .collector import Freezer
 from .committer import CommitResult
+from .devices import Devices
 from .health import Health
 from .index import IndexWriter
 from .lag import LoopLag
 from .recounting import recount
 from .store_commands import StoreOrders
+from .supervision import Supervisor
+from .threads import ended_within
 from .verification import Verifications
+from .writes import Write
 
 log = structlog.get_logger("prefixd.loop")
 
@@ -79,6 +83,8 @@ A = TypeVar("A", bound=Answer)
 FLUSH_INTERVAL_S: Final = 1.0
 
 SessionNote = TellClaimLost | TellReservationLost
+#: How long a stop waits for the threads that write.
+CLOSED_WITHIN_S: Final = 3.0
 
 #: Saves that one `Committed` tells of at most.
 _COMMITTED_AT_ONCE: Final = 512
@@ -95,23 +101,6 @@ class Listener(Protocol):
 
     def ended(self, why: PrefixdError | None) -> None:
         """The session is over, or (None) the daemon stops. Told again until it unsubscribes."""
-
-
-class Write:
-    """The bytes of one reservation on their way into a store.
-
-    `busy` counts the messages that other threads copy into its room, now or soon: a lost
-    reservation then keeps its room until that ended.
-    """
-
-    __slots__ = ("busy", "ended", "order", "stopping", "writer")
-
-    def __init__(self, order: WriteOrder, writer: EntryWriter, ended: asyncio.Future[SaveEnded]):
-        self.order = order
-        self.writer = writer
-        self.ended = ended
-        self.busy = 0
-        self.stopping = False
 
 
 class Core:
@@ -135,12 +124,15 @@ class Core:
         self.clock = clock
         self.writes: dict[int, Write] = {}
         self.health = Health(clock)
-        self.verifications = Verifications(self.stores, executor, self.health, self.damaged)
+        self.devices = Devices(self.stores, executor, clock, self.health, self.post)
+        self.verifications = Verifications(self.stores, self.devices, self.health, self.damaged)
+        self.supervisor = Supervisor(self.health, self.give_up)
         self.draining = False
         #: an event failed, and the state is being recounted: nothing is taken on meanwhile
         self.recounting = False
-        #: set when the state can't be trusted any more: the daemon has to stop
+        #: set when the daemon has to stop, and why
         self.broken = asyncio.Event()
+        self.broken_why = ""
         self._closed = False
         self._working = 0
         self._idle = asyncio.Event()
@@ -153,7 +145,9 @@ class Core:
         self._listeners: dict[int, Listener] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns: int | None = None
-        self.orders = StoreOrders(self.stores, self._commit_done)
+        self.orders = StoreOrders(
+            self.stores, self._commit_done, self.devices.under_way, self._committer_died
+        )
         self._freezer = Freezer()
         self.lag = LoopLag(clock)
         self._going_on = False
@@ -249,15 +243,26 @@ class Core:
             self._replies.pop(request).set_result(Refused(PrefixdError(what)))
         if not self.recounting:
             self.recounting = True
-            self._recount = self._loop.create_task(self._recount_after_failure())
+            work = self._recount_after_failure()
+            self._recount = self.supervisor.task("recount", work, vital=True)
 
     async def _recount_after_failure(self) -> None:
         problems, _ = await recount(self.state)
         self.recounting = False
         if problems:
             log.critical("state_broken", problems=problems[:10])
-            self.draining = self._closed = True
-            self.broken.set()
+            self._closed = True
+            self.give_up(f"the state does not add up: {self.unhealthy()['state']}")
+
+    def give_up(self, why: str) -> None:
+        """The daemon can't go on, and stops."""
+        self.draining = True
+        self.broken_why = self.broken_why or why
+        self.broken.set()
+
+    def _committer_died(self, tier: Tier, problem: BaseException) -> None:
+        """On its thread. Saves would wait for it for ever."""
+        self.supervisor.died_threadsafe(f"{tier.label} committer", problem, vital=True)
 
     def post_threadsafe(self, event: Event) -> None:
         """`post`, from any thread; nothing happens any more once the loop is closed."""
@@ -452,7 +457,9 @@ class Core:
         """What does not work, with the reason; empty when everything does. On any thread."""
         return self.health.unhealthy() | self.orders.unhealthy()
 
-    # ---- end
+    def notices(self) -> dict[str, str]:
+        """What is less than it could be while the daemon serves. On any thread."""
+        return self.orders.notices() | self.health.notices.copy()
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more questions and let what moves bytes finish. False: some did not."""
@@ -466,24 +473,27 @@ class Core:
             return False
         return True
 
-    async def close(self) -> None:
-        """Hand everything durable over and end the threads. No questions after this."""
+    async def close(self, within_s: float = CLOSED_WITHIN_S) -> bool:
+        """Hand everything durable over and end the threads; no questions after this. False: some
+        are stuck in I/O, and what they use must stay open until the process ends."""
         self.draining = True
         self._flusher.cancel()
         self.lag.close()
+        self.devices.stop()
         self._tick(flush=True)
         while self.state.busy and not self._closed:
             self._go_on()
         if self._recount is not None:
             self._recount.cancel()
-        await self._loop.run_in_executor(None, self.verifications.close)
-        await self._loop.run_in_executor(None, self.orders.close)
+        closings = (*self.orders.closings(), self.verifications.close, self.devices.close)
+        ended = await ended_within(within_s, closings)
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_result(Refused(_stopping()))
+        return ended
 
 
 def _stopping() -> PrefixdError:

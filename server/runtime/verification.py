@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -16,6 +16,7 @@ import structlog
 from ...proto.vocabulary import Tier
 from ...tiers.store import Damaged, Store, StoreError
 from ..core.entries import Entry
+from .devices import Devices
 from .health import Health
 
 
@@ -74,12 +75,12 @@ class Verifications:
     def __init__(
         self,
         stores: Mapping[Tier, Store],
-        executor: Executor,
+        devices: Devices,
         health: Health,
         damaged: Callable[[Entry, str], None],
     ) -> None:
         self._stores = stores
-        self._executor = executor
+        self._devices = devices
         self._health = health
         self._damaged = damaged
         self._loop = asyncio.get_running_loop()
@@ -99,7 +100,8 @@ class Verifications:
     async def verify_all(self, entries: Sequence[Entry]) -> list[Verdict | None]:
         """`verify` of several, read one after the other."""
         read = partial(_read_back_all, self._stores, entries)
-        verdicts = await self._loop.run_in_executor(self._executor, read)
+        slowest = max((entry.tier for entry in entries), default=Tier.RAM)
+        verdicts = await self._loop.run_in_executor(self._devices.executor(slowest), read)
         return [
             self._judged(entry, verdict) if entry.published else None
             for entry, verdict in zip(entries, verdicts, strict=True)

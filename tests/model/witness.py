@@ -96,14 +96,15 @@ class Witness:
                 # gone from the tables at its end.
                 live = self.state.tables.claims.keys() & self.claims.keys()
                 pinned = any(entry.generation in self.claims[number] for number in live)
-                assert not pinned or isinstance(event, ev.EntryDamaged), "pinned"
-                if isinstance(event, ev.EntryDamaged) and entry.pins:
+                dropped = isinstance(event, ev.EntryDamaged | ev.TierRecovered)
+                assert not pinned or dropped, "pinned"
+                if dropped and entry.pins:
                     self.condemned[entry.generation] = entry
                     self.take(entry.tier, entry.location, ("condemned", entry.generation))
             case fx.Erase():
                 for entry in effect.entries:
                     there = self.index.get(entry.key)
-                    assert there is None or (starting and there.tier is not effect.tier)
+                    assert there is None or (starting and there.generation != entry.generation)
             case fx.Commit():
                 assert set(effect.tokens) <= self.orders.keys()
                 assert isinstance(event, ev.WriteSealed)
@@ -261,5 +262,7 @@ def plain_reserved(reserved: an.Reserved) -> Any:
             return ("order", token, name_of(key), tier.label, payload_bytes, token_count)
         case an.FlightInfo():
             return plain_found(reserved)
+        case an.Closed(tier, state):
+            return ("closed", tier.label, state.value)
         case _:
             return reserved.name.lower().replace("_", " ")

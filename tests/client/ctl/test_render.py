@@ -182,3 +182,13 @@ def test_a_check_lists_its_problems() -> None:
     assert "- bytes do not add up" in drawn(render.check_view(bad, deep=False))
     good = pb.CheckResponse(entries=3, payloads_verified=3, payload_bytes_verified=4096)
     assert "3 payloads (4KiB) read and verified" in drawn(render.check_view(good, deep=True))
+
+
+def test_what_is_less_than_it_could_be_is_shown() -> None:
+    recovering = tier_stats(pb.TIER_DISK)
+    recovering.state = "recovering"
+    said = {"disk tier": "recovers: 240,000 entries adopted"}
+    stats = pb.StatsResponse(tiers=[tier_stats(), recovering], notices=said, health="serving")
+    shown = drawn(render.stats_view(stats, "unix:/s"), 120)
+    assert "disk tier: recovers: 240,000 entries adopted" in shown
+    assert shown.count("(recovering)") == 1

@@ -38,7 +38,9 @@ from prefixd.server.core.events import (
     SessionLost,
     SessionOpened,
     Tick,
+    TierChanged,
     TierRecovered,
+    TierState,
     WriteBegan,
     WriteSealed,
     WriteStopped,
@@ -272,6 +274,11 @@ def more_than_a_share(daemon: Daemon) -> None:
     daemon.reserve(session, 2, 10)
 
 
+def a_tier_that_recovers(daemon: Daemon) -> None:
+    daemon.apply(TierChanged(Tier.RAM, TierState.RECOVERING, daemon.now_ns))
+    daemon.reserve(daemon.session(), 1, 10)
+
+
 MOVES: list[tuple[Callable[[Daemon], None], dict[str, int]]] = [
     (lookups, {"lookups": 2, "lookup_keys": 2, "lookup_hits": 1}),
     (claims, {"claims": 2, "claims_empty": 1, "claimed_entries": 2, "releases": 1}),
@@ -290,6 +297,7 @@ MOVES: list[tuple[Callable[[Daemon], None], dict[str, int]]] = [
     (wrong_bytes, {"crc_mismatches": 1, "length_mismatches": 1, "failed_saves": 1}),
     (waits, {"waits": 2, "waits_timed_out": 1}),
     (more_than_a_share, {"quota_refusals": 1}),
+    (a_tier_that_recovers, {"closed_refusals": 1}),
     (reports_of_clients, {"touches": 1, "suspects": 1}),
 ]
 
