@@ -266,9 +266,9 @@ class Table:
             behind = 0
             for match in _MAGIC.finditer(block):
                 at = match.start()
-                if at < behind:
+                if at < behind or at + CELL_BYTES > len(block):
                     continue
-                sequence, slab = _HEADER.unpack_from(block[at + 4 : at + 16].ljust(12, b"\xff"))
+                sequence, slab = _HEADER.unpack_from(block, at + 4)
                 if slab < self._slabs and sequence <= sequences[slab]:
                     continue  # most are older, or copies
                 found = wire.whole_cell(block[at : at + CELL_BYTES])
