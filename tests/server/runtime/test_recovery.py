@@ -16,7 +16,7 @@ from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.runtime import recovery
 from prefixd.server.runtime.index import IndexWriter
-from prefixd.tiers import row_table
+from prefixd.tiers import records, row_table
 from prefixd.tiers.arena_store import ARENA_FILE
 from prefixd.tiers.row_table import RECORDS_FILE
 from prefixd.tiers.rows import ROW_BYTES
