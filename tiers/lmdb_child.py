@@ -87,6 +87,9 @@ class Table:
         if len(found) < 2:
             raise OSError(f"{directory / 'records-*.mdb'} was deleted while it was in use")
         (_, self._spare_path), (self._number, self._path) = found[-2:]
+        # What was left where a process was killed between two steps.
+        for path in [path for _, path in found[:-2]] + list(directory.glob("records-*.mdb-lock")):
+            path.unlink()
         self._spare_fd = os.open(self._spare_path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         #: by slab: the sequence number of its cell, 0 for none; the generation in its row

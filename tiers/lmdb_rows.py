@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -112,13 +113,19 @@ class LmdbRows(RowTable):
     def chunks(self) -> Iterator[tuple[int, list[tuple[int, bytes]]]]:
         first = 0
         while (found := self._call("chunk", first)) is not None:
-            first, cells = found
-            rows = []
-            for start in range(0, len(cells), wire.CELL_BYTES):
-                _, _, slab, row = wire.CELL.unpack_from(cells, start)
-                rows.append((slab, row))
-            yield first, rows
-            first += wire.CHUNK_SLABS
+            try:
+                begin, cells = found
+                rows = [
+                    wire.CELL.unpack_from(cells, start)[2:]
+                    for start in range(0, len(cells), wire.CELL_BYTES)
+                ]
+                good = first <= begin <= rows[0][0] <= rows[-1][0] < begin + wire.CHUNK_SLABS
+            except (TypeError, ValueError, IndexError, struct.error):
+                good = False
+            if not good:
+                raise StoreError(f"can't read the records in {self._directory}: nonsense")
+            yield begin, rows
+            first = begin + wire.CHUNK_SLABS
 
     def close(self) -> None:
         """Takes at most `CLOSE_S`, and a second: a process that hangs is killed and left."""

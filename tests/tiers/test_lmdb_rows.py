@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgpack
 import pytest
 from helpers import records_file
 from test_row_table import row_of, rows_in
@@ -228,6 +229,29 @@ def test_nonsense_is_an_error(opened: Opened, monkeypatch: pytest.MonkeyPatch, s
             with pytest.raises(StoreError, match="records"):
                 table.probe()
     assert rows_in(table) == {1: row_of(1)}
+
+
+@pytest.mark.parametrize(
+    "said", [["ok", 5], ["ok", [0, b"abc"]], ["ok", [0, b""]], ["ok", [0, b"x" * 148]], ["ok"]]
+)
+def test_rows_that_make_no_sense_are_an_error(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, said: list[object]
+) -> None:
+    packed = [msgpack.packb(message) for message in (["ok", None], said)]
+    sent = b"".join(len(message).to_bytes(4, "little") + message for message in packed)
+    monkeypatch.setattr(LmdbRows, "command", (sys.executable, "-c", LIAR, sent.hex()))
+    with pytest.raises(StoreError, match="records"):
+        rows_in(opened())
+
+
+def test_what_killed_processes_left_is_removed(opened: Opened, tmp_path: Path) -> None:
+    opened().apply([], [(1, row_of(1))])
+    opened().close()
+    before = len(list(tmp_path.iterdir()))
+    (tmp_path / "records-0.mdb").touch()
+    (tmp_path / "records-1.mdb-lock").touch()
+    assert rows_in(opened()) == {1: row_of(1)}
+    assert len(list(tmp_path.iterdir())) == before
 
 
 def test_a_process_that_does_not_start_is_an_error(
