@@ -278,7 +278,7 @@ class Table:
                 if found is None:
                     continue
                 behind = at + CELL_BYTES
-                _, sequence, slab, _ = CELL.unpack_from(found)
+                sequence, slab = _HEADER.unpack_from(found, 4)
                 if slab < self._slabs and sequence > sequences[slab]:
                     sequences[slab] = sequence
                     places[slab] = start + at
@@ -295,10 +295,10 @@ class Table:
             cell = changed.get(slab)
             if cell is None:
                 cell = wire.whole_cell(os.pread(self._fd, CELL_BYTES, places[slab]))
-            if cell is None or CELL.unpack_from(cell)[1:3] != (sequence, slab):
+            if cell is None or _HEADER.unpack_from(cell, 4) != (sequence, slab):
                 raise Damage(f"the cell of slab {slab} changed while it was copied")
             # A place is read before the generation takes it.
-            places[slab] = _generation(cell[CELL_ROW])
+            (places[slab],) = _GENERATION.unpack_from(cell, CELL_ROW.start + 8)
             cells.append((_KEY.pack(slab), cell))
             if len(cells) == _CELLS_AT_ONCE:
                 self._append(cells)

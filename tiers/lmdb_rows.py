@@ -18,7 +18,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic
 from typing import Any, ClassVar, Final
 
 from . import lmdb_wire as wire
@@ -29,8 +28,8 @@ from .store import StoreError, StoreFull
 #: What the two files take together, whatever they hold, and for each slab.
 TABLE_FIXED_BYTES: Final = 2 * (wire.FILE_FIXED_BYTES + mmap.PAGESIZE)
 TABLE_SLAB_BYTES: Final = 2 * wire.FILE_SLAB_BYTES
-#: What a call that is under way when the table is closed has left, and then the process to end.
-#: What a hung device holds longer than that is left to the kernel.
+#: What a call that is under way when the table is closed has left. A process that the device holds
+#: longer, killed or not, is left to the kernel.
 CLOSE_S: Final = 5.0
 #: What a killed process may take to be gone.
 _KILLED_S: Final = 1.0
@@ -128,12 +127,12 @@ class LmdbRows(RowTable):
             first = begin + wire.CHUNK_SLABS
 
     def close(self) -> None:
-        """Takes at most `CLOSE_S`, and a second: a process that hangs is killed and left."""
-        until = monotonic() + CLOSE_S
+        """Takes at most `CLOSE_S`, and a second. The process is killed: what it acknowledged is
+        durable, and what it does beside is done again by the next."""
         self._closed = True
         held = self._lock.acquire(timeout=CLOSE_S)
         try:
-            self._end(until - monotonic())
+            self._end(0)
         finally:
             if held:
                 self._lock.release()
@@ -163,7 +162,7 @@ class LmdbRows(RowTable):
                 wire.send(self._connection, list(request))
                 return self._answer(self._connection)
             except (OSError, EOFError, ValueError) as problem:
-                ended = self._end(0)
+                ended = self._end(_KILLED_S)
                 raise StoreError(
                     f"can't use the records in {self._directory}: their process "
                     + (f"ended with {ended}" if ended is not None else f"is lost: {problem}")
@@ -211,7 +210,7 @@ class LmdbRows(RowTable):
             connection.close()
         if process is None:
             return None
-        for wait_s in (max(0.0, within_s), _KILLED_S):
+        for wait_s in (within_s, _KILLED_S):
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(wait_s)
             process.kill()

@@ -51,6 +51,9 @@ FILE_NAME: Final = re.compile(r"records-(\d{1,18})\.mdb")
 FILE_FIXED_BYTES: Final = 32 * mmap.PAGESIZE
 FILE_SLAB_BYTES: Final = 320
 
+#: The CRC32C of any bytes with their CRC32C behind them.
+_GOOD_CRC32C: Final = 0x48674BC7
+
 CHUNK_SLABS: Final = 8192
 #: Changes in one request.
 MAX_CHANGES: Final = 8192
@@ -79,9 +82,9 @@ def whole_cell(cell: bytes) -> bytes | None:
     """
     if len(cell) != CELL_BYTES:
         return None
-    wrong = crc32c(cell[:-4]) ^ int.from_bytes(cell[-4:], "little")
-    if not wrong:
+    if crc32c(cell) == _GOOD_CRC32C:
         return cell
+    wrong = crc32c(cell[:-4]) ^ int.from_bytes(cell[-4:], "little")
     bit = _bits_by_error().get(wrong)
     if bit is None:
         return None
