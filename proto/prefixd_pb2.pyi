@@ -948,7 +948,7 @@ class SaveItem(google.protobuf.message.Message):
     token_ids: builtins.bytes
     """Optional, u32 little-endian. Stored and given back as they are: the daemon does not know the
     namespace, and can't tell whether they are those of the key. A reader that knows it can
-    (verify_token_ids in proto/record.py).
+    (verify_token_ids in proto/layout.py).
     """
     def __init__(
         self,

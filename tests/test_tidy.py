@@ -51,7 +51,6 @@ LIBRARY_NEEDS = {"prefixd", "grpc", "google", "crc32c", "typing_extensions"}
 #: The parts of these folders that are for the daemon, or that a developer runs.
 NEEDS_MORE = (
     "proto/generate.py",
-    "proto/record.py",
     # They read LMDB environments; without lmdb a client goes over gRPC.
     "client/local/environments.py",
     "client/local/node.py",

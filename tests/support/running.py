@@ -29,7 +29,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto import prefixd_pb2_grpc as rpc
 from prefixd.proto.errors import BY_NAME, ERROR_METADATA, RETRY_METADATA
 from prefixd.proto.keys import Key
-from prefixd.proto.record import crc32c
+from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server import assembly
 from prefixd.server.api.front import Front

@@ -26,7 +26,7 @@ from prefixd.client.wire.link import Link
 from prefixd.proto import local
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import PrefixdError
-from prefixd.proto.record import crc32c
+from prefixd.proto.layout import crc32c
 from tests.support.daemon import eventually, private_daemon
 from tests.support.entries import items_of, key_of, payload_of, restore, rpcs, save
 

@@ -23,7 +23,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.arena_header import ARENA_HEADER_BYTES, encode_arena_header
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
-from prefixd.proto.record import crc32c
+from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.runtime.index import IndexWriter
 

@@ -23,7 +23,7 @@ from prefixd.proto.errors import (
     PrefixdError,
     UnknownSession,
 )
-from prefixd.proto.record import crc32c
+from prefixd.proto.layout import crc32c
 
 SLOT = 4096
 HEADER = pb.SaveHeader(tier=pb.TIER_RAM)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.proto.record import crc32c
+from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api.local_socket import LocalServer
 from prefixd.server.runtime import incoming

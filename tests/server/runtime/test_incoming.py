@@ -13,7 +13,7 @@ import pytest
 
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import InvalidSize, MalformedMessage
-from prefixd.proto.record import crc32c
+from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.core.answers import ReserveAnswer, WriteOrder
 from prefixd.server.core.events import ReserveAsked, SaveItem, SaveOutcome, SessionLost

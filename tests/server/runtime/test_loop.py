@@ -13,7 +13,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import Draining, PrefixdError
 from prefixd.proto.index import Listed
 from prefixd.proto.keys import Key
-from prefixd.proto.record import crc32c
+from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.core.answers import (
     CancelAnswer,

@@ -16,9 +16,9 @@ from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.runtime import recovery
 from prefixd.server.runtime.index import IndexWriter
-from prefixd.tiers import records
+from prefixd.tiers import records, row_table
 from prefixd.tiers.arena_store import ARENA_FILE
-from prefixd.tiers.records import RECORDS_FILE
+from prefixd.tiers.row_table import RECORDS_FILE
 from prefixd.tiers.rows import ROW_BYTES
 from prefixd.tiers.store import Location, RecoveryBatch, Store
 from tests.contract.faulty import FaultyStore
@@ -344,7 +344,7 @@ def incarnation_of(file: Path) -> bytes:
 async def test_orphans_are_swept_out_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "_CHUNK_ROWS", 8)
+    monkeypatch.setattr(row_table, "CHUNK_SLABS", 8)
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         for tier in Tier:
