@@ -1656,6 +1656,7 @@ class TierStats(google.protobuf.message.Message):
     RECOVERED_ENTRIES_FIELD_NUMBER: builtins.int
     RECOVERED_BYTES_FIELD_NUMBER: builtins.int
     DROPPED_AT_START_FIELD_NUMBER: builtins.int
+    SCRUB_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     policy: builtins.str
     budget_bytes: builtins.int
@@ -1680,6 +1681,10 @@ class TierStats(google.protobuf.message.Message):
     recovered_entries: builtins.int
     recovered_bytes: builtins.int
     dropped_at_start: builtins.int
+    @property
+    def scrub(self) -> Global___ScrubStats:
+        """not set: the tier is not scrubbed"""
+
     def __init__(
         self,
         *,
@@ -1705,10 +1710,51 @@ class TierStats(google.protobuf.message.Message):
         recovered_entries: builtins.int = ...,
         recovered_bytes: builtins.int = ...,
         dropped_at_start: builtins.int = ...,
+        scrub: Global___ScrubStats | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "corrupt", b"corrupt", "dropped_at_start", b"dropped_at_start", "entries", b"entries", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "hit_tokens", b"hit_tokens", "hits", b"hits", "max_entries", b"max_entries", "payload_bytes", b"payload_bytes", "pinned_bytes", b"pinned_bytes", "pinned_entries", b"pinned_entries", "policy", b"policy", "published_bytes", b"published_bytes", "read_bytes", b"read_bytes", "recovered_bytes", b"recovered_bytes", "recovered_entries", b"recovered_entries", "reserved_bytes", b"reserved_bytes", "saved_bytes", b"saved_bytes", "saves", b"saves", "secured_bytes", b"secured_bytes", "tier", b"tier"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["scrub", b"scrub"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "corrupt", b"corrupt", "dropped_at_start", b"dropped_at_start", "entries", b"entries", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "hit_tokens", b"hit_tokens", "hits", b"hits", "max_entries", b"max_entries", "payload_bytes", b"payload_bytes", "pinned_bytes", b"pinned_bytes", "pinned_entries", b"pinned_entries", "policy", b"policy", "published_bytes", b"published_bytes", "read_bytes", b"read_bytes", "recovered_bytes", b"recovered_bytes", "recovered_entries", b"recovered_entries", "reserved_bytes", b"reserved_bytes", "saved_bytes", b"saved_bytes", "saves", b"saves", "scrub", b"scrub", "secured_bytes", b"secured_bytes", "tier", b"tier"]) -> None: ...
 
 Global___TierStats: typing_extensions.TypeAlias = TierStats
+
+@typing.final
+class ScrubStats(google.protobuf.message.Message):
+    """How reading a tier back in the background goes; counted since the start of the daemon."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    DAMAGED_ENTRIES_FIELD_NUMBER: builtins.int
+    UNREADABLE_ENTRIES_FIELD_NUMBER: builtins.int
+    PASSES_FIELD_NUMBER: builtins.int
+    LAST_PASS_UNIX_NS_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
+    entries: builtins.int
+    payload_bytes: builtins.int
+    damaged_entries: builtins.int
+    unreadable_entries: builtins.int
+    """that the store could not read when it was their turn"""
+    passes: builtins.int
+    """over the whole tier"""
+    last_pass_unix_ns: builtins.int
+    """when the last of them ended; 0: none did"""
+    progress: builtins.float
+    """the part of the tier that the current pass has behind it: 0 to 1"""
+    def __init__(
+        self,
+        *,
+        entries: builtins.int = ...,
+        payload_bytes: builtins.int = ...,
+        damaged_entries: builtins.int = ...,
+        unreadable_entries: builtins.int = ...,
+        passes: builtins.int = ...,
+        last_pass_unix_ns: builtins.int = ...,
+        progress: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["damaged_entries", b"damaged_entries", "entries", b"entries", "last_pass_unix_ns", b"last_pass_unix_ns", "passes", b"passes", "payload_bytes", b"payload_bytes", "progress", b"progress", "unreadable_entries", b"unreadable_entries"]) -> None: ...
+
+Global___ScrubStats: typing_extensions.TypeAlias = ScrubStats
 
 @typing.final
 class StatsResponse(google.protobuf.message.Message):
@@ -2393,14 +2439,9 @@ Global___GcResponse: typing_extensions.TypeAlias = GcResponse
 class CheckRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    DEEP_FIELD_NUMBER: builtins.int
-    deep: builtins.bool
     def __init__(
         self,
-        *,
-        deep: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["deep", b"deep"]) -> None: ...
 
 Global___CheckRequest: typing_extensions.TypeAlias = CheckRequest
 
@@ -2410,16 +2451,9 @@ class CheckResponse(google.protobuf.message.Message):
 
     PROBLEMS_FIELD_NUMBER: builtins.int
     ENTRIES_FIELD_NUMBER: builtins.int
-    PAYLOADS_VERIFIED_FIELD_NUMBER: builtins.int
-    PAYLOAD_BYTES_VERIFIED_FIELD_NUMBER: builtins.int
     PROBLEM_COUNT_FIELD_NUMBER: builtins.int
-    PAYLOADS_UNREADABLE_FIELD_NUMBER: builtins.int
     entries: builtins.int
-    payloads_verified: builtins.int
-    payload_bytes_verified: builtins.int
     problem_count: builtins.int
-    payloads_unreadable: builtins.int
-    """that their store could not read; nothing is known of them"""
     @property
     def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """empty: everything adds up; the first 1,000 of problem_count"""
@@ -2429,11 +2463,70 @@ class CheckResponse(google.protobuf.message.Message):
         *,
         problems: collections.abc.Iterable[builtins.str] | None = ...,
         entries: builtins.int = ...,
-        payloads_verified: builtins.int = ...,
-        payload_bytes_verified: builtins.int = ...,
         problem_count: builtins.int = ...,
-        payloads_unreadable: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["entries", b"entries", "payload_bytes_verified", b"payload_bytes_verified", "payloads_unreadable", b"payloads_unreadable", "payloads_verified", b"payloads_verified", "problem_count", b"problem_count", "problems", b"problems"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "problem_count", b"problem_count", "problems", b"problems"]) -> None: ...
 
 Global___CheckResponse: typing_extensions.TypeAlias = CheckResponse
+
+@typing.final
+class VerifyRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIERS_FIELD_NUMBER: builtins.int
+    @property
+    def tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Tier.ValueType]:
+        """empty: every tier"""
+
+    def __init__(
+        self,
+        *,
+        tiers: collections.abc.Iterable[Global___Tier.ValueType] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["tiers", b"tiers"]) -> None: ...
+
+Global___VerifyRequest: typing_extensions.TypeAlias = VerifyRequest
+
+@typing.final
+class VerifyProgress(google.protobuf.message.Message):
+    """Everything is counted from the beginning, but for `problems`."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    DAMAGED_ENTRIES_FIELD_NUMBER: builtins.int
+    UNREADABLE_ENTRIES_FIELD_NUMBER: builtins.int
+    PROBLEMS_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
+    DONE_FIELD_NUMBER: builtins.int
+    entries: builtins.int
+    """that were read to their end"""
+    payload_bytes: builtins.int
+    """that were read"""
+    damaged_entries: builtins.int
+    """that were dropped"""
+    unreadable_entries: builtins.int
+    """that their store could not read; nothing is known of them"""
+    progress: builtins.float
+    """the part of the tiers that is behind: 0 to 1"""
+    done: builtins.bool
+    """this is the last message"""
+    @property
+    def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """since the message before; the first 1,000 of all"""
+
+    def __init__(
+        self,
+        *,
+        entries: builtins.int = ...,
+        payload_bytes: builtins.int = ...,
+        damaged_entries: builtins.int = ...,
+        unreadable_entries: builtins.int = ...,
+        problems: collections.abc.Iterable[builtins.str] | None = ...,
+        progress: builtins.float = ...,
+        done: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["damaged_entries", b"damaged_entries", "done", b"done", "entries", b"entries", "payload_bytes", b"payload_bytes", "problems", b"problems", "progress", b"progress", "unreadable_entries", b"unreadable_entries"]) -> None: ...
+
+Global___VerifyProgress: typing_extensions.TypeAlias = VerifyProgress

@@ -91,10 +91,17 @@ async def serve(plan: Plan) -> None:
         if config.server.metrics:
             metrics_at = stack.enter_context(
                 serve_metrics(
-                    config.server.metrics, core.state, core.unhealthy, core.lag, front.in_flight
+                    config.server.metrics,
+                    core.state,
+                    core.unhealthy,
+                    core.lag,
+                    front.in_flight,
+                    front.scrubber.scrubs,
                 )
             )
             log.info("metrics", address=metrics_at)
+        front.scrubber.start()
+        stack.push_async_callback(front.scrubber.close)
         await _serve_rpcs(core, config, front, stop)
         if core.broken.is_set():
             raise PrefixdError(
@@ -212,6 +219,7 @@ def service_config(config: Config, incarnation: bytes) -> ServiceConfig:
         staging_bytes=server.staging_bytes,
         staging_total_bytes=server.staging_total_bytes,
         stall_timeout_s=server.stall_timeout_ns / 1e9,
+        scrub_bytes_per_second=server.scrub_bytes_per_second,
     )
 
 

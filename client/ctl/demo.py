@@ -52,10 +52,11 @@ class DemoResult:
     totals: Totals
     stats: pb.StatsResponse
     checked: pb.CheckResponse
+    verified: pb.VerifyProgress
 
     @property
     def good(self) -> bool:
-        return self.totals.good and not self.checked.problems
+        return self.totals.good and not self.checked.problems and not self.verified.problems
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -63,6 +64,7 @@ class DemoResult:
             "replay": self.totals.as_dict(),
             "stats": messages.as_dict(self.stats),
             "check": messages.as_dict(self.checked),
+            "verify": messages.as_dict(self.verified),
         }
 
 
@@ -81,7 +83,8 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
         daemon = stack.enter_context(PrivateDaemon(directory, shm_directory, flags))
         admin = stack.enter_context(daemon.admin())
         totals = _replay(console, admin, daemon.address, options)
-        result = DemoResult(totals, admin.stats(), admin.check(deep=True))
+        *_, verified = admin.verify()
+        result = DemoResult(totals, admin.stats(), admin.check(), verified)
         console.print(_ending(result))
         return result
 
@@ -161,7 +164,8 @@ def _ending(result: DemoResult) -> RenderableType:
     return Group(
         Text(),
         render.activity_table(result.stats),
-        render.check_view(result.checked, deep=True),
+        render.check_view(result.checked),
+        render.verify_view(result.verified),
         Text(),
         totals_view(result.totals, "the replay"),
     )

@@ -72,6 +72,8 @@ class ServiceConfig:
     staging_total_bytes: int = 2**30
     #: how long a client may leave a call without progress
     stall_timeout_s: float = 30.0
+    #: read back in the background from each tier that is scrubbed; 0: no tier is
+    scrub_bytes_per_second: int = 0
 
 
 class Membership:

@@ -135,7 +135,7 @@ class Core:
         self.clock = clock
         self.writes: dict[int, Write] = {}
         self.health = Health(clock)
-        self.verifications = Verifications(self.stores, executor, self.health, self.damaged)
+        self.verifications = Verifications(self.stores, self.health, self.damaged)
         self.draining = False
         #: an event failed, and the state is being recounted: nothing is taken on meanwhile
         self.recounting = False

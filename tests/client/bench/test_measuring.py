@@ -20,7 +20,7 @@ from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.wire.remote import RemoteTransport
 from prefixd.proto.errors import InvalidSize, PrefixdError
 from prefixd.proto.vocabulary import SaveReason, Tier
-from tests.support.daemon import private_daemon
+from tests.support.daemon import private_daemon, problems_of
 
 BLOCK_BYTES = 700_000
 BLOCKS = 3
@@ -247,7 +247,7 @@ def test_a_plan_is_measured(daemon: PrivateDaemon) -> None:
     notes: list[str] = []
     with daemon.admin() as admin:
         rows = list(measure(daemon.address, admin, plan, notes.append))
-        assert admin.check(deep=True).problems == []
+        assert problems_of(admin) == []
     assert len({(row.peer, row.op, row.blocks) for row in rows}) == len(rows)
     moved = {"prefixd-ram": 4, "prefixd-shm": 4, "prefixd-disk": 3, "prefixd-grpc": 3, "memcpy": 1}
     for blocks in plan.batches:
