@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from prefixd.client.bench.samples import Row
 from prefixd.client.bench.walking import CHAIN_BLOCKS, HASHING, Walks, questions_of, rpcs_of
 from prefixd.client.client import Client
 from prefixd.client.counters import Counters
+from prefixd.client.ctl.bench import bench
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.wire.remote import RemoteTransport
 from prefixd.proto.errors import InvalidSize, PrefixdError
@@ -299,3 +301,9 @@ def test_a_tier_has_room_for_what_is_measured_in_it() -> None:
     assert (
         Plan(("ram", "walk"), (1, 4), 100_000).entries_bytes(65_536) == (3 * 4 * 2 + 513) * 65_536
     )
+
+
+def test_what_is_measured_is_what_clients_do_unless_told_otherwise() -> None:
+    default = inspect.signature(Client).parameters["verify"].default
+    assert Plan().verify == default
+    assert inspect.signature(bench).parameters["verify"].default == default
