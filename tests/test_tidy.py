@@ -52,10 +52,6 @@ LIBRARY_NEEDS = {"prefixd", "grpc", "google", "crc32c", "typing_extensions"}
 NEEDS_MORE = (
     "proto/generate.py",
     "proto/record.py",
-    # They read LMDB environments; without lmdb a client goes over gRPC.
-    "client/local/environments.py",
-    "client/local/node.py",
-    "client/local/transport.py",
 )
 #: No clock, no randomness, no files, no threads, no logging, no configuration.
 PURE = [
