@@ -563,17 +563,26 @@ class TierLimits(google.protobuf.message.Message):
     TIER_FIELD_NUMBER: builtins.int
     BUDGET_BYTES_FIELD_NUMBER: builtins.int
     MAX_PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    MAX_RESERVED_BYTES_FIELD_NUMBER: builtins.int
+    SLAB_BYTES_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     budget_bytes: builtins.int
     max_payload_bytes: builtins.int
+    max_reserved_bytes: builtins.int
+    """What this session may have reserved at once, in stored bytes: an entry takes its payload, and its
+    token ids with 4 bytes more, in whole slabs. One that is larger has to be reserved alone.
+    """
+    slab_bytes: builtins.int
     def __init__(
         self,
         *,
         tier: Global___Tier.ValueType = ...,
         budget_bytes: builtins.int = ...,
         max_payload_bytes: builtins.int = ...,
+        max_reserved_bytes: builtins.int = ...,
+        slab_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "max_payload_bytes", b"max_payload_bytes", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "max_payload_bytes", b"max_payload_bytes", "max_reserved_bytes", b"max_reserved_bytes", "slab_bytes", b"slab_bytes", "tier", b"tier"]) -> None: ...
 
 Global___TierLimits: typing_extensions.TypeAlias = TierLimits
 
@@ -1729,7 +1738,7 @@ class ScrubStats(google.protobuf.message.Message):
     UNREADABLE_ENTRIES_FIELD_NUMBER: builtins.int
     PASSES_FIELD_NUMBER: builtins.int
     LAST_PASS_UNIX_NS_FIELD_NUMBER: builtins.int
-    PROGRESS_FIELD_NUMBER: builtins.int
+    PROGRESS_PERMILLE_FIELD_NUMBER: builtins.int
     entries: builtins.int
     payload_bytes: builtins.int
     damaged_entries: builtins.int
@@ -1739,8 +1748,8 @@ class ScrubStats(google.protobuf.message.Message):
     """over the whole tier"""
     last_pass_unix_ns: builtins.int
     """when the last of them ended; 0: none did"""
-    progress: builtins.float
-    """the part of the tier that the current pass has behind it: 0 to 1"""
+    progress_permille: builtins.int
+    """the part of the tier that the current pass has behind it"""
     def __init__(
         self,
         *,
@@ -1750,9 +1759,9 @@ class ScrubStats(google.protobuf.message.Message):
         unreadable_entries: builtins.int = ...,
         passes: builtins.int = ...,
         last_pass_unix_ns: builtins.int = ...,
-        progress: builtins.float = ...,
+        progress_permille: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["damaged_entries", b"damaged_entries", "entries", b"entries", "last_pass_unix_ns", b"last_pass_unix_ns", "passes", b"passes", "payload_bytes", b"payload_bytes", "progress", b"progress", "unreadable_entries", b"unreadable_entries"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["damaged_entries", b"damaged_entries", "entries", b"entries", "last_pass_unix_ns", b"last_pass_unix_ns", "passes", b"passes", "payload_bytes", b"payload_bytes", "progress_permille", b"progress_permille", "unreadable_entries", b"unreadable_entries"]) -> None: ...
 
 Global___ScrubStats: typing_extensions.TypeAlias = ScrubStats
 
@@ -2488,7 +2497,7 @@ class VerifyRequest(google.protobuf.message.Message):
 Global___VerifyRequest: typing_extensions.TypeAlias = VerifyRequest
 
 @typing.final
-class VerifyProgress(google.protobuf.message.Message):
+class VerifyResponse(google.protobuf.message.Message):
     """Everything is counted from the beginning, but for `problems`."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -2498,7 +2507,7 @@ class VerifyProgress(google.protobuf.message.Message):
     DAMAGED_ENTRIES_FIELD_NUMBER: builtins.int
     UNREADABLE_ENTRIES_FIELD_NUMBER: builtins.int
     PROBLEMS_FIELD_NUMBER: builtins.int
-    PROGRESS_FIELD_NUMBER: builtins.int
+    PROGRESS_PERMILLE_FIELD_NUMBER: builtins.int
     DONE_FIELD_NUMBER: builtins.int
     entries: builtins.int
     """that were read to their end"""
@@ -2508,8 +2517,8 @@ class VerifyProgress(google.protobuf.message.Message):
     """that were dropped"""
     unreadable_entries: builtins.int
     """that their store could not read; nothing is known of them"""
-    progress: builtins.float
-    """the part of the tiers that is behind: 0 to 1"""
+    progress_permille: builtins.int
+    """the part of the tiers that is behind"""
     done: builtins.bool
     """this is the last message"""
     @property
@@ -2524,9 +2533,9 @@ class VerifyProgress(google.protobuf.message.Message):
         damaged_entries: builtins.int = ...,
         unreadable_entries: builtins.int = ...,
         problems: collections.abc.Iterable[builtins.str] | None = ...,
-        progress: builtins.float = ...,
+        progress_permille: builtins.int = ...,
         done: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["damaged_entries", b"damaged_entries", "done", b"done", "entries", b"entries", "payload_bytes", b"payload_bytes", "problems", b"problems", "progress", b"progress", "unreadable_entries", b"unreadable_entries"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["damaged_entries", b"damaged_entries", "done", b"done", "entries", b"entries", "payload_bytes", b"payload_bytes", "problems", b"problems", "progress_permille", b"progress_permille", "unreadable_entries", b"unreadable_entries"]) -> None: ...
 
-Global___VerifyProgress: typing_extensions.TypeAlias = VerifyProgress
+Global___VerifyResponse: typing_extensions.TypeAlias = VerifyResponse

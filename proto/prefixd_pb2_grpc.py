@@ -584,7 +584,7 @@ class AdminStub(object):
         self.Verify = channel.unary_stream(
                 '/prefixd.v1.Admin/Verify',
                 request_serializer=prefixd__pb2.VerifyRequest.SerializeToString,
-                response_deserializer=prefixd__pb2.VerifyProgress.FromString,
+                response_deserializer=prefixd__pb2.VerifyResponse.FromString,
                 _registered_method=True)
 
 
@@ -749,7 +749,7 @@ def add_AdminServicer_to_server(servicer, server):
             'Verify': grpc.unary_stream_rpc_method_handler(
                     servicer.Verify,
                     request_deserializer=prefixd__pb2.VerifyRequest.FromString,
-                    response_serializer=prefixd__pb2.VerifyProgress.SerializeToString,
+                    response_serializer=prefixd__pb2.VerifyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1077,7 +1077,7 @@ class Admin(object):
             target,
             '/prefixd.v1.Admin/Verify',
             prefixd__pb2.VerifyRequest.SerializeToString,
-            prefixd__pb2.VerifyProgress.FromString,
+            prefixd__pb2.VerifyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -680,15 +680,15 @@ _AdminVerifyType = typing_extensions.TypeVar(
     '_AdminVerifyType',
     grpc.UnaryStreamMultiCallable[
         prefixd_pb2.VerifyRequest,
-        prefixd_pb2.VerifyProgress,
+        prefixd_pb2.VerifyResponse,
     ],
     grpc.aio.UnaryStreamMultiCallable[
         prefixd_pb2.VerifyRequest,
-        prefixd_pb2.VerifyProgress,
+        prefixd_pb2.VerifyResponse,
     ],
     default=grpc.UnaryStreamMultiCallable[
         prefixd_pb2.VerifyRequest,
-        prefixd_pb2.VerifyProgress,
+        prefixd_pb2.VerifyResponse,
     ],
 )
 
@@ -743,7 +743,7 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
         ],
         grpc.UnaryStreamMultiCallable[
             prefixd_pb2.VerifyRequest,
-            prefixd_pb2.VerifyProgress,
+            prefixd_pb2.VerifyResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -795,7 +795,7 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
         ],
         grpc.aio.UnaryStreamMultiCallable[
             prefixd_pb2.VerifyRequest,
-            prefixd_pb2.VerifyProgress,
+            prefixd_pb2.VerifyResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -901,7 +901,7 @@ AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     ],
     grpc.aio.UnaryStreamMultiCallable[
         prefixd_pb2.VerifyRequest,
-        prefixd_pb2.VerifyProgress,
+        prefixd_pb2.VerifyResponse,
     ],
 ]
 
@@ -1017,7 +1017,7 @@ class AdminServicer(metaclass=abc.ABCMeta):
         self,
         request: prefixd_pb2.VerifyRequest,
         context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[prefixd_pb2.VerifyProgress], collections.abc.AsyncIterator[prefixd_pb2.VerifyProgress]]:
+    ) -> typing.Union[collections.abc.Iterator[prefixd_pb2.VerifyResponse], collections.abc.AsyncIterator[prefixd_pb2.VerifyResponse]]:
         """Reads every entry of these tiers back and compares its checksums, telling several times a second
         how far it is. An entry whose bytes are wrong is dropped, one that can't be read stays. Whoever
         hangs up ends it. Errors: INVALID_ARGUMENT (tier).

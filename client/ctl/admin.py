@@ -351,7 +351,7 @@ def verify(ctl: Ctl, tier: TiersOption = None) -> None:
     from . import messages, render
     from .progress import of_a_whole
 
-    found = pb.VerifyProgress()
+    found = pb.VerifyResponse()
     with ctl.connect() as daemon, closing(daemon.verify(_chosen(tier))) as steps:
         try:
             for step in of_a_whole(steps, "verifying", render.verified_so_far):

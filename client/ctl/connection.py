@@ -161,14 +161,14 @@ class AdminConnection:
     def check(self) -> pb.CheckResponse:
         return self._operate(self._admin.Check, pb.CheckRequest())
 
-    def verify(self, tiers: Sequence[Tier] = ()) -> Generator[pb.VerifyProgress, None, None]:
+    def verify(self, tiers: Sequence[Tier] = ()) -> Generator[pb.VerifyResponse, None, None]:
         """How far the daemon is with reading these tiers back, all of them if empty, and what it
         has found so far, until it is `done`. It stops when the iterator is closed. The timeout is
         that of a single message."""
         request = pb.VerifyRequest(tiers=[wire_tier(tier) for tier in tiers])
         address = self._operators_address()
         call = self._admin.Verify(request)
-        messages: SimpleQueue[pb.VerifyProgress | grpc.RpcError | None] = SimpleQueue()
+        messages: SimpleQueue[pb.VerifyResponse | grpc.RpcError | None] = SimpleQueue()
 
         def receive() -> None:
             # In a thread: gRPC knows no deadline for the next message.

@@ -52,7 +52,7 @@ class DemoResult:
     totals: Totals
     stats: pb.StatsResponse
     checked: pb.CheckResponse
-    verified: pb.VerifyProgress
+    verified: pb.VerifyResponse
 
     @property
     def good(self) -> bool:

@@ -79,8 +79,7 @@ class Progressing(Protocol):
     """Says how much of a whole is done."""
 
     @property
-    def progress(self) -> float:
-        """From 0 to 1."""
+    def progress_permille(self) -> int: ...
 
 
 P = TypeVar("P", bound=Progressing)
@@ -92,11 +91,11 @@ def of_a_whole(steps: Iterable[P], what: str, line: Callable[[P], str]) -> Itera
     console = make_console(stderr=True)
     due_s = time.monotonic() + _LINE_EVERY_S
     with bar(TaskProgressColumn(), TextColumn("{task.fields[about]}")) as progress:
-        task = progress.add_task(what, total=1.0, about="")
+        task = progress.add_task(what, total=1_000, about="")
         for step in steps:
-            progress.update(task, completed=step.progress, about=line(step))
+            progress.update(task, completed=step.progress_permille, about=line(step))
             if not console.is_terminal and time.monotonic() >= due_s:
-                console.print(f"{what}: {step.progress:.0%}, {line(step)}")
+                console.print(f"{what}: {step.progress_permille / 1000:.0%}, {line(step)}")
                 due_s = time.monotonic() + _LINE_EVERY_S
             yield step
 

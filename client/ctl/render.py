@@ -204,7 +204,7 @@ def _scrub_line(label: str, scrub: pb.ScrubStats) -> Text:
     line = Text(f"{label}: {size(scrub.payload_bytes)} scrubbed in the background")
     if scrub.passes:
         line.append(f", all of it {scrub.passes:,} times")
-    line.append(f", {scrub.progress:.0%} of this pass")
+    line.append(f", {scrub.progress_permille / 1000:.0%} of this pass")
     if scrub.unreadable_entries:
         line.append(f", {scrub.unreadable_entries:,} entries could not be read", style="bold red")
     return line
@@ -400,7 +400,7 @@ def check_view(response: pb.CheckResponse) -> RenderableType:
     return _problems(response.problems, response.problem_count, counted)
 
 
-def verified_so_far(found: pb.VerifyProgress) -> str:
+def verified_so_far(found: pb.VerifyResponse) -> str:
     """How much was read back, and what of it is bad."""
     parts = [f"{found.entries:,} entries ({size(found.payload_bytes)}) verified"]
     if found.damaged_entries:
@@ -410,11 +410,11 @@ def verified_so_far(found: pb.VerifyProgress) -> str:
     return ", ".join(parts)
 
 
-def verify_view(found: pb.VerifyProgress) -> RenderableType:
+def verify_view(found: pb.VerifyResponse) -> RenderableType:
     """What reading everything back found."""
     counted = verified_so_far(found)
     if not found.done:
-        counted = f"stopped at {found.progress:.0%}: {counted}"
+        counted = f"stopped at {found.progress_permille / 1000:.0%}: {counted}"
     if found.problems:
         count = found.damaged_entries + found.unreadable_entries
         return _problems(found.problems, count, counted)

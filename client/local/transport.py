@@ -24,7 +24,17 @@ from ..results import ClaimMode, Entry, Found, Presence, SaveOutcome
 from ..wire.deadline import Deadline
 from ..wire.link import Holding, Link
 from ..wire.remote import RemoteTransport, Stage
-from ..wire.transport import Claimed, Copied, Granted, Range, ReserveItem, SaveTerms, Saving, Sink
+from ..wire.transport import (
+    Claimed,
+    Copied,
+    Granted,
+    Range,
+    ReserveItem,
+    SaveTerms,
+    Saving,
+    Share,
+    Sink,
+)
 from . import staging
 from .calls import LocalCalls
 from .node import InPlace, LocalNode
@@ -197,6 +207,9 @@ class LocalTransport:
 
     def wait(self, deadline: Deadline) -> bool:
         return self._remote.wait(deadline)
+
+    def share(self, tier: Tier, deadline: Deadline) -> Share | None:
+        return self._remote.share(tier, deadline)
 
     def lookup(self, keys: Sequence[Key], wait_ms: int, deadline: Deadline) -> list[Found]:
         """In place unless it is to wait: the index does not know what is in flight."""

@@ -7,7 +7,6 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict
 from itertools import islice
 from typing import Final
 
@@ -111,7 +110,17 @@ class AdminService(Lists):
 
     def _scrub_stats(self, tier: Tier) -> pb.ScrubStats | None:
         scrub = self._scrubs.get(tier)
-        return None if scrub is None else pb.ScrubStats(**asdict(scrub))
+        if scrub is None:
+            return None
+        return pb.ScrubStats(
+            entries=scrub.entries,
+            payload_bytes=scrub.payload_bytes,
+            damaged_entries=scrub.damaged_entries,
+            unreadable_entries=scrub.unreadable_entries,
+            passes=scrub.passes,
+            last_pass_unix_ns=scrub.last_pass_unix_ns,
+            progress_permille=int(1_000 * scrub.progress),
+        )
 
     async def inspect(self, request: pb.InspectRequest, _caller: Caller) -> pb.InspectResponse:
         (key,) = messages.keys_of("key", [request.key])
@@ -270,7 +279,7 @@ class AdminService(Lists):
 
     async def verify(
         self, request: pb.VerifyRequest, _caller: Caller
-    ) -> AsyncGenerator[pb.VerifyProgress, None]:
+    ) -> AsyncGenerator[pb.VerifyResponse, None]:
         core = self._core
         tiers = messages.tiers_of(request.tiers, core.stores) or tuple(core.stores)
         counters = core.state.tables.tier_counters
@@ -296,7 +305,7 @@ class _Verified:
         self._weights: Final = {tier: max(1, size) for tier, size in tier_bytes.items()}
         self._behind = 0
         self._told = 0
-        self._totals: Final = pb.VerifyProgress()
+        self._totals: Final = pb.VerifyResponse()
 
     async def through(self, verifications: Verifications, entries: EntryTable) -> None:
         total = sum(self._weights.values())
@@ -304,7 +313,8 @@ class _Verified:
             async with aclosing(verifications.sweep(entries, tier)) as steps:
                 async for swept in steps:
                     self._add(swept)
-                    self._totals.progress = (self._behind + swept.share * weight) / total
+                    behind = self._behind + swept.share * weight
+                    self._totals.progress_permille = int(1_000 * behind / total)
             self._behind += weight
 
     def _add(self, swept: Swept) -> None:
@@ -326,8 +336,8 @@ class _Verified:
             self._told += 1
             self._totals.problems.append(problem)
 
-    def message(self, *, done: bool = False) -> pb.VerifyProgress:
-        message = pb.VerifyProgress()
+    def message(self, *, done: bool = False) -> pb.VerifyResponse:
+        message = pb.VerifyResponse()
         message.CopyFrom(self._totals)
         message.done = done
         del self._totals.problems[:]

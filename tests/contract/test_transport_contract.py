@@ -409,6 +409,20 @@ def test_a_claim_that_was_lost_unseen_is_told_at_its_release(
     assert not hit.release()
 
 
+def test_a_batch_larger_than_a_sessions_share_is_saved_whole(
+    make: Callable[..., Client], tier: Tier
+) -> None:
+    """Into an empty tier: what was reserved first is free again when the rest comes."""
+    with private_daemon("--disk.max_in_flight=1MiB") as daemon:
+        client = make(daemon.address)
+        keys = fresh_keys(60)
+        items = [SaveItem(key, payload_of(key, 100_000), 7) for key in keys]
+        outcomes = client.save_many(items, tier=tier, reason=EVICT, deadline_ms=60_000)
+        assert {outcome.status for outcome in outcomes} == {SaveStatus.SAVED}
+        with client.claim(keys) as hit:
+            assert restore(hit)[1] == [item.payload for item in items]
+
+
 def test_what_is_granted_to_a_call_that_gave_up_is_given_back(
     daemon: PrivateDaemon, client: Client
 ) -> None:

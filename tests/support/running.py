@@ -384,12 +384,12 @@ class Outside:
             (await answer(self.cache.Lookup(pb.LookupRequest(keys=keys, **fields)))).results
         )
 
-    async def verify(self, *tiers: Tier) -> pb.VerifyProgress:
+    async def verify(self, *tiers: Tier) -> pb.VerifyResponse:
         """All that reading these tiers back found, all tiers if none is named."""
         messages = await answer(self.admin.Verify(pb.VerifyRequest(tiers=tiers)))
         assert [message.done for message in messages] == [False] * (len(messages) - 1) + [True]
         last = messages[-1]
-        assert isinstance(last, pb.VerifyProgress)
+        assert isinstance(last, pb.VerifyResponse)
         last.problems[:] = [problem for message in messages for problem in message.problems]
         return last
 

@@ -253,7 +253,7 @@ def test_verify_reads_everything_or_the_tiers_that_are_named(
 ) -> None:
     for flags, tiers in (([], 3), (["--tier", "shm"], 1), (["--tier", "shm", "--tier", "ram"], 2)):
         found = run_json(daemon, "verify", *flags)
-        assert (found["problems"], found["done"], found["progress"]) == ([], True, 1)
+        assert (found["problems"], found["done"], found["progress_permille"]) == ([], True, 1_000)
         assert found["entries"] == tiers * PER_TIER
         assert found["payload_bytes"] == tiers * PER_TIER * 4096
     assert "every byte is right" in run(daemon, "verify").stdout
@@ -266,10 +266,10 @@ def test_ctrl_c_ends_a_verification_and_shows_what_was_done(
 ) -> None:
     closed = []
 
-    def verify(*_args: object) -> Iterator[pb.VerifyProgress]:
+    def verify(*_args: object) -> Iterator[pb.VerifyResponse]:
         try:
             for _ in range(heard):
-                yield pb.VerifyProgress(entries=1, progress=0.5)
+                yield pb.VerifyResponse(entries=1, progress_permille=500)
             raise KeyboardInterrupt
         finally:
             closed.append(True)

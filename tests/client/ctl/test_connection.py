@@ -59,8 +59,8 @@ class Made(pb_grpc.AdminServicer):
     def Verify(self, request: Any, context: Any) -> Any:  # noqa: ARG002 (grpc's)
         """Says two things, and nothing more until the caller is gone."""
         context.add_callback(self.verify_ended.set)
-        yield pb.VerifyProgress(problems=["one"])
-        yield pb.VerifyProgress(problems=["two"])
+        yield pb.VerifyResponse(problems=["one"])
+        yield pb.VerifyResponse(problems=["two"])
         self.verify_ended.wait()
 
     def Check(self, request: Any, context: Any) -> Any:  # noqa: ARG002 (grpc's)

@@ -184,11 +184,11 @@ def test_a_check_lists_its_problems() -> None:
 
 
 def test_a_verification_says_how_far_it_came_and_what_is_wrong() -> None:
-    good = pb.VerifyProgress(entries=3, payload_bytes=4096, progress=1, done=True)
+    good = pb.VerifyResponse(entries=3, payload_bytes=4096, progress_permille=1_000, done=True)
     assert "every byte is right: 3 entries (4KiB) verified" in drawn(render.verify_view(good))
-    stopped = pb.VerifyProgress(entries=3, payload_bytes=4096, progress=0.25)
+    stopped = pb.VerifyResponse(entries=3, payload_bytes=4096, progress_permille=250)
     assert drawn(render.verify_view(stopped)).startswith("stopped at 25%: 3 entries")
-    bad = pb.VerifyProgress(
+    bad = pb.VerifyResponse(
         entries=3, damaged_entries=2, unreadable_entries=1, problems=["entry 12: bad"], done=True
     )
     text = drawn(render.verify_view(bad))

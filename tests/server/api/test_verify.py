@@ -30,7 +30,7 @@ async def test_a_client_hears_of_the_daemon_while_a_device_takes_its_time(tmp_pa
         while message.entries < 6:
             message = await next_of(call)
         assert not message.done
-        assert message.progress == pytest.approx(2 / 3)
+        assert message.progress_permille == 666
         for _ in range(2):
             again = await next_of(call)
             assert (again.entries, again.done) == (6, False)
@@ -41,7 +41,7 @@ async def test_a_client_hears_of_the_daemon_while_a_device_takes_its_time(tmp_pa
         while not message.done:
             message = await next_of(call)
         assert (message.entries, message.payload_bytes) == (9, 9 * len(payload(0)))
-        assert message.progress == 1
+        assert message.progress_permille == 1_000
         await daemon.assert_idle()
 
 
@@ -91,7 +91,7 @@ async def test_problems_are_told_once_and_the_first_of_many(
         assert len(set(found.problems)) == len(found.problems) == 7
         assert daemon.tables.entries == {}
         again = await daemon.verify()
-        assert (again.entries, list(again.problems), again.progress) == (0, [], 1)
+        assert (again.entries, list(again.problems), again.progress_permille) == (0, [], 1_000)
 
 
 @in_loop
