@@ -64,6 +64,8 @@ class LocalTransport:
         self._node: LocalNode | None = None
         #: Before this moment, on the monotonic clock, nobody asks for a hand-over.
         self._not_before_s = 0.0
+        #: The same for an index in place of one that was revoked.
+        self._no_index_before_s = 0.0
         self._closed = False
         # A lock of its own: heartbeats take it, and must not wait for a hand-over.
         self._touches_lock = threading.Lock()
@@ -86,7 +88,25 @@ class LocalTransport:
     def _indexed(self, deadline: Deadline | None = None) -> LocalNode | None:
         """The same, of a node with an index: without one, nothing can be read in place."""
         node = self._current(deadline)
+        if node is not None and not node.indexed:
+            self._renew_index(node, deadline)
         return node if node is not None and node.indexed else None
+
+    def _renew_index(self, node: LocalNode, deadline: Deadline | None) -> None:
+        """A daemon that revoked its index makes another one: ask for it now and then. What else
+        was handed over stays as it is. Raises DeadlineExceeded."""
+        within_s = HAND_OVER_S if deadline is None else min(HAND_OVER_S, deadline.left_s() / 2)
+        if time.monotonic() < self._no_index_before_s or not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._no_index_before_s = time.monotonic() + RETRY_HAND_OVER_S
+            with node.calls.line(within_s) as line:
+                descriptors, _ = line.hand_over(node.ref, within_s)
+            node.take_index(descriptors)
+        except (OSError, PrefixdError) as problem:
+            logger.info("no new index: %s", problem)
+        finally:
+            self._lock.release()
 
     def _switch(self, deadline: Deadline | None) -> None:
         """Take the node of the current session. While there is none the last node stays: what it

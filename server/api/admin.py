@@ -274,6 +274,8 @@ class AdminService(Lists):
             if not start:
                 break
             await slices.pause()
+            if index is not self._core.index:
+                return  # it was replaced, and is closed
         if len(index) + index.stats().unlisted < len(entries):
             found.add([f"the index lacks {len(entries) - len(index)} entries"])
 

@@ -68,6 +68,7 @@ from .health import Health
 from .index import IndexWriter
 from .lag import LoopLag
 from .recounting import recount
+from .reindexing import Reindexing
 from .store_commands import StoreOrders
 from .verification import Verifications
 
@@ -117,7 +118,8 @@ class Write:
 class Core:
     """The running state: `MetaState`, its stores, its index and its clock.
 
-    Owned by the event loop. `stores` and `index` are given, and closed by whoever made them.
+    Owned by the event loop. `stores` and the first `index` are given, and closed by whoever made
+    them; a later index is closed with the core.
     """
 
     def __init__(
@@ -158,6 +160,7 @@ class Core:
         self.lag = LoopLag(clock)
         self._going_on = False
         self._recount: asyncio.Task[None] | None = None
+        self._reindexing = Reindexing(state.tables.entries, self.health, self._reindexed)
         self._flusher = self._loop.call_later(FLUSH_INTERVAL_S, self._flush)
 
     # ---- in
@@ -243,7 +246,7 @@ class Core:
         what = f"{kind} failed: {problem!r}"
         log.critical("event_failed", event_kind=kind, exc_info=problem)
         self.health.fault("state", what)
-        self._revoke_index(what)
+        self._reindexing.revoke(self.index, what, replace=False)
         request = getattr(event, "request", None)
         if request in self._replies:
             self._replies.pop(request).set_result(Refused(PrefixdError(what)))
@@ -258,6 +261,8 @@ class Core:
             log.critical("state_broken", problems=problems[:10])
             self.draining = self._closed = True
             self.broken.set()
+        else:
+            self._reindexing.start(self.index)
 
     def post_threadsafe(self, event: Event) -> None:
         """`post`, from any thread; nothing happens any more once the loop is closed."""
@@ -349,7 +354,8 @@ class Core:
     def _change_index(self, effects: list[Effect]) -> None:
         index = self.index
         try:
-            for effect in effects:
+            # Of one that was revoked nobody believes anything.
+            for effect in () if index.revoked else effects:
                 match effect:
                     case IndexPut():
                         index.put(effect.entry)
@@ -358,12 +364,14 @@ class Core:
         except Exception as problem:
             # A row that should be gone may stand.
             log.critical("index_failed", exc_info=problem)
-            self._revoke_index(f"a change of it failed: {problem!r}")
+            why = f"a change of it failed: {problem!r}"
+            self._reindexing.revoke(index, why, replace=not self.recounting)
+        else:
+            self._reindexing.follow(effects)
 
-    def _revoke_index(self, why: str) -> None:
-        """Clients read over gRPC from now on: that needs no index."""
-        self.index.revoke()
-        self.health.conditions["index"] = f"revoked, {why}; restart the daemon to have it back"
+    def _reindexed(self, index: IndexWriter) -> None:
+        self.index.close()
+        self.index = index
 
     def _do(self, effect: Effect) -> None:
         match effect:
@@ -476,6 +484,7 @@ class Core:
             self._go_on()
         if self._recount is not None:
             self._recount.cancel()
+        self._reindexing.abandon()
         await self._loop.run_in_executor(None, self.verifications.close)
         await self._loop.run_in_executor(None, self.orders.close)
         self._closed = True
