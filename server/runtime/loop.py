@@ -118,8 +118,7 @@ class Write:
 class Core:
     """The running state: `MetaState`, its stores, its index and its clock.
 
-    Owned by the event loop. `stores` and the first `index` are given, and closed by whoever made
-    them; a later index is closed with the core.
+    Owned by the event loop. `stores` are closed by whoever made them, the index with the core.
     """
 
     def __init__(
@@ -488,6 +487,7 @@ class Core:
         await self._loop.run_in_executor(None, self.verifications.close)
         await self._loop.run_in_executor(None, self.orders.close)
         self._closed = True
+        self.index.close()
         if self._timer is not None:
             self._timer.cancel()
         for reply in self._replies.values():

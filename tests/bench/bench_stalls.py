@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Final, cast
 
 from prefixd.client.bench.run import wait_until_secured
 from prefixd.client.client import Client
@@ -62,6 +62,7 @@ from prefixd.server.core.events import (
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
 from prefixd.server.runtime.clock import Clock
+from prefixd.server.runtime.index import IndexWriter
 from prefixd.server.runtime.loop import Core
 from prefixd.server.runtime.recounting import recount
 from prefixd.tiers.eviction import LRU
@@ -116,22 +117,6 @@ def row_of(
 # ---- in this process
 
 
-class NoIndex:
-    """In the place of the index, which has a benchmark of its own."""
-
-    problem: str | None = None
-    revoked = False
-
-    def change(self, changes: object) -> None: ...
-    def apply(self, changes: object) -> None: ...
-    def forget_dead_readers(self) -> None: ...
-    def differences(self, _: object) -> Iterator[list[Any]]:
-        return iter(())
-
-    def orphans(self, _: object) -> Iterator[tuple[Any, ...]]:
-        return iter(())
-
-
 class Inside:
     """The core of a daemon with one RAM tier."""
 
@@ -143,10 +128,11 @@ class Inside:
         extents = ExtentAllocator(0, SLAB_BYTES)
         ledger = Ledger(Tier.RAM, budget_bytes, LRU(budget_bytes), extents=extents)
         ledger.grow(budget_bytes)
+        index = IndexWriter(bytes(16), entries + 4 * WAITERS)
         state = MetaState(
             StateConfig(), {Tier.RAM: ledger}, {Tier.RAM: store.stored_bytes}, frozenset(), 1
         )
-        self.core = Core(state, {Tier.RAM: store}, NoIndex(), executor, Clock())  # type: ignore[arg-type]
+        self.core = Core(state, {Tier.RAM: store}, index, executor, Clock())
         self.admin = AdminService(self.core, ServiceConfig(b"", "", 0, 0, 0), dict, {})
         self.keys: list[Key] = []
         self.session = 0
