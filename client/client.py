@@ -28,6 +28,7 @@ from .benefit import LoadSpeeds, MinBenefit
 from .counters import Counters, Snapshot
 from .failures import Failures
 from .hits import Hit, Reader
+from .local.transport import LocalTransport
 from .owner import Owner
 from .policy import SavePolicy
 from .restores import VERIFY_CHOICES, Verify
@@ -132,7 +133,7 @@ class Client(Saves):
                 address, name, counters=self._counters, connect_timeout_ms=connect_timeout_ms
             )
             if local:
-                transport = _local_transport(remote)
+                transport = LocalTransport(remote)
         self._transport = transport
         self._failures = failures = Failures()
         self._reader = Reader(
@@ -383,15 +384,6 @@ class Client(Saves):
             raise InvalidSize(f"a wait is in 0 ... {MAX_WAIT_MS} ms, not {wait_ms}")
         within_ms = self.deadline_ms if deadline_ms is None else deadline_ms
         return Deadline(within_ms + wait_ms)
-
-
-def _local_transport(remote: RemoteTransport) -> Transport:
-    try:
-        from .local.transport import LocalTransport
-    except ModuleNotFoundError:
-        # Reading in place needs lmdb, which the client alone does not bring.
-        return remote
-    return LocalTransport(remote)
 
 
 def _close(writer: Writer, reader: Reader, transport: Transport, within_s: float) -> None:

@@ -86,8 +86,10 @@ class Hit:
 
     @property
     def lost(self) -> bool:
-        """Was a claim taken away before it was released? What was read through views is then
-        to be thrown away; a restore says for itself what it is worth."""
+        """Before the release: is it known that a claim was taken away? What comes of that is for
+        the release to say. After it: the opposite of what `release()` said, so that what was read
+        through views is to be thrown away. In place that can be False though it was True before:
+        the claim was lost, and the bytes stayed. A restore says for itself what it is worth."""
         if self._given_back:
             return self._lost_before_release
         return any(claim.why_lost is not None for claim in self._claims)

@@ -149,7 +149,8 @@ class Saves(ABC):
         `ancestors`: the blocks before the first item, root first; they are used by this save.
         `wait_ms`: how long to wait for others that save the same keys.
 
-        More items than one call takes go in several calls, and a key that is named twice in two.
+        More items than one call takes, or than a session may have reserved in a tier at once, go
+        in several calls, and a key that is named twice in two.
         Raises InvalidKey, InvalidSize, UnknownTier, UnknownReason; what the daemon refuses, such
         as a tier that it does not have, is an outcome.
         """

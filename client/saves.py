@@ -27,7 +27,7 @@ from .results import ReserveStatus, SaveOutcome, SaveStatus
 from .save_queue import SaveQueue
 from .wire.deadline import Deadline
 from .wire.link import Holding
-from .wire.transport import Granted, ReserveItem, SaveTerms, Saving, Transport
+from .wire.transport import Granted, ReserveItem, SaveTerms, Saving, Share, Transport
 
 if TYPE_CHECKING:
     from ..proto.keys import Tokens
@@ -283,7 +283,8 @@ class Writer:
     ) -> list[SaveOutcome]:
         outcomes: list[SaveOutcome] = []
         items = [saving.item for saving in savings]
-        for batch, batch_terms in self._batches(savings, items, terms):
+        share = self._share(terms.tier, deadline) if len(items) > 1 else None
+        for batch, batch_terms in self._batches(savings, items, terms, share):
             try:
                 outcomes += self._transport.save(batch, batch_terms, deadline)
             except Exception as problem:
@@ -292,21 +293,36 @@ class Writer:
         self._counters.saves(outcomes, [len(saving.payload) for saving in savings])
         return outcomes
 
+    def _share(self, tier: Tier, deadline: Deadline) -> Share | None:
+        try:
+            return self._transport.share(tier, deadline)
+        except Exception:
+            return None  # the save fails for the same reason, and says so
+
     def _batches(
-        self, things: Sequence[T], items: Sequence[ReserveItem], terms: SaveTerms
+        self,
+        things: Sequence[T],
+        items: Sequence[ReserveItem],
+        terms: SaveTerms,
+        share: Share | None = None,
     ) -> Iterator[tuple[Sequence[T], SaveTerms]]:
-        """`things` (one for each of `items`) by as many as one call takes, each with its terms:
-        the items of earlier batches are ancestors of the later ones."""
+        """`things` (one for each of `items`) by as many as one call takes, and as can be reserved
+        at once if they are to be (`share`), each with its terms: the items of earlier batches are
+        ancestors of the later ones."""
         max_keys = self._transport.max_batch_keys
         ancestors = terms.ancestors
         start = 0
         while start < len(items):
             stop, room_bytes = start, _BATCH_TOKEN_IDS_BYTES
+            share_bytes = share.stored_bytes if share else 0
             keys: set[Key] = set()
             while stop < len(items) and stop - start < max_keys:
                 room_bytes -= len(items[stop].token_ids)
                 # A call names each key once.
                 if items[stop].key in keys or (keys and room_bytes < 0):
+                    break
+                share_bytes -= share.stored_bytes_of(items[stop]) if share else 0
+                if keys and share_bytes < 0:
                     break
                 keys.add(items[stop].key)
                 stop += 1

@@ -563,17 +563,26 @@ class TierLimits(google.protobuf.message.Message):
     TIER_FIELD_NUMBER: builtins.int
     BUDGET_BYTES_FIELD_NUMBER: builtins.int
     MAX_PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    MAX_RESERVED_BYTES_FIELD_NUMBER: builtins.int
+    SLAB_BYTES_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     budget_bytes: builtins.int
     max_payload_bytes: builtins.int
+    max_reserved_bytes: builtins.int
+    """What this session may have reserved at once, in stored bytes: an entry takes its payload, and its
+    token ids with 4 bytes more, in whole slabs. One that is larger has to be reserved alone.
+    """
+    slab_bytes: builtins.int
     def __init__(
         self,
         *,
         tier: Global___Tier.ValueType = ...,
         budget_bytes: builtins.int = ...,
         max_payload_bytes: builtins.int = ...,
+        max_reserved_bytes: builtins.int = ...,
+        slab_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "max_payload_bytes", b"max_payload_bytes", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "max_payload_bytes", b"max_payload_bytes", "max_reserved_bytes", b"max_reserved_bytes", "slab_bytes", b"slab_bytes", "tier", b"tier"]) -> None: ...
 
 Global___TierLimits: typing_extensions.TypeAlias = TierLimits
 
@@ -1659,6 +1668,7 @@ class TierStats(google.protobuf.message.Message):
     LIMIT_BYTES_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
     OLDEST_IO_MS_FIELD_NUMBER: builtins.int
+    SCRUB_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     policy: builtins.str
     budget_bytes: builtins.int
@@ -1689,6 +1699,10 @@ class TierStats(google.protobuf.message.Message):
     """"serving"; "recovering": no saves; "hung": no saves, no claims"""
     oldest_io_ms: builtins.int
     """for how long the oldest read, write or sync of its device is under way"""
+    @property
+    def scrub(self) -> Global___ScrubStats:
+        """not set: the tier is not scrubbed"""
+
     def __init__(
         self,
         *,
@@ -1717,10 +1731,51 @@ class TierStats(google.protobuf.message.Message):
         limit_bytes: builtins.int = ...,
         state: builtins.str = ...,
         oldest_io_ms: builtins.int = ...,
+        scrub: Global___ScrubStats | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "corrupt", b"corrupt", "dropped_at_start", b"dropped_at_start", "entries", b"entries", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "hit_tokens", b"hit_tokens", "hits", b"hits", "limit_bytes", b"limit_bytes", "max_entries", b"max_entries", "oldest_io_ms", b"oldest_io_ms", "payload_bytes", b"payload_bytes", "pinned_bytes", b"pinned_bytes", "pinned_entries", b"pinned_entries", "policy", b"policy", "published_bytes", b"published_bytes", "read_bytes", b"read_bytes", "recovered_bytes", b"recovered_bytes", "recovered_entries", b"recovered_entries", "reserved_bytes", b"reserved_bytes", "saved_bytes", b"saved_bytes", "saves", b"saves", "secured_bytes", b"secured_bytes", "state", b"state", "tier", b"tier"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["scrub", b"scrub"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "corrupt", b"corrupt", "dropped_at_start", b"dropped_at_start", "entries", b"entries", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "hit_tokens", b"hit_tokens", "hits", b"hits", "limit_bytes", b"limit_bytes", "max_entries", b"max_entries", "oldest_io_ms", b"oldest_io_ms", "payload_bytes", b"payload_bytes", "pinned_bytes", b"pinned_bytes", "pinned_entries", b"pinned_entries", "policy", b"policy", "published_bytes", b"published_bytes", "read_bytes", b"read_bytes", "recovered_bytes", b"recovered_bytes", "recovered_entries", b"recovered_entries", "reserved_bytes", b"reserved_bytes", "saved_bytes", b"saved_bytes", "saves", b"saves", "scrub", b"scrub", "secured_bytes", b"secured_bytes", "state", b"state", "tier", b"tier"]) -> None: ...
 
 Global___TierStats: typing_extensions.TypeAlias = TierStats
+
+@typing.final
+class ScrubStats(google.protobuf.message.Message):
+    """How reading a tier back in the background goes; counted since the start of the daemon."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    DAMAGED_ENTRIES_FIELD_NUMBER: builtins.int
+    UNREADABLE_ENTRIES_FIELD_NUMBER: builtins.int
+    PASSES_FIELD_NUMBER: builtins.int
+    LAST_PASS_UNIX_NS_FIELD_NUMBER: builtins.int
+    PROGRESS_PERMILLE_FIELD_NUMBER: builtins.int
+    entries: builtins.int
+    payload_bytes: builtins.int
+    damaged_entries: builtins.int
+    unreadable_entries: builtins.int
+    """that the store could not read when it was their turn"""
+    passes: builtins.int
+    """over the whole tier"""
+    last_pass_unix_ns: builtins.int
+    """when the last of them ended; 0: none did"""
+    progress_permille: builtins.int
+    """the part of the tier that the current pass has behind it"""
+    def __init__(
+        self,
+        *,
+        entries: builtins.int = ...,
+        payload_bytes: builtins.int = ...,
+        damaged_entries: builtins.int = ...,
+        unreadable_entries: builtins.int = ...,
+        passes: builtins.int = ...,
+        last_pass_unix_ns: builtins.int = ...,
+        progress_permille: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["damaged_entries", b"damaged_entries", "entries", b"entries", "last_pass_unix_ns", b"last_pass_unix_ns", "passes", b"passes", "payload_bytes", b"payload_bytes", "progress_permille", b"progress_permille", "unreadable_entries", b"unreadable_entries"]) -> None: ...
+
+Global___ScrubStats: typing_extensions.TypeAlias = ScrubStats
 
 @typing.final
 class StatsResponse(google.protobuf.message.Message):
@@ -2427,14 +2482,9 @@ Global___GcResponse: typing_extensions.TypeAlias = GcResponse
 class CheckRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    DEEP_FIELD_NUMBER: builtins.int
-    deep: builtins.bool
     def __init__(
         self,
-        *,
-        deep: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["deep", b"deep"]) -> None: ...
 
 Global___CheckRequest: typing_extensions.TypeAlias = CheckRequest
 
@@ -2444,16 +2494,9 @@ class CheckResponse(google.protobuf.message.Message):
 
     PROBLEMS_FIELD_NUMBER: builtins.int
     ENTRIES_FIELD_NUMBER: builtins.int
-    PAYLOADS_VERIFIED_FIELD_NUMBER: builtins.int
-    PAYLOAD_BYTES_VERIFIED_FIELD_NUMBER: builtins.int
     PROBLEM_COUNT_FIELD_NUMBER: builtins.int
-    PAYLOADS_UNREADABLE_FIELD_NUMBER: builtins.int
     entries: builtins.int
-    payloads_verified: builtins.int
-    payload_bytes_verified: builtins.int
     problem_count: builtins.int
-    payloads_unreadable: builtins.int
-    """that their store could not read; nothing is known of them"""
     @property
     def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """empty: everything adds up; the first 1,000 of problem_count"""
@@ -2463,11 +2506,70 @@ class CheckResponse(google.protobuf.message.Message):
         *,
         problems: collections.abc.Iterable[builtins.str] | None = ...,
         entries: builtins.int = ...,
-        payloads_verified: builtins.int = ...,
-        payload_bytes_verified: builtins.int = ...,
         problem_count: builtins.int = ...,
-        payloads_unreadable: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["entries", b"entries", "payload_bytes_verified", b"payload_bytes_verified", "payloads_unreadable", b"payloads_unreadable", "payloads_verified", b"payloads_verified", "problem_count", b"problem_count", "problems", b"problems"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "problem_count", b"problem_count", "problems", b"problems"]) -> None: ...
 
 Global___CheckResponse: typing_extensions.TypeAlias = CheckResponse
+
+@typing.final
+class VerifyRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIERS_FIELD_NUMBER: builtins.int
+    @property
+    def tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Tier.ValueType]:
+        """empty: every tier"""
+
+    def __init__(
+        self,
+        *,
+        tiers: collections.abc.Iterable[Global___Tier.ValueType] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["tiers", b"tiers"]) -> None: ...
+
+Global___VerifyRequest: typing_extensions.TypeAlias = VerifyRequest
+
+@typing.final
+class VerifyResponse(google.protobuf.message.Message):
+    """Everything is counted from the beginning, but for `problems`."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    DAMAGED_ENTRIES_FIELD_NUMBER: builtins.int
+    UNREADABLE_ENTRIES_FIELD_NUMBER: builtins.int
+    PROBLEMS_FIELD_NUMBER: builtins.int
+    PROGRESS_PERMILLE_FIELD_NUMBER: builtins.int
+    DONE_FIELD_NUMBER: builtins.int
+    entries: builtins.int
+    """that were read to their end"""
+    payload_bytes: builtins.int
+    """that were read"""
+    damaged_entries: builtins.int
+    """that were dropped"""
+    unreadable_entries: builtins.int
+    """that their store could not read; nothing is known of them"""
+    progress_permille: builtins.int
+    """the part of the tiers that is behind"""
+    done: builtins.bool
+    """this is the last message"""
+    @property
+    def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """since the message before; the first 1,000 of all"""
+
+    def __init__(
+        self,
+        *,
+        entries: builtins.int = ...,
+        payload_bytes: builtins.int = ...,
+        damaged_entries: builtins.int = ...,
+        unreadable_entries: builtins.int = ...,
+        problems: collections.abc.Iterable[builtins.str] | None = ...,
+        progress_permille: builtins.int = ...,
+        done: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["damaged_entries", b"damaged_entries", "done", b"done", "entries", b"entries", "payload_bytes", b"payload_bytes", "problems", b"problems", "progress_permille", b"progress_permille", "unreadable_entries", b"unreadable_entries"]) -> None: ...
+
+Global___VerifyResponse: typing_extensions.TypeAlias = VerifyResponse

@@ -581,6 +581,11 @@ class AdminStub(object):
                 request_serializer=prefixd__pb2.CheckRequest.SerializeToString,
                 response_deserializer=prefixd__pb2.CheckResponse.FromString,
                 _registered_method=True)
+        self.Verify = channel.unary_stream(
+                '/prefixd.v1.Admin/Verify',
+                request_serializer=prefixd__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=prefixd__pb2.VerifyResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -668,8 +673,16 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Check(self, request, context):
-        """Recounts the whole state from scratch while the daemon goes on; deep also reads and checks
-        every payload. An entry whose bytes are wrong is dropped, one that can't be read stays.
+        """Recounts the whole state from scratch while the daemon goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Verify(self, request, context):
+        """Reads every entry of these tiers back and compares its checksums, telling several times a second
+        how far it is. An entry whose bytes are wrong is dropped, one that can't be read stays. Whoever
+        hangs up ends it. Errors: INVALID_ARGUMENT (tier).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -732,6 +745,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Check,
                     request_deserializer=prefixd__pb2.CheckRequest.FromString,
                     response_serializer=prefixd__pb2.CheckResponse.SerializeToString,
+            ),
+            'Verify': grpc.unary_stream_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=prefixd__pb2.VerifyRequest.FromString,
+                    response_serializer=prefixd__pb2.VerifyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1033,6 +1051,33 @@ class Admin(object):
             '/prefixd.v1.Admin/Check',
             prefixd__pb2.CheckRequest.SerializeToString,
             prefixd__pb2.CheckResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/prefixd.v1.Admin/Verify',
+            prefixd__pb2.VerifyRequest.SerializeToString,
+            prefixd__pb2.VerifyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -676,7 +676,23 @@ _AdminCheckType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminPreviewType, _AdminEvictType, _AdminCurveType, _AdminGcType, _AdminCheckType]):
+_AdminVerifyType = typing_extensions.TypeVar(
+    '_AdminVerifyType',
+    grpc.UnaryStreamMultiCallable[
+        prefixd_pb2.VerifyRequest,
+        prefixd_pb2.VerifyResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        prefixd_pb2.VerifyRequest,
+        prefixd_pb2.VerifyResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        prefixd_pb2.VerifyRequest,
+        prefixd_pb2.VerifyResponse,
+    ],
+)
+
+class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminPreviewType, _AdminEvictType, _AdminCurveType, _AdminGcType, _AdminCheckType, _AdminVerifyType]):
     """---- operators"""
 
     @typing.overload
@@ -725,6 +741,10 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
             prefixd_pb2.CheckRequest,
             prefixd_pb2.CheckResponse,
         ],
+        grpc.UnaryStreamMultiCallable[
+            prefixd_pb2.VerifyRequest,
+            prefixd_pb2.VerifyResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -772,6 +792,10 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
         grpc.aio.UnaryUnaryMultiCallable[
             prefixd_pb2.CheckRequest,
             prefixd_pb2.CheckResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            prefixd_pb2.VerifyRequest,
+            prefixd_pb2.VerifyResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -822,8 +846,12 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
     """Reaps what is expired and drops whatever a store or the index holds that no entry owns."""
 
     Check: _AdminCheckType
-    """Recounts the whole state from scratch while the daemon goes on; deep also reads and checks
-    every payload. An entry whose bytes are wrong is dropped, one that can't be read stays.
+    """Recounts the whole state from scratch while the daemon goes on."""
+
+    Verify: _AdminVerifyType
+    """Reads every entry of these tiers back and compares its checksums, telling several times a second
+    how far it is. An entry whose bytes are wrong is dropped, one that can't be read stays. Whoever
+    hangs up ends it. Errors: INVALID_ARGUMENT (tier).
     """
 
 AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
@@ -870,6 +898,10 @@ AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.CheckRequest,
         prefixd_pb2.CheckResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        prefixd_pb2.VerifyRequest,
+        prefixd_pb2.VerifyResponse,
     ],
 ]
 
@@ -978,8 +1010,17 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.CheckRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.CheckResponse, collections.abc.Awaitable[prefixd_pb2.CheckResponse]]:
-        """Recounts the whole state from scratch while the daemon goes on; deep also reads and checks
-        every payload. An entry whose bytes are wrong is dropped, one that can't be read stays.
+        """Recounts the whole state from scratch while the daemon goes on."""
+
+    @abc.abstractmethod
+    def Verify(
+        self,
+        request: prefixd_pb2.VerifyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[prefixd_pb2.VerifyResponse], collections.abc.AsyncIterator[prefixd_pb2.VerifyResponse]]:
+        """Reads every entry of these tiers back and compares its checksums, telling several times a second
+        how far it is. An entry whose bytes are wrong is dropped, one that can't be read stays. Whoever
+        hangs up ends it. Errors: INVALID_ARGUMENT (tier).
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -101,9 +101,12 @@ async def serve(plan: Plan) -> None:
                     front.in_flight,
                     core.notices,
                     core.devices.oldest_ns,
+                    front.scrubber.scrubs,
                 )
             )
             log.info("metrics", address=metrics_at)
+        front.scrubber.start()
+        stack.push_async_callback(front.scrubber.close)
         await _serve_rpcs(core, config, front, stop)
         if core.broken.is_set():
             raise PrefixdError(f"stopped, for {core.broken_why}")
@@ -183,6 +186,7 @@ def service_config(config: Config, incarnation: bytes) -> ServiceConfig:
         staging_bytes=server.staging_bytes,
         staging_total_bytes=server.staging_total_bytes,
         stall_timeout_s=server.stall_timeout_ns / 1e9,
+        scrub_bytes_per_second=server.scrub_bytes_per_second,
     )
 
 

@@ -49,13 +49,7 @@ PROGRAMS = ("client/ctl", "client/lab", "client/bench")
 LIBRARY = ("proto/", "client/")
 LIBRARY_NEEDS = {"prefixd", "grpc", "google", "crc32c", "typing_extensions"}
 #: The parts of these folders that are for the daemon, or that a developer runs.
-NEEDS_MORE = (
-    "proto/generate.py",
-    # They read LMDB environments; without lmdb a client goes over gRPC.
-    "client/local/environments.py",
-    "client/local/node.py",
-    "client/local/transport.py",
-)
+NEEDS_MORE = ("proto/generate.py",)
 #: No clock, no randomness, no files, no threads, no logging, no configuration.
 PURE = [
     "server/core/*.py",

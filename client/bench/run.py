@@ -43,7 +43,7 @@ class Plan:
     batches: tuple[int, ...] = (1, 8, 48)
     block_bytes: int = 5 * 2**20
     repeats: int = 8
-    verify: Verify = "disk"
+    verify: Verify = "always"
     #: Processes that restore at once.
     clients: int = 8
     #: Entries that evictions must not walk over.

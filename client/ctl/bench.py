@@ -27,7 +27,7 @@ PARTS_HELP: Final = "ram shm disk grpc walk many evict"
 #: Slabs as daemons have them, and the smallest there are.
 SLAB_BYTES: Final = 64 * 2**10
 SMALL_SLAB_BYTES: Final = 4 * 2**10
-#: LMDB's own pages and lists, and room to be full without being refused.
+#: The records beside the arena, and room to be full without being refused.
 DISK_SPARE_BYTES: Final = 64 * 2**20
 MIN_IN_FLIGHT_BYTES: Final = 2**30
 
@@ -61,7 +61,7 @@ def bench(
         typer.Option(
             metavar="always|disk|never", help="Whose CRC32C is checked while it is restored."
         ),
-    ] = "disk",
+    ] = "always",
     clients: Annotated[
         int, typer.Option(min=1, max=256, help="Processes that restore at once (many).")
     ] = 8,

@@ -81,10 +81,11 @@ class DemoResult:
     crash: Crash | None
     stats: pb.StatsResponse
     checked: pb.CheckResponse
+    verified: pb.VerifyResponse
 
     @property
     def good(self) -> bool:
-        return self.totals.good and not self.checked.problems
+        return self.totals.good and not self.checked.problems and not self.verified.problems
 
     @property
     def restored_bytes_per_s(self) -> float:
@@ -106,6 +107,7 @@ class DemoResult:
             },
             "stats": messages.as_dict(self.stats),
             "check": messages.as_dict(self.checked),
+            "verify": messages.as_dict(self.verified),
         }
 
 
@@ -127,7 +129,8 @@ def run_demo(options: DemoOptions, console: Console, picture: Path | None = None
         admin = stack.enter_context(daemon.admin())
         show = _Show(console, daemon, admin, options)
         totals = show.replay()
-        result = DemoResult(totals, show.crash, admin.stats(), admin.check(deep=True))
+        *_, verified = admin.verify()
+        result = DemoResult(totals, show.crash, admin.stats(), admin.check(), verified)
         ending = _ending(result)
         console.print(ending)
         if picture is not None:
@@ -252,7 +255,7 @@ def _ending(result: DemoResult) -> RenderableType:
     lines += [Text(f"- {sentence}", style="red") for sentence in totals.described]
     if result.crash is not None:
         lines.append(Text(result.crash.sentence()))
-    lines.append(render.check_view(result.checked, deep=True))
+    lines += [render.check_view(result.checked), render.verify_view(result.verified)]
     look_up = totals.latencies["claim"]
     lines.append(
         Text.assemble(

@@ -84,6 +84,19 @@ class LocalNode:
     def _attach_staging(self, fd: int, size_bytes: int) -> None:
         self.staging = StagingMemory(os.dup(fd), size_bytes)
 
+    def take_index(self, descriptors: Mapping[str, tuple[int, int]]) -> None:
+        """Of what was handed over again only the index is new; descriptors are closed here."""
+        for name, (fd, size_bytes) in descriptors.items():
+            try:
+                if name == local.INDEX:
+                    self._attach_index(fd, size_bytes)
+            except (OSError, ValueError, RecordError) as problem:
+                self.refused[name] = str(problem)
+            else:
+                self.refused.pop(name, None)
+            finally:
+                os.close(fd)
+
     @property
     def indexed(self) -> bool:
         """Can entries be looked up here, at this moment?"""

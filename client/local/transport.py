@@ -24,7 +24,17 @@ from ..results import ClaimMode, Entry, Found, Presence, SaveOutcome
 from ..wire.deadline import Deadline
 from ..wire.link import Holding, Link
 from ..wire.remote import RemoteTransport, Stage
-from ..wire.transport import Claimed, Copied, Granted, Range, ReserveItem, SaveTerms, Saving, Sink
+from ..wire.transport import (
+    Claimed,
+    Copied,
+    Granted,
+    Range,
+    ReserveItem,
+    SaveTerms,
+    Saving,
+    Share,
+    Sink,
+)
 from . import staging
 from .calls import LocalCalls
 from .node import InPlace, LocalNode
@@ -54,6 +64,8 @@ class LocalTransport:
         self._node: LocalNode | None = None
         #: Before this moment, on the monotonic clock, nobody asks for a hand-over.
         self._not_before_s = 0.0
+        #: The same for an index in place of one that was revoked.
+        self._no_index_before_s = 0.0
         self._closed = False
         # A lock of its own: heartbeats take it, and must not wait for a hand-over.
         self._touches_lock = threading.Lock()
@@ -76,35 +88,69 @@ class LocalTransport:
     def _indexed(self, deadline: Deadline | None = None) -> LocalNode | None:
         """The same, of a node with an index: without one, nothing can be read in place."""
         node = self._current(deadline)
+        if node is not None and not node.indexed:
+            self._renew_index(node, deadline)
         return node if node is not None and node.indexed else None
 
+    def _renew_index(self, node: LocalNode, deadline: Deadline | None) -> None:
+        """A daemon that revoked its index makes another one: ask for it now and then. What else
+        was handed over stays as it is. Raises DeadlineExceeded."""
+        within_s = HAND_OVER_S if deadline is None else min(HAND_OVER_S, deadline.left_s() / 2)
+        if time.monotonic() < self._no_index_before_s or not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._no_index_before_s = time.monotonic() + RETRY_HAND_OVER_S
+            with node.calls.line(within_s) as line:
+                descriptors, _ = line.hand_over(node.ref, within_s)
+            node.take_index(descriptors)
+        except (OSError, PrefixdError) as problem:
+            logger.info("no new index: %s", problem)
+        finally:
+            self._lock.release()
+
     def _switch(self, deadline: Deadline | None) -> None:
-        """Take the node of the current session, if there is one. Raises DeadlineExceeded."""
+        """Take the node of the current session. While there is none the last node stays: what it
+        has is still right, also of a daemon that died. Raises DeadlineExceeded."""
         link = self._remote.current
-        if link is self._link:
+        if link is None or link is self._link:
             return
         within_s = HAND_OVER_S if deadline is None else min(HAND_OVER_S, deadline.left_s())
-        with self._lock:
-            if link is self._link or self._closed:
-                return
-            old, self._node, self._link = self._node, None, None
-            if old is not None:
-                old.calls.close()
-                self._take_touches()  # of entries of an earlier session
-                self._not_before_s = 0.0
-            if link is None or time.monotonic() < self._not_before_s:
-                return
-            try:
-                self._node = _hand_over(link, within_s)
-            except DeadlineExceeded:
-                logger.info("no local fast path yet: the daemon took too long to hand it over")
-                self._not_before_s = time.monotonic() + RETRY_HAND_OVER_S
-                return
-            self._link = link
-            link.before_heartbeat = self._report_touches
-            if self._node is not None:
-                link.calls = self._node.calls
-                link.on_end = self._node.calls.hang_up
+        until_s = time.monotonic() + within_s
+        # Another call may be asking for it. Half of the time is left for asking over gRPC.
+        if not self._lock.acquire(timeout=within_s / 2):
+            return
+        try:
+            self._take_node(link, until_s)
+        finally:
+            self._lock.release()
+
+    def _take_node(self, link: Link, until_s: float) -> None:
+        """With the lock."""
+        if link is self._link or self._closed:
+            return
+        old, self._node, self._link = self._node, None, None
+        if old is not None:
+            old.calls.close()
+            self._take_touches()  # of entries of an earlier session
+            self._not_before_s = 0.0
+        now_s = time.monotonic()
+        if now_s >= until_s or now_s < self._not_before_s:
+            return
+        try:
+            node = _hand_over(link, until_s - now_s)
+        except DeadlineExceeded:
+            logger.info("no local fast path yet: the daemon took too long to hand it over")
+            self._not_before_s = time.monotonic() + RETRY_HAND_OVER_S
+            return
+        if self._closed:
+            if node is not None:
+                node.calls.close()
+            return
+        self._node, self._link = node, link
+        link.before_heartbeat = self._report_touches
+        if node is not None:
+            link.calls = node.calls
+            link.on_end = node.calls.hang_up
 
     def refused(self) -> dict[str, str]:
         node = self._current()
@@ -181,6 +227,9 @@ class LocalTransport:
 
     def wait(self, deadline: Deadline) -> bool:
         return self._remote.wait(deadline)
+
+    def share(self, tier: Tier, deadline: Deadline) -> Share | None:
+        return self._remote.share(tier, deadline)
 
     def lookup(self, keys: Sequence[Key], wait_ms: int, deadline: Deadline) -> list[Found]:
         """In place unless it is to wait: the index does not know what is in flight."""
@@ -322,11 +371,11 @@ class LocalTransport:
         return terms._replace(touched=self._take_touches())
 
     def close(self, within_s: float) -> None:
+        # Not with the lock: a call that takes a node at this moment sees it when it has one.
+        self._closed = True
         self._report_touches()
         self._remote.close(within_s)
-        with self._lock:
-            self._closed = True
-            node, self._node, self._link = self._node, None, None
+        node, self._node, self._link = self._node, None, None
         if node is not None:
             node.calls.close()
 

@@ -12,11 +12,14 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ...proto import prefixd_pb2 as pb
+from ...proto.errors import InvalidBatch
 from ...proto.layout import crc32c
 
 _LENGTH_DELIMITED: Final = 2
 #: What a message and its part need beside the data, generously.
 _OVERHEAD_BYTES: Final = 128
+#: What a message needs beside its header, and for a part of each item, generously.
+_FRAMING_BYTES, _PART_BYTES = 64, 32
 
 
 def _tag(field: int) -> bytes:
@@ -74,3 +77,14 @@ def pack(
             pieces += [_PARTS_TAG, _varint(length_bytes), head, data]
             size_bytes += length_bytes + _OVERHEAD_BYTES
     yield b"".join(pieces)
+
+
+def check_header(header: pb.SaveHeader, max_message_bytes: int) -> None:
+    """A header is one message, or part of one. Raises InvalidBatch."""
+    framing_bytes = _FRAMING_BYTES + _PART_BYTES * len(header.items)
+    header_bytes = header.ByteSize() + framing_bytes
+    if header_bytes > max_message_bytes:
+        raise InvalidBatch(
+            f"keys and token ids of {len(header.items)} items are {header_bytes} bytes, more "
+            f"than the {max_message_bytes} of a message: save them in several calls"
+        )

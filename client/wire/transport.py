@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol, TypeAlias
 
+from ...proto.entry import content_bytes
 from ...proto.keys import Key
 from ...proto.vocabulary import SaveReason, Tier
 from ..results import ClaimMode, Entry, Found, ReserveStatus, SaveOutcome
@@ -91,6 +92,18 @@ class SaveTerms(NamedTuple):
     touched: Sequence[Key] = ()
 
 
+class Share(NamedTuple):
+    """What a session may have reserved in a tier at once. A single entry may be larger."""
+
+    stored_bytes: int
+    slab_bytes: int
+
+    def stored_bytes_of(self, item: ReserveItem) -> int:
+        """What an entry takes of it."""
+        content = content_bytes(item.payload_bytes, len(item.token_ids))
+        return -(-content // self.slab_bytes) * self.slab_bytes
+
+
 class Granted(NamedTuple):
     """The answer to one reservation. `owner` and `age_ms` are those of a save in flight."""
 
@@ -119,6 +132,9 @@ class Transport(Protocol):
 
     def wait(self, deadline: Deadline) -> bool:
         """Wait for a session. False: closed. Raises DeadlineExceeded."""
+
+    def share(self, tier: Tier, deadline: Deadline) -> Share | None:
+        """What this session may reserve; None: the daemon does not say. Waits for a session."""
 
     # ---- in place: without asking the daemon, where that is possible
 

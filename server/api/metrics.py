@@ -32,6 +32,7 @@ from ..core.events import TierState
 from ..core.state import MetaState
 from ..core.tables import Tables, TierCounters
 from ..runtime.lag import BUCKETS_US, LoopLag
+from ..runtime.scrubbing import Scrub
 
 #: What the daemon counts: the fields of `tables.Counters`.
 COUNTERS: Final = {
@@ -87,6 +88,14 @@ TIER_GAUGES: Final = {
     "reservations": "Saves in flight.",
     "max_entries": "Entries at most; 0: not capped.",
 }
+#: How scrubbing goes: fields of `Scrub`, in tiers that are scrubbed.
+SCRUB_COUNTERS: Final = {
+    "entries": "Entries that were read back in the background.",
+    "payload_bytes": "Payload bytes that were read back in the background.",
+    "damaged_entries": "Entries that were found damaged so, and dropped.",
+    "unreadable_entries": "Entries that could not be read when it was their turn.",
+    "passes": "Times that the whole tier was read back.",
+}
 _PAYLOAD: Final = ("payload_bytes", "Payload bytes of published entries.")
 #: What the tables hold at this moment.
 TABLE_SIZES: Final[dict[str, tuple[str, Callable[[Tables], int]]]] = {
@@ -125,6 +134,9 @@ def _no_io(_tier: Tier) -> int:
     return 0
 
 
+_NO_SCRUBS: Final[Mapping[Tier, Scrub]] = {}
+
+
 class StateCollector(Collector):
     """The metrics of one `MetaState`. Changes nothing; `collect` may run on any thread.
 
@@ -141,9 +153,11 @@ class StateCollector(Collector):
         in_flight: Callable[[], Mapping[str, int]] = _nothing,
         notices: Callable[[], Mapping[str, str]] = _nothing,
         oldest_ns: Callable[[Tier], int] = _no_io,
+        scrubs: Mapping[Tier, Scrub] = _NO_SCRUBS,
     ) -> None:
         self._notices = notices
         self._oldest_ns = oldest_ns
+        self._scrubs = scrubs
         self._state = state
         self._unhealthy = unhealthy
         self._lag = lag
@@ -158,6 +172,7 @@ class StateCollector(Collector):
         for name, (about, size) in TABLE_SIZES.items():
             yield GaugeMetricFamily(f"prefixd_{name}", about, size(tables))
         yield from self._collect_tiers(tables)
+        yield from self._collect_scrubs()
         yield from self._collect_health()
         if self._lag is not None:
             yield _lag_histogram(self._lag)
@@ -192,6 +207,27 @@ class StateCollector(Collector):
             for column, value in zip(columns, reading, strict=True):
                 column.add_metric(labels, value)
         yield from columns
+
+    def _collect_scrubs(self) -> Iterator[Metric]:
+        for name, about in SCRUB_COUNTERS.items():
+            counter = CounterMetricFamily(f"prefixd_scrub_{name}", about, labels=["tier"])
+            for tier, scrub in self._scrubs.items():
+                counter.add_metric([tier.label], getattr(scrub, name))
+            yield counter
+        ended = GaugeMetricFamily(
+            "prefixd_scrub_last_pass_timestamp_seconds",
+            "When the whole tier had last been read back; 0: not since the start.",
+            labels=["tier"],
+        )
+        progress = GaugeMetricFamily(
+            "prefixd_scrub_progress_ratio",
+            "The part of the tier that the current pass has behind it.",
+            labels=["tier"],
+        )
+        for tier, scrub in self._scrubs.items():
+            ended.add_metric([tier.label], scrub.last_pass_unix_ns / 1e9)
+            progress.add_metric([tier.label], scrub.progress)
+        yield from (ended, progress)
 
     def _collect_health(self) -> Iterator[Metric]:
         unhealthy = self._unhealthy()
@@ -267,6 +303,7 @@ def serve_metrics(
     in_flight: Callable[[], Mapping[str, int]] = _nothing,
     notices: Callable[[], Mapping[str, str]] = _nothing,
     oldest_ns: Callable[[Tier], int] = _no_io,
+    scrubs: Mapping[Tier, Scrub] = _NO_SCRUBS,
 ) -> Iterator[str]:
     """Answer `GET /metrics` on `host:port` from a thread of its own until the context ends.
 
@@ -274,7 +311,8 @@ def serve_metrics(
     `StateCollector` there are the usual `process_` metrics. Raises OSError.
     """
     registry = CollectorRegistry()
-    registry.register(StateCollector(state, unhealthy, lag, in_flight, notices, oldest_ns))
+    collector = StateCollector(state, unhealthy, lag, in_flight, notices, oldest_ns, scrubs)
+    registry.register(collector)
     ProcessCollector(registry=registry)
     host, _, port = address.rpartition(":")
     try:

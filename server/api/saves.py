@@ -56,10 +56,18 @@ class Saves:
     async def reserve(self, request: pb.ReserveRequest, caller: Caller) -> pb.ReserveResponse:
         membership = self._sessions.prove(request.header.session, caller)
         answer = await self._reserve(request.header, membership, begin=False)
+        caller.when_done(partial(self._cancel_unseen, membership.number, answer))
         return pb.ReserveResponse(
             results=map(messages.reserve_result, answer.results),
             ttl_ms=answer.ttl_ns // 1_000_000,
         )
+
+    def _cancel_unseen(self, session: int, answer: ReserveAnswer, gone: bool) -> None:
+        """Others would wait for what a client that gave up was granted."""
+        tokens = tuple(r.token for r in answer.results if isinstance(r, WriteOrder))
+        if tokens and gone:
+            core = self._core
+            core.post(CancelAsked(core.next_request(), session, tokens, core.clock.now_ns()))
 
     async def _reserve(
         self, header: pb.SaveHeader, membership: Membership, *, begin: bool

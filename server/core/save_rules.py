@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from ...proto.errors import LimitReached, UnknownReservation, UnknownSession, UnknownTier
 from ...proto.vocabulary import Tier
-from ...tiers.ledger import Admission
+from ...tiers.ledger import Admission, Ledger
 from .answers import (
     Answer,
     CancelAnswer,
@@ -43,6 +43,7 @@ from .tables import (
     Session,
     Signal,
     Stage,
+    StateConfig,
     Timer,
     WaitMode,
 )
@@ -218,8 +219,13 @@ def _over_share(transition: Transition, session: Session, coming: Entry) -> bool
     others use. A single entry may be larger; it is reserved alone."""
     t = transition.tables
     reserved_bytes = session.reserved_bytes.get(coming.tier, 0)
-    most_bytes = int(t.ledgers[coming.tier].budget_bytes * t.config.max_reserved_share)
+    most_bytes = most_reserved_bytes(t.config, t.ledgers[coming.tier])
     return reserved_bytes > 0 and reserved_bytes + coming.stored_bytes > most_bytes
+
+
+def most_reserved_bytes(config: StateConfig, ledger: Ledger) -> int:
+    """What one session may have reserved in a tier at once."""
+    return int(ledger.budget_bytes * config.max_reserved_share)
 
 
 def make_room(

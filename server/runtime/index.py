@@ -90,6 +90,7 @@ class IndexWriter:
             raise ValueError(f"an incarnation of {len(incarnation)} bytes")
         if not 0 < max_entries <= MAX_ENTRIES:
             raise ValueError(f"an index of {max_entries} entries")
+        self._made_of: Final = incarnation, max_entries
         self.layout: Final = Layout(
             max_heads=max(FIRST_HEADS, HEADS_PER_ENTRY * max_entries),
             max_rows=_ROWS_PER_ENTRY * max_entries,
@@ -201,12 +202,17 @@ class IndexWriter:
         return bool(number)
 
     def revoke(self) -> None:
-        """Make every look-up of every reader a miss, from now on and for good."""
+        """Make every look-up of every reader a miss, from now on and for good: who wants to read
+        on needs a descriptor of its successor."""
         self._header[STATE] = REVOKED
 
     @property
     def revoked(self) -> bool:
         return self._header[STATE] != LIVE
+
+    def successor(self) -> IndexWriter:
+        """An empty index for as many entries of the same start. Raises StoreError."""
+        return IndexWriter(*self._made_of)
 
     def open_reader(self) -> int:
         """A new descriptor that can only read, for a client. The caller closes it."""

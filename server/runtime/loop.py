@@ -69,6 +69,7 @@ from .health import Health
 from .index import IndexWriter
 from .lag import LoopLag
 from .recounting import recount
+from .reindexing import Reindexing
 from .store_commands import StoreOrders
 from .supervision import Supervisor
 from .threads import ended_within
@@ -106,7 +107,7 @@ class Listener(Protocol):
 class Core:
     """The running state: `MetaState`, its stores, its index and its clock.
 
-    Owned by the event loop. `stores` and `index` are given, and closed by whoever made them.
+    Owned by the event loop. `stores` are closed by whoever made them, the index with the core.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class Core:
         self.lag = LoopLag(clock)
         self._going_on = False
         self._recount: asyncio.Task[None] | None = None
+        self._reindexing = Reindexing(state.tables.entries, self.health, self._reindexed)
         self._flusher = self._loop.call_later(FLUSH_INTERVAL_S, self._flush)
 
     # ---- in
@@ -237,7 +239,7 @@ class Core:
         what = f"{kind} failed: {problem!r}"
         log.critical("event_failed", event_kind=kind, exc_info=problem)
         self.health.fault("state", what)
-        self._revoke_index(what)
+        self._reindexing.revoke(self.index, what, replace=False)
         request = getattr(event, "request", None)
         if request in self._replies:
             self._replies.pop(request).set_result(Refused(PrefixdError(what)))
@@ -253,6 +255,8 @@ class Core:
             log.critical("state_broken", problems=problems[:10])
             self._closed = True
             self.give_up(f"the state does not add up: {self.unhealthy()['state']}")
+        else:
+            self._reindexing.start(self.index)
 
     def give_up(self, why: str) -> None:
         """The daemon can't go on, and stops."""
@@ -354,7 +358,8 @@ class Core:
     def _change_index(self, effects: list[Effect]) -> None:
         index = self.index
         try:
-            for effect in effects:
+            # Of one that was revoked nobody believes anything.
+            for effect in () if index.revoked else effects:
                 match effect:
                     case IndexPut():
                         index.put(effect.entry)
@@ -363,12 +368,14 @@ class Core:
         except Exception as problem:
             # A row that should be gone may stand.
             log.critical("index_failed", exc_info=problem)
-            self._revoke_index(f"a change of it failed: {problem!r}")
+            why = f"a change of it failed: {problem!r}"
+            self._reindexing.revoke(index, why, replace=not self.recounting)
+        else:
+            self._reindexing.follow(effects)
 
-    def _revoke_index(self, why: str) -> None:
-        """Clients read over gRPC from now on: that needs no index."""
-        self.index.revoke()
-        self.health.conditions["index"] = f"revoked, {why}; restart the daemon to have it back"
+    def _reindexed(self, index: IndexWriter) -> None:
+        self.index.close()
+        self.index = index
 
     def _do(self, effect: Effect) -> None:
         match effect:
@@ -485,9 +492,11 @@ class Core:
             self._go_on()
         if self._recount is not None:
             self._recount.cancel()
+        self._reindexing.abandon()
         closings = (*self.orders.closings(), self.verifications.close, self.devices.close)
         ended = await ended_within(within_s, closings)
         self._closed = True
+        self.index.close()
         if self._timer is not None:
             self._timer.cancel()
         for reply in self._replies.values():

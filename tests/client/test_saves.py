@@ -21,6 +21,7 @@ from prefixd.client import (
     SaveStatus,
     Tier,
 )
+from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
     CallerError,
     DaemonUnavailable,
@@ -303,6 +304,35 @@ def test_more_token_ids_than_a_message_takes_go_in_several(
     outcomes = client.save_many(items, tier=Tier.RAM, reason=SaveReason.EVICT)
     assert all(outcome.ok for outcome in outcomes)
     assert [len(header.items) for header in daemon.saves] == [2, 1]
+
+
+def test_more_than_a_session_may_reserve_goes_in_several_calls(daemon: FakeDaemon) -> None:
+    """By what the daemon says: stored bytes, in whole slabs, token ids included."""
+    limits = pb.TierLimits(tier=pb.TIER_RAM, max_reserved_bytes=3 * 4096, slab_bytes=4096)
+    evict = SaveReason.EVICT
+
+    def say(event: pb.SessionEvent) -> pb.SessionEvent:
+        event.welcome.tiers.append(limits)
+        return event
+
+    daemon.mangle("Session", say)
+    sizes = (1, 4096, 4095, 4096, 5 * 4096, 1, 1)
+    items = [
+        SaveItem(Key(key), payload)
+        for key, payload in zip(keys(len(sizes)), payloads(sizes), strict=True)
+    ]
+    items[3] = SaveItem(items[3].key, items[3].payload, 1, token_ids=[7])
+    with Client(daemon.address, local=False) as client:
+        # Also before there is a session: what it may reserve has to be known.
+        outcomes = client.save_many(items, tier=Tier.RAM, reason=evict, deadline_ms=60_000)
+        assert {outcome.status for outcome in outcomes} == {SaveStatus.SAVED}
+        assert [len(header.items) for header in daemon.saves] == [3, 1, 1, 2]
+        assert [len(header.ancestors) for header in daemon.saves] == [0, 3, 4, 5]
+        # Where nothing is said, and of reservations, which are held together, nothing is cut.
+        client.save_many(items[:4], tier=Tier.SHM, reason=evict, deadline_ms=60_000)
+        wanted = [ReserveItem(Key(key), 4096) for key in keys(5, start=100)]
+        assert all(r.granted for r in client.reserve(wanted, tier=Tier.RAM, reason=evict))
+        assert [len(header.items) for header in daemon.saves[4:]] == [4, 5]
 
 
 def test_a_key_named_twice_is_saved_once(client: Client) -> None:

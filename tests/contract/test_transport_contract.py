@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -408,6 +409,54 @@ def test_a_claim_that_was_lost_unseen_is_told_at_its_release(
     assert not hit.release()
 
 
+def test_a_batch_larger_than_a_sessions_share_is_saved_whole(
+    make: Callable[..., Client], tier: Tier
+) -> None:
+    """Into an empty tier: what was reserved first is free again when the rest comes."""
+    with private_daemon("--disk.max_in_flight=1MiB") as daemon:
+        client = make(daemon.address)
+        keys = fresh_keys(60)
+        items = [SaveItem(key, payload_of(key, 100_000), 7) for key in keys]
+        outcomes = client.save_many(items, tier=tier, reason=EVICT, deadline_ms=60_000)
+        assert {outcome.status for outcome in outcomes} == {SaveStatus.SAVED}
+        with client.claim(keys) as hit:
+            assert restore(hit)[1] == [item.payload for item in items]
+
+
+def test_what_is_granted_to_a_call_that_gave_up_is_given_back(
+    daemon: PrivateDaemon, client: Client
+) -> None:
+    keys, _ = save_some(client)
+    (free,) = fresh_keys(1)
+    with daemon.admin() as admin:
+
+        def granted() -> tuple[int, int]:
+            counters = admin.stats().counters
+            return counters["prefixd_claims_total"], counters["prefixd_reservations_total"]
+
+        claims, reservations = granted()
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            assert client.claim(keys, deadline_ms=100).miss is MissReason.DEADLINE
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        eventually(lambda: granted()[0] > claims and not admin.claims())
+        assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
+        reservations = granted()[1]
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            (late,) = client.reserve(
+                [ReserveItem(free, 3)], tier=Tier.RAM, reason=EVICT, deadline_ms=100
+            )
+            assert late.status is ReserveStatus.FAILED
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        eventually(lambda: granted()[1] > reservations and not admin.reservations())
+        assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
+        with client.claim(keys) as hit:
+            assert len(hit) == len(keys)
+
+
 def test_a_daemon_that_died_is_a_miss(make: Callable[..., Client]) -> None:
     with private_daemon() as daemon:
         client = make(daemon.address)
@@ -417,7 +466,7 @@ def test_a_daemon_that_died_is_a_miss(make: Callable[..., Client]) -> None:
             [ReserveItem(fresh_keys(1)[0], 3)], tier=Tier.RAM, reason=EVICT
         )
         daemon.kill()
-        eventually(lambda: held.lost)
+        eventually(lambda: held.lost and not client.connected)
         # In place the arena of a daemon that died is still mapped, and its rows stand.
         result, restored = restore(held)
         assert restored == payloads if in_place(client) else result.miss is MissReason.LOST

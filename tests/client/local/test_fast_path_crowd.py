@@ -14,7 +14,7 @@ import pytest
 from prefixd.client import Client, Tier
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto.errors import ClientClosed
-from tests.support.daemon import eventually, private_daemon
+from tests.support.daemon import eventually, private_daemon, problems_of
 from tests.support.entries import payload_of, restore, save
 
 PAYLOAD_BYTES = 300_000
@@ -143,4 +143,4 @@ def test_processes_that_evict_each_others_entries_all_the_time(verify: str) -> N
         with daemon.admin() as admin:
             eventually(lambda: admin.stats().sessions == 0)
             assert all(tier.evictions > 50 for tier in admin.stats().tiers)
-            assert admin.check(deep=True).problems == []
+            assert problems_of(admin) == []

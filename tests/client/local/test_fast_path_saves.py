@@ -27,7 +27,7 @@ from prefixd.proto import local
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import PrefixdError
 from prefixd.proto.layout import crc32c
-from tests.support.daemon import eventually, private_daemon
+from tests.support.daemon import eventually, private_daemon, problems_of
 from tests.support.entries import items_of, key_of, payload_of, restore, rpcs, save
 
 STAGING_BYTES = 2**20
@@ -313,7 +313,7 @@ def unharmed(admin: AdminConnection, raw: Raw) -> Iterator[AdminConnection]:
     assert [tier.entries for tier in after.tiers] == entries, "nothing was published"
     assert [tier.reserved_bytes for tier in after.tiers] == [0, 0, 0]
     assert after.health == "serving"
-    assert admin.check(deep=True).problems == []
+    assert problems_of(admin) == []
 
 
 def test_bytes_that_change_while_they_are_copied_are_not_published(
@@ -506,4 +506,4 @@ def test_a_client_that_is_killed_in_the_middle_of_a_save(
     after = admin.stats()
     assert [tier.entries for tier in after.tiers] == [tier.entries for tier in before.tiers]
     assert after.tiers[1].reserved_bytes == 0
-    assert admin.check(deep=True).problems == []
+    assert problems_of(admin) == []

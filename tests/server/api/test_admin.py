@@ -268,7 +268,7 @@ async def spoil(daemon: Running, directory: Path, tier: Tier, number: int) -> No
 
 
 @TIERS
-@pytest.mark.parametrize("how", ["inspect", "check"])
+@pytest.mark.parametrize("how", ["inspect", "verify"])
 @in_loop
 async def test_damage_is_named_dropped_and_told(tmp_path: Path, tier: Tier, how: str) -> None:
     async with running(tmp_path) as daemon:
@@ -286,10 +286,10 @@ async def test_damage_is_named_dropped_and_told(tmp_path: Path, tier: Tier, how:
             assert "CRC32C" in bad.problem
             assert bad.verified
         else:
-            checked = await answer(daemon.admin.Check(pb.CheckRequest(deep=True)))
-            (problem,) = checked.problems
+            found = await daemon.verify()
+            (problem,) = found.problems
             assert key(1).hex() in problem
-            assert (checked.entries, checked.payloads_verified) == (1, 2)
+            assert (found.entries, found.damaged_entries) == (2, 1)
         # Whoever claimed it before finds nothing there; what else it claimed is as before.
         request = pb.ReadRequest(
             session=session.ref,
@@ -321,10 +321,10 @@ async def test_damage_done_while_the_daemon_was_away_is_found_by_a_check(tmp_pat
         # In memory it is looked at when it comes back, on disk when somebody wants it.
         assert daemon.tables.tier_counters[Tier.SHM].dropped_at_start == 1
         assert set(daemon.tables.entries) == {key(1), key(2), key(3), key(12)}
-        checked = await answer(daemon.admin.Check(pb.CheckRequest(deep=True)))
-        (problem,) = checked.problems
+        found = await daemon.verify()
+        (problem,) = found.problems
         assert key(2).hex() in problem
-        assert checked.payload_bytes_verified == 4 * len(DATA)
+        assert found.payload_bytes == 4 * len(DATA)
         assert set(daemon.tables.entries) == {key(1), key(3), key(12)}
         await daemon.assert_sound()
         garbage = await answer(daemon.admin.Gc(pb.GcRequest()))
@@ -344,19 +344,19 @@ async def test_an_entry_that_is_evicted_during_its_verification_is_not_called_da
         inspecting = asyncio.ensure_future(
             answer(daemon.admin.Inspect(pb.InspectRequest(key=key(1), verify=True)))
         )
-        checking = asyncio.ensure_future(answer(daemon.admin.Check(pb.CheckRequest(deep=True))))
+        verifying = asyncio.ensure_future(daemon.verify())
         await gate.entered()
         await session.save({key(2): payload(2)})
         gate.open()
-        seen, checked = await inspecting, await checking
+        seen, found = await inspecting, await verifying
         assert (seen.verified, seen.problem) == (False, "it left while it was read")
         assert seen.entry.key == key(1)
-        assert list(checked.problems) == []
+        assert list(found.problems) == []
         assert daemon.tables.tier_counters[Tier.RAM].corrupt == 0
         await daemon.assert_idle()
 
 
-@pytest.mark.parametrize("how", ["inspect", "check"])
+@pytest.mark.parametrize("how", ["inspect", "verify"])
 @in_loop
 async def test_an_entry_that_its_store_cannot_read_stays(tmp_path: Path, how: str) -> None:
     """A failing device says nothing about the bytes."""
@@ -370,9 +370,9 @@ async def test_an_entry_that_its_store_cannot_read_stays(tmp_path: Path, how: st
             seen = await answer(daemon.admin.Inspect(pb.InspectRequest(key=key(1), verify=True)))
             assert (seen.verified, seen.problem) == (False, "a failed read, on purpose")
         else:
-            checked = await answer(daemon.admin.Check(pb.CheckRequest(deep=True)))
-            assert (checked.payloads_verified, checked.payloads_unreadable) == (0, 1)
-            assert checked.problem_count == 1
+            found = await daemon.verify()
+            assert (found.entries, found.unreadable_entries) == (0, 1)
+            assert len(found.problems) == 1
         assert daemon.core.unhealthy() == {"disk reads": "a failed read, on purpose"}
         assert await session.restore(key(1)) == DATA
         assert daemon.tables.tier_counters[Tier.DISK].corrupt == 0

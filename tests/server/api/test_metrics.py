@@ -47,6 +47,7 @@ from prefixd.server.core.events import (
 )
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import Counters, StateConfig, TierCounters
+from prefixd.server.runtime.scrubbing import Scrub
 from prefixd.tiers.eviction import make_policy
 from prefixd.tiers.ledger import Ledger
 from prefixd.tiers.store import StoredEntry
@@ -531,3 +532,19 @@ def test_scrapes_while_everything_moves_never_show_more_than_the_budget(daemon: 
         sys.setswitchinterval(interval)
     assert not failures
     assert 0 < min(seen) <= max(seen) <= BUDGET_BYTES
+
+
+def test_how_scrubbing_goes_is_shown() -> None:
+    scrub = Scrub(payload_bytes=5, damaged_entries=2, passes=1, progress=0.5)
+    scrub.last_pass_unix_ns = 3_000_000_000
+    registry = CollectorRegistry()
+    registry.register(StateCollector(Daemon().state, dict, scrubs={Tier.DISK: scrub}))
+    for name, value in (
+        ("payload_bytes_total", 5),
+        ("damaged_entries_total", 2),
+        ("unreadable_entries_total", 0),
+        ("passes_total", 1),
+        ("progress_ratio", 0.5),
+        ("last_pass_timestamp_seconds", 3),
+    ):
+        assert registry.get_sample_value(f"prefixd_scrub_{name}", {"tier": "disk"}) == value

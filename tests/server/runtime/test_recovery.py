@@ -14,7 +14,7 @@ from prefixd.proto.arena_header import ARENA_HEADER_BYTES, decode_arena_header
 from prefixd.proto.index import Listed
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
-from prefixd.server.runtime import recovery
+from prefixd.server.runtime import recovery, reindexing
 from prefixd.server.runtime.index import IndexWriter
 from prefixd.tiers import records, row_table
 from prefixd.tiers.arena_store import ARENA_FILE
@@ -283,8 +283,11 @@ async def test_a_key_in_two_tiers_comes_back_once(tmp_path: Path) -> None:
 
 
 @in_loop
-async def test_an_index_that_cannot_be_filled_is_handed_to_no_client(tmp_path: Path) -> None:
+async def test_an_index_that_cannot_be_filled_is_handed_to_no_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The daemon serves all the same."""
+    monkeypatch.setattr(reindexing, "FIRST_S", 3_600.0)
 
     class FailingIndex(IndexWriter):
         def put(self, entry: Listed) -> bool:  # noqa: ARG002  # of every index
