@@ -449,6 +449,7 @@ def _operators() -> Iterator[Mistake]:
             ("Preview", pb.PreviewRequest(tier=tier, payload_bytes=1)),
             ("Evict", pb.EvictRequest(free_bytes=1, tiers=[tier])),
             ("Curve", pb.CurveRequest(tier=tier)),
+            ("Verify", pb.VerifyRequest(tiers=[tier])),
         ):
             yield admin(what, rpc, "unknown_tier", request)
     yield admin("no bytes", "Evict", "invalid_size", pb.EvictRequest())

@@ -93,6 +93,7 @@ GOOD: dict[str, Callable[[OpenSession, int], Message]] = {
     "Curve": lambda *_: pb.CurveRequest(tier=pb.TIER_RAM, budget_bytes=[2**20]),
     "Gc": lambda *_: pb.GcRequest(),
     "Check": lambda *_: pb.CheckRequest(),
+    "Verify": lambda *_: pb.VerifyRequest(tiers=[pb.TIER_RAM]),
 }
 
 
