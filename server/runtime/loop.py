@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from typing import Final, Protocol, TypeVar, assert_never
@@ -101,17 +101,26 @@ class Write:
     """The bytes of one reservation on their way into a store.
 
     `busy` counts the messages that other threads copy into its room, now or soon: a lost
-    reservation then keeps its room until that ended.
+    reservation then keeps its room until that ended. `ended` says how the save did, once it has;
+    `when_ended` is called then.
     """
 
-    __slots__ = ("busy", "ended", "order", "stopping", "writer")
+    __slots__ = ("busy", "ended", "order", "stopping", "when_ended", "writer")
 
-    def __init__(self, order: WriteOrder, writer: EntryWriter, ended: asyncio.Future[SaveEnded]):
+    def __init__(self, order: WriteOrder, writer: EntryWriter) -> None:
         self.order = order
         self.writer = writer
-        self.ended = ended
         self.busy = 0
         self.stopping = False
+        self.ended: SaveEnded | None = None
+        self.when_ended: Callable[[], None] | None = None
+
+    def end(self, ended: SaveEnded) -> None:
+        """The save ended."""
+        if self.ended is None:
+            self.ended = ended
+            if self.when_ended is not None:
+                self.when_ended()
 
 
 class Core:
@@ -304,33 +313,31 @@ class Core:
 
         If it was lost since it was granted, the write has ended already.
         """
-        ended: asyncio.Future[SaveEnded] = self._loop.create_future()
         record = EntryRecord(
-            key=order.key,
-            tier=order.tier,
-            reason=order.reason,
-            generation=order.generation,
-            created_ns=order.generation,
-            payload_bytes=order.payload_bytes,
-            token_count=order.token_count,
-            layer_count=order.layer_count,
-            token_ids_bytes=len(order.token_ids),
-            location=order.location,
+            order.key,
+            order.tier,
+            order.reason,
+            order.generation,
+            order.generation,
+            order.payload_bytes,
+            order.token_count,
+            order.layer_count,
+            len(order.token_ids),
+            order.location,
         )
-        writer = self.stores[order.tier].writer(record, order.token_ids)
-        write = Write(order, writer, ended)
+        write = Write(order, self.stores[order.tier].writer(record, order.token_ids))
         if order.token in self.state.tables.reservations:
             self.writes[order.token] = write
         else:
             why = "the reservation was lost before its bytes came"
             # Its room may be somebody else's by now: what still comes is not written there.
             write.stopping = True
-            ended.set_result(SaveEnded(order.token, SaveOutcome.LOST, why))
+            write.end(SaveEnded(order.token, SaveOutcome.LOST, why))
         return write
 
     def stop_write(self, write: Write, outcome: SaveOutcome, why: str) -> None:
         """The bytes will not be complete, or are wrong."""
-        if not write.ended.done():
+        if write.ended is None:
             self.post(WriteStopped(write.order.token, outcome, why, self.clock.now_ns()))
 
     # ---- out
@@ -389,8 +396,8 @@ class Core:
                     self.post(WriteStopped(effect.token, SaveOutcome.LOST, why, now_ns))
             case SaveEnded():
                 ended = self.writes.pop(effect.token, None)
-                if ended is not None and not ended.ended.done():
-                    ended.ended.set_result(effect)
+                if ended is not None:
+                    ended.end(effect)
             case Verify():
                 self.verifications.request(effect.entry)
             case RecordUsage():
