@@ -12,6 +12,7 @@ from typing import NamedTuple
 import structlog
 
 from ...proto import limits
+from ...proto.copying import RELEASE_BYTES
 from ...proto.errors import InvalidSize, MalformedMessage, PrefixdError
 from ...tiers.store import Buffer, StoreError
 from ..core.effects import SaveEnded
@@ -21,7 +22,9 @@ from .loop import Core, Write
 log = structlog.get_logger("prefixd.incoming")
 
 #: Fewer bytes than this are copied at once, on the loop: a thread would take longer to wake.
-_INLINE_BYTES = limits.STAGED_MESSAGE_BYTES
+_INLINE_BYTES = 1 * 2**20
+#: The same of small pieces, whose copies hold the interpreter's lock in any thread.
+_INLINE_SMALL_BYTES = limits.STAGED_MESSAGE_BYTES
 #: Writes that are complete are told of at once when they are so large together.
 _SEALED_BYTES = 16 * 2**20
 #: So many messages of one stream are copied before it is another stream's turn.
@@ -192,9 +195,11 @@ class Incoming:
         """On the loop: few bytes, and none for a disk."""
         stores = self._core.stores
         tiers = {feed.write.order.tier for feed in message.feeds}
-        return not any(stores[tier].blocking for tier in tiers) and (
-            sum([len(piece.data) for piece in message.pieces]) <= _INLINE_BYTES
-        )
+        if any(stores[tier].blocking for tier in tiers):
+            return False
+        sizes = [len(piece.data) for piece in message.pieces]
+        small = max(sizes, default=0) < RELEASE_BYTES
+        return sum(sizes) <= (_INLINE_SMALL_BYTES if small else _INLINE_BYTES)
 
     async def idle(self) -> None:
         """Wait until nothing is being copied. A stream that is torn down meanwhile does not stop

@@ -131,6 +131,33 @@ async def test_no_byte_goes_to_a_disk_on_the_thread_of_the_loop(
         assert (threading.get_ident() in threads) == (tier is not Tier.DISK)
 
 
+@pytest.mark.parametrize(
+    ("pieces", "size_bytes", "on_loop"),
+    [(24, 128 * 2**10, True), (1, 3 * 2**20, False), (34, 128 * 2**10, False)],
+    ids=["many small", "one large", "too many"],
+)
+@in_loop
+async def test_a_thread_copies_what_takes_longer_than_to_wake_it(
+    tmp_path: Path, pieces: int, size_bytes: int, on_loop: bool
+) -> None:
+    threads: set[int] = set()
+
+    def on_call(operation: str) -> None:
+        if operation == "write":
+            threads.add(threading.get_ident())
+
+    wrap = {Tier.RAM: lambda store: FaultyStore(store, on_call=on_call)}
+    async with running(tmp_path, "--ram.budget=8MiB", wrap=wrap) as daemon:
+        session = await daemon.open()
+        data = bytes(size_bytes)
+        incoming = await begin(daemon, session, *[data] * pieces)
+        async with incoming.to_the_end():
+            parts = [Piece(n, data, True, crc32c(data)) for n in range(pieces)]
+            await incoming.feed(parts)
+        assert await outcome(incoming) == [SaveOutcome.SAVED] * pieces
+        assert (threads == {threading.get_ident()}) == on_loop
+
+
 # ---- events
 
 
