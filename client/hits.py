@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -55,8 +56,6 @@ class Hit:
         self._given_back = False
         self._lost_before_release = False
         self._claims = tuple(claims)
-        #: Of each entry, the claim that pins it and its place in that.
-        self._places = [(claim, place) for claim in claims for place in range(len(claim.entries))]
         self.entries = tuple(entries)
         #: Tokens that each entry stands for, as the walk that found it counted them, or as it was
         #: saved; 0: nobody said.
@@ -195,6 +194,12 @@ class Hit:
         answers again, or ends with its session.
         """
         return self._reader.release([self], deadline_ms)[0]
+
+    @cached_property
+    def _places(self) -> list[tuple[Holding, int]]:
+        """Of each entry, the claim that pins it and its place in that."""
+        claims = self._claims
+        return [(claim, place) for claim in claims for place in range(len(claim.entries))]
 
     def _take(self) -> tuple[Holding, ...]:
         """The claims, for the one that gives them back; empty if another did."""
@@ -430,6 +435,8 @@ class Reader:
 
 def _by_claim(hit: Hit, indices: Sequence[int]) -> list[tuple[Holding, list[int]]]:
     """The claims that entries `indices` are under, each with the positions in `indices`."""
+    if len(hit._claims) == 1:
+        return [(hit._claims[0], list(range(len(indices))))]
     groups: dict[int, tuple[Holding, list[int]]] = {}
     for number, index in enumerate(indices):
         claim, _ = hit._places[index]

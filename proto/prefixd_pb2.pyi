@@ -1533,8 +1533,11 @@ class SaveStagedRequest(google.protobuf.message.Message):
     RESERVED_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
     LAST_FIELD_NUMBER: builtins.int
+    QUIET_FIELD_NUMBER: builtins.int
     last: builtins.bool
     """nothing more comes"""
+    quiet: builtins.bool
+    """that its parts were copied need not be told"""
     @property
     def header(self) -> Global___SaveHeader:
         """in the first request: what to save, or"""
@@ -1552,9 +1555,10 @@ class SaveStagedRequest(google.protobuf.message.Message):
         reserved: Global___StagedReservations | None = ...,
         parts: collections.abc.Iterable[Global___StagedPart] | None = ...,
         last: builtins.bool = ...,
+        quiet: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header", "reserved", b"reserved"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "last", b"last", "parts", b"parts", "reserved", b"reserved"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "last", b"last", "parts", b"parts", "quiet", b"quiet", "reserved", b"reserved"]) -> None: ...
 
 Global___SaveStagedRequest: typing_extensions.TypeAlias = SaveStagedRequest
 
@@ -1614,18 +1618,21 @@ class SaveStagedResponse(google.protobuf.message.Message):
 
     PARTS_COPIED_FIELD_NUMBER: builtins.int
     RESULTS_FIELD_NUMBER: builtins.int
+    ALL_SAVED_FIELD_NUMBER: builtins.int
     parts_copied: builtins.int
+    all_saved: builtins.int
     @property
     def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SaveResult]:
-        """in the last response only"""
+        """In the last response only: how each item ended, or of how many each is SAVED."""
 
     def __init__(
         self,
         *,
         parts_copied: builtins.int = ...,
         results: collections.abc.Iterable[Global___SaveResult] | None = ...,
+        all_saved: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["parts_copied", b"parts_copied", "results", b"results"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all_saved", b"all_saved", "parts_copied", b"parts_copied", "results", b"results"]) -> None: ...
 
 Global___SaveStagedResponse: typing_extensions.TypeAlias = SaveStagedResponse
 

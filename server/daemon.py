@@ -23,8 +23,8 @@ from ..proto.errors import ConfigError, PrefixdError
 from ..tiers.heap import keep_large_blocks
 from ..tiers.store import Store, StoreError
 from . import assembly
+from .api.calls import remove_leftover
 from .api.front import HEALTH_SERVICES, Front
-from .api.local_socket import remove_leftover
 from .api.metrics import serve_metrics
 from .api.sessions import ServiceConfig
 from .config.budgets import Plan, resolve

@@ -51,6 +51,7 @@ class Ledger:
         self.arena_bytes = budget_bytes if arena_bytes is None else arena_bytes
         self.budget_bytes = budget_bytes
         self.limit_bytes = budget_bytes if extents is None else extents.capacity_bytes
+        self._header_bytes = 0 if extents is None else extents.header_bytes
         self.max_entries = max_entries
         self.max_reserved_bytes = max_reserved_bytes
         self.policy = order_by(policy)
@@ -68,7 +69,7 @@ class Ledger:
     @property
     def usable_bytes(self) -> int:
         """What entries can have at most: all of the arena but its header."""
-        return self.arena_bytes - (self.extents.header_bytes if self.extents is not None else 0)
+        return self.arena_bytes - self._header_bytes
 
     @property
     def free_bytes(self) -> int:
@@ -81,7 +82,10 @@ class Ledger:
 
     def admission(self, stored_bytes: int, entries: int = 1) -> Admission:
         """Can `entries` new entries of `stored_bytes` in all be reserved?"""
-        if stored_bytes > self.usable_bytes or (self.max_entries and entries > self.max_entries):
+        # Asked for every block: arithmetic without calls.
+        if stored_bytes > self.arena_bytes - self._header_bytes or (
+            self.max_entries and entries > self.max_entries
+        ):
             return Admission.TOO_LARGE
         reserved_bytes = self.reserved_bytes + stored_bytes
         # One entry may be larger than that by itself; it then has to be alone.
@@ -100,7 +104,9 @@ class Ledger:
 
     def fits(self, stored_bytes: int, entries: int = 1) -> bool:
         """Is there room for it now? Without a look at `max_reserved_bytes`."""
-        return self.fits_after(stored_bytes, entries, 0, 0)
+        return stored_bytes <= self.limit_bytes - self.published_bytes - self.reserved_bytes and (
+            not self.max_entries or self.entries + self.reservations + entries <= self.max_entries
+        )
 
     def fits_after(
         self, stored_bytes: int, entries: int, freed_bytes: int, freed_entries: int

@@ -181,7 +181,8 @@ class Store(ABC):
 
     @abstractmethod
     def writer(self, entry: EntryRecord, token_ids: bytes = b"") -> EntryWriter:
-        """Begin an entry in the room that it names. Cheap; no visible effect.
+        """Begin an entry in the room that it names. Cheap; no visible effect. `entry` is the
+        writer's from now on, which sets its checksum.
 
         Raises ValueError if the token ids are not as long as the entry says.
         """

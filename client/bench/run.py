@@ -64,6 +64,12 @@ class Plan:
     def movers(self) -> tuple[str, ...]:
         return tuple(part for part in self.parts if part in MOVERS)
 
+    def of_blocks(self, block_bytes: int) -> Plan:
+        """The largest batch again, of blocks of another size."""
+        return replace(
+            self, parts=self.movers, batches=(max(self.batches),), block_bytes=block_bytes
+        )
+
     def entries_bytes(self, slab_bytes: int) -> int:
         """What a tier needs for all that is measured in it, entries taking whole slabs."""
         # Beside its payload an entry has a record's head and tail, or nothing.

@@ -14,7 +14,7 @@ from typing import Final
 from weakref import finalize
 
 from ...proto.arena_header import ARENA_HEADER_BYTES, read_arena_incarnation
-from ...proto.copying import copy, copy_crc32c
+from ...proto.copying import RELEASE_BYTES, copy, copy_crc32c
 from ...proto.errors import RecordError
 from ...proto.layout import crc32c
 
@@ -55,6 +55,20 @@ class MappedArena(Arena):
         self._outlives_daemon: Final = outlives_daemon
 
     def read_into(self, location: tuple[int, ...], target: memoryview, *, check: bool) -> int:
+        if len(location) == 2:
+            # Nearly every entry: without the detours of a list of extents.
+            start, extent_bytes = location
+            size_bytes = len(target)
+            view = self._view[start : start + size_bytes]
+            if size_bytes > extent_bytes or len(view) != size_bytes:
+                raise _beyond_the_end()
+            if size_bytes < RELEASE_BYTES:
+                target[:] = view
+                return crc32c(target) if check else 0
+            if check:
+                return copy_crc32c(target, view)
+            copy(target, view)
+            return 0
         crc = at = 0
         for view in self._range(location, 0, len(target)):
             room = target[at : at + len(view)]
@@ -68,6 +82,12 @@ class MappedArena(Arena):
     def views(
         self, location: tuple[int, ...], offset_bytes: int, length_bytes: int
     ) -> list[memoryview] | None:
+        if len(location) == 2 and offset_bytes + length_bytes <= location[1]:
+            start = location[0] + offset_bytes
+            view = self._view[start : start + length_bytes]
+            if len(view) != length_bytes:
+                raise _beyond_the_end()
+            return [view]
         return list(self._range(location, offset_bytes, length_bytes))
 
     def _range(

@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final
 
 from ...proto import local
 from ...proto.errors import DeadlineExceeded, PrefixdError, UnknownStaging
-from ...proto.index import unpack_row
+from ...proto.index import Placed, entry_of
 from ...proto.keys import Key
 from ...proto.vocabulary import SaveReason, Tier
 from ..results import ClaimMode, Entry, Found, Presence, SaveOutcome
@@ -167,7 +167,8 @@ class LocalTransport:
         node = self._indexed(deadline)
         if node is None:
             return None
-        return [(at, entry) for at, entry, _ in _found(node, keys, mode)]
+        positions, entries, _ = _found(node, keys, mode)
+        return list(zip(positions, entries, strict=True))
 
     def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
         node = self._indexed(deadline)
@@ -187,15 +188,14 @@ class LocalTransport:
         if claim.why_lost is not None:
             return None  # nothing would keep the bytes there
         held = claim.in_place
+        known = held.rows if isinstance(held, InPlace) else {}
         node = held.node if isinstance(held, InPlace) else self._indexed()
-        found = None if node is None else node.views(entries)
+        found = None if node is None else node.views(entries, known)
         if node is None or found is None:
             return None
         views, rows = found
-        if held is None:
-            claim.in_place = InPlace(node, rows)
-        elif isinstance(held, InPlace):
-            claim.in_place = InPlace(node, list(dict([*held.rows, *rows]).items()))
+        if rows.keys() - known.keys():
+            claim.in_place = InPlace(node, {**known, **rows})
         return views
 
     def touch(self, keys: Sequence[Key]) -> None:
@@ -248,14 +248,14 @@ class LocalTransport:
         """Only of what the index has: a miss costs the daemon nothing."""
         node = None if wait_ms else self._indexed(deadline)
         if node is not None:
-            found = list(_found(node, keys, mode))
-            if not found:
+            positions, entries, rows = _found(node, keys, mode)
+            if not entries:
                 return Claimed(None, [], [], in_flight=False)
-            entries = [entry for _, entry, _ in found]
             holding = self._remote.claim_known(entries, lease_ms, deadline)
             if holding is not None:
-                holding.in_place = InPlace(node, [(entry.key, row) for _, entry, row in found])
-                return Claimed(holding, [at for at, _, _ in found], entries, in_flight=False)
+                by_key = dict(zip((entry.key for entry in entries), rows, strict=True))
+                holding.in_place = InPlace(node, by_key)
+                return Claimed(holding, positions, entries, in_flight=False)
         return self._remote.claim(keys, mode, wait_ms, lease_ms, deadline)
 
     def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
@@ -411,42 +411,40 @@ def _hand_over(link: Link, within_s: float) -> LocalNode | None:
 
 def _found(
     node: LocalNode, keys: Iterable[Key], mode: ClaimMode
-) -> Iterator[tuple[int, Entry, bytes]]:
-    """What `mode` wants of the keys: position, entry and packed row. Takes no more keys than it
+) -> tuple[list[int], list[Entry], list[Placed]]:
+    """What `mode` wants of the keys: positions, entries and their rows. Takes no more keys than it
     needs."""
-    index = node.index
-    assert index is not None
-    rows: Iterable[tuple[int, bytes | None]]
-    match mode:
-        case ClaimMode.RUN:
-            rows = enumerate(index.run(keys))
-        case ClaimMode.FIRST:
-            first = index.first(keys)
-            rows = () if first is None else (first,)
-        case ClaimMode.ANY:
-            rows = enumerate(index.get(keys))
-    for position, row in rows:
-        entry = None if row is None else _entry(row)
-        if row is not None and entry is not None:
-            yield position, entry, row
+    assert node.index is not None
+    positions: list[int] = []
+    entries: list[Entry] = []
+    rows: list[Placed] = []
+    for position, found in enumerate(node.index.find(keys)):
+        entry = None if found is None else _entry(found[1])
+        if found is not None and entry is not None:
+            positions.append(position)
+            entries.append(entry)
+            rows.append(found)
+            if mode is ClaimMode.FIRST:
+                break
         elif mode is ClaimMode.RUN:
-            return
+            break
+    return positions, entries, rows
 
 
 def _entry(row: bytes) -> Entry | None:
     """None: of a tier or a reason that this version does not know."""
-    found = unpack_row(row)
-    tier, reason = _TIERS.get(found.tier), _REASONS.get(found.reason)
-    if tier is None or reason is None:
+    key, generation, payload_bytes, tokens, crc, ids_bytes, layers, tier, reason = entry_of(row)
+    known_tier, known_reason = _TIERS.get(tier), _REASONS.get(reason)
+    if known_tier is None or known_reason is None:
         return None
     return Entry(
-        found.key,
-        tier,
-        found.payload_bytes,
-        found.token_count,
-        found.payload_crc32c,
-        found.layer_count,
-        found.token_ids_bytes,
-        found.generation,
-        reason,
+        key,
+        known_tier,
+        payload_bytes,
+        tokens,
+        crc,
+        layers,
+        ids_bytes,
+        generation,
+        known_reason,
     )

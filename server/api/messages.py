@@ -7,6 +7,7 @@ sentence; what comes out is well-formed.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import cast
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
@@ -51,10 +52,11 @@ def keys_of(name: str, raw: Sequence[bytes], *, may_be_empty: bool = False) -> t
     """A batch of keys."""
     if raw or not may_be_empty:
         batch_of(name, raw)
-    for index, key in enumerate(raw):
-        if len(key) != _KEY_BYTES:
-            raise InvalidKey(f"{name}[{index}] has {len(key)} bytes; a key has {_KEY_BYTES}")
-    return tuple(map(Key, raw))
+    keys = tuple(raw)
+    if set(map(len, keys)) - {_KEY_BYTES}:
+        index, key = next((n, key) for n, key in enumerate(keys) if len(key) != _KEY_BYTES)
+        raise InvalidKey(f"{name}[{index}] has {len(key)} bytes; a key has {_KEY_BYTES}")
+    return cast("tuple[Key, ...]", keys)
 
 
 def tier_of(number: int, configured: Collection[Tier]) -> Tier:

@@ -33,7 +33,8 @@ from ..core.events import (
     SessionOpened,
 )
 from ..core.save_rules import most_reserved_bytes
-from ..runtime.loop import Core, SessionNote
+from ..runtime.listeners import SessionNote
+from ..runtime.loop import Core
 from . import messages
 from .calls import Caller, CallerGone, Process, cut_off
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ...proto.errors import PrefixdError
 from ...proto.keys import Key
@@ -76,8 +76,7 @@ class CancelAnswer:
     results: tuple[bool, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class WriteOrder:
+class WriteOrder(NamedTuple):
     """A granted reservation: where its bytes go, and what their record says."""
 
     token: int

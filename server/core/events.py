@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ...proto.keys import Key
 from ...proto.vocabulary import SaveReason, Tier
@@ -50,8 +50,7 @@ class TierState(Enum):
     HUNG = "hung"
 
 
-@dataclass(frozen=True, slots=True)
-class SaveItem:
+class SaveItem(NamedTuple):
     """One key that somebody wants to save."""
 
     key: Key

@@ -55,6 +55,7 @@ MAX_ENTRIES: Final = 2**30
 HEADS_PER_ENTRY: Final = 2
 #: One page of them. There is memory for these from the start.
 FIRST_HEADS: Final = 1024
+_hashed: Final = HASHED.unpack
 #: Added to the shape, it counts one change.
 _CHANGE: Final = MOVING << 1
 _SHAPE_MASK: Final = 2**64 - 1
@@ -187,7 +188,8 @@ class IndexWriter:
         self._links[number] = self._heads[bucket]
         self._heads[bucket] = number
         self._entries += 1
-        for _ in range(HEADS_PER_ENTRY):
+        if self._shape & HEADS_MASK < HEADS_PER_ENTRY * self._entries:
+            self._add_head()
             if self._shape & HEADS_MASK < HEADS_PER_ENTRY * self._entries:
                 self._add_head()
         return True
@@ -233,7 +235,7 @@ class IndexWriter:
     # ---- chains
 
     def _bucket(self, key: bytes) -> int:
-        (word,) = HASHED.unpack(key)
+        (word,) = _hashed(key)
         count = self._shape & HEADS_MASK
         bit = 1 << (count - 1).bit_length()
         bucket: int = word * self._multiplier >> HASH_SHIFT & bit - 1
@@ -266,6 +268,10 @@ class IndexWriter:
         self._generations[number] = 0
         # Before its link changes: a reader that is standing there has to notice.
         self._publish(self._shape + _CHANGE)
+        if not self._continuations[number]:
+            self._links[number] = self._free_row
+            self._free_row = number
+            return
         numbers = [number]
         while number := self._continuations[number]:
             numbers.append(number)

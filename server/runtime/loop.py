@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from typing import Final, Protocol, TypeVar, assert_never
+from typing import Final, TypeVar, assert_never
 
 import structlog
 
@@ -68,6 +68,7 @@ from .devices import Devices
 from .health import Health
 from .index import IndexWriter
 from .lag import LoopLag
+from .listeners import Listener
 from .recounting import recount
 from .reindexing import Reindexing
 from .store_commands import StoreOrders
@@ -83,7 +84,6 @@ A = TypeVar("A", bound=Answer)
 #: How often use counts are handed to the stores, so that an order survives a crash almost whole.
 FLUSH_INTERVAL_S: Final = 1.0
 
-SessionNote = TellClaimLost | TellReservationLost
 #: How long a stop waits for the threads that write.
 CLOSED_WITHIN_S: Final = 3.0
 
@@ -92,16 +92,6 @@ _COMMITTED_AT_ONCE: Final = 512
 
 #: What is still asked of a daemon that stops: whatever ends what was begun.
 _ENDINGS: Final = (ReleaseAsked, CancelAsked, WriteBegan)
-
-
-class Listener(Protocol):
-    """What the core tells the stream of a session. Neither may raise."""
-
-    def told(self, note: SessionNote) -> None:
-        """Something of its session was lost."""
-
-    def ended(self, why: PrefixdError | None) -> None:
-        """The session is over, or (None) the daemon stops. Told again until it unsubscribes."""
 
 
 class Core:
@@ -313,33 +303,31 @@ class Core:
 
         If it was lost since it was granted, the write has ended already.
         """
-        ended: asyncio.Future[SaveEnded] = self._loop.create_future()
         record = EntryRecord(
-            key=order.key,
-            tier=order.tier,
-            reason=order.reason,
-            generation=order.generation,
-            created_ns=order.generation,
-            payload_bytes=order.payload_bytes,
-            token_count=order.token_count,
-            layer_count=order.layer_count,
-            token_ids_bytes=len(order.token_ids),
-            location=order.location,
+            order.key,
+            order.tier,
+            order.reason,
+            order.generation,
+            order.generation,
+            order.payload_bytes,
+            order.token_count,
+            order.layer_count,
+            len(order.token_ids),
+            order.location,
         )
-        writer = self.stores[order.tier].writer(record, order.token_ids)
-        write = Write(order, writer, ended)
+        write = Write(order, self.stores[order.tier].writer(record, order.token_ids))
         if order.token in self.state.tables.reservations:
             self.writes[order.token] = write
         else:
             why = "the reservation was lost before its bytes came"
             # Its room may be somebody else's by now: what still comes is not written there.
             write.stopping = True
-            ended.set_result(SaveEnded(order.token, SaveOutcome.LOST, why))
+            write.end(SaveEnded(order.token, SaveOutcome.LOST, why))
         return write
 
     def stop_write(self, write: Write, outcome: SaveOutcome, why: str) -> None:
         """The bytes will not be complete, or are wrong."""
-        if not write.ended.done():
+        if write.ended is None:
             self.post(WriteStopped(write.order.token, outcome, why, self.clock.now_ns()))
 
     # ---- out
@@ -401,8 +389,8 @@ class Core:
                     self.post(WriteStopped(effect.token, SaveOutcome.LOST, why, now_ns))
             case SaveEnded():
                 ended = self.writes.pop(effect.token, None)
-                if ended is not None and not ended.ended.done():
-                    ended.ended.set_result(effect)
+                if ended is not None:
+                    ended.end(effect)
             case Verify():
                 self.verifications.request(effect.entry)
             case RecordUsage():

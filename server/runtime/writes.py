@@ -1,8 +1,8 @@
-"""One save's bytes on their way into a store."""
+"""Saves under way: what their bytes go through, and who is told when they end."""
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
 
 from ...tiers.store import EntryWriter
 from ..core.answers import WriteOrder
@@ -13,14 +13,23 @@ class Write:
     """The bytes of one reservation on their way into a store.
 
     `busy` counts the messages that other threads copy into its room, now or soon: a lost
-    reservation then keeps its room until that ended.
+    reservation then keeps its room until that ended. `ended` says how the save did, once it has;
+    `when_ended` is called then.
     """
 
-    __slots__ = ("busy", "ended", "order", "stopping", "writer")
+    __slots__ = ("busy", "ended", "order", "stopping", "when_ended", "writer")
 
-    def __init__(self, order: WriteOrder, writer: EntryWriter, ended: asyncio.Future[SaveEnded]):
+    def __init__(self, order: WriteOrder, writer: EntryWriter) -> None:
         self.order = order
         self.writer = writer
-        self.ended = ended
         self.busy = 0
         self.stopping = False
+        self.ended: SaveEnded | None = None
+        self.when_ended: Callable[[], None] | None = None
+
+    def end(self, ended: SaveEnded) -> None:
+        """The save ended."""
+        if self.ended is None:
+            self.ended = ended
+            if self.when_ended is not None:
+                self.when_ended()

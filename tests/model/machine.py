@@ -23,7 +23,7 @@ from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.ledger import Admission, Ledger
 from prefixd.tiers.store import StoredEntry
 from tests.model.twin import Twin, TwinLimits, TwinTier
-from tests.model.witness import NAMES, Witness, key_of, keys_of, name_of, plain
+from tests.model.witness import NAMES, Witness, facts_of, key_of, keys_of, name_of
 
 LIMITS = TwinLimits(
     sessions=3,
@@ -158,7 +158,7 @@ class MetaStateMachine(RuleBasedStateMachine):
         effects = self.applied(event)
         self.witness.sees(event, effects)
         expected = self.twin.happens(self.now, twin)
-        said = [*map(plain, effects)]
+        said = [fact for effect in effects for fact in facts_of(effect)]
         assert sorted(one_usage(said), key=repr) == sorted(expected, key=repr)
         self.commits += [e.tokens for e in effects if isinstance(e, fx.Commit)]
         self.compare_state(event)

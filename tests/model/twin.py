@@ -2,7 +2,7 @@
 with the first one.
 
 It counts by looking at everything again, each time. What it says has the form of plain tuples;
-`machine.plain` brings what `MetaState` says into the same form.
+`witness.plain` brings what `MetaState` says into the same form.
 """
 
 from __future__ import annotations

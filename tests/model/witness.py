@@ -59,7 +59,8 @@ class Witness:
         if isinstance(event, ev.SessionLost):
             self.end_claims_of(event.session)
         starting = isinstance(event, ev.TierRecovered)
-        for effect in effects:
+        # As the loop does them: every change of the index before any erasure.
+        for effect in sorted(effects, key=lambda effect: isinstance(effect, fx.Erase)):
             self.sees_one(effect, event, starting)
         for number in set(self.claims) - self.state.tables.claims.keys():
             del self.claims[number]
@@ -184,6 +185,13 @@ def units(location: Location) -> list[int]:
 # ---- what was said, as the twin says it
 
 
+def facts_of(effect: fx.Effect) -> list[tuple[Any, ...]]:
+    """One as a rule; of an erasure one for each entry."""
+    if isinstance(effect, fx.Erase):
+        return [("erase", effect.tier.label, name_of(entry.key)) for entry in effect.entries]
+    return [plain(effect)]
+
+
 def plain(effect: fx.Effect) -> tuple[Any, ...]:
     match effect:
         case fx.Reply(request, answer):
@@ -192,9 +200,6 @@ def plain(effect: fx.Effect) -> tuple[Any, ...]:
             return ("put", name_of(entry.key))
         case fx.IndexDelete(key):
             return ("delete", name_of(key))
-        case fx.Erase(tier, entries):
-            (entry,) = entries
-            return ("erase", tier.label, name_of(entry.key))
         case fx.Commit(tier, tokens):
             return ("commit", tier.label, list(tokens))
         case fx.StopWriting(token):

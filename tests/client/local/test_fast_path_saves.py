@@ -23,6 +23,7 @@ from prefixd.client.local.transport import LocalTransport
 from prefixd.client.wire.connection import Connection
 from prefixd.client.wire.deadline import Deadline
 from prefixd.client.wire.link import Link
+from prefixd.client.wire.messages import results_of
 from prefixd.proto import local
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import PrefixdError
@@ -250,7 +251,7 @@ class Call:
     def result(self) -> SaveStatus:
         """Nothing more comes."""
         self.send(last=True)
-        while not (results := self._line.receive(60).save_staged.results):
+        while not (results := results_of(self._line.receive(60).save_staged)):
             pass
         self._line.close()
         (result,) = results
@@ -464,7 +465,7 @@ def test_what_was_never_reserved_is_lost(
     line = Line(raw.link.welcome.local_socket, raw.link.ref, 60)
     line.send(pb.LocalRequest(save_staged=request), 60)
     assert line.receive(60).save_staged.parts_copied == 1
-    results = line.receive(60).save_staged.results
+    results = results_of(line.receive(60).save_staged)
     assert {result.status for result in results} == {pb.SAVE_STATUS_LOST}
     assert len(results) == len(tokens)
     line.close()

@@ -242,7 +242,7 @@ def test_a_range_of_a_payload(made: Made) -> None:
 def test_views_are_good_as_long_as_their_rows_stand(made: Made) -> None:
     payload = payload_of(2 * SLAB - 1)
     entry = made.put(1, (SLAB, SLAB, 3 * SLAB, SLAB), payload)
-    found = made.node.views([entry])
+    found = made.node.views([entry], {})
     if made.tier is Tier.DISK:
         assert found is None
         return
@@ -259,7 +259,7 @@ def test_views_are_good_as_long_as_their_rows_stand(made: Made) -> None:
 def test_views_and_claims_outlive_what_the_client_holds_of_a_node(made: Made) -> None:
     payload = payload_of(100)
     entry = made.put(1, (SLAB, SLAB), payload)
-    found = made.node.views([entry])
+    found = made.node.views([entry], {})
     if found is None:
         return
     (views,), rows = found

@@ -78,7 +78,9 @@ class Daemon:
             self.copied.append((part.item, bytes(place)))
             if part.last:
                 self.crcs[part.item] = part.payload_crc32c
-        responses = [pb.SaveStagedResponse(parts_copied=len(request.parts))]
+        responses = []
+        if request.parts and not request.quiet:
+            responses.append(pb.SaveStagedResponse(parts_copied=len(request.parts)))
         if request.last:
             responses.append(pb.SaveStagedResponse(results=[RESULT]))
         return [*responses]
