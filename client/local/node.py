@@ -24,6 +24,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import RecordError
 from ...proto.index import IndexReader, unpack_row
 from ...proto.keys import Key
+from ...proto.pieces import FlatBytes
 from ...proto.vocabulary import Tier
 from ..results import Entry
 from ..wire.transport import Copied
@@ -92,7 +93,7 @@ class LocalNode:
     # ---- copies
 
     def copy(
-        self, entries: Sequence[Entry], targets: Sequence[memoryview], check: Sequence[bool]
+        self, entries: Sequence[Entry], targets: Sequence[FlatBytes], check: Sequence[bool]
     ) -> list[Copied]:
         """Copy whole payloads into `targets`, each exactly as long as its payload. `check`: whose
         CRC32C is compared."""
@@ -107,7 +108,7 @@ class LocalNode:
         ]
         return self._validated(keys, rows, copies)
 
-    def _copy(self, entry: Entry, row: bytes | None, target: memoryview, check: bool) -> Copied:
+    def _copy(self, entry: Entry, row: bytes | None, target: FlatBytes, check: bool) -> Copied:
         if row is None:
             return Copied.GONE
         found = unpack_row(row)

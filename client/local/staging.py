@@ -17,6 +17,7 @@ from typing import Final
 from ...proto import prefixd_pb2 as pb
 from ...proto.copying import copy_crc32c
 from ...proto.errors import DaemonUnavailable, LimitReached
+from ...proto.pieces import FlatBytes
 from ..wire.deadline import Deadline
 from .calls import Line, LocalCalls
 
@@ -103,7 +104,7 @@ def save(
     memory: StagingMemory,
     calls: LocalCalls,
     opening: pb.SaveStagedRequest,
-    payloads: Sequence[memoryview],
+    payloads: Sequence[FlatBytes],
     deadline: Deadline,
 ) -> list[pb.SaveResult]:
     """Save `payloads` (flat bytes) through `memory`: the next slot is filled while the daemon
@@ -126,7 +127,7 @@ class _StagedSave:
         self._results: list[pb.SaveResult] = []
 
     def run(
-        self, calls: LocalCalls, opening: pb.SaveStagedRequest, payloads: Sequence[memoryview]
+        self, calls: LocalCalls, opening: pb.SaveStagedRequest, payloads: Sequence[FlatBytes]
     ) -> list[pb.SaveResult]:
         filled = _filled(self._memory, self._take, opening, payloads)
         try:
@@ -173,7 +174,7 @@ def _filled(
     memory: StagingMemory,
     take: Callable[[], int],
     request: pb.SaveStagedRequest,
-    payloads: Sequence[memoryview],
+    payloads: Sequence[FlatBytes],
 ) -> Iterator[tuple[int, pb.SaveStagedRequest]]:
     """Slots with what was copied into them, and the requests that say so, `request` first.
     Whoever gets a slot gives it back."""

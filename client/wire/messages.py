@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import PrefixdError
+from ...proto.errors import InvalidBatch, InvalidSize, PrefixdError
 from ...proto.keys import Key
+from ...proto.limits import MAX_CLIENT_NAME_CHARS, MAX_MESSAGE_BYTES
 from ...proto.vocabulary import SaveReason, Tier
 from ..results import Entry, Found, Presence, ReserveStatus, SaveOutcome, SaveStatus
 from .link import Link
@@ -25,6 +30,9 @@ def understanding() -> Iterator[None]:
             f"the daemon's answer does not follow the contract: {problem!r}"
         ) from None
 
+
+#: What a message needs beside its header, and for a part of each item, generously.
+_FRAMING_BYTES, _PART_BYTES = 64, 32
 
 _TIERS: Final = {int(tier): tier for tier in Tier}
 _REASONS: Final = {int(reason): reason for reason in SaveReason}
@@ -75,3 +83,27 @@ def header_of(items: Sequence[ReserveItem], terms: SaveTerms) -> pb.SaveHeader:
         ttl_ms=terms.ttl_ms,
         touched=terms.touched,
     )
+
+
+def max_message_bytes(link: Link) -> int:
+    return link.welcome.max_message_bytes or MAX_MESSAGE_BYTES
+
+
+def check_header(header: pb.SaveHeader, link: Link) -> None:
+    """A header is one message, or part of one. Raises InvalidBatch."""
+    framing_bytes = _FRAMING_BYTES + _PART_BYTES * len(header.items)
+    header_bytes, max_bytes = header.ByteSize() + framing_bytes, max_message_bytes(link)
+    if header_bytes > max_bytes:
+        raise InvalidBatch(
+            f"keys and token ids of {len(header.items)} items are {header_bytes} bytes, more "
+            f"than the {max_bytes} of a message: save them in several calls"
+        )
+
+
+def hello(name: str | None) -> pb.Hello:
+    """Who this client is. Without a name: the program."""
+    if name is None:
+        name = Path(sys.argv[0]).name[:MAX_CLIENT_NAME_CHARS] or "client"
+    if not 0 < len(name) <= MAX_CLIENT_NAME_CHARS:
+        raise InvalidSize(f"a name has 1 ... {MAX_CLIENT_NAME_CHARS} characters, not {len(name)}")
+    return pb.Hello(client_name=name, pid=os.getpid(), host=socket.gethostname())

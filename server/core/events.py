@@ -122,6 +122,16 @@ class ReleaseAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class DeleteAsked:
+    """A client wants entries gone that it can name."""
+
+    request: int
+    session: int
+    keys: tuple[Key, ...]
+    now_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class RequestDropped:
     """Whoever asked `request` does not wait for its answer any more."""
 
@@ -280,6 +290,7 @@ Question: TypeAlias = (
     | LookupAsked
     | ClaimAsked
     | ReleaseAsked
+    | DeleteAsked
     | ReserveAsked
     | CancelAsked
     | WriteBegan

@@ -31,6 +31,7 @@ from .events import (
     ClaimAsked,
     CommitFailed,
     Committed,
+    DeleteAsked,
     EntryDamaged,
     Event,
     EvictAsked,
@@ -138,6 +139,7 @@ class MetaState:
                 | LookupAsked()
                 | ClaimAsked()
                 | ReleaseAsked()
+                | DeleteAsked()
                 | ReserveAsked()
                 | CancelAsked()
                 | WriteBegan()
@@ -214,6 +216,8 @@ class MetaState:
                 return read_rules.claim(transition, question)
             case ReleaseAsked():
                 return read_rules.release(transition, question)
+            case DeleteAsked():
+                return read_rules.delete(transition, question)
             case ReserveAsked():
                 save_rules.reserve(transition, question)
                 return None
