@@ -1,0 +1,79 @@
+"""Is this the engine that a connector was written against? Asked once, when it is attached."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+
+class UnsupportedEngine(ImportError):
+    """The engine is not there, or not as the connector knows it."""
+
+
+def version_of(package: str) -> str:
+    """The installed version, "unknown" if it says none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def require(engine: str, package: str, tested: str, module: str, names: Iterable[str]) -> Any:
+    """The engine's module, which has to have these names (dotted ones below them, too).
+
+    `tested`: the versions that the connector was tried with. Raises UnsupportedEngine.
+    """
+    try:
+        found = import_module(module)
+    except ImportError as problem:
+        raise UnsupportedEngine(
+            f"prefixd's connector needs {engine} (tested with {tested}): {problem}"
+        ) from problem
+    missing = [name for name in names if not _has(found, name)]
+    if missing:
+        raise unsupported(engine, package, tested, f"it has no {', '.join(missing)}")
+    return found
+
+
+def check_parameters(
+    engine: str, package: str, tested: str, owner: Any, expected: Mapping[str, Iterable[str]]
+) -> None:
+    """Of a class or module: do these functions take these parameters? Raises UnsupportedEngine."""
+    for name, parameters in expected.items():
+        function = getattr(owner, name, None)
+        if function is None:
+            raise unsupported(engine, package, tested, f"it has no {name}")
+        taken = inspect.signature(function).parameters
+        missing = [each for each in parameters if each not in taken]
+        if missing:
+            what = f"{name} takes no {', '.join(missing)}"
+            raise unsupported(engine, package, tested, what)
+
+
+def check_abstract(
+    engine: str, package: str, tested: str, base: type, ours: type, known: Iterable[str] = ()
+) -> None:
+    """Does `ours` have every abstract method of the engine's `base`? Raises UnsupportedEngine."""
+    abstract: frozenset[str] = getattr(base, "__abstractmethods__", frozenset())
+    missing = sorted(name for name in abstract - set(known) if not hasattr(ours, name))
+    if missing:
+        raise unsupported(engine, package, tested, f"it asks for {', '.join(missing)}")
+
+
+def unsupported(engine: str, package: str, tested: str, what: str) -> UnsupportedEngine:
+    """The refusal, in a sentence."""
+    return UnsupportedEngine(
+        f"prefixd's connector does not know {engine} {version_of(package)}: {what}; it was tested "
+        f"with {tested}"
+    )
+
+
+def _has(owner: Any, dotted: str) -> bool:
+    for name in dotted.split("."):
+        if not hasattr(owner, name):
+            return False
+        owner = getattr(owner, name)
+    return True
