@@ -36,7 +36,7 @@ $(ENGINES)/.done: pyproject.toml
 	@touch $@
 
 engines: $(ENGINES)/.done ## llama-cpp-python and transformers themselves, on CPU
-	$(ENGINES)/bin/python -m pytest -q -s tests/engines
+	$(ENGINES)/bin/python -m pytest -q -s --timeout 600 tests/engines
 
 check: $(VENV)/.dev ## lint, types, generated code up to date
 	$(BIN)/ruff format --check .

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -38,29 +37,12 @@ def require(engine: str, package: str, tested: str, module: str, names: Iterable
     return found
 
 
-def check_parameters(
-    engine: str, package: str, tested: str, owner: Any, expected: Mapping[str, Iterable[str]]
-) -> None:
-    """Of a class or module: do these functions take these parameters? Raises UnsupportedEngine."""
-    for name, parameters in expected.items():
-        function = getattr(owner, name, None)
-        if function is None:
-            raise unsupported(engine, package, tested, f"it has no {name}")
-        taken = inspect.signature(function).parameters
-        missing = [each for each in parameters if each not in taken]
-        if missing:
-            what = f"{name} takes no {', '.join(missing)}"
-            raise unsupported(engine, package, tested, what)
-
-
-def check_abstract(
-    engine: str, package: str, tested: str, base: type, ours: type, known: Iterable[str] = ()
-) -> None:
-    """Does `ours` have every abstract method of the engine's `base`? Raises UnsupportedEngine."""
-    abstract: frozenset[str] = getattr(base, "__abstractmethods__", frozenset())
-    missing = sorted(name for name in abstract - set(known) if not hasattr(ours, name))
+def check_abstract(engine: str, package: str, tested: str, ours: type) -> None:
+    """Has our class every method that the engine asks for? Raises UnsupportedEngine."""
+    missing: frozenset[str] = getattr(ours, "__abstractmethods__", frozenset())
     if missing:
-        raise unsupported(engine, package, tested, f"it asks for {', '.join(missing)}")
+        what = f"it asks for {', '.join(sorted(missing))}"
+        raise unsupported(engine, package, tested, what)
 
 
 def unsupported(engine: str, package: str, tested: str, what: str) -> UnsupportedEngine:

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Final, NoReturn, Protocol
 
 from ..client.client import Client
 from ..client.hits import Hit
 from ..client.results import ClaimMode
 from ..client.saves import SaveItem
-from ..client.search import BlockChain
 from ..proto.keys import Key, Namespace, prefix_key, prefix_keys
 from ..proto.limits import MAX_BATCH_KEYS
 from ..proto.vocabulary import SaveReason, Tier
@@ -114,7 +114,7 @@ class PrefixdCache:
     def __contains__(self, tokens: Sequence[int]) -> bool:
         tokens = list(tokens)
         if self._context.has_spare_sequence:
-            return self._client.leading_run(self._chain(tokens)) > 0
+            return self._client.leading_run(self._blocks(tokens)[0]) > 0
         keys, _ = self._prefixes(tokens)
         return any(self._client.exists(keys))
 
@@ -150,52 +150,61 @@ class PrefixdCache:
 
     # ---- blocks
 
-    def _chain(self, tokens: list[int]) -> BlockChain:
-        return self._client.chain(self._namespace, tokens, self._block_tokens)
+    def _blocks(self, tokens: list[int]) -> tuple[list[Key], list[int]]:
+        """The keys of the blocks, the incomplete last one included, and where each ends."""
+        chain = self._client.chain(
+            self._namespace, tokens, self._block_tokens, include_partial=True
+        )
+        return list(chain), list(accumulate(chain.token_counts))
 
     def _load_blocks(self, tokens: list[int]) -> None:
-        block_tokens = self._block_tokens
         # What is there stays; only what is behind it is worth anything.
         here = _common(self._context.tokens(), tokens)
-        chain = self._chain(tokens)
-        start = here // block_tokens
-        if self._client.leading_run(chain) <= start:
+        keys, ends = self._blocks(tokens)
+        found = self._client.leading_run(keys)
+        if not found or ends[found - 1] <= here:
             return
-        with self._client.longest_run(chain) as hit:
-            if len(hit) * block_tokens <= here:
-                return
+        start = here // self._block_tokens
+        with self._client.longest_run(keys[:found]) as hit:
             wanted = range(start, len(hit))
             buffers = [bytearray(hit.entries[index].payload_bytes) for index in wanted]
             run = hit.restore_into(buffers, indices=wanted).run
         if not run:
             return
-        good = start * block_tokens
+        good = start * self._block_tokens
         self._context.cut(good)
-        for data in buffers[:run]:
-            if not self._context.load_block(data, good, good + block_tokens):
+        for data, end in zip(buffers[:run], ends[start:], strict=False):
+            if not self._context.load_block(data, good, end):
                 self._context.cut(good)
                 break
-            good += block_tokens
+            good = end
         self._context.set_tokens(tokens[:good])
 
     def _save_blocks(self, tokens: list[int]) -> None:
-        block_tokens = self._block_tokens
-        chain = self._chain(tokens)
-        keys = list(chain.complete_keys)
-        start = self._client.leading_run(keys)
-        if start == len(keys) or self._client.would_drop():
+        """The whole blocks of everything; and what is behind those of the prompt, for the same
+        prompt does not know its answer."""
+        if self._client.would_drop():
             return
+        keys, ends = self._blocks(tokens[: len(tokens) - len(tokens) % self._block_tokens])
+        self._save_from(self._client.leading_run(keys), keys, ends)
+        prompt = self._prompt
+        if len(prompt) % self._block_tokens and tokens[: len(prompt)] == prompt:
+            keys, ends = self._blocks(prompt)
+            if not self._client.exists_one(keys[-1]):
+                self._save_from(len(keys) - 1, keys, ends)
+
+    def _save_from(self, start: int, keys: list[Key], ends: list[int]) -> None:
+        """The blocks from `start` on."""
+        firsts = [0, *ends[:-1]]
         items = [
-            SaveItem(
-                keys[index],
-                self._context.block(index * block_tokens, (index + 1) * block_tokens),
-                block_tokens,
-            )
-            for index in range(start, len(keys))
+            SaveItem(keys[index], self._context.block(first, ends[index]), ends[index] - first)
+            for index, first in enumerate(firsts[: len(keys)])
+            if index >= start
         ]
-        self._client.save_many_async(
-            items, tier=self._tier, reason=SaveReason.FINISH, ancestors=keys[:start]
-        )
+        if items:
+            self._client.save_many_async(
+                items, tier=self._tier, reason=SaveReason.FINISH, ancestors=keys[:start]
+            )
 
     # ---- whole states
 
