@@ -23,13 +23,13 @@ def version_of(package: str) -> str:
 def require(engine: str, package: str, tested: str, module: str, names: Iterable[str]) -> Any:
     """The engine's module, which has to have these names (dotted ones below them, too).
 
-    `tested`: the versions that the connector was tried with. Raises UnsupportedEngine.
+    `tested`: the versions whose interface the connector follows. Raises UnsupportedEngine.
     """
     try:
         found = import_module(module)
     except ImportError as problem:
         raise UnsupportedEngine(
-            f"prefixd's connector needs {engine} (tested with {tested}): {problem}"
+            f"prefixd's connector needs {engine} (made for {tested}): {problem}"
         ) from problem
     missing = [name for name in names if not _has(found, name)]
     if missing:
@@ -48,8 +48,8 @@ def check_abstract(engine: str, package: str, tested: str, ours: type) -> None:
 def unsupported(engine: str, package: str, tested: str, what: str) -> UnsupportedEngine:
     """The refusal, in a sentence."""
     return UnsupportedEngine(
-        f"prefixd's connector does not know {engine} {version_of(package)}: {what}; it was tested "
-        f"with {tested}"
+        f"prefixd's connector does not know {engine} {version_of(package)}: {what}; it was made "
+        f"for {tested}"
     )
 
 

@@ -30,7 +30,7 @@ from . import compat
 
 ENGINE: Final = "LMCache"
 PACKAGE: Final = "lmcache"
-TESTED: Final = "0.5.6 (its interface; see docs/engines.md)"
+TESTED: Final = "0.5.6"
 T = TypeVar("T")
 
 #: Namespaces that are remembered: a process serves few models.

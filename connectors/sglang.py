@@ -25,7 +25,7 @@ from . import compat
 
 ENGINE: Final = "SGLang"
 PACKAGE: Final = "sglang"
-TESTED: Final = "0.5.23 (its interface; see docs/engines.md)"
+TESTED: Final = "0.5.23"
 
 #: The name of the pool that version 1 means.
 _ANCHOR: Final = "kv"

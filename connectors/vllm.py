@@ -29,7 +29,7 @@ from . import compat
 
 ENGINE: Final = "vLLM"
 PACKAGE: Final = "vllm"
-TESTED: Final = "0.33.0 (its interface; see docs/engines.md)"
+TESTED: Final = "0.33.0"
 #: Answers of the daemon that are remembered for keys that a request asks for again.
 _MAX_ANSWERS: Final = 65_536
 _ANSWER_TTL_S: Final = 1.0

@@ -184,7 +184,7 @@ def test_what_fails_on_the_way_is_no_failed_request(
 
 def test_without_the_engine_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp.llama_cpp", None)
-    with pytest.raises(UnsupportedEngine, match=r"needs llama-cpp-python \(tested with 0\.3\.36\)"):
+    with pytest.raises(UnsupportedEngine, match=r"needs llama-cpp-python \(made for 0\.3\.36\)"):
         llama_cpp_context.low_level()
 
 
@@ -202,7 +202,7 @@ def test_another_engine_is_refused_when_it_is_attached(
     monkeypatch: pytest.MonkeyPatch, client: Client
 ) -> None:
     fake_library(monkeypatch, "llama_memory_seq_cp")
-    with pytest.raises(UnsupportedEngine, match="it has no llama_memory_seq_cp; it was tested"):
+    with pytest.raises(UnsupportedEngine, match="it has no llama_memory_seq_cp; it was made for"):
         PrefixdCache.of(SimpleNamespace(), client)
     fake_library(monkeypatch)
     with pytest.raises(UnsupportedEngine, match="no attribute '_ctx'"):

@@ -196,7 +196,7 @@ def test_another_lmcache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name, module in modules(L2AdapterInterface=Later).items():
         monkeypatch.setitem(sys.modules, name, module)
-    with pytest.raises(UnsupportedEngine, match="it asks for submit_prefetch; it was tested"):
+    with pytest.raises(UnsupportedEngine, match="it asks for submit_prefetch; it was made for"):
         _ = lmcache.PrefixdL2Adapter
     monkeypatch.setitem(sys.modules, "lmcache.v1.distributed.l2_adapters.base", None)
     with pytest.raises(UnsupportedEngine, match="needs LMCache"):

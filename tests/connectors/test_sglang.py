@@ -211,5 +211,5 @@ def test_what_it_can_t_work_with_is_refused_at_the_start(
         def batch_get_v3(self) -> None: ...
 
     install(monkeypatch, Later)
-    with pytest.raises(UnsupportedEngine, match="it asks for batch_get_v3; it was tested"):
+    with pytest.raises(UnsupportedEngine, match="it asks for batch_get_v3; it was made for"):
         _ = sglang.PrefixdStorage

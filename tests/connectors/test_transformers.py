@@ -159,7 +159,7 @@ def test_without_the_engine_a_sentence_says_so(
     monkeypatch: pytest.MonkeyPatch, client: Client, namespace: Namespace
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers.cache_utils", None)
-    with pytest.raises(UnsupportedEngine, match=r"needs transformers \(tested with 5\.23\.0\)"):
+    with pytest.raises(UnsupportedEngine, match=r"needs transformers \(made for 5\.23\.0\)"):
         load_cache(client, namespace, config_of(), TOKENS)
 
 

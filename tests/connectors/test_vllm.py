@@ -188,5 +188,5 @@ def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         def submit_swap(self) -> None: ...
 
     install(monkeypatch, Later)
-    with pytest.raises(UnsupportedEngine, match="it asks for submit_swap; it was tested"):
+    with pytest.raises(UnsupportedEngine, match="it asks for submit_swap; it was made for"):
         _ = vllm.PrefixdTier
