@@ -55,7 +55,12 @@ def _gather(pieces: list[memoryview], payload: Payload, *, writable: bool) -> No
         if view.c_contiguous or view.ndim < 2 or isinstance(payload, memoryview):
             if len(pieces) == MAX_PIECES:
                 raise InvalidSize(f"a payload lies in at most {MAX_PIECES} pieces")
-            pieces.append(_checked(view, writable=writable))
+            # Most pieces are as they should be, and there may be many.
+            fits = view.format == "B" and view.ndim == 1 and view.c_contiguous
+            if fits and not (writable and view.readonly):
+                pieces.append(view)
+            else:
+                pieces.append(_checked(view, writable=writable))
             return
         members = cast("Iterable[Any]", view.obj)
     for member in members:

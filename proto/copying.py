@@ -99,7 +99,11 @@ def copy_crc32c(destination: FlatBytes, source: Buffer | Pieces, crc: int = 0) -
     """`copy`, and the CRC32C of what then is in `destination`, continuing `crc`."""
     if isinstance(destination, Pieces) or isinstance(source, Pieces):
         for room, part in _pairs(destination, source):
-            crc = copy_crc32c(room, part, crc)
+            if len(room) < RELEASE_BYTES:
+                room[:] = part
+                crc = crc32c(room, crc)
+            else:
+                crc = copy_crc32c(room, part, crc)
         return crc
     data = _bytes_of(destination, source)
     if len(data) < RELEASE_BYTES:

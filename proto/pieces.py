@@ -37,6 +37,8 @@ class Pieces:
         start, stop, step = part.indices(len(self))
         if step != 1:
             raise ValueError("a part of pieces has no steps")
+        if not start and stop == len(self):
+            return self
         found: list[memoryview] = []
         number = bisect_right(self._ends, start)
         while start < stop:
@@ -61,6 +63,13 @@ def pairs(one: FlatBytes, other: FlatBytes) -> Iterator[tuple[memoryview, memory
     """Both cut where either has a seam. Raises ValueError unless they are of one length."""
     if len(one) != len(other):
         raise ValueError(f"{len(other)} bytes do not fill {len(one)}")
+    if isinstance(other, memoryview):
+        start = 0
+        for view in views_of(one):
+            end = start + len(view)
+            yield view, other[start:end]
+            start = end
+        return
     ones, others = iter(views_of(one)), iter(views_of(other))
     here, there = memoryview(b""), memoryview(b"")
     for _ in range(len(views_of(one)) + len(views_of(other))):

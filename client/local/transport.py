@@ -132,10 +132,10 @@ class LocalTransport:
 
     def peek(self, keys: Sequence[Key]) -> list[bool] | None:
         link, node = self._link, self._node
-        if link is None or link.why_ended or node is None or not node.indexed:
+        if link is None or link.why_ended or node is None:
             return None
-        assert node.index is not None
-        return node.index.contains(keys)
+        index = node.index
+        return index.contains(keys) if index is not None and index.live else None
 
     def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
         node = self._indexed(deadline)
