@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: dev demo test check format proto clean
+.PHONY: dev demo test engines check format proto clean
 .DEFAULT_GOAL := dev
 
 # Runtime only: what a user has after `pip install 'prefixd[server]'`.
@@ -26,6 +26,18 @@ demo: $(VENV)/.runtime ## a private daemon, three tiers, real bytes, verified
 test: $(VENV)/.dev ## the whole test suite
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
+# The engines themselves, on models that the tests make. A C++ compiler builds llama.cpp.
+ENGINES := $(VENV)-engines
+$(ENGINES)/.done: pyproject.toml
+	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check numpy 'torch==2.13.*'
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check \
+		'transformers==5.23.*' 'llama-cpp-python==0.3.36' gguf hypothesis pytest pytest-timeout -e '.[server]'
+	@touch $@
+
+engines: $(ENGINES)/.done ## llama-cpp-python and transformers themselves, on CPU
+	$(ENGINES)/bin/python -m pytest -q -s --timeout 600 tests/engines
+
 check: $(VENV)/.dev ## lint, types, generated code up to date
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -40,4 +52,4 @@ proto: $(VENV)/.dev ## write proto/*_pb2* from proto/prefixd.proto
 	$(BIN)/python proto/generate.py
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(ENGINES) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -12,10 +12,11 @@ from typing import Final, Literal, TypeAlias
 from ..proto.copying import copy, copy_crc32c
 from ..proto.errors import PrefixdError
 from ..proto.keys import Key
+from ..proto.pieces import FlatBytes
 from ..proto.vocabulary import Tier
 from .benefit import LoadSpeeds
 from .failures import Failures
-from .results import Entry, MissReason, RestoreResult
+from .results import Entry, MissReason
 from .threads import Threads
 from .wire.transport import Copied
 
@@ -36,7 +37,7 @@ class Restore:
     def __init__(
         self,
         entries: Sequence[Entry],
-        views: Sequence[memoryview],
+        views: Sequence[FlatBytes],
         verify: Verify,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -103,7 +104,7 @@ class Restore:
 
     def targets(
         self, indices: range
-    ) -> tuple[Sequence[Entry], Sequence[memoryview], Sequence[bool]]:
+    ) -> tuple[Sequence[Entry], Sequence[FlatBytes], Sequence[bool]]:
         """Entries, where they are to be copied to, and whose CRC32C is to be compared."""
         part = slice(indices.start, indices.stop)
         return self._entries[part], self._views[part], self._check[part]
@@ -163,30 +164,23 @@ class Restore:
         for tier, (loaded_bytes, seconds) in self._loaded.items():
             speeds.measured(tier, loaded_bytes, seconds)
 
-    def result(self, token_counts: Sequence[int], stopped: MissReason | None) -> RestoreResult:
-        """`stopped`: why the read ended early, None if it did not."""
+    def misses(self, stopped: MissReason | None) -> list[MissReason | None]:
+        """Why each buffer is not good, None where it is. `stopped`: why the read ended early, None
+        if it did not."""
         count = len(self._views)
         if len(self._whole) == count:
-            restored: tuple[bool, ...] = (True,) * count
-            run = count
-        else:
-            restored = tuple(index in self._whole for index in range(count))
-            run = restored.index(False)
-        miss = None
-        if run < len(restored):
-            miss = self._misses.get(run) or stopped or MissReason.UNREADABLE
-        return RestoreResult(
-            restored=restored,
-            run=run,
-            token_count=sum(token_counts[:run]),
-            payload_bytes=sum(entry.payload_bytes for entry in self._entries[:run]),
-            miss=miss,
-        )
+            return [None] * count
+        return [
+            None
+            if index in self._whole
+            else self._misses.get(index) or stopped or MissReason.UNREADABLE
+            for index in range(count)
+        ]
 
 
 #: `Transport.copy`.
 CopyInPlace: TypeAlias = Callable[
-    [Sequence[Entry], Sequence[memoryview], Sequence[bool]], list[Copied]
+    [Sequence[Entry], Sequence[FlatBytes], Sequence[bool]], list[Copied]
 ]
 
 

@@ -41,7 +41,7 @@ MAX_LEASE_MS: Final = 3_600_000
 DEFAULT_WAIT_MS: Final = 500
 MAX_WAIT_MS: Final = 60_000
 #: How long a client waits for an `evict` or `shutdown` save.
-DEFAULT_EVICT_SAVE_TIMEOUT_MS: Final = 30_000
+DEFAULT_SAVE_TIMEOUT_MS: Final = 30_000
 DEFAULT_DEADLINE_MS: Final = 5_000
 
 # ---- tables of the daemon

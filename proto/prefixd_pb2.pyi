@@ -67,9 +67,7 @@ class _SaveReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """the engine is about to stop"""
 
 class SaveReason(_SaveReason, metaclass=_SaveReasonEnumTypeWrapper):
-    """Why a state is saved. The first three are asynchronous for the caller, the last two
-    synchronous: the engine waits for them before it gives the memory back.
-    """
+    """Why a state is saved, for those who look at the cache."""
 
 SAVE_REASON_UNSPECIFIED: SaveReason.ValueType  # 0
 SAVE_REASON_COLD: SaveReason.ValueType  # 1
@@ -250,6 +248,31 @@ SAVE_STATUS_DEVICE_FULL: SaveStatus.ValueType  # 9
 SAVE_STATUS_FAILED: SaveStatus.ValueType  # 10
 """the store failed; may succeed later"""
 Global___SaveStatus: typing_extensions.TypeAlias = SaveStatus
+
+class _DeleteStatus:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _DeleteStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_DeleteStatus.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    DELETE_STATUS_UNSPECIFIED: _DeleteStatus.ValueType  # 0
+    DELETE_STATUS_DELETED: _DeleteStatus.ValueType  # 1
+    DELETE_STATUS_ABSENT: _DeleteStatus.ValueType  # 2
+    DELETE_STATUS_PINNED: _DeleteStatus.ValueType  # 3
+    """somebody reads it at this moment"""
+    DELETE_STATUS_IN_FLIGHT: _DeleteStatus.ValueType  # 4
+    """somebody saves it at this moment"""
+
+class DeleteStatus(_DeleteStatus, metaclass=_DeleteStatusEnumTypeWrapper): ...
+
+DELETE_STATUS_UNSPECIFIED: DeleteStatus.ValueType  # 0
+DELETE_STATUS_DELETED: DeleteStatus.ValueType  # 1
+DELETE_STATUS_ABSENT: DeleteStatus.ValueType  # 2
+DELETE_STATUS_PINNED: DeleteStatus.ValueType  # 3
+"""somebody reads it at this moment"""
+DELETE_STATUS_IN_FLIGHT: DeleteStatus.ValueType  # 4
+"""somebody saves it at this moment"""
+Global___DeleteStatus: typing_extensions.TypeAlias = DeleteStatus
 
 @typing.final
 class SessionRef(google.protobuf.message.Message):
@@ -1260,6 +1283,43 @@ class SaveWholeResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["results", b"results"]) -> None: ...
 
 Global___SaveWholeResponse: typing_extensions.TypeAlias = SaveWholeResponse
+
+@typing.final
+class DeleteRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    @property
+    def session(self) -> Global___SessionRef: ...
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        session: Global___SessionRef | None = ...,
+        keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys", "session", b"session"]) -> None: ...
+
+Global___DeleteRequest: typing_extensions.TypeAlias = DeleteRequest
+
+@typing.final
+class DeleteResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: builtins.int
+    @property
+    def results(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___DeleteStatus.ValueType]: ...
+    def __init__(
+        self,
+        *,
+        results: collections.abc.Iterable[Global___DeleteStatus.ValueType] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["results", b"results"]) -> None: ...
+
+Global___DeleteResponse: typing_extensions.TypeAlias = DeleteResponse
 
 @typing.final
 class CancelRequest(google.protobuf.message.Message):

@@ -179,6 +179,22 @@ _CacheCancelType = typing_extensions.TypeVar(
     ],
 )
 
+_CacheDeleteType = typing_extensions.TypeVar(
+    '_CacheDeleteType',
+    grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.DeleteRequest,
+        prefixd_pb2.DeleteResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.DeleteRequest,
+        prefixd_pb2.DeleteResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.DeleteRequest,
+        prefixd_pb2.DeleteResponse,
+    ],
+)
+
 _CacheReadType = typing_extensions.TypeVar(
     '_CacheReadType',
     grpc.UnaryStreamMultiCallable[
@@ -195,7 +211,7 @@ _CacheReadType = typing_extensions.TypeVar(
     ],
 )
 
-class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimType, _CacheReleaseType, _CacheReserveType, _CacheWriteType, _CacheSaveType, _CacheSaveWholeType, _CacheCancelType, _CacheReadType]):
+class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimType, _CacheReleaseType, _CacheReserveType, _CacheWriteType, _CacheSaveType, _CacheSaveWholeType, _CacheCancelType, _CacheDeleteType, _CacheReadType]):
     @typing.overload
     def __init__(self: CacheStub[
         grpc.StreamStreamMultiCallable[
@@ -233,6 +249,10 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
         grpc.UnaryUnaryMultiCallable[
             prefixd_pb2.CancelRequest,
             prefixd_pb2.CancelResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            prefixd_pb2.DeleteRequest,
+            prefixd_pb2.DeleteResponse,
         ],
         grpc.UnaryStreamMultiCallable[
             prefixd_pb2.ReadRequest,
@@ -277,6 +297,10 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
         grpc.aio.UnaryUnaryMultiCallable[
             prefixd_pb2.CancelRequest,
             prefixd_pb2.CancelResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            prefixd_pb2.DeleteRequest,
+            prefixd_pb2.DeleteResponse,
         ],
         grpc.aio.UnaryStreamMultiCallable[
             prefixd_pb2.ReadRequest,
@@ -336,6 +360,13 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
     Errors: INVALID_ARGUMENT (batch), FAILED_PRECONDITION (session).
     """
 
+    Delete: _CacheDeleteType
+    """Drops published entries, for those who know that nobody wants them any more: the weights
+    changed, say. What is pinned or in flight stays as it is, and is said to be. Whoever can name a
+    key may delete it, as it may read it and may have saved it.
+    Errors: INVALID_ARGUMENT (batch, key), FAILED_PRECONDITION (session).
+    """
+
     Read: _CacheReadType
     """Streams the payloads of claimed entries, in the order asked for. A single entry that cannot be
     read is a part with its status; the others are sent, and the claim is held on.
@@ -380,6 +411,10 @@ CacheAsyncStub: typing_extensions.TypeAlias = CacheStub[
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.CancelRequest,
         prefixd_pb2.CancelResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.DeleteRequest,
+        prefixd_pb2.DeleteResponse,
     ],
     grpc.aio.UnaryStreamMultiCallable[
         prefixd_pb2.ReadRequest,
@@ -483,6 +518,18 @@ class CacheServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[prefixd_pb2.CancelResponse, collections.abc.Awaitable[prefixd_pb2.CancelResponse]]:
         """Gives reservations back; whoever waits for them is told. Idempotent.
         Errors: INVALID_ARGUMENT (batch), FAILED_PRECONDITION (session).
+        """
+
+    @abc.abstractmethod
+    def Delete(
+        self,
+        request: prefixd_pb2.DeleteRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixd_pb2.DeleteResponse, collections.abc.Awaitable[prefixd_pb2.DeleteResponse]]:
+        """Drops published entries, for those who know that nobody wants them any more: the weights
+        changed, say. What is pinned or in flight stays as it is, and is said to be. Whoever can name a
+        key may delete it, as it may read it and may have saved it.
+        Errors: INVALID_ARGUMENT (batch, key), FAILED_PRECONDITION (session).
         """
 
     @abc.abstractmethod

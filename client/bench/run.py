@@ -156,7 +156,7 @@ def _client(
         transport=transport,
         counters=counters,
         verify=verify,
-        evict_save_timeout_ms=_SAVE_WITHIN_MS,
+        save_timeout_ms=_SAVE_WITHIN_MS,
     )
 
 

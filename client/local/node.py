@@ -24,6 +24,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import RecordError
 from ...proto.index import IndexReader, Placed, place_of
 from ...proto.keys import Key
+from ...proto.pieces import FlatBytes
 from ...proto.vocabulary import Tier
 from ..results import Entry
 from ..wire.transport import Copied
@@ -105,7 +106,7 @@ class LocalNode:
     # ---- copies
 
     def copy(
-        self, entries: Sequence[Entry], targets: Sequence[memoryview], check: Sequence[bool]
+        self, entries: Sequence[Entry], targets: Sequence[FlatBytes], check: Sequence[bool]
     ) -> list[Copied]:
         """Copy whole payloads into `targets`, each exactly as long as its payload. `check`: whose
         CRC32C is compared."""

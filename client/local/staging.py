@@ -18,6 +18,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.copying import copy_crc32c
 from ...proto.errors import DaemonUnavailable, LimitReached
 from ...proto.limits import STAGED_MESSAGE_BYTES
+from ...proto.pieces import FlatBytes
 from ..wire.deadline import Deadline
 from ..wire.messages import results_of
 from .calls import Line, LocalCalls
@@ -108,7 +109,7 @@ def save(
     memory: StagingMemory,
     calls: LocalCalls,
     opening: pb.SaveStagedRequest,
-    payloads: Sequence[memoryview],
+    payloads: Sequence[FlatBytes],
     deadline: Deadline,
 ) -> list[pb.SaveResult]:
     """Save `payloads` (flat bytes) through `memory`: the next slot is filled while the daemon
@@ -131,7 +132,7 @@ class _StagedSave:
         self._results: list[pb.SaveResult] = []
 
     def run(
-        self, calls: LocalCalls, opening: pb.SaveStagedRequest, payloads: Sequence[memoryview]
+        self, calls: LocalCalls, opening: pb.SaveStagedRequest, payloads: Sequence[FlatBytes]
     ) -> list[pb.SaveResult]:
         filled = _filled(self._memory, self._take, opening, payloads)
         try:
@@ -185,7 +186,7 @@ def _filled(
     memory: StagingMemory,
     take: Callable[[], int],
     request: pb.SaveStagedRequest,
-    payloads: Sequence[memoryview],
+    payloads: Sequence[FlatBytes],
 ) -> Generator[tuple[int | None, pb.SaveStagedRequest], None, None]:
     """Requests that say what was copied where, `request` first, each with the slot that nothing
     more will be told of, if there is one. Whoever gets a slot gives it back."""

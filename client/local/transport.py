@@ -13,14 +13,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Final
 
 from ...proto import local
 from ...proto.errors import DeadlineExceeded, PrefixdError, UnknownStaging
 from ...proto.index import Placed, entry_of
 from ...proto.keys import Key
+from ...proto.pieces import FlatBytes
 from ...proto.vocabulary import SaveReason, Tier
-from ..results import ClaimMode, Entry, Found, Presence, SaveOutcome
+from ..results import ClaimMode, DeleteStatus, Entry, Found, Presence, SaveOutcome
 from ..wire.deadline import Deadline
 from ..wire.link import Holding, Link
 from ..wire.remote import RemoteTransport, Stage
@@ -176,8 +178,24 @@ class LocalTransport:
             return self._remote.exist(keys, deadline)
         return node.index.contains(keys)
 
+    def peek(self, keys: Sequence[Key]) -> list[bool] | None:
+        link, node = self._link, self._node
+        if link is None or link.why_ended or node is None:
+            return None
+        index = node.index
+        return index.contains(keys) if index is not None and index.live else None
+
+    def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
+        node = self._indexed(deadline)
+        if node is None or node.index is None:
+            return self._remote.leading_run(keys, deadline)
+        return sum(1 for _ in takewhile(bool, node.index.find(keys)))
+
+    def delete(self, keys: Sequence[Key], deadline: Deadline) -> list[DeleteStatus]:
+        return self._remote.delete(keys, deadline)
+
     def copy(
-        self, entries: Sequence[Entry], targets: Sequence[memoryview], check: Sequence[bool]
+        self, entries: Sequence[Entry], targets: Sequence[FlatBytes], check: Sequence[bool]
     ) -> list[Copied]:
         node = self._indexed()
         if node is None:
@@ -325,7 +343,7 @@ class LocalTransport:
     def write(
         self,
         reservations: Sequence[tuple[Holding, Key]],
-        payloads: Sequence[memoryview],
+        payloads: Sequence[FlatBytes],
         deadline: Deadline,
     ) -> list[SaveOutcome]:
         """Through staging memory if there is some."""
@@ -352,7 +370,7 @@ class LocalTransport:
 
     def _staged(
         self,
-        payloads: Sequence[memoryview],
+        payloads: Sequence[FlatBytes],
         deadline: Deadline,
         save: Callable[[LocalNode, Stage], list[SaveOutcome]],
     ) -> list[SaveOutcome] | None:

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ...proto import prefixd_pb2 as pb
+from ...proto.copying import crc32c_of
 from ...proto.errors import InvalidBatch
-from ...proto.layout import crc32c
+from ...proto.pieces import FlatBytes, views_of
 
 _LENGTH_DELIMITED: Final = 2
 #: What a message and its part need beside the data, generously.
@@ -44,7 +45,7 @@ def _varint(number: int) -> bytes:
 def pack(
     opening: bytes,
     labels: Sequence[pb.WritePart],
-    payloads: Sequence[memoryview],
+    payloads: Sequence[FlatBytes],
     *,
     chunk_bytes: int,
     max_message_bytes: int,
@@ -68,13 +69,13 @@ def pack(
             if full or size_bytes + len(data) + _OVERHEAD_BYTES > max_message_bytes:
                 yield b"".join(pieces)
                 pieces, size_bytes = [], 0
-            crc = crc32c(data, crc)
+            crc = crc32c_of(data, crc)
             part = pb.WritePart(offset_bytes=offset)
             if offset + len(data) == len(payload):
                 part.last, part.payload_crc32c = True, crc
             head = encoded_label + part.SerializeToString() + _DATA_TAG + _varint(len(data))
             length_bytes = len(head) + len(data)
-            pieces += [_PARTS_TAG, _varint(length_bytes), head, data]
+            pieces += [_PARTS_TAG, _varint(length_bytes), head, *views_of(data)]
             size_bytes += length_bytes + _OVERHEAD_BYTES
     yield b"".join(pieces)
 

@@ -24,9 +24,10 @@ from ...proto.errors import (
 )
 from ...proto.keys import Key
 from ...proto.limits import CHUNK_BYTES, MAX_BATCH_KEYS, MAX_MESSAGE_BYTES
+from ...proto.pieces import FlatBytes
 from ...proto.vocabulary import Tier
 from ..counters import Counters
-from ..results import ClaimMode, Entry, Found, SaveOutcome
+from ..results import ClaimMode, DeleteStatus, Entry, Found, SaveOutcome
 from . import messages
 from .backoff import Backoff
 from .deadline import Deadline
@@ -49,7 +50,7 @@ T = TypeVar("T")
 
 #: Makes a staged save: its opening, the payloads, until when. Raises PrefixdError, OSError.
 Stage: TypeAlias = Callable[
-    [pb.SaveStagedRequest, Sequence[memoryview], Deadline], list[pb.SaveResult]
+    [pb.SaveStagedRequest, Sequence[FlatBytes], Deadline], list[pb.SaveResult]
 ]
 
 
@@ -265,6 +266,31 @@ class RemoteTransport:
     def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
         return [found.present for found in self.lookup(keys, 0, deadline)]
 
+    def peek(self, _keys: Sequence[Key]) -> list[bool] | None:
+        return None
+
+    def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
+        run = 0
+        for batch in self._batches(keys):
+            request = pb.LookupRequest(keys=batch, stop_at_first_absent=True)
+            _, response = self._call("Lookup", deadline, partial(_lookup, request))
+            present = [each.presence == pb.PRESENCE_PRESENT for each in response.results]
+            run += present.index(False) if False in present else len(present)
+            if len(present) < len(batch) or not all(present):
+                break
+        return run
+
+    def delete(self, keys: Sequence[Key], deadline: Deadline) -> list[DeleteStatus]:
+        request = pb.DeleteRequest(keys=keys)
+
+        def ask(link: Link, timeout_s: float) -> pb.DeleteResponse:
+            request.session.CopyFrom(link.ref)
+            return link.connection.stub.Delete(request, timeout=timeout_s)
+
+        _, response = self._call("Delete", deadline, ask)
+        with messages.understanding():
+            return [DeleteStatus(status) for _, status in zip(keys, response.results, strict=True)]
+
     def touch(self, keys: Sequence[Key]) -> None:
         link = self._keeper.current
         if link is not None:
@@ -277,7 +303,7 @@ class RemoteTransport:
         return None
 
     def copy(
-        self, entries: Sequence[Entry], _targets: Sequence[memoryview], _check: Sequence[bool]
+        self, entries: Sequence[Entry], _targets: Sequence[FlatBytes], _check: Sequence[bool]
     ) -> list[Copied]:
         return [Copied.GONE] * len(entries)
 
@@ -328,7 +354,7 @@ class RemoteTransport:
     def write(
         self,
         reservations: Sequence[tuple[Holding, Key]],
-        payloads: Sequence[memoryview],
+        payloads: Sequence[FlatBytes],
         deadline: Deadline,
     ) -> list[SaveOutcome]:
         link = self._writer(reservations, deadline)
@@ -409,7 +435,7 @@ class RemoteTransport:
         stage: Stage,
         ref: pb.SessionRef,
         reservations: Sequence[tuple[Holding, Key]],
-        payloads: Sequence[memoryview],
+        payloads: Sequence[FlatBytes],
         deadline: Deadline,
     ) -> list[SaveOutcome]:
         """`write`, in the same way."""
@@ -475,6 +501,10 @@ class RemoteTransport:
         if claim.why_lost is not None:
             raise ClaimLost(claim.why_lost)
         return claim.link
+
+
+def _lookup(request: pb.LookupRequest, link: Link, timeout_s: float) -> pb.LookupResponse:
+    return link.calls.Lookup(request, timeout=timeout_s)
 
 
 def _unanswered(problem: grpc.RpcError) -> bool:

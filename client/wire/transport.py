@@ -12,8 +12,9 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from ...proto.entry import content_bytes
 from ...proto.keys import Key
+from ...proto.pieces import FlatBytes
 from ...proto.vocabulary import SaveReason, Tier
-from ..results import ClaimMode, Entry, Found, ReserveStatus, SaveOutcome
+from ..results import ClaimMode, DeleteStatus, Entry, Found, ReserveStatus, SaveOutcome
 from .deadline import Deadline
 from .link import Holding
 
@@ -60,10 +61,10 @@ class ReserveItem(NamedTuple):
 
 
 class Saving(NamedTuple):
-    """One key with its payload as flat bytes."""
+    """One key with its payload as flat bytes, in one piece or several."""
 
     item: ReserveItem
-    payload: memoryview
+    payload: FlatBytes
 
 
 class Copied(Enum):
@@ -145,7 +146,7 @@ class Transport(Protocol):
         can't be said without asking. Takes no more keys than it needs."""
 
     def copy(
-        self, entries: Sequence[Entry], targets: Sequence[memoryview], check: Sequence[bool]
+        self, entries: Sequence[Entry], targets: Sequence[FlatBytes], check: Sequence[bool]
     ) -> list[Copied]:
         """Copy whole payloads, claimed or not, into `targets`, each as long as its payload.
         `check`: whose CRC32C is compared. Never raises PrefixdError."""
@@ -161,6 +162,12 @@ class Transport(Protocol):
 
     def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
         """Which keys are published. In place if possible, else by asking."""
+
+    def peek(self, keys: Sequence[Key]) -> list[bool] | None:
+        """Which keys are published, in place and at once; None: that needs more than a look."""
+
+    def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
+        """How many keys from the first on are published. In place if possible, else by asking."""
 
     # ---- by asking
 
@@ -185,6 +192,9 @@ class Transport(Protocol):
     def forget(self, claim: Holding) -> None:
         """Give a claim back some time soon, without waiting. Callable from a finalizer."""
 
+    def delete(self, keys: Sequence[Key], deadline: Deadline) -> list[DeleteStatus]:
+        """Drop entries; at most `max_batch_keys`."""
+
     def suspect(self, keys: Sequence[Key]) -> None:
         """Tell the daemon of bytes that did not match their checksum, without waiting."""
 
@@ -199,7 +209,7 @@ class Transport(Protocol):
     def write(
         self,
         reservations: Sequence[tuple[Holding, Key]],
-        payloads: Sequence[memoryview],
+        payloads: Sequence[FlatBytes],
         deadline: Deadline,
     ) -> list[SaveOutcome]:
         """Send the payloads of granted reservations."""

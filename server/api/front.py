@@ -91,6 +91,7 @@ class Front:
             "Read": Streaming(service.read),
             "Reserve": Unary(saves.reserve),
             "Cancel": Unary(saves.cancel),
+            "Delete": Unary(service.delete),
             "Save": Unary(saves.save),
             "SaveWhole": OneMessage(saves.save_whole),
             "Write": Unary(saves.write),

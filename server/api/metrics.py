@@ -59,6 +59,7 @@ COUNTERS: Final = {
     "waits_timed_out": "Waits that ended without the save.",
     "touches": "Uses that clients reported afterwards.",
     "suspects": "Entries that a client reported as damaged.",
+    "deletes": "Entries that a client deleted.",
     "sessions_opened": "Sessions that were opened.",
     "sessions_lost": "Sessions that ended, however they did.",
 }

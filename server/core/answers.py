@@ -71,6 +71,20 @@ class ReleaseAnswer:
     results: tuple[ReleaseOutcome, ...]
 
 
+class DeleteOutcome(Enum):
+    """The values are those of the wire."""
+
+    DELETED = 1
+    ABSENT = 2
+    PINNED = 3
+    IN_FLIGHT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteAnswer:
+    results: tuple[DeleteOutcome, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class CancelAnswer:
     results: tuple[bool, ...]
@@ -124,6 +138,7 @@ Answer: TypeAlias = (
     | LookupAnswer
     | ClaimAnswer
     | ReleaseAnswer
+    | DeleteAnswer
     | ReserveAnswer
     | CancelAnswer
     | WriteOrder

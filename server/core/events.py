@@ -131,6 +131,16 @@ class ReleaseAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class DeleteAsked:
+    """A client wants entries gone that it can name."""
+
+    request: int
+    session: int
+    keys: tuple[Key, ...]
+    now_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class RequestDropped:
     """Whoever asked `request` does not wait for its answer any more."""
 
@@ -297,6 +307,7 @@ Question: TypeAlias = (
     | LookupAsked
     | ClaimAsked
     | ReleaseAsked
+    | DeleteAsked
     | ReserveAsked
     | CancelAsked
     | WriteBegan

@@ -7,12 +7,22 @@ from collections.abc import Sequence
 from ...proto.errors import LimitReached
 from ...proto.keys import Key
 from ...proto.vocabulary import Tier
-from .answers import ClaimAnswer, FlightInfo, Found, LookupAnswer, ReleaseAnswer, ReleaseOutcome
+from .answers import (
+    ClaimAnswer,
+    DeleteAnswer,
+    DeleteOutcome,
+    FlightInfo,
+    Found,
+    LookupAnswer,
+    ReleaseAnswer,
+    ReleaseOutcome,
+)
 from .effects import Verify
 from .entries import Entry
 from .events import (
     ClaimAsked,
     ClaimMode,
+    DeleteAsked,
     KeysSuspected,
     KeysTouched,
     LookupAsked,
@@ -191,6 +201,29 @@ def release(transition: Transition, asked: ReleaseAsked) -> ReleaseAnswer:
         else:
             results.append(ReleaseOutcome.UNKNOWN)
     return ReleaseAnswer(tuple(results))
+
+
+def delete(transition: Transition, asked: DeleteAsked) -> DeleteAnswer:
+    """Drop what a client names. A key can't be guessed: who names one can compute it, or was told.
+
+    What others rely on is not taken from them: a pinned entry and a save in flight stay.
+    """
+    transition.session(asked.session)
+    t = transition.tables
+    results: list[DeleteOutcome] = []
+    for key in asked.keys:
+        entry = t.entries.find(key)
+        if entry is None:
+            flight = key in t.in_flight
+            results.append(DeleteOutcome.IN_FLIGHT if flight else DeleteOutcome.ABSENT)
+        elif entry.pins:
+            results.append(DeleteOutcome.PINNED)
+        else:
+            t.ledgers[entry.tier].remove(entry)
+            transition.forget(key)
+            t.counters.deletes += 1
+            results.append(DeleteOutcome.DELETED)
+    return DeleteAnswer(tuple(results))
 
 
 def touched(transition: Transition, event: KeysTouched) -> None:

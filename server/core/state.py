@@ -30,6 +30,7 @@ from .events import (
     ClaimAsked,
     CommitFailed,
     Committed,
+    DeleteAsked,
     EntryDamaged,
     Event,
     EvictAsked,
@@ -139,6 +140,7 @@ class MetaState:
                 | LookupAsked()
                 | ClaimAsked()
                 | ReleaseAsked()
+                | DeleteAsked()
                 | ReserveAsked()
                 | CancelAsked()
                 | WriteBegan()
@@ -219,6 +221,8 @@ class MetaState:
                 return read_rules.claim(transition, question)
             case ReleaseAsked():
                 return read_rules.release(transition, question)
+            case DeleteAsked():
+                return read_rules.delete(transition, question)
             case ReserveAsked():
                 save_rules.reserve(transition, question)
                 return None

@@ -287,6 +287,7 @@ class Counters:
     waits_timed_out: int = 0
     touches: int = 0
     suspects: int = 0
+    deletes: int = 0
     sessions_opened: int = 0
     sessions_lost: int = 0
 

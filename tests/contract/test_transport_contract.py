@@ -10,7 +10,6 @@ import inspect
 import os
 import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -265,12 +264,13 @@ def test_an_entry_that_was_replaced_is_read_right_or_not_at_all(
 @pytest.mark.parametrize("reason", SaveReason, ids=lambda reason: reason.label)
 def test_every_reason_saves(client: Client, tier: Tier, reason: SaveReason) -> None:
     (key,) = fresh_keys(1)
-    for expected in (SaveStatus.SAVED, SaveStatus.PRESENT):
-        saving = client.save(key, b"bytes", tier=tier, reason=reason)
-        assert isinstance(saving, Future) == reason.asynchronous
-        outcome = saving.result(PATIENCE_S) if isinstance(saving, Future) else saving
-        assert (outcome.key, outcome.status) == (key, expected)
-        assert client.flush()
+    first = client.save_async(key, b"bytes", tier=tier, reason=reason).result(PATIENCE_S)
+    assert client.flush()
+    second = client.save(key, b"bytes", tier=tier, reason=reason)
+    (third,) = client.save_many_async([SaveItem(key, b"bytes")], tier=tier).result(PATIENCE_S)
+    assert {first.key, second.key, third.key} == {key}
+    expected = [SaveStatus.SAVED, SaveStatus.PRESENT, SaveStatus.PRESENT]
+    assert [first.status, second.status, third.status] == expected
 
 
 def test_a_reservation_is_written_or_given_back(client: Client, tier: Tier) -> None:
@@ -329,7 +329,12 @@ MISTAKES: dict[str, tuple[Callable[[Client, Hit], object], type[CallerError]]] =
     "a view of none": (lambda _, h: h.views(4), InvalidSize),
     "token ids of none": (lambda _, h: h.token_ids(-1), InvalidSize),
     "no such layer": (lambda _, h: h.layer(0, 4), InvalidSize),
-    "a buffer too small": (lambda _, h: h.restore_into([bytearray(1)]), InvalidSize),
+    "an entry to restore that is none": (
+        lambda _, h: h.restore_into([bytearray(1)], indices=[4]),
+        InvalidSize,
+    ),
+    "an entry without a buffer": (lambda _, h: h.restore_into([], indices=[0]), InvalidSize),
+    "a release of none": (lambda _, h: h.release_some([4]), InvalidSize),
     "a buffer too many": (lambda _, h: h.restore_into([bytearray(1)] * 5), InvalidSize),
     "a buffer to read only": (lambda _, h: h.restore_into([bytes(4_096)]), InvalidSize),
     "an empty payload": (
@@ -481,7 +486,7 @@ def test_a_daemon_that_died_is_a_miss(make: Callable[..., Client]) -> None:
         assert client.resume(keys[0], TOKENS, namespace=fresh_namespace()) is None
         assert not reservation.write(b"abc").ok
         assert not reservation.cancel()
-        saving = client.save(keys[0], b"abc", tier=Tier.RAM, reason=SaveReason.COLD)
+        saving = client.save_async(keys[0], b"abc", tier=Tier.RAM)
         assert saving.result(PATIENCE_S).status is SaveStatus.UNAVAILABLE
         daemon.start()
         assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
@@ -499,9 +504,18 @@ USES: dict[str, Callable[[Client, Hit, Reservation], object]] = {
     "claim": lambda c, h, _r: c.claim(h.keys),
     "probe": lambda c, h, _r: c.probe(h.keys),
     "exists": lambda c, h, _r: c.exists(h.keys),
+    "exists_one": lambda c, h, _r: c.exists_one(h.keys[0], in_place_only=True),
+    "leading_run": lambda c, h, _r: c.leading_run(h.keys),
+    "touch": lambda c, h, _r: c.touch(h.keys),
+    "delete": lambda c, h, _r: c.delete(h.keys),
+    "claim_async": lambda c, h, _r: c.claim_async(h.keys),
+    "restore_async": lambda c, h, _r: c.restore_async(h, [bytearray(SIZES[0])]),
     "restore_into": lambda c, h, _r: c.restore_into(h, [bytearray(SIZES[0])]),
     "release_many": lambda c, h, _r: c.release_many([h]),
     "save": lambda c, h, _r: c.save(h.keys[0], b"a", tier=Tier.RAM, reason=EVICT),
+    "save_async": lambda c, h, _r: c.save_async(h.keys[0], b"a", tier=Tier.RAM),
+    "save_many_async": lambda c, _h, _r: c.save_many_async([], tier=Tier.RAM),
+    "would_drop": lambda c, _h, _r: c.would_drop(),
     "save_many": lambda c, _h, _r: c.save_many([], tier=Tier.RAM, reason=EVICT),
     "reserve": lambda c, _h, _r: c.reserve([], tier=Tier.RAM, reason=EVICT),
     "write": lambda c, _h, r: c.write([(r, b"abc")]),

@@ -90,7 +90,7 @@ def daemon_and_two_entries(
 ) -> Iterator[tuple[PrivateDaemon, Client, AdminConnection]]:
     with (
         private_daemon(HEARTBEAT) as daemon,
-        Client(daemon.address, local=False, evict_save_timeout_ms=60_000) as client,
+        Client(daemon.address, local=False, save_timeout_ms=60_000) as client,
         daemon.admin() as admin,
     ):
         saved(client, [*NAMES], tier)

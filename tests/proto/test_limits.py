@@ -142,7 +142,7 @@ def test_times_are_ordered() -> None:
     # save that somebody still waits for has not lost its reservation.
     assert 0 < limits.DEFAULT_WAIT_MS < limits.DEFAULT_DEADLINE_MS
     assert limits.DEFAULT_WAIT_MS <= limits.MAX_WAIT_MS
-    assert limits.DEFAULT_EVICT_SAVE_TIMEOUT_MS < limits.DEFAULT_RESERVATION_TTL_MS
+    assert limits.DEFAULT_SAVE_TIMEOUT_MS < limits.DEFAULT_RESERVATION_TTL_MS
 
 
 def test_one_batch_never_fills_a_table() -> None:

@@ -88,7 +88,7 @@ from tests.support.entries import *
 address, seed, verify = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 random_ = random.Random(seed)
 good = wrong = missed = lost = 0
-with Client(address, verify=verify, deadline_ms=60_000, evict_save_timeout_ms=60_000) as client:
+with Client(address, verify=verify, deadline_ms=60_000, save_timeout_ms=60_000) as client:
     while good < 600:
         tier = random_.choice(list(Tier))
         run = random_.randrange(12)

@@ -117,10 +117,7 @@ def test_without_a_slot_asynchronous_saves_are_dropped_and_counted(client: Clien
     """Those that don't fit into the queue; it never blocks."""
     items = items_of([f"waiting {n}" for n in range(5)], PAYLOAD_BYTES)
     slot = memory_of(client).take(Deadline(0))
-    futures = [
-        client.save_many([item], tier=Tier.RAM, reason=SaveReason.COLD, deadline_ms=60_000)
-        for item in items
-    ]
+    futures = [client.save_many_async([item], tier=Tier.RAM, deadline_ms=60_000) for item in items]
     assert [future.result()[0].status for future in futures[2:]] == [SaveStatus.DROPPED] * 3
     assert not any(future.done() for future in futures[:2])
     memory_of(client).give(slot)

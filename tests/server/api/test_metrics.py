@@ -26,6 +26,7 @@ from prefixd.server.core.events import (
     ClaimMode,
     CommitFailed,
     Committed,
+    DeleteAsked,
     EntryDamaged,
     Event,
     KeysSuspected,
@@ -266,6 +267,7 @@ def reports_of_clients(daemon: Daemon) -> None:
     daemon.save(daemon.session(), 1)
     daemon.apply(KeysTouched((key(1), key(9)), daemon.now_ns))
     daemon.apply(KeysSuspected((key(1), key(9)), daemon.now_ns))
+    daemon.apply(DeleteAsked(next(daemon.requests), 1, (key(1), key(9)), daemon.now_ns))
 
 
 def more_than_a_share(daemon: Daemon) -> None:
@@ -299,7 +301,7 @@ MOVES: list[tuple[Callable[[Daemon], None], dict[str, int]]] = [
     (waits, {"waits": 2, "waits_timed_out": 1}),
     (more_than_a_share, {"quota_refusals": 1}),
     (a_tier_that_recovers, {"closed_refusals": 1}),
-    (reports_of_clients, {"touches": 1, "suspects": 1}),
+    (reports_of_clients, {"touches": 1, "suspects": 1, "deletes": 1}),
 ]
 
 

@@ -78,6 +78,7 @@ GOOD: dict[str, Callable[[OpenSession, int], Message]] = {
     "SaveWhole": lambda session, _: pb.SaveWholeRequest(
         header=_header(session), parts=[part(0, DATA)]
     ),
+    "Delete": lambda session, _: pb.DeleteRequest(session=session.ref, keys=[key(1)]),
     "Cancel": lambda session, _: pb.CancelRequest(session=session.ref, tokens=[1]),
     "Read": lambda session, claim: pb.ReadRequest(
         session=session.ref, claim_id=claim, ranges=[pb.ReadRange()]

@@ -1,4 +1,4 @@
-"""The queue of the asynchronous saves that wait."""
+"""The queue of the calls that wait for their turn."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from concurrent.futures import CancelledError, Future
 
 import pytest
 
-from prefixd.client.save_queue import SaveQueue
+from prefixd.client.call_queue import CallQueue
 from tests.support.fakes import PATIENCE_S
 
 
 class Saves:
     """Saves that wait to be let go; each returns its number, or is dropped."""
 
-    def __init__(self, queue: SaveQueue) -> None:
+    def __init__(self, queue: CallQueue) -> None:
         self.queue = queue
         self.let_go = threading.Event()
         self.begun = threading.Semaphore(0)
@@ -32,7 +32,7 @@ class Saves:
 
 @pytest.fixture
 def saves() -> Saves:
-    return Saves(SaveQueue(3))
+    return Saves(CallQueue(3))
 
 
 def test_saves_are_done_in_order_and_dropped_when_too_many_wait(saves: Saves) -> None:
@@ -99,7 +99,7 @@ def test_what_a_save_raises_is_the_futures(saves: Saves) -> None:
 
 
 def test_a_queue_may_take_nothing() -> None:
-    queue = SaveQueue(0)
+    queue = CallQueue(0)
     assert queue.submit(lambda: "saved", lambda: "dropped").result(0) == "dropped"
     queue.close(PATIENCE_S)
 
@@ -130,3 +130,32 @@ def test_a_done_callback_may_flush_and_close(saves: Saves, act: str) -> None:
     assert saves.queue.flush(PATIENCE_S)
     assert all(flushed)
     saves.queue.close(PATIENCE_S)
+
+
+def test_what_waits_is_bounded_in_bytes_too() -> None:
+    queue = CallQueue(10, 100)
+    go = threading.Event()
+
+    def save() -> str:
+        assert go.wait(PATIENCE_S)
+        return "saved"
+
+    assert queue.takes(10**9), "alone, anything"
+    first = queue.submit(save, lambda: "dropped", 60)
+    assert queue.pending == (1, 60)
+    assert (queue.takes(40), queue.takes(41)) == (True, False)
+    assert queue.submit(save, lambda: "dropped", 41).result(0) == "dropped"
+    second = queue.submit(save, lambda: "dropped", 40)
+    go.set()
+    assert [each.result(PATIENCE_S) for each in (first, second)] == ["saved"] * 2
+    assert queue.flush(PATIENCE_S)
+    assert queue.pending == (0, 0)
+    queue.close(PATIENCE_S)
+
+
+def test_several_threads_work_side_by_side() -> None:
+    queue = CallQueue(10, threads=2)
+    both = threading.Barrier(2)
+    futures = [queue.submit(lambda: both.wait(PATIENCE_S), lambda: -1) for _ in range(2)]
+    assert sorted(each.result(PATIENCE_S) for each in futures) == [0, 1]
+    queue.close(PATIENCE_S)
