@@ -74,7 +74,6 @@ class Hit:
 
     @property
     def payload_bytes(self) -> int:
-        """All entries together."""
         return sum(entry.payload_bytes for entry in self.entries)
 
     @property

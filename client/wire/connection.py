@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar, cast
 
 import grpc
 from grpc.experimental import ChannelOptions
 
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import DaemonUnavailable, DeadlineExceeded
+from ...proto.errors import ERROR_METADATA, DaemonUnavailable, DeadlineExceeded
 from ...proto.limits import MAX_MESSAGE_BYTES
 from ...proto.prefixd_pb2_grpc import CacheStub
 
@@ -196,3 +196,10 @@ def _options(connect_timeout_ms: int) -> list[tuple[str, int]]:
         # Reads run in the thread that reads, without a hand-over for each message: 2 x as fast.
         (ChannelOptions.SingleThreadedUnaryStream, 1),
     ]
+
+
+def unanswered(problem: grpc.RpcError) -> bool:
+    """Is the deadline what ended the call, and not the daemon?"""
+    metadata = dict(cast("Iterable[tuple[str, str]]", problem.trailing_metadata() or ()))
+    ended_here = ERROR_METADATA not in metadata
+    return ended_here and problem.code() is grpc.StatusCode.DEADLINE_EXCEEDED

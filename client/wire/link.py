@@ -23,7 +23,7 @@ import grpc
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import DaemonUnavailable, from_grpc
-from ...proto.limits import SESSION_LOST_AFTER_INTERVALS
+from ...proto.limits import MAX_MESSAGE_BYTES, SESSION_LOST_AFTER_INTERVALS
 from ..results import Entry
 from .connection import Calls, Connection
 
@@ -121,6 +121,10 @@ class Link:
         self._proof = 0
         self._suspecting = threading.Lock()
         self._events = connection.stub.Session(self._requests(hello, welcome_within_s))
+
+    @property
+    def max_message_bytes(self) -> int:
+        return self.welcome.max_message_bytes or MAX_MESSAGE_BYTES
 
     def open(self) -> None:
         """Wait for the daemon's welcome. Raises PrefixdError."""

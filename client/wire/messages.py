@@ -77,6 +77,12 @@ def outcome_of(key: Key, result: pb.SaveResult) -> SaveOutcome:
     return SaveOutcome(key, SaveStatus(result.status), flight.owner, flight.age_ms, result.message)
 
 
+def outcomes_of(keys: Sequence[Key], results: Sequence[pb.SaveResult]) -> list[SaveOutcome]:
+    """Raises PrefixdError where they are not one for each key."""
+    with understanding():
+        return [outcome_of(key, result) for key, result in zip(keys, results, strict=True)]
+
+
 def header_of(items: Sequence[ReserveItem], terms: SaveTerms) -> pb.SaveHeader:
     return pb.SaveHeader(
         tier=pb.Tier.ValueType(terms.tier),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TypeAlias, TypeVar, cast
+from typing import TypeAlias, TypeVar
 
 import grpc
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.endpoints import default_address, normalize_address
 from ...proto.errors import (
-    ERROR_METADATA,
     ClaimLost,
     DaemonUnavailable,
     DeadlineExceeded,
@@ -23,13 +22,14 @@ from ...proto.errors import (
     from_grpc,
 )
 from ...proto.keys import Key
-from ...proto.limits import CHUNK_BYTES, MAX_BATCH_KEYS, MAX_MESSAGE_BYTES
+from ...proto.limits import CHUNK_BYTES, MAX_BATCH_KEYS
 from ...proto.pieces import FlatBytes
 from ...proto.vocabulary import Tier
 from ..counters import Counters
 from ..results import ClaimMode, DeleteStatus, Entry, Found, SaveOutcome
 from . import messages
 from .backoff import Backoff
+from .connection import unanswered
 from .deadline import Deadline
 from .link import Holding, Link
 from .packing import check_header, pack
@@ -223,7 +223,7 @@ class RemoteTransport:
                     sink(part.range, part.offset_bytes, part.data if ok else None)
         except grpc.RpcError as problem:
             error = from_grpc(problem)
-            if _unanswered(problem):
+            if unanswered(problem):
                 link.call_timed_out()
             raise error from None
         finally:
@@ -364,7 +364,7 @@ class RemoteTransport:
             [pb.WritePart(token=token) for token in tokens],
             payloads,
             chunk_bytes=link.welcome.chunk_bytes or CHUNK_BYTES,
-            max_message_bytes=_max_message_bytes(link),
+            max_message_bytes=link.max_message_bytes,
         )
         timeout_s = deadline.left_s()
         response = self._call_held("Write", link, lambda: link.connection.write(packed, timeout_s))
@@ -384,22 +384,18 @@ class RemoteTransport:
         def send(link: Link, timeout_s: float) -> pb.SaveResponse | pb.SaveWholeResponse:
             header.session.CopyFrom(link.ref)
             opening = pb.SaveRequest(header=header).SerializeToString()
-            check_header(header, _max_message_bytes(link))
+            check_header(header, link.max_message_bytes)
             packed = pack(
                 opening,
                 labels,
                 payloads,
                 chunk_bytes=link.welcome.chunk_bytes or CHUNK_BYTES,
-                max_message_bytes=_max_message_bytes(link),
+                max_message_bytes=link.max_message_bytes,
             )
             return link.connection.save(packed, timeout_s)
 
         _, response = self._call("Save", deadline, send)
-        with messages.understanding():
-            return [
-                messages.outcome_of(saving.item.key, result)
-                for saving, result in zip(items, response.results, strict=True)
-            ]
+        return messages.outcomes_of([saving.item.key for saving in items], response.results)
 
     def save_staged(
         self,
@@ -420,15 +416,11 @@ class RemoteTransport:
             if link.ref != ref:
                 raise UnknownStaging("the session that it was handed to has ended")
             header.session.CopyFrom(ref)
-            check_header(header, _max_message_bytes(link))
+            check_header(header, link.max_message_bytes)
             return stage(pb.SaveStagedRequest(header=header), payloads, deadline)
 
         _, results = self._call("SaveStaged", deadline, send)
-        with messages.understanding():
-            return [
-                messages.outcome_of(saving.item.key, result)
-                for saving, result in zip(items, results, strict=True)
-            ]
+        return messages.outcomes_of([saving.item.key for saving in items], results)
 
     def write_staged(
         self,
@@ -446,11 +438,7 @@ class RemoteTransport:
         reserved = pb.StagedReservations(session=ref, tokens=tokens)
         opening = pb.SaveStagedRequest(reserved=reserved)
         results = self._call_held("SaveStaged", link, lambda: stage(opening, payloads, deadline))
-        with messages.understanding():
-            return [
-                messages.outcome_of(key, result)
-                for (_, key), result in zip(reservations, results, strict=True)
-            ]
+        return messages.outcomes_of([key for _, key in reservations], results)
 
     def _writer(self, reservations: Sequence[tuple[Holding, Key]], deadline: Deadline) -> Link:
         """The session in use, which is the one that the reservations are of."""
@@ -481,19 +469,19 @@ class RemoteTransport:
         """One rpc in this very session. Raises PrefixdError."""
         check_answering(link)
         self._counters.rpc(name)
-        unanswered = False
+        silent = False
         try:
             return ask()
         except grpc.RpcError as problem:
-            error, unanswered = from_grpc(problem), _unanswered(problem)
+            error, silent = from_grpc(problem), unanswered(problem)
         except PrefixdError as problem:  # from the local socket
-            error, unanswered = problem, isinstance(problem, DeadlineExceeded)
+            error, silent = problem, isinstance(problem, DeadlineExceeded)
         except ValueError as problem:
             # The channel was closed between being looked up and being used.
             error = DaemonUnavailable(f"the connection closed: {problem}")
         if isinstance(error, UnknownSession | StaleIncarnation):
             self._keeper.renew(link, str(error))
-        elif unanswered:
+        elif silent:
             link.call_timed_out()
         raise error
 
@@ -505,14 +493,3 @@ class RemoteTransport:
 
 def _lookup(request: pb.LookupRequest, link: Link, timeout_s: float) -> pb.LookupResponse:
     return link.calls.Lookup(request, timeout=timeout_s)
-
-
-def _unanswered(problem: grpc.RpcError) -> bool:
-    """Is the deadline what ended the call, and not the daemon?"""
-    metadata = dict(cast("Iterable[tuple[str, str]]", problem.trailing_metadata() or ()))
-    ended_here = ERROR_METADATA not in metadata
-    return ended_here and problem.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-
-
-def _max_message_bytes(link: Link) -> int:
-    return link.welcome.max_message_bytes or MAX_MESSAGE_BYTES

@@ -117,7 +117,8 @@ def test_closing_waits_for_nothing(
     """Not for a save under way, even if the connection is full of its bytes."""
     terms: dict[str, Any] = {"tier": Tier.RAM, "reason": SaveReason.COLD, "deadline_ms": LONG_MS}
     with stopped(daemon):
-        futures = [client.save(key, bytes(payload_bytes), **terms) for key in (TWO, THREE, FOUR)]
+        data = bytes(payload_bytes)
+        futures = [client.save_async(key, data, **terms) for key in (TWO, THREE, FOUR)]
         eventually(futures[0].running)
         client.close(deadline_ms=0)
         statuses = [future.result(PATIENCE_S).status for future in futures]
