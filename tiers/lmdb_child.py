@@ -102,8 +102,8 @@ class Table:
         self._sequence = 0
         #: The spare file has the cells of so many slabs. None: nothing is being copied.
         self._copied: int | None = None
-        #: The copy begins when so few pages are left.
-        self._begin_pages = 0
+        #: of the file that holds, when it began to
+        self._first_pages = 0
         #: what the daemon should know, sentences
         self.notes: list[str] = []
         self._renew()
@@ -168,10 +168,12 @@ class Table:
     def _put(self, rows: dict[int, bytes]) -> None:
         """Write rows durably."""
         try:
+            if self._current.pages_left < self._current.pages_of(len(rows)):
+                # A large batch. Its pages have to be among those that have room.
+                self._copy_slice(self._slabs)
             try:
                 self._write(rows)
             except lmdb.MapFullError:
-                # A batch that is larger than what was left for it.
                 self._copy_slice(self._slabs)
                 self._write(rows)
         except (lmdb.Error, OSError, Damage) as problem:
@@ -181,7 +183,7 @@ class Table:
     def _write(self, rows: dict[int, bytes]) -> None:
         """One transaction, and what of the copy is due with it."""
         self._sequence += 1
-        sequence, before = self._sequence, self._current.pages_left
+        sequence, before = self._sequence, self._current.pages_used
         cells = [
             (slab, wire.encode_cell(sequence, slab, row)) for slab, row in sorted(rows.items())
         ]
@@ -194,9 +196,9 @@ class Table:
         if self._copied is not None:
             copied = self._copied
             self._write_spare([cell for cell in cells if cell[0] < copied], append=False)
-        left = self._current.pages_left
-        if left <= self._begin_pages:
-            took, usable = before - left, left - int(self._current.pages * _SPARE_PART)
+        left, used = self._current.pages_left, self._current.pages_used
+        if left <= used - self._first_pages:
+            took, usable = used - before, left - int(self._current.pages * _SPARE_PART)
             part = 1.0 if usable <= 0 else took / (took + usable)
             rest = self._slabs - (self._copied or 0)
             self._copy_slice(max(_MIN_SLICE_SLABS, int(rest * part) + 1))
@@ -253,7 +255,7 @@ class Table:
         self._current, self._spare = self._spare, self._current
         self._spare.close()
         self._copied = None
-        self._begin_pages = self._current.pages_left // 2
+        self._first_pages = self._current.pages_used
         if self._sync:
             directory = os.open(self._directory, os.O_RDONLY | os.O_CLOEXEC)
             try:

@@ -52,12 +52,23 @@ class CellFile:
 
     @property
     def pages(self) -> int:
-        """So many fit."""
-        return self._map_bytes // self._page_bytes
+        """So many have room: as a device may have less, the file may be shorter than the map."""
+        return min(self._map_bytes, os.fstat(self.fd).st_size) // self._page_bytes
 
     @property
     def pages_left(self) -> int:
-        return self.pages - 1 - self._mark[0]
+        return self.pages - self.pages_used
+
+    @property
+    def pages_used(self) -> int:
+        return self._mark[0] + 1
+
+    def pages_of(self, cells: int) -> int:
+        """About what a transaction of so many takes at most: it copies every page that it
+        changes."""
+        assert self._env is not None
+        stat = self._env.stat()
+        return int(min(cells, stat["leaf_pages"]) + stat["branch_pages"] + cells // 16 + 16)
 
     @property
     def unsynced_bytes(self) -> int:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import msgpack
 import pytest
-from helpers import records_file
+from helpers import place_of, records_file
+from structlog.testing import capture_logs
 from test_row_table import row_of, rows_in
 
 from prefixd.tiers import lmdb_child, lmdb_rows, lmdb_wire, rows
@@ -349,7 +350,9 @@ class Stepped:
 
     def __init__(self, directory: Path, slabs: int) -> None:
         for number in range(2):
-            (directory / f"records-{number}.mdb").touch()
+            path = directory / f"records-{number}.mdb"
+            path.touch()
+            os.truncate(path, lmdb_wire.file_bytes(slabs))
         self._ours, theirs = socket.socketpair()
         self._theirs = theirs
         self.table = lmdb_child.Table(directory, slabs, sync=False, daemon=theirs)
@@ -511,6 +514,30 @@ def test_damage_of_what_lmdb_begins_with_costs_nothing(
                 file.write(bytes([byte ^ 1 << rng.randrange(8)]))
     found = rows_in(opened())
     assert {slab: found.get(slab) for slab in acknowledged} == acknowledged
+
+
+def test_what_was_mended_is_logged(opened: Opened, tmp_path: Path) -> None:
+    opened().apply([], [(1, row_of(1)), (2, row_of(2))])
+    opened().close()
+    path, place = records_file(tmp_path), place_of(tmp_path, row_of(1))
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(bytes([row_of(1)[0] ^ 4]))
+    with capture_logs() as logs:
+        table = opened()
+        assert rows_in(table) == {1: row_of(1), 2: row_of(2)}
+    assert [(line["event"], line["what"][:12]) for line in logs] == [
+        ("records_mended", "1 rows had a")
+    ]
+    # While it runs: the root page of the tree.
+    with records_file(tmp_path).open("r+b") as file:
+        for page in (0, 1):
+            file.seek(page * mmap.PAGESIZE + 16)
+            file.write(b"\xff" * 120)
+    with capture_logs() as logs:
+        table.apply([], [(3, row_of(3))])
+    assert [line["what"][:15] for line in logs] == ["collected anew:"]
+    assert rows_in(table) == {1: row_of(1), 2: row_of(2), 3: row_of(3)}
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100_000, bytes(4096), b"\xff" * 5])
