@@ -49,7 +49,7 @@ class LmdbRows(RowTable):
     """The table in the files `records-N.mdb` of `directory`, for `slabs` slabs.
 
     `sync`: changes wait for the device. Nothing waits for the process before the first call,
-    which may then take long: about 6 us of CPU a row, `START_S` and `START_SLAB_S` for each slab
+    which may then take long: 5 to 8 us of CPU a row, `START_S` and `START_SLAB_S` for each slab
     at most. A later call takes `CALL_S` at most; one that finds the file damaged copies all rows,
     too. A process that the device holds is killed; until it is gone, calls fail at once.
     Raises StoreError if the files can't be used.
