@@ -2,25 +2,30 @@
 
 LMDB maps its file and believes what it finds there: of 300 environments with four flipped bits
 206 could not be read to the end, and 8 killed their reader. So nothing that it says is believed
-here, and what it may destroy is bounded by three rules.
+here, and what it may destroy is bounded by four rules.
 
 1. **Every start reads the file as plain bytes**, never mapped, and takes from it the newest cell
    of each slab (`lmdb_wire`), wherever it lies; of what LMDB keeps around them nothing is needed.
-   They are copied into a new environment, in the room of the file before the last, which takes
-   the old one's place once it is durable. A daemon's start, the end of this process, a failed or
-   doubtful transaction, and a file that is full are all the same: `_renew`.
-2. **No page is written twice.** LMDB takes no freed page again while a reader is open that is
-   older, so one is held, from before the first write. Its lock file has no name once it is open.
-   Before anything is written, the last page and the last transaction have to be those that are
-   remembered here. What was acknowledged therefore lies where it was written until the copy.
+   They are copied into the spare file, which takes the old one's place once it is durable. A
+   daemon's start, the end of this process, and a failed or doubtful transaction are all the
+   same: `_renew`.
+2. **No page is written twice** (`lmdb_file`). What was acknowledged therefore lies where it was
+   written until the whole file is replaced.
 3. **A batch is acknowledged when its cells were read back** from the pages that it added, with
    `pread`, and synced. What LMDB reads is held against the sequence numbers in memory.
+4. **A file is replaced before it is full, a slice at a time.** When half of the room is used that
+   it had at first, each put also copies cells into the spare file, in order of slabs: that part of
+   what is left to copy which the put took of the pages that are left. Of slabs that were copied,
+   later cells go into both files, into the old one first: nothing is in the spare file that is not
+   acknowledged. At the end it is durable and takes over. Until then nothing needs it: if it
+   fails, it is begun again. While no requests come, larger slices are copied.
 
 So a flipped bit costs nothing: it is flipped back (`lmdb_wire.whole_cell`). What is worse costs
 the cells that it hits; then an older one of the slab may be found, of an entry that was erased. A
 later entry in its room beats it (`Records`), and its payload has a checksum.
 
-One sync a batch: LMDB's own are off, for its order of writes does not matter here.
+One sync a batch: LMDB's own are off, for its order of writes does not matter here. The spare file
+has one whenever `_UNSYNCED_BYTES` were added to it, so that none takes long.
 
 Memory: 16 bytes for each slab with a row. A sequence number is used by one transaction.
 """
@@ -32,12 +37,13 @@ import fcntl
 import mmap
 import os
 import re
+import select
 import signal
 import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -45,24 +51,24 @@ from typing import Any, Final
 import lmdb
 
 from . import lmdb_wire as wire
-from .lmdb_wire import CELL, CELL_BYTES, CELL_MAGIC, CELL_ROW
+from .lmdb_file import CellFile, Damage, blocks
+from .lmdb_wire import CELL_BYTES, CELL_MAGIC, CELL_ROW
 
-_KEY: Final = struct.Struct(">I")
 _GENERATION: Final = struct.Struct("<Q")
 _HEADER: Final = struct.Struct("<QI")
 _MAGIC: Final = re.compile(re.escape(CELL_MAGIC))
 _ZERO_ROW: Final = bytes(wire.ROW_BYTES)
-#: Read at once; pages never lie across, whatever their size.
-_BLOCK_BYTES: Final = 2**20
 _CELLS_AT_ONCE: Final = 16384
-#: LMDB may walk in circles in a damaged file: then the kernel ends this process.
-_MAX_CPU_S: Final = 60.0
+#: A slice has no fewer slabs: each takes some pages, however small it is.
+_MIN_SLICE_SLABS: Final = 1024
+#: The slices that are copied while no request came for so long.
+_IDLE_SLICE_SLABS: Final = 4096
+_IDLE_S: Final = 0.05
+#: The part of the pages of a file that is left when the copy ends.
+_SPARE_PART: Final = 1 / 32
+_UNSYNCED_BYTES: Final = 4 * 2**20
 #: How long the process of an earlier daemon may take to end.
 _OTHER_ENDS_S: Final = 30.0
-
-
-class Damage(Exception):
-    """LMDB says what can't be."""
 
 
 class Abandoned(Exception):
@@ -77,8 +83,6 @@ class Table:
         self._slabs = slabs
         self._sync = sync
         self._daemon = daemon
-        self._env: lmdb.Environment | None = None
-        self._oldest: lmdb.Transaction | None = None
         found = sorted(
             (int(match[1]), path)
             for path in directory.iterdir()
@@ -86,23 +90,27 @@ class Table:
         )
         if len(found) < 2:
             raise OSError(f"{directory / 'records-*.mdb'} was deleted while it was in use")
-        (_, self._spare_path), (self._number, self._path) = found[-2:]
+        (_, spare_path), (self._number, path) = found[-2:]
         # What was left where a process was killed between two steps.
-        for path in [path for _, path in found[:-2]] + list(directory.glob("records-*.mdb-lock")):
-            path.unlink()
-        self._spare_fd = os.open(self._spare_path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        for left in [path for _, path in found[:-2]] + list(directory.glob("records-*.mdb-lock")):
+            left.unlink()
+        self._current = CellFile(path, slabs, sync=sync)
+        self._spare = CellFile(spare_path, slabs, sync=sync)
         #: by slab: the sequence number of its cell, 0 for none; the generation in its row
         self._sequences = _numbers(slabs)
         self._generations = _numbers(slabs)
         self._sequence = 0
-        #: LMDB's last page and last transaction
-        self._mark = (0, 0)
-        self._renew({})
+        #: The spare file has the cells of so many slabs. None: nothing is being copied.
+        self._copied: int | None = None
+        #: of the file that holds, when it began to
+        self._first_pages = 0
+        #: what the daemon should know, sentences
+        self.notes: list[str] = []
+        self._renew()
         size_bytes = wire.file_bytes(slabs)
-        for fd in (self._fd, self._spare_fd):
-            if os.fstat(fd).st_size > size_bytes:
-                os.ftruncate(fd, size_bytes)
+        for file in (self._current, self._spare):
+            if os.fstat(file.fd).st_size > size_bytes:
+                os.ftruncate(file.fd, size_bytes)
 
     # ---- requests
 
@@ -115,146 +123,139 @@ class Table:
             if not 0 <= slab < self._slabs or len(row) != wire.ROW_BYTES:
                 raise ValueError(f"{len(row)} bytes for slab {slab} of {self._slabs}")
             changed[slab] = row
-        if not os.fstat(self._fd).st_nlink:
-            raise OSError(f"{self._path} was deleted while it was in use")
-        self._put(changed)
+        if not os.fstat(self._current.fd).st_nlink:
+            raise OSError(f"{self._current.path} was deleted while it was in use")
+        if changed:
+            self._put(changed)
 
     def read(self, slab: int) -> bytes:
-        return self._twice(self._read, slab)
+        if not 0 <= slab < self._slabs or not self._sequences[slab]:
+            return b""
+        return self._cells(slab, slab + 1)[0][1][CELL_ROW]
 
     def chunk(self, first: int) -> list[Any] | None:
+        """Cells that are not erased, joined."""
         while first < self._slabs:
-            cells = self._twice(self._cells, first)
+            found = self._cells(first, first + wire.CHUNK_SLABS)
+            cells = [cell for slab, cell in found if slab and cell[CELL_ROW] != _ZERO_ROW]
             if cells:
-                return [first, cells]
+                return [first, b"".join(cells)]
             first += wire.CHUNK_SLABS
         return None
 
     # ---- LMDB
 
-    def _twice(self, look: Callable[[int], bytes], slab: int) -> bytes:
-        """What LMDB reads, from a new environment if it makes no sense."""
+    def _cells(self, first: int, end: int) -> list[tuple[int, bytes]]:
+        """`_checked`, from a new environment if this one makes no sense."""
         try:
-            found: bytes = look(slab)
-        except (lmdb.Error, Damage):
-            self._renew({})
-            found = look(slab)
+            return self._checked(first, end)
+        except (lmdb.Error, Damage) as problem:
+            self._renew(problem)
+            return self._checked(first, end)
+
+    def _checked(self, first: int, end: int) -> list[tuple[int, bytes]]:
+        """The cells of a range of slabs, with these, whole and in order."""
+        sequences = self._sequences
+        slabs = [slab for slab in range(first, min(end, self._slabs)) if sequences[slab]]
+        found = []
+        for slab, stored in zip(slabs, self._current.cells(slabs), strict=True):
+            cell = wire.whole_cell(stored)
+            if cell is None or cell[4:16] != _HEADER.pack(sequences[slab], slab):
+                raise Damage(f"the cell of slab {slab} is damaged, or an old one")
+            found.append((slab, cell))
         return found
 
-    def _read(self, slab: int) -> bytes:
-        assert self._env is not None
-        if not 0 <= slab < self._slabs or not self._sequences[slab]:
-            return b""
-        with self._env.begin() as transaction:
-            cell = transaction.get(_KEY.pack(slab))
-        return self._checked(cell, slab)[CELL_ROW]
-
-    def _cells(self, first: int) -> bytes:
-        """Those of a chunk that are not erased, joined."""
-        assert self._env is not None
-        end = min(first + wire.CHUNK_SLABS, self._slabs)
-        wanted = [slab for slab in range(first, end) if self._sequences[slab]]
-        cells = []
-        if wanted:
-            with self._env.begin() as transaction:
-                cursor = transaction.cursor()
-                there = cursor.set_range(_KEY.pack(first))
-                for slab in wanted:
-                    key, cell = cursor.item() if there else (b"", b"")
-                    if key != _KEY.pack(slab):
-                        raise Damage(f"the cell of slab {slab} is not where it was put")
-                    cell = self._checked(cell, slab)
-                    if slab and cell[CELL_ROW] != _ZERO_ROW:
-                        cells.append(cell)
-                    there = cursor.next()
-        return b"".join(cells)
-
-    def _checked(self, cell: bytes | None, slab: int) -> bytes:
-        if cell is None or len(cell) != CELL_BYTES:
-            raise Damage(f"slab {slab} has no cell")
-        if CELL.unpack_from(cell)[1] != self._sequences[slab]:
-            raise Damage(f"the cell of slab {slab} is an old one")
-        return cell
-
     def _put(self, rows: dict[int, bytes]) -> None:
-        """Write rows durably: into this environment, or with everything else into a new one."""
-        if not rows:
-            return
+        """Write rows durably."""
         try:
+            if self._current.pages_left < self._current.pages_of(len(rows)):
+                # A large batch. Its pages have to be among those that have room.
+                self._copy_slice(self._slabs)
+            try:
+                self._write(rows)
+            except lmdb.MapFullError:
+                self._copy_slice(self._slabs)
+                self._write(rows)
+        except (lmdb.Error, OSError, Damage) as problem:
+            self._renew(problem)
             self._write(rows)
-        except (lmdb.Error, OSError, Damage):
-            self._renew(rows)
 
     def _write(self, rows: dict[int, bytes]) -> None:
-        """One transaction. It is read back before it is believed."""
-        assert self._env is not None
+        """One transaction, and what of the copy is due with it."""
         self._sequence += 1
-        cells = self._encoded(rows)
-        signal.setitimer(signal.ITIMER_VIRTUAL, _MAX_CPU_S)
-        with self._env.begin(write=True) as transaction:
-            # Where the next page goes comes from the file.
-            if self._state() != self._mark:
-                raise Damage("the environment was changed by somebody else")
-            for slab, cell in cells.items():
-                transaction.put(_KEY.pack(slab), cell)
-        first_page = self._mark[0] + 1
-        self._mark = self._state()
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        self._read_back(self._fd, cells, first_page)
-        if self._sync:
-            os.fdatasync(self._fd)
+        sequence, before = self._sequence, self._current.pages_used
+        cells = [
+            (slab, wire.encode_cell(sequence, slab, row)) for slab, row in sorted(rows.items())
+        ]
+        self._current.write(cells)
+        self._current.sync()
         for slab, row in rows.items():
-            self._sequences[slab] = self._sequence
+            self._sequences[slab] = sequence
             self._generations[slab] = _generation(row)
+        # It is acknowledged, whatever happens from here on.
+        if self._copied is not None:
+            copied = self._copied
+            self._write_spare([cell for cell in cells if cell[0] < copied], append=False)
+        left, used = self._current.pages_left, self._current.pages_used
+        if left <= used - self._first_pages:
+            took, usable = used - before, left - int(self._current.pages * _SPARE_PART)
+            part = 1.0 if usable <= 0 else took / (took + usable)
+            rest = self._slabs - (self._copied or 0)
+            self._copy_slice(max(_MIN_SLICE_SLABS, int(rest * part) + 1))
 
-    def _encoded(self, rows: dict[int, bytes]) -> dict[int, bytes]:
-        return {slab: wire.encode_cell(self._sequence, slab, row) for slab, row in rows.items()}
+    # ---- the next file, slice by slice
 
-    def _read_back(self, fd: int, cells: dict[int, bytes], first_page: int) -> None:
-        """Raises Damage unless cells of one transaction lie in the pages from this one on."""
-        missing = set(cells.values())
-        theirs = re.compile(re.escape(next(iter(missing))[:12]), re.DOTALL)
-        start, end = (page * self._page_bytes for page in (first_page, self._mark[0] + 1))
-        for _, block in _blocks(fd, start, end):
-            for match in theirs.finditer(block):
-                missing.discard(block[match.start() : match.start() + CELL_BYTES])
-        if missing:
-            raise Damage(f"{len(missing)} cells are not where they were written")
+    @property
+    def copying(self) -> bool:
+        return self._copied is not None
 
-    def _state(self) -> tuple[int, int]:
-        assert self._env is not None
-        info = self._env.info()
-        return info["last_pgno"], info["last_txnid"]
-
-    # ---- from the old file to a new one
-
-    def _renew(self, rows: dict[int, bytes]) -> None:
-        """Take the newest cell of each slab from the file, whatever state it is in, and put
-        them, and these rows, into a new environment that takes its place."""
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        self.close()
-        places = self._find()
-        self._sequence = 1 + max(self._sequence, max(self._sequences, default=0))
-        cells = self._encoded(rows)
-        for slab in rows:
-            self._sequences[slab] = self._sequence
+    def copy_slice_idle(self) -> None:
+        """The next slice, while no requests come."""
         try:
-            self._open(self._spare_path, self._spare_fd)
-            self._copy(places, cells)
-            if cells:
-                self._read_back(self._spare_fd, cells, 0)
-        except lmdb.Error:
-            # A write that is cut short for want of room is an I/O error to LMDB.
-            size_bytes = os.fstat(self._spare_fd).st_size
-            os.posix_fallocate(self._spare_fd, size_bytes, _BLOCK_BYTES)
-            raise
-        if self._sync:
-            os.fdatasync(self._spare_fd)
+            self._copy_slice(_IDLE_SLICE_SLABS)
+        except (lmdb.Error, Damage) as problem:
+            self._renew(problem)
+
+    def _copy_slice(self, slabs: int) -> None:
+        """Copy the cells of so many slabs into the spare file, which is begun if it has to be.
+        With the last it takes over."""
+        if self._copied is None:
+            try:
+                self._spare.reset()
+            except (lmdb.Error, OSError):
+                return  # it is tried again with the next put
+            self._copied = 0
+        end = min(self._copied + slabs, self._slabs)
+        while self._copied is not None and self._copied < end:
+            upto = min(self._copied + _CELLS_AT_ONCE, end)
+            cells = self._checked(self._copied, upto)
+            self._copied = upto
+            self._write_spare(cells, append=True)
+            self._look_up()
+        if self._copied == self._slabs:
+            self._take_spare()
+
+    def _write_spare(self, cells: list[tuple[int, bytes]], *, append: bool) -> None:
+        """If that fails, the copy is begun again with the next put."""
+        try:
+            self._spare.write(cells, append=append)
+            if self._spare.unsynced_bytes >= _UNSYNCED_BYTES:
+                self._spare.sync()
+        except (lmdb.Error, OSError, Damage):
+            self._spare.close()
+            self._copied = None
+
+    def _take_spare(self) -> None:
+        """The spare file has everything: make it durable, and the one that holds."""
+        self._spare.sync()
         self._number += 1
         path = self._directory / f"records-{self._number}.mdb"
-        self._spare_path.rename(path)
-        self._spare_path, self._path = self._path, path
-        self._spare_fd, self._fd = self._fd, self._spare_fd
+        self._spare.path.rename(path)
+        self._spare.path = path
+        self._current, self._spare = self._spare, self._current
+        self._spare.close()
+        self._copied = None
+        self._first_pages = self._current.pages_used
         if self._sync:
             directory = os.open(self._directory, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -262,10 +263,26 @@ class Table:
             finally:
                 os.close(directory)
 
+    # ---- the next file, from a file in any state
+
+    def _renew(self, problem: Exception | None = None) -> None:
+        """Copy the newest cell of each slab from the file, whatever state it is in, into the
+        spare one, which takes over."""
+        if problem is not None:
+            self.notes.append(f"collected anew: {problem or type(problem).__name__}")
+        self._current.close()
+        self._copied = None
+        places = self._find()
+        self._sequence = max(self._sequence, max(self._sequences, default=0))
+        self._spare.reset()
+        self._copy(places)
+        self._take_spare()
+
     def _find(self) -> memoryview:
         """Where the newest cell of each slab lies in the file. `_sequences` are right then."""
         places, sequences = _numbers(self._slabs), _numbers(self._slabs)
-        for start, block in _blocks(self._fd, 0, os.fstat(self._fd).st_size):
+        fd = self._current.fd
+        for start, block in blocks(fd, 0, os.fstat(fd).st_size):
             behind = 0
             for match in _MAGIC.finditer(block):
                 at = match.start()
@@ -286,64 +303,29 @@ class Table:
         self._sequences = sequences
         return places
 
-    def _copy(self, places: memoryview, changed: dict[int, bytes]) -> None:
-        """Into the environment that is open. `_generations` are right then."""
-        cells: list[tuple[bytes, bytes]] = []
+    def _copy(self, places: memoryview) -> None:
+        """Into the spare file, which is empty. `_generations` are right then."""
+        cells: list[tuple[int, bytes]] = []
+        mended = 0
         for slab, sequence in enumerate(self._sequences):
             if not sequence:
                 continue
-            cell = changed.get(slab)
-            if cell is None:
-                cell = wire.whole_cell(os.pread(self._fd, CELL_BYTES, places[slab]))
-            if cell is None or _HEADER.unpack_from(cell, 4) != (sequence, slab):
+            stored = os.pread(self._current.fd, CELL_BYTES, places[slab])
+            cell = wire.whole_cell(stored)
+            if cell is None or cell[4:16] != _HEADER.pack(sequence, slab):
                 raise Damage(f"the cell of slab {slab} changed while it was copied")
+            mended += cell != stored
             # A place is read before the generation takes it.
-            (places[slab],) = _GENERATION.unpack_from(cell, CELL_ROW.start + 8)
-            cells.append((_KEY.pack(slab), cell))
+            places[slab] = _generation(cell[CELL_ROW])
+            cells.append((slab, cell))
             if len(cells) == _CELLS_AT_ONCE:
-                self._append(cells)
+                self._spare.write(cells, append=True)
+                self._look_up()
                 cells = []
-        self._append(cells)
+        self._spare.write(cells, append=True)
         self._generations = places
-        self._mark = self._state()
-
-    def _append(self, cells: list[tuple[bytes, bytes]]) -> None:
-        assert self._env is not None
-        self._look_up()
-        with self._env.begin(write=True) as transaction:
-            transaction.cursor().putmulti(cells, append=True)
-
-    def _open(self, path: Path, fd: int) -> None:
-        """Make an empty environment of a file, in the room that it has."""
-        memory_fd = os.memfd_create("prefixd-empty", os.MFD_CLOEXEC)
-        try:
-            lmdb.open(f"/proc/self/fd/{memory_fd}", subdir=False, lock=False).close()
-            os.pwrite(fd, os.pread(memory_fd, _BLOCK_BYTES, 0), 0)
-        finally:
-            os.close(memory_fd)
-        lock_path = path.with_name(f"{path.name}-lock")
-        lock_path.unlink(missing_ok=True)
-        self._env = lmdb.open(
-            str(path),
-            map_size=wire.file_bytes(self._slabs),
-            subdir=False,
-            create=False,
-            mode=0o600,
-            sync=False,
-            metasync=False,
-            readahead=False,
-            max_readers=4,
-        )
-        lock_path.unlink()
-        self._page_bytes = self._env.stat()["psize"]
-        self._oldest = self._env.begin()
-
-    def close(self) -> None:
-        if self._oldest is not None:
-            self._oldest.abort()
-        if self._env is not None:
-            self._env.close()
-        self._oldest = self._env = None
+        if mended:
+            self.notes.append(f"{mended} rows had a flipped bit, which was flipped back")
 
     def _look_up(self) -> None:
         """Raises Abandoned if the daemon ended meanwhile."""
@@ -361,16 +343,6 @@ def _generation(row: bytes) -> int:
 def _numbers(count: int) -> memoryview:
     """Zeros, u64, which take memory once they are something else."""
     return memoryview(mmap.mmap(-1, max(1, 8 * count))).cast("Q")
-
-
-def _blocks(fd: int, start: int, end: int) -> Iterator[tuple[int, bytes]]:
-    """A range of a file, which begins and ends with a page, piece by piece."""
-    while start < end:
-        block = os.pread(fd, min(_BLOCK_BYTES, end - start), start)
-        if not block:
-            return
-        yield start, block
-        start += len(block)
 
 
 def _wait_for_others(directory: Path) -> int:
@@ -402,22 +374,28 @@ def serve(daemon: socket.socket, directory: Path, slabs: int, sync: bool) -> Non
     try:
         _wait_for_others(directory)
         table = Table(directory, slabs, sync=sync, daemon=daemon)
-        wire.send(daemon, ["ok", None])
+        _answer(daemon, table, None)
         requests: dict[str, Callable[..., Any]] = {
             "apply": table.apply,
             "read": table.read,
             "chunk": table.chunk,
         }
         while True:
+            while table.copying and not select.select([daemon], [], [], _IDLE_S)[0]:
+                table.copy_slice_idle()
             name, *arguments = wire.receive(daemon)
-            answer: Any = requests[name](*arguments)
-            wire.send(daemon, ["ok", answer])
+            _answer(daemon, table, requests[name](*arguments))
     except (EOFError, Abandoned, ConnectionError):
         return
     except Exception as problem:
         with suppress(OSError):
             kind = "full" if _is_full(problem) else "error"
             wire.send(daemon, [kind, str(problem) or type(problem).__name__])
+
+
+def _answer(daemon: socket.socket, table: Table, answer: Any) -> None:
+    notes, table.notes = table.notes, []
+    wire.send(daemon, ["ok", answer, notes])
 
 
 def main() -> None:

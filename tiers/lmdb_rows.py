@@ -15,15 +15,20 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+import structlog
+
 from . import lmdb_wire as wire
 from .files import open_own_file, secure_range, sync_directory, write_errors
 from .row_table import Erasure, RowTable
 from .store import StoreError, StoreFull
+
+log = structlog.get_logger("prefixd.records")
 
 #: What the two files take together, whatever they hold, and for each slab.
 TABLE_FIXED_BYTES: Final = 2 * (wire.FILE_FIXED_BYTES + mmap.PAGESIZE)
@@ -31,6 +36,11 @@ TABLE_SLAB_BYTES: Final = 2 * wire.FILE_SLAB_BYTES
 #: What a call that is under way when the table is closed has left. A process that the device holds
 #: longer, killed or not, is left to the kernel.
 CLOSE_S: Final = 5.0
+#: What a call may take; then its process is killed, and the call fails. It is that long because
+#: a device may be slow. What a start takes besides: it copies all rows.
+CALL_S: Final = 30.0
+START_S: Final = 60.0
+START_SLAB_S: Final = 50e-6
 #: What a killed process may take to be gone.
 _KILLED_S: Final = 1.0
 
@@ -39,9 +49,10 @@ class LmdbRows(RowTable):
     """The table in the files `records-N.mdb` of `directory`, for `slabs` slabs.
 
     `sync`: changes wait for the device. Nothing waits for the process before the first call,
-    which may then take long: about 6 us of CPU a row, as does now and then one whose file is full.
-    Raises StoreError if the files can't
-    be used.
+    which may then take long: 5 to 8 us of CPU a row, `START_S` and `START_SLAB_S` for each slab
+    at most. A later call takes `CALL_S` at most; one that finds the file damaged copies all rows,
+    too. A process that the device holds is killed; until it is gone, calls fail at once.
+    Raises StoreError if the files can't be used.
     """
 
     #: What runs the process; its arguments follow.
@@ -55,6 +66,8 @@ class LmdbRows(RowTable):
         self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
+        #: one that was killed and is not gone
+        self._held: subprocess.Popen[bytes] | None = None
         self._ready = False
         self._secured_bytes = 0
         #: of both files, whatever their names are by now
@@ -158,10 +171,17 @@ class LmdbRows(RowTable):
                     self._start()
                 assert self._connection is not None
                 if not self._ready:
-                    self._answer(self._connection)
+                    self._answer(self._connection, START_S + self._slabs * START_SLAB_S)
                     self._ready = True
+                self._connection.settimeout(CALL_S)
                 wire.send(self._connection, list(request))
-                return self._answer(self._connection)
+                return self._answer(self._connection, CALL_S)
+            except TimeoutError:
+                self._end(0)
+                raise StoreError(
+                    f"can't use the records in {self._directory}: their process did not answer "
+                    "in time"
+                ) from None
             except (OSError, EOFError, ValueError) as problem:
                 ended = self._end(_KILLED_S)
                 raise StoreError(
@@ -172,15 +192,24 @@ class LmdbRows(RowTable):
                 self._end(_KILLED_S)
                 raise
 
-    def _answer(self, connection: socket.socket) -> Any:
-        kind, what = wire.receive(connection)
+    def _answer(self, connection: socket.socket, within_s: float) -> Any:
+        kind, what, *more = wire.receive(connection, time.monotonic() + within_s)
         if kind == "ok":
+            (notes,) = more
+            if not isinstance(notes, list):
+                raise ValueError("not an answer")
+            for note in notes:
+                log.warning("records_mended", directory=str(self._directory), what=note)
             return what
         error = StoreFull if kind == "full" else StoreError
         raise error(f"can't write records in {self._directory}: {what}")
 
     def _start(self) -> None:
         """Raises OSError."""
+        if self._held is not None:
+            if self._held.poll() is None:
+                raise OSError("the one before was killed, and the device still holds it")
+            self._held = None
         ours, theirs = socket.socketpair()
         try:
             arguments = [str(theirs.fileno()), str(self._directory), str(self._slabs)]
@@ -215,4 +244,5 @@ class LmdbRows(RowTable):
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(wait_s)
             process.kill()
+        self._held = process
         return None

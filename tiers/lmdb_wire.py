@@ -1,17 +1,19 @@
 """What the daemon and the process with its LMDB table (`tiers.lmdb_child`) say to each other.
 
 A message is its length (u32, little-endian) and a msgpack list. The process first says that it
-is ready, or why not; then each request has one answer.
+is ready (an answer of nil), or why not; then each request has one answer.
 
     request                                  answer
     ---------------------------------------  -----------------------------------------------
-    ["apply", erasures, rows]                ["ok", nil]
+    ["apply", erasures, rows]                ["ok", nil, notes]
       erasures: [slab, generation or nil]
       rows: [slab, row]
-    ["read", slab]                           ["ok", row, or nothing]
-    ["chunk", first slab]                    ["ok", [first slab, cells]], or ["ok", nil] behind
-                                             the last; the next chunk begins CHUNK_SLABS later
+    ["read", slab]                           ["ok", row, or nothing, notes]
+    ["chunk", first slab]                    ["ok", [first slab, cells], notes]; nil instead
+                                             of both behind the last chunk; the next one begins
+                                             CHUNK_SLABS later
     whatever fails                           ["full" or "error", a sentence], and the process ends
+    notes: sentences about damage that was met and mended since the answer before
 
 The table is kept in cells, each the value of one key (the slab, u32 big-endian):
 
@@ -33,6 +35,7 @@ import mmap
 import re
 import socket
 import struct
+import time
 from typing import Any, Final
 
 import msgpack
@@ -47,9 +50,10 @@ CELL_ROW: Final = slice(16, 16 + ROW_BYTES)
 #: The files: the one with the highest number holds, the one before it is room for the next.
 FILE_NAME: Final = re.compile(r"records-(\d{1,18})\.mdb")
 #: What each of the two takes: a fixed part, and for each slab. Cells take 165 bytes of a new file;
-#: what is beyond is for changes, which LMDB here only ever appends.
+#: what is beyond is for changes, which LMDB here only ever appends. The more it is, the less of
+#: the copy into the next file falls to a put.
 FILE_FIXED_BYTES: Final = 32 * mmap.PAGESIZE
-FILE_SLAB_BYTES: Final = 320
+FILE_SLAB_BYTES: Final = 512
 
 #: The CRC32C of any bytes with their CRC32C behind them.
 _GOOD_CRC32C: Final = 0x48674BC7
@@ -115,21 +119,24 @@ def send(connection: socket.socket, message: list[Any]) -> None:
     connection.sendall(_LENGTH.pack(len(packed)) + packed)
 
 
-def receive(connection: socket.socket) -> list[Any]:
-    """The next message. Raises EOFError, OSError, ValueError for what is none."""
-    (length,) = _LENGTH.unpack(_receive_all(connection, _LENGTH.size))
+def receive(connection: socket.socket, until_s: float | None = None) -> list[Any]:
+    """The next message. Raises EOFError, OSError, ValueError for what is none, TimeoutError if it
+    is not there at `until_s` of the monotonic clock."""
+    (length,) = _LENGTH.unpack(_receive_all(connection, _LENGTH.size, until_s))
     if length > _MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {length} bytes, {_MAX_MESSAGE_BYTES} at most")
-    message = msgpack.unpackb(_receive_all(connection, length))
+    message = msgpack.unpackb(_receive_all(connection, length, until_s))
     if not isinstance(message, list) or not message:
         raise ValueError("not a message")
     return message
 
 
-def _receive_all(connection: socket.socket, length: int) -> bytes:
+def _receive_all(connection: socket.socket, length: int, until_s: float | None) -> bytes:
     data = bytearray(length)
     view = memoryview(data)
     while view:
+        if until_s is not None:
+            connection.settimeout(max(0.001, until_s - time.monotonic()))
         count = connection.recv_into(view)
         if not count:
             raise EOFError("the connection ended")

@@ -7,6 +7,7 @@ import os
 import random
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,10 +16,11 @@ from pathlib import Path
 
 import msgpack
 import pytest
-from helpers import records_file
+from helpers import place_of, records_file
+from structlog.testing import capture_logs
 from test_row_table import row_of, rows_in
 
-from prefixd.tiers import lmdb_rows, lmdb_wire, rows
+from prefixd.tiers import lmdb_child, lmdb_rows, lmdb_wire, rows
 from prefixd.tiers.lmdb_rows import LmdbRows
 from prefixd.tiers.store import StoreError, StoreFull
 
@@ -99,15 +101,17 @@ def counted(real):
 for name in ("pread", "pwrite", "fstat"):
     setattr(os, name, counted(getattr(os, name)))
 Path.rename, Path.unlink = counted(Path.rename), counted(Path.unlink)
-child.lmdb.open = counted(child.lmdb.open)
-for name in ("_write", "_append", "_state", "_find", "_copy", "apply"):
+for name in ("reset", "write", "sync", "_state", "_read_back"):
+    setattr(child.CellFile, name, counted(getattr(child.CellFile, name)))
+for name in ("_write", "_write_spare", "_take_spare", "_find", "_copy", "apply"):
     setattr(child.Table, name, counted(getattr(child.Table, name)))
+child._MIN_SLICE_SLABS = 1
 del sys.argv[1:3]
 child.main()
 """
 
 
-@pytest.mark.parametrize("step", [*range(1, 40, 2), 60, 100, 150])
+@pytest.mark.parametrize("step", [*range(1, 40, 2), 100, *range(280, 440, 9)])
 def test_killed_at_any_step_it_has_what_was_acknowledged(
     opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
@@ -118,7 +122,7 @@ def test_killed_at_any_step_it_has_what_was_acknowledged(
     table = opened()
     acknowledged: dict[int, bytes] = {}
     unknown: set[int] = set()
-    for number in range(1, 40):
+    for number in range(1, 60):
         slab = number % 25
         try:
             table.apply([(number + 3, None)], [(slab, row_of(number))])
@@ -208,6 +212,45 @@ def test_a_stopped_process_holds_up_nobody_who_closes(
     assert rows_in(opened()) == {1: row_of(1)}
 
 
+def test_a_call_that_takes_too_long_fails_and_its_process_is_replaced(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = opened()
+    table.apply([], [(1, row_of(1))])
+    monkeypatch.setattr(lmdb_rows, "CALL_S", 0.1)
+    assert table.pid is not None
+    os.kill(table.pid, signal.SIGSTOP)
+    with pytest.raises(StoreError, match="did not answer in time"):
+        table.probe()
+    monkeypatch.undo()
+    assert rows_in(table) == {1: row_of(1)}
+
+
+def test_while_the_device_holds_a_killed_process_calls_fail_at_once(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = opened()
+    table.apply([], [(1, row_of(1))])
+    held = table.pid
+    assert held is not None
+    os.kill(held, signal.SIGSTOP)
+    watched = os.pidfd_open(held)
+    with monkeypatch.context() as patch:
+        patch.setattr(lmdb_rows, "CALL_S", 0.1)
+        patch.setattr(lmdb_rows, "_KILLED_S", 0.01)
+        patch.setattr(subprocess.Popen, "kill", subprocess.Popen.poll)
+        with pytest.raises(StoreError, match="did not answer in time"):
+            table.probe()
+        for _ in range(3):
+            with pytest.raises(StoreError, match="still holds it"):
+                table.probe()
+            assert table.pid is None
+    os.kill(held, signal.SIGKILL)
+    assert select.select([watched], [], [], 60)[0]
+    os.close(watched)
+    assert rows_in(table) == {1: row_of(1)}
+
+
 LIAR = """
 import socket, sys
 daemon = socket.socket(fileno=int(sys.argv[2]))
@@ -232,12 +275,19 @@ def test_nonsense_is_an_error(opened: Opened, monkeypatch: pytest.MonkeyPatch, s
 
 
 @pytest.mark.parametrize(
-    "said", [["ok", 5], ["ok", [0, b"abc"]], ["ok", [0, b""]], ["ok", [0, b"x" * 148]], ["ok"]]
+    "said",
+    [
+        *(["ok", found, []] for found in (5, [0, b"abc"], [0, b""], [0, b"x" * 148])),
+        ["ok"],
+        ["ok", None],
+        ["ok", None, 5],
+        ["ok", None, [], []],
+    ],
 )
 def test_rows_that_make_no_sense_are_an_error(
     opened: Opened, monkeypatch: pytest.MonkeyPatch, said: list[object]
 ) -> None:
-    packed = [msgpack.packb(message) for message in (["ok", None], said)]
+    packed = [msgpack.packb(message) for message in (["ok", None, []], said)]
     sent = b"".join(len(message).to_bytes(4, "little") + message for message in packed)
     monkeypatch.setattr(LmdbRows, "command", (sys.executable, "-c", LIAR, sent.hex()))
     with pytest.raises(StoreError, match="records"):
@@ -295,6 +345,150 @@ def test_no_page_is_written_twice(opened: Opened, tmp_path: Path) -> None:
     assert rows_in(table) == rows_in(opened())
 
 
+class Stepped:
+    """A table in this process, whose every slice is counted."""
+
+    def __init__(self, directory: Path, slabs: int) -> None:
+        for number in range(2):
+            path = directory / f"records-{number}.mdb"
+            path.touch()
+            os.truncate(path, lmdb_wire.file_bytes(slabs))
+        self._ours, theirs = socket.socketpair()
+        self._theirs = theirs
+        self.table = lmdb_child.Table(directory, slabs, sync=False, daemon=theirs)
+        self.slabs = slabs
+
+    def close(self) -> None:
+        for file in (self.table._current, self.table._spare):
+            file.close()
+            os.close(file.fd)
+        self._ours.close()
+        self._theirs.close()
+
+    def rows(self) -> dict[int, bytes]:
+        return {slab: cell[lmdb_wire.CELL_ROW] for slab, cell in self.table._cells(0, self.slabs)}
+
+
+@pytest.fixture
+def stepped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stepped]:
+    monkeypatch.setattr(lmdb_child, "_MIN_SLICE_SLABS", 1)
+    one = Stepped(tmp_path, 20_000)
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize("batch", [1, 48, 400])
+def test_no_put_copies_more_than_its_share(
+    stepped: Stepped, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    """A file that gets full is replaced in slices, none of which is more than a few times the
+    mean, and nobody has to look for cells in the old one."""
+    table, rng = stepped.table, random.Random(batch)
+    held = {slab: row_of(slab) for slab in range(1, 20_000)}
+    table.apply([], list(held.items())[:10_000])
+    table.apply([], list(held.items())[10_000:])
+    copied = 0
+
+    def counted(first: int, end: int) -> list[tuple[int, bytes]]:
+        nonlocal copied
+        found = checked(first, end)
+        copied += len(found)
+        return found
+
+    def find() -> None:
+        raise AssertionError("all cells are looked for")
+
+    checked = table._checked
+    monkeypatch.setattr(table, "_checked", counted)
+    monkeypatch.setattr(table, "_find", find)
+    table._copy_slice(20_000)
+    first_number, puts, copied_by, left = table._number, 0, [], []
+    while table._number < first_number + 3:
+        copied = 0
+        number, left_before = table._number, table._current.pages_left
+        rows = [
+            (slab, row_of(rng.randrange(10**6))) for slab in rng.sample(range(1, 20_000), batch)
+        ]
+        table.apply([], rows)
+        held.update(rows)
+        puts += 1
+        copied_by.append(copied)
+        if table._number > number:
+            left.append(left_before)
+    assert max(copied_by) <= 8 * sum(copied_by) / puts
+    assert all(table._current.pages / 64 < pages for pages in left)
+    assert stepped.rows() == held
+
+
+def test_idle_it_copies_on(stepped: Stepped) -> None:
+    table = stepped.table
+    table.apply([], [(slab, row_of(slab)) for slab in range(1, 8_000)])
+    number = table._number
+    while not table.copying:
+        table.apply([], [(slab, row_of(slab + 1)) for slab in range(1, 1_000)])
+    while table.copying:
+        table.copy_slice_idle()
+    assert table._number == number + 1
+    expected = {slab: row_of(slab + (slab < 1_000)) for slab in range(1, 8_000)}
+    assert stepped.rows() == expected
+
+
+@pytest.mark.parametrize("failing", ["write", "sync", "reset"])
+def test_a_copy_that_fails_costs_no_put(
+    stepped: Stepped, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """What was put into the spare file is not needed until it has all."""
+    monkeypatch.setattr(lmdb_child, "_UNSYNCED_BYTES", 1)
+    table, rng = stepped.table, random.Random(3)
+    held = {slab: row_of(slab) for slab in range(1, 8_000)}
+    table.apply([], list(held.items()))
+    number, failures = table._number, 0
+    real = getattr(lmdb_child.CellFile, failing)
+
+    def fails(file: lmdb_child.CellFile, *arguments: object, **options: object) -> object:
+        nonlocal failures
+        if file is table._spare and failures < 5 and rng.random() < 0.3:
+            failures += 1
+            raise OSError("no")
+        return real(file, *arguments, **options)
+
+    monkeypatch.setattr(lmdb_child.CellFile, failing, fails)
+    while table._number < number + 2 or failures < 5:
+        rows = [(slab, row_of(rng.randrange(10**6))) for slab in rng.sample(range(1, 8_000), 300)]
+        table.apply([], rows)
+        held.update(rows)
+    assert stepped.rows() == held
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_process_killed_in_the_middle_of_a_copy_loses_nothing(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """The old file holds until the new one has all, and neither brings erased rows back."""
+    slow = (
+        "import prefixd.tiers.lmdb_child as child; "
+        "child._MIN_SLICE_SLABS, child._IDLE_S = 1, 60; child.main()"
+    )
+    monkeypatch.setattr(LmdbRows, "command", (sys.executable, "-c", slow))
+    table, rng = opened(), random.Random(seed)
+    held: dict[int, bytes] = {slab: row_of(slab) for slab in range(1, SLABS)}
+    table.apply([], list(held.items()))
+    for number in range(1, 60 + 15 * seed):
+        gone = rng.sample(sorted(held), 5)
+        rows = [(slab, row_of(10_000 * number + slab)) for slab in rng.sample(range(1, SLABS), 5)]
+        table.apply([(slab, None) for slab in gone], rows)
+        for slab in gone:
+            del held[slab]
+        held.update(rows)
+        if number % 40 == 0:
+            kill(table)
+            with pytest.raises(StoreError):
+                table.probe()
+            assert rows_in(table) == held
+    kill(table)
+    assert rows_in(opened()) == held
+
+
 @pytest.mark.parametrize("page", [0, 1])
 @pytest.mark.parametrize("seed", range(6))
 def test_damage_of_what_lmdb_begins_with_costs_nothing(
@@ -320,6 +514,30 @@ def test_damage_of_what_lmdb_begins_with_costs_nothing(
                 file.write(bytes([byte ^ 1 << rng.randrange(8)]))
     found = rows_in(opened())
     assert {slab: found.get(slab) for slab in acknowledged} == acknowledged
+
+
+def test_what_was_mended_is_logged(opened: Opened, tmp_path: Path) -> None:
+    opened().apply([], [(1, row_of(1)), (2, row_of(2))])
+    opened().close()
+    path, place = records_file(tmp_path), place_of(tmp_path, row_of(1))
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(bytes([row_of(1)[0] ^ 4]))
+    with capture_logs() as logs:
+        table = opened()
+        assert rows_in(table) == {1: row_of(1), 2: row_of(2)}
+    assert [(line["event"], line["what"][:12]) for line in logs] == [
+        ("records_mended", "1 rows had a")
+    ]
+    # While it runs: the root page of the tree.
+    with records_file(tmp_path).open("r+b") as file:
+        for page in (0, 1):
+            file.seek(page * mmap.PAGESIZE + 16)
+            file.write(b"\xff" * 120)
+    with capture_logs() as logs:
+        table.apply([], [(3, row_of(3))])
+    assert [line["what"][:15] for line in logs] == ["collected anew:"]
+    assert rows_in(table) == {1: row_of(1), 2: row_of(2), 3: row_of(3)}
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100_000, bytes(4096), b"\xff" * 5])
@@ -362,7 +580,8 @@ def test_a_device_without_room_refuses_and_goes_on(
         table.apply([], [(2, row_of(2))])
         with pytest.raises(StoreFull):
             table.apply([], [(slab, row_of(slab)) for slab in range(1, 1_000)])
-        table.apply([(slab, None) for slab in range(1, 100)], [(500, row_of(3))])
+    # There is room again.
+    table.apply([(slab, None) for slab in range(1, 100)], [(500, row_of(3))])
     found = rows_in(opened())
     assert not found.keys() & set(range(1, 100))
     assert found[500] == row_of(3)
