@@ -67,11 +67,6 @@ class Ledger:
     # ---- questions
 
     @property
-    def usable_bytes(self) -> int:
-        """What entries can have at most: all of the arena but its header."""
-        return self.arena_bytes - self._header_bytes
-
-    @property
     def free_bytes(self) -> int:
         return self.limit_bytes - self.published_bytes - self.reserved_bytes
 

@@ -95,7 +95,7 @@ def test_all_of_the_arithmetic_is_broken_once() -> None:
         assert (method, f"self.entries {'+-'[method == 'forget']}= 0") in broken
     for method in ("pin", "unpin"):
         assert (method, f"self.pinned_bytes {'+-'[method == 'unpin']}= 0") in broken
-    assert ("admission", "stored_bytes >= self.budget_bytes - self._header_bytes") in broken
+    assert ("admission", "stored_bytes >= self.arena_bytes - self._header_bytes") in broken
     assert len(broken) >= 28
 
 

@@ -390,7 +390,8 @@ async def test_memory_that_there_is_no_room_for_yet_is_asked_for_again(
     allocate = os.posix_fallocate
 
     def with_little_room(fd: int, offset: int, length: int) -> None:
-        if offset + length > room_bytes:
+        name = str(Path(f"/proc/self/fd/{fd}").readlink())
+        if "records" not in name and "usage" not in name and offset + length > room_bytes:
             raise OSError(28, "No space left on device")
         allocate(fd, offset, length)
 

@@ -187,6 +187,7 @@ def test_a_daemon_that_is_away_is_a_miss_and_waited_for_with_patience(
         doomed.kill()
         impatient = replayer(doomed, client, reconnect_wait_s=0.05)
         assert impatient.replay(request(1)).unavailable
+        eventually(lambda: not client.connected)
         assert not impatient.wait_for_daemon()
         assert not impatient.wait_for_daemon(), "its patience is for all of the replay"
     assert daemon.pid

@@ -382,6 +382,7 @@ async def test_its_end_waits_for_a_copy_that_another_thread_makes(
 ) -> None:
     """Else the room that it writes to would be somebody else's."""
     monkeypatch.setattr(incoming, "_INLINE_BYTES", 0)
+    monkeypatch.setattr(incoming, "_INLINE_SMALL_BYTES", 0)
     gate = Gate("write")
     async with running(tmp_path, wrap={Tier.RAM: gate.wrap}) as daemon:
         session = await daemon.open()

@@ -88,6 +88,7 @@ async def test_a_flood_of_suspects_is_verified_one_by_one_and_delays_no_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(incoming, "_INLINE_BYTES", 0)
+    monkeypatch.setattr(incoming, "_INLINE_SMALL_BYTES", 0)
     held = Held()
     async with running(tmp_path, wrap={Tier.RAM: held.wrap}) as daemon:
         session, verifications = await daemon.open(), daemon.core.verifications
