@@ -1,0 +1,508 @@
+"""One simulated machine: a clock, processes made of fibers, and who of them runs next.
+
+A fiber is a thread of which only one runs at any time: it hands over to the next where it waits
+or where something takes time (`World.operate`), and nowhere else. Which is next, and how long
+everything takes, is drawn from the seed. So real code, threads and locks and all, runs in an
+order that the seed alone decides.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import threading
+import traceback
+import zlib
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any, Final
+
+#: What a step costs that takes no time worth speaking of.
+STEP_NS: Final = 1_000
+_UNWINDING_STEPS: Final = 20_000
+
+
+class Killed(BaseException):
+    """The process ended here. Not an Exception: nothing of it may go on."""
+
+
+class Failure(BaseException):
+    """A promise was broken."""
+
+    def __init__(self, promise: str, detail: str) -> None:
+        super().__init__(f"{promise}: {detail}")
+        self.promise = promise
+        self.detail = detail
+
+    def alone(self) -> Failure:
+        """The same without what it was raised from, which is told in words."""
+        told = Failure(self.promise, self.detail)
+        if self.__cause__ is not None:
+            told.add_note("".join(traceback.format_exception(self.__cause__)))
+        return told
+
+
+class Process:
+    """Some fibers that live and die together. `ops` counts what it did: a number at which it can
+    be killed."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.dead = False
+        self.stopped_until_ns = 0
+        self.ops = 0
+        self.kill_at_op: int | None = None
+        #: the same, counted in syncs that it asked a device for
+        self.kill_at_sync: int | None = None
+        self.stop_at_op: int | None = None
+        self.stop_for_ns = 0
+        self.fibers: list[Fiber] = []
+        #: called in the moment of its death
+        self.when_dead: list[Callable[[], None]] = []
+        world.processes.append(self)
+
+    def check(self) -> None:
+        if self.dead:
+            raise Killed
+
+    def die(self) -> None:
+        """At once: none of its fibers does anything more."""
+        if self.dead:
+            return
+        self.dead = True
+        for told in self.when_dead:
+            told()
+        for fiber in self.fibers:
+            if fiber is not self.world.current:
+                self.world.wake(fiber)
+
+    def reap(self) -> None:
+        """Wait until all its fibers have ended, as they do when it is dead."""
+        for _ in range(_UNWINDING_STEPS):
+            if all(fiber.done for fiber in self.fibers):
+                self.fibers.clear()
+                return
+            for fiber in self.fibers:
+                if self.dead:
+                    self.world.wake(fiber)
+            self.world.block(self.world.now_ns + (1 if self.dead else 1_000_000))
+        raise AssertionError(f"{self.name} does not end: {[f.name for f in self.fibers]}")
+
+    def spawn(self, name: str, target: Callable[[], None]) -> Fiber:
+        fiber = Fiber(self, f"{self.name}/{name}", target)
+        self.fibers.append(fiber)
+        fiber.thread.start()
+        self.world.wake(fiber)
+        return fiber
+
+
+class Fiber:
+    """See the module."""
+
+    def __init__(self, process: Process, name: str, target: Callable[[], None] | None) -> None:
+        self.process = process
+        self.name = name
+        self.gate = threading.Lock()
+        self.gate.acquire()
+        #: changes whenever it runs: what was to wake it before then does not any more
+        self.epoch = 0
+        self.done = False
+        self.waiting_for_end: list[Fiber] = []
+        self._target = target
+        self.ident = threading.get_ident()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def _run(self) -> None:
+        world, target = self.process.world, self._target
+        assert target is not None
+        self.ident = threading.get_ident()
+        self.gate.acquire()
+        try:
+            if not self.process.dead:
+                target()
+        except Killed:
+            pass
+        except BaseException as problem:
+            world.found("nothing ends in silence", f"{self.name} ended with {problem!r}", problem)
+        self.done = True
+        for fiber in self.waiting_for_end:
+            world.wake(fiber)
+        world.hand_over(self)
+
+
+class World:
+    """See the module. The thread that makes it is its first fiber, `main`."""
+
+    def __init__(self, seed: int, *, yield_rate: float = 0.1) -> None:
+        self.random = random.Random(seed)
+        #: for what code under test asks the system for: keys, secrets
+        self.entropy = random.Random(f"entropy {seed}")
+        self.now_ns = 10**12
+        #: the wall clock is so far ahead of the monotonic one
+        self.wall_offset_ns = 17 * 10**17
+        self.yield_rate = yield_rate
+        self.failure: Failure | None = None
+        self.unwinding = False
+        #: changes with everything that is scheduled: equal for equal runs
+        self.digest = 0
+        self.switches = 0
+        self.processes: list[Process] = []
+        self._heap: list[tuple[int, float, int, Any, int]] = []
+        self._number = 0
+        process = Process(self, "world")
+        self.main = Fiber(process, "main", None)
+        self.current = self.main
+
+    # ---- what fibers do
+
+    def here(self) -> bool:
+        """Is this thread a fiber of this world?"""
+        return self.current.ident == threading.get_ident()
+
+    def operate(self, usual_ns: int = STEP_NS) -> None:
+        """The current fiber does something that others could get in between of."""
+        process = self.current.process
+        process.check()
+        process.ops += 1
+        if process.kill_at_op is not None and process.ops >= process.kill_at_op:
+            process.die()
+            raise Killed
+        self.now_ns += usual_ns
+        if process.stop_at_op is not None and process.ops >= process.stop_at_op:
+            process.stop_at_op = None
+            process.stopped_until_ns = self.now_ns + process.stop_for_ns
+            self.pass_time(1)
+        if self.random.random() < self.yield_rate:
+            self.pass_time(self.delay_ns())
+
+    def synced(self) -> None:
+        """A device has stored something for the current fiber: a moment to lose power at."""
+        process = self.current.process
+        if process.kill_at_sync is not None:
+            process.kill_at_sync -= 1
+            if process.kill_at_sync <= 0:
+                process.die()
+                raise Killed
+
+    def delay_ns(self) -> int:
+        """Mostly below a millisecond, sometimes much more."""
+        draw = self.random.random()
+        return int(10 ** (3 + 3 * draw)) if draw < 0.97 else int(self.random.random() * 3e8)
+
+    def pass_time(self, for_ns: int) -> None:
+        until_ns = self.now_ns + for_ns
+        while self.now_ns < until_ns:
+            self.block(until_ns)
+
+    def block(self, until_ns: int | None = None) -> None:
+        """The current fiber waits until it is woken, or until then. May return early."""
+        me = self.current
+        me.process.check()
+        if until_ns is not None:
+            self._push(until_ns, me, me.epoch)
+        self.hand_over(me)
+        me.process.check()
+        if me is self.main and not self.unwinding:
+            self.raise_found()
+
+    def wake(self, fiber: Fiber) -> None:
+        if not fiber.done:
+            self._push(self.now_ns, fiber, fiber.epoch)
+
+    def later(self, in_ns: int, callback: Callable[[], None]) -> None:
+        """Have something called that takes no time and waits for nothing."""
+        self._push(self.now_ns + in_ns, callback, -1)
+
+    def _push(self, at_ns: int, what: Any, epoch: int) -> None:
+        self._number += 1
+        order = 0.0 if self.unwinding else self.random.random()
+        heapq.heappush(self._heap, (at_ns, order, self._number, what, epoch))
+
+    # ---- who is next
+
+    def hand_over(self, me: Fiber) -> None:
+        """Let the next run; returns when it is this one's turn again."""
+        following = self._next()
+        if following is me:
+            return
+        self.current = following
+        following.gate.release()
+        if not me.done:
+            me.gate.acquire()
+
+    def _next(self) -> Fiber:
+        while True:
+            if self.failure is not None and not self.unwinding:
+                self.main.epoch += 1
+                return self.main
+            if not self._heap:
+                self.found("no wait without a bound", "nobody will ever run again")
+                continue
+            at_ns, _, _, what, epoch = heapq.heappop(self._heap)
+            if not isinstance(what, Fiber):
+                self.now_ns = max(self.now_ns, at_ns)
+                what()
+                continue
+            if what.done or what.epoch != epoch:
+                continue
+            process = what.process
+            if process.stopped_until_ns > max(at_ns, self.now_ns) and not process.dead:
+                self._push(process.stopped_until_ns, what, epoch)
+                continue
+            self.now_ns = max(self.now_ns, at_ns)
+            what.epoch += 1
+            self.switches += 1
+            self.digest = zlib.crc32(b"%d %s" % (self.now_ns, what.name.encode()), self.digest)
+            return what
+
+    # ---- what is found
+
+    def found(self, promise: str, detail: str, cause: BaseException | None = None) -> None:
+        """A promise is broken: nothing more happens than that the run ends."""
+        if self.unwinding:
+            return
+        if self.failure is None:
+            self.failure = Failure(promise, f"{detail} [at {self.now_ns / 1e9 - 1000:.6f} s]")
+            self.failure.__cause__ = cause
+
+    def fail(self, promise: str, detail: str) -> None:
+        """The same; does not return to a fiber."""
+        self.found(promise, detail)
+        if self.current is self.main:
+            self.raise_found()
+        if not self.unwinding and self.here():
+            self.block()
+
+    def raise_found(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def end(self) -> None:
+        """Kill everything. From `main`."""
+        self.unwinding = True
+        for process in self.processes:
+            if process is not self.main.process:
+                process.die()
+        for process in self.processes:
+            if process is not self.main.process:
+                process.reap()
+
+
+# ---- what threads wait with, in a simulated process
+
+
+class SimLock:
+    """`threading.Lock`."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._held = False
+        self._waiting: deque[Fiber] = deque()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        world = self._world
+        until_ns = world.now_ns + int(timeout * 1e9) if timeout >= 0 else None
+        while self._held:
+            if not blocking or (until_ns is not None and world.now_ns >= until_ns):
+                return False
+            self._waiting.append(world.current)
+            world.block(until_ns)
+        self._held = True
+        return True
+
+    def release(self) -> None:
+        self._held = False
+        while self._waiting:
+            self._world.wake(self._waiting.popleft())
+
+    def locked(self) -> bool:
+        return self._held
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class SimCondition:
+    """`threading.Condition`."""
+
+    def __init__(self, world: World, lock: Any = None) -> None:
+        self._world = world
+        self._lock = lock or SimLock(world)
+        self._waiting: list[tuple[Fiber, list[bool]]] = []
+
+    def __enter__(self) -> Any:
+        return self._lock.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        world = self._world
+        until_ns = None if timeout is None else world.now_ns + int(timeout * 1e9)
+        told = [False]
+        waiting = (world.current, told)
+        self._waiting.append(waiting)
+        self._lock.release()
+        try:
+            while not told[0] and (until_ns is None or world.now_ns < until_ns):
+                world.block(until_ns)
+        finally:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+            self._lock.acquire()
+        return told[0]
+
+    def wait_for(self, condition: Callable[[], Any], timeout: float | None = None) -> Any:
+        until_ns = None if timeout is None else self._world.now_ns + int(timeout * 1e9)
+        while not (result := condition()):
+            left_s = None if until_ns is None else (until_ns - self._world.now_ns) / 1e9
+            if left_s is not None and left_s <= 0:
+                break
+            self.wait(left_s)
+        return result
+
+    def notify(self, n: int = 1) -> None:
+        for fiber, told in self._waiting[:n]:
+            told[0] = True
+            self._world.wake(fiber)
+        del self._waiting[:n]
+
+    def notify_all(self) -> None:
+        self.notify(len(self._waiting))
+
+
+class SimEvent:
+    """`threading.Event`."""
+
+    def __init__(self, world: World) -> None:
+        self._condition = SimCondition(world)
+        self._set = False
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        self._set = True
+        self._condition.notify_all()
+
+    def clear(self) -> None:
+        self._set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        with self._condition:
+            self._condition.wait_for(self.is_set, timeout)
+        return self._set
+
+
+class SimThread:
+    """`threading.Thread`: a fiber of the process that starts it."""
+
+    def __init__(
+        self,
+        group: None = None,  # noqa: ARG002  # as it is called
+        target: Callable[..., object] | None = None,
+        name: str | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        daemon: bool | None = None,
+        world: World,
+    ) -> None:
+        self._world = world
+        self._target = target
+        self._args, self._kwargs = args, kwargs or {}
+        self.name = name or "thread"
+        self.daemon = daemon
+        self._fiber: Fiber | None = None
+
+    def start(self) -> None:
+        target = self._target
+        assert target is not None
+        self._fiber = self._world.current.process.spawn(
+            self.name, lambda: target(*self._args, **self._kwargs) and None
+        )
+
+    def is_alive(self) -> bool:
+        return self._fiber is not None and not self._fiber.done
+
+    def join(self, timeout: float | None = None) -> None:
+        world, fiber = self._world, self._fiber
+        assert fiber is not None
+        until_ns = None if timeout is None else world.now_ns + int(timeout * 1e9)
+        while not fiber.done and (until_ns is None or world.now_ns < until_ns):
+            fiber.waiting_for_end.append(world.current)
+            world.block(until_ns)
+
+
+class SimExecutor(Executor):
+    """`ThreadPoolExecutor` of the process that makes it: its threads are fibers."""
+
+    def __init__(self, world: World, max_workers: int = 2, name: str = "worker") -> None:
+        self._world = world
+        self._process = world.current.process
+        self._max_workers = max_workers
+        self._name = name
+        self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._workers = 0
+        self._idle: list[Fiber] = []
+        self._shut = False
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if self._shut:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        future: Future[Any] = Future()
+        if self._process.dead:
+            future.set_exception(RuntimeError("the process died"))
+            return future
+        self._jobs.append((future, lambda: fn(*args, **kwargs)))
+        if self._idle:
+            self._world.wake(self._idle.pop())
+        elif self._workers < self._max_workers:
+            self._workers += 1
+            self._process.spawn(f"{self._name}{self._workers}", self._work)
+        return future
+
+    def _work(self) -> None:
+        world = self._world
+        try:
+            while True:
+                while not self._jobs:
+                    if self._shut:
+                        return
+                    self._idle.append(world.current)
+                    world.block()
+                future, job = self._jobs.popleft()
+                if not future.set_running_or_notify_cancel():
+                    continue
+                try:
+                    world.operate()
+                    result = job()
+                except Killed:
+                    future.set_exception(RuntimeError("the process died"))
+                    raise
+                except BaseException as problem:
+                    future.set_exception(problem)
+                else:
+                    future.set_result(result)
+        finally:
+            if self._process.dead:
+                self._forget_jobs()
+
+    def _forget_jobs(self) -> None:
+        while self._jobs:
+            future = self._jobs.popleft()[0]
+            if future.set_running_or_notify_cancel():
+                future.set_exception(RuntimeError("the process died"))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002
+        self._shut = True
+        if cancel_futures or self._process.dead:
+            while self._jobs:
+                self._jobs.popleft()[0].cancel()
+        while self._idle:
+            self._world.wake(self._idle.pop())
