@@ -49,7 +49,6 @@ HAPPENS = {
     "save: SAVE_STATUS_NO_ROOM",
     "survived in disk",
     "survived in shm",
-    "sync error",
 }
 
 
