@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: dev demo test sim check format proto clean
+.PHONY: dev demo test sim engines check format proto clean
 .DEFAULT_GOAL := dev
 
 # Runtime only: what a user has after `pip install 'prefixd[server]'`.
@@ -32,6 +32,18 @@ STEPS ?= 30
 sim: $(VENV)/.dev ## simulated daemons and clients: seeds SEED to SEED + RUNS, of STEPS steps each
 	PYTHONHASHSEED=0 $(BIN)/python -m tests.sim --seed $(SEED) --runs $(RUNS) --steps $(STEPS)
 
+# The engines themselves, on models that the tests make. A C++ compiler builds llama.cpp.
+ENGINES := $(VENV)-engines
+$(ENGINES)/.done: pyproject.toml
+	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check numpy 'torch==2.13.*'
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check \
+		'transformers==5.23.*' 'llama-cpp-python==0.3.36' gguf hypothesis pytest pytest-timeout -e '.[server]'
+	@touch $@
+
+engines: $(ENGINES)/.done ## llama-cpp-python and transformers themselves, on CPU
+	$(ENGINES)/bin/python -m pytest -q -s --timeout 600 tests/engines
+
 check: $(VENV)/.dev ## lint, types, generated code up to date
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -46,4 +58,4 @@ proto: $(VENV)/.dev ## write proto/*_pb2* from proto/prefixd.proto
 	$(BIN)/python proto/generate.py
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(ENGINES) build dist .pytest_cache .mypy_cache .ruff_cache

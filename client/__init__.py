@@ -10,16 +10,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..proto import errors as errors
     from ..proto.keys import Adapter as Adapter
+    from ..proto.keys import ForeignNamespace as ForeignNamespace
     from ..proto.keys import Key as Key
     from ..proto.keys import Namespace as Namespace
+    from ..proto.keys import block_keys as block_keys
     from ..proto.keys import context_hash as context_hash
+    from ..proto.keys import extend_chain as extend_chain
+    from ..proto.keys import prefix_key as prefix_key
+    from ..proto.keys import prefix_keys as prefix_keys
     from ..proto.vocabulary import SaveReason as SaveReason
     from ..proto.vocabulary import Tier as Tier
     from .aio import AsyncClient as AsyncClient
+    from .aio_hit import AsyncHit as AsyncHit
+    from .aio_hit import AsyncReservation as AsyncReservation
     from .client import Client as Client
     from .hits import Hit as Hit
     from .policy import SavePolicy as SavePolicy
     from .results import ClaimMode as ClaimMode
+    from .results import DeleteStatus as DeleteStatus
     from .results import Entry as Entry
     from .results import Found as Found
     from .results import MissReason as MissReason
@@ -35,6 +43,14 @@ if TYPE_CHECKING:
 
 #: Where each name comes from.
 _HOMES = {
+    "AsyncReservation": ".aio_hit",
+    "AsyncHit": ".aio_hit",
+    "DeleteStatus": ".results",
+    "extend_chain": "..proto.keys",
+    "block_keys": "..proto.keys",
+    "prefix_keys": "..proto.keys",
+    "prefix_key": "..proto.keys",
+    "ForeignNamespace": "..proto.keys",
     "errors": "..proto",
     "Adapter": "..proto.keys",
     "Key": "..proto.keys",
@@ -60,6 +76,41 @@ _HOMES = {
     "Reservation": ".saves",
     "SaveItem": ".saves",
 }
+
+__all__ = [  # each is there once it is asked for
+    "Adapter",
+    "AsyncClient",
+    "AsyncHit",
+    "AsyncReservation",
+    "BlockChain",
+    "ClaimMode",
+    "Client",
+    "DeleteStatus",
+    "Entry",
+    "ForeignNamespace",
+    "Found",
+    "Hit",
+    "Key",
+    "MissReason",
+    "Namespace",
+    "Presence",
+    "Reservation",
+    "ReserveItem",
+    "ReserveStatus",
+    "RestoreResult",
+    "SaveItem",
+    "SaveOutcome",
+    "SavePolicy",
+    "SaveReason",
+    "SaveStatus",
+    "Tier",
+    "block_keys",
+    "context_hash",
+    "errors",
+    "extend_chain",
+    "prefix_key",
+    "prefix_keys",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -3,7 +3,7 @@
 Each call runs on the synchronous client, in one of a few threads. That is no detour: gRPC's
 asyncio stack takes as long for a call as its synchronous one, most of a call is waiting, which
 leaves other threads alone (bytes are copied a chunk of 1 MiB at a time), and one implementation
-can't disagree with itself. Asynchronous saves need no thread: they never block.
+can't disagree with itself. Asynchronous saves need no thread of these: they have their own.
 
 Calls that wait (with `wait_ms`, for a synchronous save, for `flush`) have threads of their own,
 64 at most, so that they hold up no others. A call whose task is cancelled raises CancelledError at
@@ -22,16 +22,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from ..proto.keys import Key, Namespace
-from ..proto.limits import DEFAULT_BLOCK_TOKENS, DEFAULT_DEADLINE_MS, DEFAULT_EVICT_SAVE_TIMEOUT_MS
+from ..proto.limits import DEFAULT_BLOCK_TOKENS, DEFAULT_DEADLINE_MS, DEFAULT_SAVE_TIMEOUT_MS
 from ..proto.vocabulary import SaveReason, Tier
 from .aio_hit import AsyncHit, AsyncReservation, Runner
 from .benefit import LoadSpeeds
-from .client import DEFAULT_MAX_PENDING_SAVES, Client
+from .client import DEFAULT_MAX_PENDING_BYTES, DEFAULT_MAX_PENDING_SAVES, Client
 from .counters import Counters, Snapshot
 from .owner import Owner
 from .policy import SavePolicy
 from .restores import Verify
-from .results import ClaimMode, Found, RestoreResult, SaveOutcome
+from .results import ClaimMode, DeleteStatus, Found, RestoreResult, SaveOutcome
 from .saves import SaveItem
 from .search import BlockChain
 from .wire.session import DEFAULT_CONNECT_TIMEOUT_MS
@@ -54,13 +54,15 @@ class AsyncClient:
         name: str | None = None,
         deadline_ms: int = DEFAULT_DEADLINE_MS,
         connect_timeout_ms: int = DEFAULT_CONNECT_TIMEOUT_MS,
-        evict_save_timeout_ms: int = DEFAULT_EVICT_SAVE_TIMEOUT_MS,
+        save_timeout_ms: int = DEFAULT_SAVE_TIMEOUT_MS,
         lease_ms: int = 0,
         policy: SavePolicy | None = None,
         verify: Verify = "always",
         prefill_tokens_per_s: float | None = None,
         min_benefit_ms: float = 0.0,
         max_pending_saves: int = DEFAULT_MAX_PENDING_SAVES,
+        max_pending_bytes: int = DEFAULT_MAX_PENDING_BYTES,
+        savers: int = 1,
         local: bool = True,
         transport: Transport | None = None,
         counters: Counters | None = None,
@@ -74,13 +76,15 @@ class AsyncClient:
             name=name,
             deadline_ms=deadline_ms,
             connect_timeout_ms=connect_timeout_ms,
-            evict_save_timeout_ms=evict_save_timeout_ms,
+            save_timeout_ms=save_timeout_ms,
             lease_ms=lease_ms,
             policy=policy,
             verify=verify,
             prefill_tokens_per_s=prefill_tokens_per_s,
             min_benefit_ms=min_benefit_ms,
             max_pending_saves=max_pending_saves,
+            max_pending_bytes=max_pending_bytes,
+            savers=savers,
             local=local,
             transport=transport,
             counters=counters,
@@ -179,18 +183,61 @@ class AsyncClient:
             self._client.probe, keys, wait_ms=wait_ms, deadline_ms=deadline_ms
         )
 
-    async def exists(self, keys: Sequence[Key], *, deadline_ms: int | None = None) -> list[bool]:
-        """`Client.exists`."""
+    async def exists(
+        self,
+        keys: Sequence[Key],
+        *,
+        in_place_only: bool = False,
+        deadline_ms: int | None = None,
+    ) -> list[bool]:
+        """`Client.exists`. With `in_place_only` no thread is asked."""
+        if in_place_only:
+            return self._client.exists(keys, in_place_only=True)
         return await self._runner.run(self._client.exists, keys, deadline_ms=deadline_ms)
+
+    async def exists_one(
+        self, key: Key, *, in_place_only: bool = False, deadline_ms: int | None = None
+    ) -> bool:
+        """`Client.exists_one`. With `in_place_only` no thread is asked."""
+        if in_place_only:
+            return self._client.exists_one(key, in_place_only=True)
+        return await self._runner.run(self._client.exists_one, key, deadline_ms=deadline_ms)
+
+    async def leading_run(
+        self,
+        keys: BlockChain | Sequence[Key],
+        *,
+        in_place_only: bool = False,
+        deadline_ms: int | None = None,
+    ) -> int:
+        """`Client.leading_run`. With `in_place_only` no thread is asked."""
+        if in_place_only:
+            return self._client.leading_run(keys, in_place_only=True)
+        return await self._runner.run(self._client.leading_run, keys, deadline_ms=deadline_ms)
+
+    async def touch(self, keys: Sequence[Key]) -> None:
+        """`Client.touch`."""
+        await self._runner.run(self._client.touch, keys)
+
+    async def delete(
+        self, keys: Sequence[Key], *, deadline_ms: int | None = None
+    ) -> list[DeleteStatus]:
+        """`Client.delete`."""
+        return await self._runner.run(self._client.delete, keys, deadline_ms=deadline_ms)
 
     # ---- restoring it
 
     async def restore_into(
-        self, hit: AsyncHit, buffers: Sequence[Payload], *, deadline_ms: int | None = None
+        self,
+        hit: AsyncHit,
+        buffers: Sequence[Payload],
+        *,
+        indices: Sequence[int] | None = None,
+        deadline_ms: int | None = None,
     ) -> RestoreResult:
         """`Client.restore_into`."""
         return await self._runner.run(
-            self._client.restore_into, hit.hit, buffers, deadline_ms=deadline_ms
+            self._client.restore_into, hit.hit, buffers, indices=indices, deadline_ms=deadline_ms
         )
 
     async def release_many(
@@ -209,7 +256,7 @@ class AsyncClient:
         payload: Payload,
         *,
         tier: Tier,
-        reason: SaveReason,
+        reason: SaveReason = SaveReason.COLD,
         token_count: int = 0,
         layer_count: int = 0,
         token_ids: Tokens | bytes | None = None,
@@ -217,7 +264,7 @@ class AsyncClient:
         wait_ms: int = 0,
         deadline_ms: int | None = None,
     ) -> SaveOutcome:
-        """`Client.save`; see `save_many` here."""
+        """`Client.save`."""
         item = SaveItem(key, payload, token_count, layer_count, token_ids)
         outcomes = await self.save_many(
             [item],
@@ -229,50 +276,88 @@ class AsyncClient:
         )
         return outcomes[0]
 
+    async def save_async(
+        self,
+        key: Key,
+        payload: Payload,
+        *,
+        tier: Tier,
+        reason: SaveReason = SaveReason.COLD,
+        token_count: int = 0,
+        layer_count: int = 0,
+        token_ids: Tokens | bytes | None = None,
+        ancestors: Sequence[Key] = (),
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> SaveOutcome:
+        """`Client.save_async`, to be awaited: it takes its place in the queue when its task
+        starts. What is cancelled before its turn is not done."""
+        saving = self._client.save_async(
+            key,
+            payload,
+            token_count=token_count,
+            layer_count=layer_count,
+            token_ids=token_ids,
+            tier=tier,
+            reason=reason,
+            ancestors=ancestors,
+            wait_ms=wait_ms,
+            deadline_ms=deadline_ms,
+        )
+        return await asyncio.wrap_future(saving)
+
     async def save_many(
         self,
         items: Sequence[SaveItem],
         *,
         tier: Tier,
-        reason: SaveReason,
+        reason: SaveReason = SaveReason.COLD,
         ancestors: Sequence[Key] = (),
         wait_ms: int = 0,
         deadline_ms: int | None = None,
     ) -> list[SaveOutcome]:
-        """`Client.save_many`, to be awaited whatever the reason.
+        """`Client.save_many`."""
+        return await self._runner.run_waiting(
+            self._client.save_many,
+            items,
+            tier=tier,
+            reason=reason,
+            ancestors=ancestors,
+            wait_ms=wait_ms,
+            deadline_ms=self._client.save_timeout_ms if deadline_ms is None else deadline_ms,
+        )
 
-        Make a task of it to go on meanwhile: asynchronous saves take their place in the queue
-        when it starts. A save that is cancelled before its turn is not done.
-        """
-        if isinstance(reason, SaveReason) and reason.asynchronous:
-            saving = self._client.save_many(
-                items,
-                tier=tier,
-                reason=reason,
-                ancestors=ancestors,
-                wait_ms=wait_ms,
-                deadline_ms=deadline_ms,
-            )
-        else:
-            saving = await self._runner.run_waiting(
-                self._client.save_many,
-                items,
-                tier=tier,
-                reason=reason,
-                ancestors=ancestors,
-                wait_ms=wait_ms,
-                deadline_ms=self._client.evict_save_timeout_ms
-                if deadline_ms is None
-                else deadline_ms,
-            )
-        return await asyncio.wrap_future(saving) if isinstance(saving, Future) else saving
+    async def save_many_async(
+        self,
+        items: Sequence[SaveItem],
+        *,
+        tier: Tier,
+        reason: SaveReason = SaveReason.COLD,
+        ancestors: Sequence[Key] = (),
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> list[SaveOutcome]:
+        """`Client.save_many_async`, to be awaited as `save_async` is."""
+        saving = self._client.save_many_async(
+            items,
+            tier=tier,
+            reason=reason,
+            ancestors=ancestors,
+            wait_ms=wait_ms,
+            deadline_ms=deadline_ms,
+        )
+        return await asyncio.wrap_future(saving)
+
+    def would_drop(self, payload_bytes: int = 0) -> bool:
+        """`Client.would_drop`; no coroutine, for it asks nobody."""
+        return self._client.would_drop(payload_bytes)
 
     async def reserve(
         self,
         items: Sequence[ReserveItem],
         *,
         tier: Tier,
-        reason: SaveReason,
+        reason: SaveReason = SaveReason.COLD,
         ancestors: Sequence[Key] = (),
         wait_ms: int = 0,
         ttl_ms: int = 0,
@@ -321,6 +406,21 @@ class AsyncClient:
     # ---- this client
 
     @property
+    def in_place(self) -> bool:
+        """`Client.in_place`."""
+        return self._client.in_place
+
+    @property
+    def pending_saves(self) -> int:
+        """`Client.pending_saves`."""
+        return self._client.pending_saves
+
+    @property
+    def pending_save_bytes(self) -> int:
+        """`Client.pending_save_bytes`."""
+        return self._client.pending_save_bytes
+
+    @property
     def policy(self) -> SavePolicy:
         return self._client.policy
 
@@ -333,8 +433,8 @@ class AsyncClient:
         return self._client.deadline_ms
 
     @property
-    def evict_save_timeout_ms(self) -> int:
-        return self._client.evict_save_timeout_ms
+    def save_timeout_ms(self) -> int:
+        return self._client.save_timeout_ms
 
     @property
     def counters(self) -> Snapshot:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from time import monotonic
@@ -121,6 +121,10 @@ class AsyncHit:
         return self.hit.entries
 
     @property
+    def positions(self) -> tuple[int, ...]:
+        return self.hit.positions
+
+    @property
     def token_counts(self) -> tuple[int, ...]:
         return self.hit.token_counts
 
@@ -159,6 +163,9 @@ class AsyncHit:
     def __len__(self) -> int:
         return len(self.hit)
 
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.hit)
+
     def __bool__(self) -> bool:
         return bool(self.hit)
 
@@ -166,11 +173,17 @@ class AsyncHit:
         return f"<Async{repr(self.hit)[1:]}"
 
     async def restore_into(
-        self, buffers: Sequence[Payload], *, deadline_ms: int | None = None
+        self,
+        buffers: Sequence[Payload],
+        *,
+        indices: Sequence[int] | None = None,
+        deadline_ms: int | None = None,
     ) -> RestoreResult:
         """`Hit.restore_into`. When it is cancelled, it may go on writing into the buffers until
         its deadline."""
-        return await self._runner.run(self.hit.restore_into, buffers, deadline_ms=deadline_ms)
+        return await self._runner.run(
+            self.hit.restore_into, buffers, indices=indices, deadline_ms=deadline_ms
+        )
 
     async def read(self, index: int, *, deadline_ms: int | None = None) -> bytes | None:
         """`Hit.read`."""
@@ -189,6 +202,10 @@ class AsyncHit:
     async def token_ids(self, index: int, *, deadline_ms: int | None = None) -> bytes | None:
         """`Hit.token_ids`."""
         return await self._runner.run(self.hit.token_ids, index, deadline_ms=deadline_ms)
+
+    async def release_some(self, indices: Sequence[int], *, deadline_ms: int | None = None) -> bool:
+        """`Hit.release_some`."""
+        return await self._runner.run(self.hit.release_some, indices, deadline_ms=deadline_ms)
 
     async def release(self, *, deadline_ms: int | None = None) -> bool:
         """`Hit.release`."""

@@ -1,31 +1,74 @@
 """Any buffer as flat bytes, without copying.
 
-Payloads come and go as `bytes`, `bytearray`, `memoryview`, numpy arrays and CPU tensors; what
-matters here is only that they are contiguous and, to restore into, writable.
+Payloads come and go as `bytes`, `bytearray`, `memoryview`, numpy arrays and CPU tensors, or as a
+list of those. They need not lie together: what does not is taken as the pieces that do.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 from pickle import PickleBuffer
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from ..proto.errors import CallerError, InvalidSize
+from ..proto.pieces import FlatBytes, Pieces
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    #: A buffer, or an object whose `numpy()` is one (a tensor in CPU memory).
-    Payload: TypeAlias = Buffer | Any
+    #: A buffer, an object whose `numpy()` is one (a tensor in CPU memory), or a sequence of those.
+    Payload: TypeAlias = Buffer | Sequence[Any] | Any
+
+#: More pieces than that cost more than packing them first.
+MAX_PIECES: Final = 2**16
 
 
-def byte_view(payload: Payload, *, writable: bool = False) -> memoryview:
-    """The bytes of `payload` where they lie, as a flat view of unsigned bytes.
+def flat_bytes(payload: Payload, *, writable: bool = False) -> FlatBytes:
+    """The bytes of `payload` where they lie: of a list or tuple, those of its members one after
+    the other; of an array that does not lie together, its rows in C order.
 
-    Raises `InvalidSize` when there are none, when they do not lie together in C order, or when
-    `writable` and they are not; `CallerError` for what is no buffer at all.
+    Raises `InvalidSize` when there are none, when a row does not lie together, for more than
+    `MAX_PIECES`, or when `writable` and they are not; `CallerError` for what is no buffer at all.
     """
-    view = _view(payload)
+    if not isinstance(payload, list | tuple):
+        view = _view(payload)
+        if view.c_contiguous:
+            return _checked(view, writable=writable)
+    pieces: list[memoryview] = []
+    _gather(pieces, payload, writable=writable)
+    if not pieces:
+        raise InvalidSize("a payload has at least one byte")
+    return pieces[0] if len(pieces) == 1 else Pieces(pieces)
+
+
+def _gather(pieces: list[memoryview], payload: Payload, *, writable: bool) -> None:
+    """Add what `payload` is made of. An empty member adds nothing."""
+    members: Iterable[Payload]
+    if isinstance(payload, list | tuple):
+        members = payload
+    else:
+        view = _view(payload)
+        if not view.nbytes:
+            return
+        # A memoryview has no rows; the array that it is of has, but they need not be the same.
+        if view.c_contiguous or view.ndim < 2 or isinstance(payload, memoryview):
+            if len(pieces) == MAX_PIECES:
+                raise InvalidSize(f"a payload lies in at most {MAX_PIECES} pieces")
+            # Most pieces are as they should be, and there may be many.
+            fits = view.format == "B" and view.ndim == 1 and view.c_contiguous
+            if fits and not (writable and view.readonly):
+                pieces.append(view)
+            else:
+                pieces.append(_checked(view, writable=writable))
+            return
+        members = cast("Iterable[Any]", view.obj)
+    for member in members:
+        _gather(pieces, member, writable=writable)
+
+
+def _checked(view: memoryview, *, writable: bool) -> memoryview:
+    """The same, flat, as unsigned bytes. Raises InvalidSize."""
     if not view.nbytes:
         raise InvalidSize("a payload has at least one byte")
     if not view.c_contiguous:
@@ -40,7 +83,7 @@ def byte_view(payload: Payload, *, writable: bool = False) -> memoryview:
 
 def _view(payload: Payload) -> memoryview:
     try:
-        return memoryview(payload)
+        return memoryview(cast("Buffer", payload))
     except (TypeError, ValueError, BufferError):
         # No buffer, or one of numbers that buffers have no letter for.
         for as_buffer in (_tensor_view, _array_view):

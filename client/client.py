@@ -20,18 +20,21 @@ from ..proto.keys import Key, Namespace, check_key, prefix_keys
 from ..proto.limits import (
     DEFAULT_BLOCK_TOKENS,
     DEFAULT_DEADLINE_MS,
-    DEFAULT_EVICT_SAVE_TIMEOUT_MS,
+    DEFAULT_SAVE_TIMEOUT_MS,
     MAX_LEASE_MS,
     MAX_WAIT_MS,
 )
 from .benefit import LoadSpeeds, MinBenefit
+from .call_queue import CallQueue
 from .counters import Counters, Snapshot
 from .failures import Failures
 from .hits import Hit, Reader
+from .key_methods import CALL_THREADS, MAX_PENDING_CALLS, KeyCalls
+from .local.transport import LocalTransport
 from .owner import Owner
 from .policy import SavePolicy
 from .restores import VERIFY_CHOICES, Verify
-from .results import ClaimMode, Found, RestoreResult
+from .results import ClaimMode, RestoreResult
 from .save_methods import Saves
 from .saves import Writer
 from .search import (
@@ -51,13 +54,14 @@ if TYPE_CHECKING:
     from .buffers import Payload
 
 DEFAULT_MAX_PENDING_SAVES: Final = 64
+DEFAULT_MAX_PENDING_BYTES: Final = 2**30
 #: What closing may take beyond its deadline, to see calls end that it made fail.
 _GRACE_S: Final = 0.02
 #: What leaving the daemon may take when a client was not closed.
 _FORGOTTEN_S: Final = 0.25
 
 
-class Client(Saves):
+class Client(Saves, KeyCalls):
     """A connection to a prefixd daemon, for any number of threads of one process.
 
     Making one returns at once; the first call waits for the connection, within its deadline.
@@ -80,13 +84,15 @@ class Client(Saves):
         name: str | None = None,
         deadline_ms: int = DEFAULT_DEADLINE_MS,
         connect_timeout_ms: int = DEFAULT_CONNECT_TIMEOUT_MS,
-        evict_save_timeout_ms: int = DEFAULT_EVICT_SAVE_TIMEOUT_MS,
+        save_timeout_ms: int = DEFAULT_SAVE_TIMEOUT_MS,
         lease_ms: int = 0,
         policy: SavePolicy | None = None,
         verify: Verify = "always",
         prefill_tokens_per_s: float | None = None,
         min_benefit_ms: float = 0.0,
         max_pending_saves: int = DEFAULT_MAX_PENDING_SAVES,
+        max_pending_bytes: int = DEFAULT_MAX_PENDING_BYTES,
+        savers: int = 1,
         local: bool = True,
         transport: Transport | None = None,
         counters: Counters | None = None,
@@ -98,30 +104,36 @@ class Client(Saves):
         `verify`: what has its CRC32C checked on restore: `always` everything, `disk` what comes
         from disk, `never` nothing; views and single layers are never checked.
         `prefill_tokens_per_s`: how fast the engine computes; hits that are estimated to load
-        slower, or to save less than `min_benefit_ms`, are left out. `max_pending_saves`:
-        asynchronous saves beyond are dropped. `local`: do in place what can be done in place, on
-        the daemon's host; else everything over gRPC. `transport`, and the `counters` that it
-        counts in, replace both.
+        slower, or to save less than `min_benefit_ms`, are left out. `max_pending_saves`,
+        `max_pending_bytes`: asynchronous saves beyond are dropped. `savers`: how many of those are
+        under way at a time; with more than one, a chain may be published out of order. `local`:
+        do in place what can be done in place, on the daemon's host; else everything over gRPC.
+        `transport`, and the `counters` that it counts in, replace both.
 
         Raises CallerError for a setting that can't be.
         """
         for what, value in (
             ("deadline_ms", deadline_ms),
             ("connect_timeout_ms", connect_timeout_ms),
-            ("evict_save_timeout_ms", evict_save_timeout_ms),
+            ("save_timeout_ms", save_timeout_ms),
         ):
             if value < 1:
                 raise InvalidSize(f"{what} is at least 1, not {value}")
         if not 0 <= lease_ms <= MAX_LEASE_MS:
             raise InvalidSize(f"lease_ms is in 0 ... {MAX_LEASE_MS}, not {lease_ms}")
-        if max_pending_saves < 0:
-            raise InvalidSize(f"max_pending_saves is at least 0, not {max_pending_saves}")
+        for what, value, least in (
+            ("max_pending_saves", max_pending_saves, 0),
+            ("max_pending_bytes", max_pending_bytes, 1),
+            ("savers", savers, 1),
+        ):
+            if value < least:
+                raise InvalidSize(f"{what} is at least {least}, not {value}")
         if verify not in VERIFY_CHOICES:
             raise CallerError(f"verify is one of {', '.join(VERIFY_CHOICES)}, not {verify!r}")
         self._owner = Owner()
         self._closed = False
         self.deadline_ms = deadline_ms
-        self.evict_save_timeout_ms = evict_save_timeout_ms
+        self.save_timeout_ms = save_timeout_ms
         self._counters = counters or Counters()
         self.policy = policy or SavePolicy()
         #: How fast each tier loads, as measured on restores.
@@ -132,7 +144,7 @@ class Client(Saves):
                 address, name, counters=self._counters, connect_timeout_ms=connect_timeout_ms
             )
             if local:
-                transport = _local_transport(remote)
+                transport = LocalTransport(remote)
         self._transport = transport
         self._failures = failures = Failures()
         self._reader = Reader(
@@ -153,13 +165,22 @@ class Client(Saves):
             failures,
             self._owner,
             deadline_ms=deadline_ms,
-            evict_save_timeout_ms=evict_save_timeout_ms,
+            save_timeout_ms=save_timeout_ms,
             max_pending_saves=max_pending_saves,
+            max_pending_bytes=max_pending_bytes,
+            savers=savers,
         )
+        self._calls = CallQueue(MAX_PENDING_CALLS, threads=CALL_THREADS, name="call")
 
         # Not __del__: at the end of the program that runs when the threads are gone already.
         self._finalizer = weakref.finalize(
-            self, _forgotten, self._owner, self._writer, self._reader, self._transport
+            self,
+            _forgotten,
+            self._owner,
+            self._writer,
+            self._calls,
+            self._reader,
+            self._transport,
         )
 
     # ---- looking for state
@@ -287,37 +308,19 @@ class Client(Saves):
         checked = checked_keys(keys)
         return self._searcher.claim(checked, None, mode, wait_ms, deadline)
 
-    def probe(
-        self, keys: Sequence[Key], *, wait_ms: int = 0, deadline_ms: int | None = None
-    ) -> list[Found]:
-        """What is known of each key; nothing of any of them when the daemon can't be asked.
-
-        Pins nothing, renews nothing, moves nothing in an eviction order. One rpc; on the daemon's
-        host none without `wait_ms`, and then what is on its way counts as absent: only the daemon
-        knows of it. Raises InvalidKey.
-        """
-        deadline = self._begin(deadline_ms, wait_ms)
-        checked = checked_keys(keys)
-        return self._searcher.probe(checked, wait_ms, deadline)
-
-    def exists(self, keys: Sequence[Key], *, deadline_ms: int | None = None) -> list[bool]:
-        """Which of `keys` are published; none of them when the daemon can't be asked.
-
-        Moves nothing, like `probe`, and says nothing else. On the daemon's host without any
-        rpc. Raises InvalidKey.
-        """
-        deadline = self._begin(deadline_ms)
-        checked = checked_keys(keys)
-        return self._searcher.exist(checked, deadline)
-
     # ---- restoring it
 
     def restore_into(
-        self, hit: Hit, buffers: Sequence[Payload], *, deadline_ms: int | None = None
+        self,
+        hit: Hit,
+        buffers: Sequence[Payload],
+        *,
+        indices: Sequence[int] | None = None,
+        deadline_ms: int | None = None,
     ) -> RestoreResult:
         """Copy the payloads of a hit into `buffers`; see `Hit.restore_into`."""
         self._check_usable()
-        return hit.restore_into(buffers, deadline_ms=deadline_ms)
+        return hit.restore_into(buffers, indices=indices, deadline_ms=deadline_ms)
 
     def release_many(self, hits: Sequence[Hit], *, deadline_ms: int | None = None) -> list[bool]:
         """Release hits in one rpc; see `Hit.release`."""
@@ -358,7 +361,7 @@ class Client(Saves):
         self._finalizer.detach()
         if self._owner.is_here:
             within_ms = self.deadline_ms if deadline_ms is None else deadline_ms
-            _close(self._writer, self._reader, self._transport, within_ms / 1e3)
+            _close(self._writer, self._calls, self._reader, self._transport, within_ms / 1e3)
 
     def __enter__(self) -> Client:
         return self
@@ -385,27 +388,24 @@ class Client(Saves):
         return Deadline(within_ms + wait_ms)
 
 
-def _local_transport(remote: RemoteTransport) -> Transport:
-    try:
-        from .local.transport import LocalTransport
-    except ModuleNotFoundError:
-        # Reading in place needs lmdb, which the client alone does not bring.
-        return remote
-    return LocalTransport(remote)
-
-
-def _close(writer: Writer, reader: Reader, transport: Transport, within_s: float) -> None:
+def _close(
+    writer: Writer, calls: CallQueue, reader: Reader, transport: Transport, within_s: float
+) -> None:
     until_s = time.monotonic() + within_s + _GRACE_S
+    calls.drop_pending()
     writer.close(within_s)
     reader.close()
     transport.close(max(0.0, until_s - time.monotonic()))
     writer.join(max(0.0, until_s - time.monotonic()))
+    calls.close(max(0.0, until_s - time.monotonic()))
 
 
-def _forgotten(owner: Owner, writer: Writer, reader: Reader, transport: Transport) -> None:
+def _forgotten(
+    owner: Owner, writer: Writer, calls: CallQueue, reader: Reader, transport: Transport
+) -> None:
     """A client was dropped, or the program ends, without its being closed: pending saves are
     dropped."""
     if owner.is_here:
         warnings.warn("a client was never closed", ResourceWarning, stacklevel=1)
         writer.drop_pending()
-        _close(writer, reader, transport, _FORGOTTEN_S)
+        _close(writer, calls, reader, transport, _FORGOTTEN_S)

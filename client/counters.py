@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, TypeAlias
 
 from ..proto import prefixd_pb2 as pb
@@ -66,18 +66,19 @@ class Counters:
         with self._lock:
             scalars, by_tier = self._scalars, self._groups["hit_tokens_by_tier"]
             scalars["hits"] += 1
-            for entry, tokens in zip(entries, token_counts, strict=True):
-                scalars["hit_entries"] += 1
+            for tier, (entries_there, tokens) in _by_tier(entries, token_counts).items():
+                scalars["hit_entries"] += entries_there
                 scalars["hit_tokens"] += tokens
-                by_tier[_LABELS[entry.tier]] += tokens
+                by_tier[_LABELS[tier]] += tokens
 
-    def restored(self, entries: Iterable[Entry]) -> None:
+    def restored(self, entries: Sequence[Entry]) -> None:
         with self._lock:
             by_tier = self._groups["restored_bytes_by_tier"]
-            for entry in entries:
-                self._scalars["restored_entries"] += 1
-                self._scalars["restored_bytes"] += entry.payload_bytes
-                by_tier[_LABELS[entry.tier]] += entry.payload_bytes
+            sizes = [entry.payload_bytes for entry in entries]
+            for tier, (entries_there, size_bytes) in _by_tier(entries, sizes).items():
+                self._scalars["restored_entries"] += entries_there
+                self._scalars["restored_bytes"] += size_bytes
+                by_tier[_LABELS[tier]] += size_bytes
 
     def saves(self, outcomes: Iterable[SaveOutcome], payload_bytes: Iterable[int]) -> None:
         with self._lock:
@@ -93,3 +94,13 @@ class Counters:
         with self._lock:
             groups = {name: dict(group) for name, group in self._groups.items()}
             return {**self._scalars, **groups}
+
+
+def _by_tier(entries: Iterable[Entry], amounts: Iterable[int]) -> dict[Tier, tuple[int, int]]:
+    """How many entries there are of each tier, and the sum of their amounts."""
+    found: dict[Tier, tuple[int, int]] = {}
+    for entry, amount in zip(entries, amounts, strict=True):
+        tier = entry.tier
+        count, total = found.get(tier, (0, 0))
+        found[tier] = count + 1, total + amount
+    return found

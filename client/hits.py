@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ..proto.errors import CallerError, ClaimLost, InvalidSize, UnknownEntry
 from ..proto.keys import Key
 from ..proto.layout import layer_slice
+from ..proto.pieces import FlatBytes
 from .benefit import LoadSpeeds
-from .buffers import byte_view
+from .buffers import flat_bytes
 from .counters import Counters
 from .failures import Failures
 from .owner import Owner
+from .pins import Pins
 from .restores import Collect, Copier, Restore, Verify
-from .results import ClaimMode, Entry, MissReason, RestoreResult
+from .results import ClaimMode, Entry, MissReason, RestoreResult, restore_result
 from .wire.deadline import Deadline
 from .wire.link import Holding
 from .wire.transport import Range, Sink, Transport
@@ -46,18 +47,15 @@ class Hit:
         token_counts: Sequence[int] = (),
         *,
         claims: Sequence[Holding] = (),
+        positions: Sequence[int] = (),
         miss: MissReason | None = None,
     ) -> None:
         """Made by the client. `claims`: what pins the entries, in their order (several where one
         call could not take all keys); none: nothing is pinned."""
         self._reader = reader
-        self._lock = threading.Lock()
-        self._given_back = False
-        self._lost_before_release = False
-        self._claims = tuple(claims)
-        #: Of each entry, the claim that pins it and its place in that.
-        self._places = [(claim, place) for claim in claims for place in range(len(claim.entries))]
+        self._pins = Pins(claims)
         self.entries = tuple(entries)
+        self.positions = tuple(positions)  #: of each entry among the keys that were asked for
         #: Tokens that each entry stands for, as the walk that found it counted them, or as it was
         #: saved; 0: nobody said.
         self.token_counts = tuple(token_counts)
@@ -82,22 +80,25 @@ class Hit:
     @property
     def claimed(self) -> bool:
         """Is it pinned, as far as this client knows?"""
-        return bool(self._claims) and not self._given_back and not self.lost
+        return bool(self._pins.claims) and not self._pins.given_back and not self.lost
 
     @property
     def lost(self) -> bool:
-        """Was a claim taken away before it was released? What was read through views is then
-        to be thrown away; a restore says for itself what it is worth."""
-        if self._given_back:
-            return self._lost_before_release
-        return any(claim.why_lost is not None for claim in self._claims)
+        """Before the release: is it known that a claim was taken away? What comes of that is for
+        the release to say. After it: the opposite of what `release()` said, so that what was read
+        through views is to be thrown away. In place that can be False though it was True before:
+        the claim was lost, and the bytes stayed. A restore says for itself what it is worth."""
+        return self._pins.lost
 
     @property
     def released(self) -> bool:
-        return self._given_back
+        return self._pins.given_back
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries)
 
     def __bool__(self) -> bool:
         return bool(self.entries)
@@ -107,7 +108,7 @@ class Hit:
             return f"<Hit: none, {self.miss}>"
         state = (
             "probed"
-            if not self._claims
+            if not self._pins.any
             else "lost"
             if self.lost
             else "released"
@@ -119,17 +120,33 @@ class Hit:
     # ---- bytes
 
     def restore_into(
-        self, buffers: Sequence[Payload], *, deadline_ms: int | None = None
+        self,
+        buffers: Sequence[Payload],
+        *,
+        indices: Sequence[int] | None = None,
+        deadline_ms: int | None = None,
     ) -> RestoreResult:
-        """Copy the payloads into `buffers`, one for each entry, or for the first ones.
+        """Copy the payloads into `buffers`, one for each entry, or for the first ones; with
+        `indices`, one for each of those.
 
-        Buffers are writable, contiguous, in CPU memory and exactly as long as their payload
-        (else InvalidSize). CRC32C is verified as the client was told to; what does not match is
-        a miss, and the daemon is told. If the claim was lost before the last byte was read,
-        nothing counts as restored. The result is true when every buffer holds what was saved;
-        `result.run` says how many do from the first on, `result.token_count` what that saves.
+        A buffer is writable and in CPU memory, or a list of such buffers, which are filled one
+        after the other. One that is not as long as its payload is a miss (`WRONG_SIZE`) and left
+        alone. CRC32C is verified as the client was told to; what does not match is a miss, and the
+        daemon is told. If the claim was lost before the last byte was read, nothing counts as
+        restored. The result is true when every buffer holds what was saved; `result.misses` says
+        of each why it does not, `result.run` how many do from the first on, `result.token_count`
+        what that saves. Raises InvalidSize for more buffers than entries, and entries that there
+        are not.
         """
-        return self._reader.restore(self, range(len(buffers)), buffers, deadline_ms)
+        if indices is None:
+            indices = range(len(buffers))
+            if len(buffers) > len(self):
+                raise InvalidSize(f"{len(buffers)} buffers for a hit of {len(self)} entries")
+        elif len(indices) != len(buffers):
+            raise InvalidSize(f"{len(buffers)} buffers for {len(indices)} entries")
+        for index in indices:
+            self._entry(index)
+        return self._reader.restore(self, indices, buffers, deadline_ms)
 
     def read(self, index: int, *, deadline_ms: int | None = None) -> bytes | None:
         """The payload of entry `index`, verified as a restore is; None: a miss.
@@ -194,20 +211,17 @@ class Hit:
         """
         return self._reader.release([self], deadline_ms)[0]
 
-    def _take(self) -> tuple[Holding, ...]:
-        """The claims, for the one that gives them back; empty if another did."""
-        with self._lock:
-            if self._given_back:
-                return ()
-            # Until the daemon says otherwise: a release in another thread may ask meanwhile.
-            self._lost_before_release = bool(self._claims)
-            self._given_back = True
-            return self._claims
+    def release_some(self, indices: Sequence[int], *, deadline_ms: int | None = None) -> bool:
+        """Give up these entries and keep the others, under a new claim of their own (one call).
+        Not while another thread reads from this hit.
 
-    def _check_readable(self) -> None:
-        """Raises CallerError once the hit was released."""
-        if self._given_back:
-            raise CallerError("this hit was released: its entries may be gone")
+        True: it was held until now. False: nothing was given up, or the claim was lost, which
+        `lost` tells. What was given up can't be read any more. Raises InvalidSize if there is no
+        such entry.
+        """
+        for index in indices:
+            self._entry(index)
+        return self._reader.release_some(self, indices, deadline_ms)
 
     def __enter__(self) -> Hit:
         return self
@@ -221,8 +235,8 @@ class Hit:
         self.release()
 
     def __del__(self) -> None:
-        held = [claim for claim in self._claims if claim.why_lost is None]
-        if not held or self._given_back or not self._reader.owner.is_here:
+        held = [claim for claim in self._pins.claims if claim.why_lost is None]
+        if not held or self._pins.given_back or not self._reader.owner.is_here:
             return  # or a copy in a fork: the claim is that of the original
         for claim in held:
             self._reader.forget(claim)
@@ -264,12 +278,33 @@ class Reader:
     ) -> RestoreResult:
         """Entries `indices` of the hit into `buffers`; see `Hit.restore_into`."""
         self.owner.check()
-        hit._check_readable()
-        if len(indices) > len(hit):
-            raise InvalidSize(f"{len(indices)} buffers for a hit of {len(hit)} entries")
+        hit._pins.check_held(indices)
+        targets = [flat_bytes(buffer, writable=True) for buffer in buffers]
+        asked = [hit.entries[index] for index in indices]
+        misses: list[MissReason | None] = [MissReason.WRONG_SIZE] * len(asked)
+        fitting = [n for n, each in enumerate(asked) if len(targets[n]) == each.payload_bytes]
+        if fitting:
+            found = self._restore(
+                hit, [indices[n] for n in fitting], [targets[n] for n in fitting], deadline_ms
+            )
+            for number, miss in zip(fitting, found, strict=True):
+                misses[number] = miss
+        counts = [hit.token_counts[index] for index in indices]
+        result = restore_result(asked, counts, misses)
+        if result.miss is not None:
+            self._counters.miss(result.miss)
+        return result
+
+    def _restore(
+        self,
+        hit: Hit,
+        indices: Sequence[int],
+        targets: Sequence[FlatBytes],
+        deadline_ms: int | None,
+    ) -> list[MissReason | None]:
+        """Each target is as long as its payload. Returns why each is not good."""
         entries = [hit.entries[index] for index in indices]
-        views = _target_views(entries, buffers)
-        restore = Restore(entries, views, self._verify, self._clock)
+        restore = Restore(entries, targets, self._verify, self._clock)
         stopped: MissReason | None = None
         deadline = self._deadline(deadline_ms, sum(e.payload_bytes for e in entries))
         try:
@@ -282,14 +317,19 @@ class Reader:
         except Exception as problem:
             stopped = self._failures.reason(problem)
             restore.read_failed(lost=stopped is MissReason.LOST)
-        result = restore.result([hit.token_counts[index] for index in indices], stopped)
-        self._account(restore, result)
-        return result
+        self._account(restore)
+        return restore.misses(stopped)
+
+    def _account(self, restore: Restore) -> None:
+        restore.measure(self._speeds)
+        self._counters.restored(restore.whole)
+        if corrupt := restore.corrupt:
+            self._transport.suspect(corrupt)
 
     def _touch(self, hit: Hit, entries: Sequence[Entry], rest: Sequence[int]) -> None:
         """Report what was copied without a claim: leaf first, so that the root of a chain is the
         most recent of it. A claim was a use already."""
-        if not hit._claims and len(rest) < len(entries):
+        if not hit._pins.any and len(rest) < len(entries):
             unread = set(rest)
             used = [entry.key for n, entry in enumerate(entries) if n not in unread]
             self._transport.touch(used[::-1])
@@ -297,12 +337,12 @@ class Reader:
     def views(self, hit: Hit, indices: Sequence[int]) -> list[list[memoryview]] | None:
         """The payloads of claimed entries where they lie; see `Hit.views`."""
         self.owner.check()
-        hit._check_readable()
-        if not hit._claims:
+        hit._pins.check_held(indices)
+        if not hit._pins.any:
             raise CallerError("views need a claim: what is not pinned may be written over")
         views: list[list[memoryview]] = []
         try:
-            for claim, numbers in _by_claim(hit, indices):
+            for claim, numbers, _ in hit._pins.by_claim(indices):
                 entries = [hit.entries[indices[number]] for number in numbers]
                 found = self._transport.views(claim, entries)
                 if found is None:
@@ -325,7 +365,7 @@ class Reader:
     ) -> bytes | None:
         """Some bytes of one entry, not verified; None: a miss."""
         self.owner.check()
-        hit._check_readable()
+        hit._pins.check_held([index])
         collect = Collect()
         deadline = self._deadline(deadline_ms, length_bytes)
         wanted = Range(hit.entries[index], 0, offset_bytes, length_bytes, token_ids)
@@ -343,14 +383,46 @@ class Reader:
     def release(self, hits: Sequence[Hit], deadline_ms: int | None) -> list[bool]:
         """Give back the claims of all of `hits` in one call; see `Hit.release`."""
         self.owner.check()
-        taken = [(hit, own) for hit in hits if (own := hit._take())]
+        taken = [(hit, own) for hit in hits if (own := hit._pins.take()) is not None]
         claims = [claim for _, own in taken for claim in own]
-        if claims:
-            released = self._released(claims, self._deadline(deadline_ms))
-            held = {claim for claim, held in zip(claims, released, strict=True) if held}
-            for hit, own in taken:
-                hit._lost_before_release = not held.issuperset(own)
+        released = self._released(claims, self._deadline(deadline_ms)) if claims else []
+        held = {claim for claim, held in zip(claims, released, strict=True) if held}
+        for hit, own in taken:
+            hit._pins.gave_back(held=held.issuperset(own))
         return [not hit.lost for hit in hits]
+
+    def release_some(self, hit: Hit, indices: Sequence[int], deadline_ms: int | None) -> bool:
+        self.owner.check()
+        hit._pins.check_held(())
+        if not hit._pins.any:
+            return True
+        deadline = self._deadline(deadline_ms)
+        held = True
+        for kept in hit._pins.rest(indices):
+            entries = [hit.entries[index] for index in kept.indices]
+            new = self._claim_again(entries, deadline) if entries else None
+            if entries and new is None:
+                held = False
+            elif hit._pins.replace(kept, new):
+                if not self._released([kept.claim], deadline)[0]:
+                    hit._pins.lost_a_part()
+                    held = False
+            elif new is not None:
+                self.forget(new)
+        return held
+
+    def _claim_again(self, entries: Sequence[Entry], deadline: Deadline) -> Holding | None:
+        """Another claim on the same entries; None: that can't be had."""
+        keys = [entry.key for entry in entries]
+        try:
+            claimed = self._transport.claim(keys, ClaimMode.RUN, 0, 0, deadline)
+        except Exception as problem:
+            self._failures.reason(problem)
+            return None
+        same = [e.generation for e in claimed.entries] == [e.generation for e in entries]
+        if claimed.holding is not None and not same:
+            self.forget(claimed.holding)
+        return claimed.holding if same else None
 
     def _released(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
         """Of each claim: was it held until now?"""
@@ -381,11 +453,12 @@ class Reader:
         """Hand `ranges`, of the entries `indices` of the hit, to `sink`: under the claims of the
         hit, or under one for the moment. Raises whatever the transport raises; ClaimLost, if a
         claim was not held until the last byte was there."""
-        if hit._claims:
-            for claim, numbers in _by_claim(hit, indices):
-                wanted = [ranges[n]._replace(place=hit._places[indices[n]][1]) for n in numbers]
+        if hit._pins.any:
+            groups = hit._pins.by_claim(indices)
+            for claim, numbers, places in groups:
+                wanted = [ranges[n]._replace(place=p) for n, p in zip(numbers, places, strict=True)]
                 self._transport.read(claim, wanted, _renumbered(sink, numbers), deadline)
-            for claim in hit._claims:
+            for claim in hit._pins.claims:
                 if claim.why_lost is not None:
                     raise ClaimLost(claim.why_lost)
             return
@@ -414,41 +487,13 @@ class Reader:
         if not held:
             raise ClaimLost(claim.why_lost or "the claim ended before the bytes were read")
 
-    def _account(self, restore: Restore, result: RestoreResult) -> None:
-        restore.measure(self._speeds)
-        self._counters.restored(restore.whole)
-        if result.miss is not None:
-            self._counters.miss(result.miss)
-        if corrupt := restore.corrupt:
-            self._transport.suspect(corrupt)
-
     def _deadline(self, deadline_ms: int | None, transfer_bytes: int = 0) -> Deadline:
         return Deadline(self._deadline_ms if deadline_ms is None else deadline_ms, transfer_bytes)
-
-
-def _by_claim(hit: Hit, indices: Sequence[int]) -> list[tuple[Holding, list[int]]]:
-    """The claims that entries `indices` are under, each with the positions in `indices`."""
-    groups: dict[int, tuple[Holding, list[int]]] = {}
-    for number, index in enumerate(indices):
-        claim, _ = hit._places[index]
-        groups.setdefault(id(claim), (claim, []))[1].append(number)
-    return list(groups.values())
 
 
 def _renumbered(sink: Sink, numbers: Sequence[int]) -> Sink:
     """A sink for ranges that are `numbers` of those that `sink` knows."""
     return lambda number, offset_bytes, data: sink(numbers[number], offset_bytes, data)
-
-
-def _target_views(entries: Sequence[Entry], buffers: Sequence[Payload]) -> list[memoryview]:
-    """The buffers as flat writable bytes, each exactly as long as its payload, or InvalidSize."""
-    views = [byte_view(buffer, writable=True) for buffer in buffers]
-    for index, (entry, view) in enumerate(zip(entries, views, strict=True)):
-        if len(view) != entry.payload_bytes:
-            raise InvalidSize(
-                f"buffer {index} has {len(view)} bytes, its payload {entry.payload_bytes}"
-            )
-    return views
 
 
 def _content(entry: Entry) -> tuple[int, int, int]:

@@ -12,10 +12,11 @@ from typing import Final, Literal, TypeAlias
 from ..proto.copying import copy, copy_crc32c
 from ..proto.errors import PrefixdError
 from ..proto.keys import Key
+from ..proto.pieces import FlatBytes
 from ..proto.vocabulary import Tier
 from .benefit import LoadSpeeds
 from .failures import Failures
-from .results import Entry, MissReason, RestoreResult
+from .results import Entry, MissReason
 from .threads import Threads
 from .wire.transport import Copied
 
@@ -36,16 +37,18 @@ class Restore:
     def __init__(
         self,
         entries: Sequence[Entry],
-        views: Sequence[memoryview],
+        views: Sequence[FlatBytes],
         verify: Verify,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._entries = entries
         self._views = views
-        self._check = [
-            verify == "always" or (verify == "disk" and entry.tier is Tier.DISK)
-            for entry in entries
-        ]
+        disk = Tier.DISK
+        self._check = (
+            [entry.tier is disk for entry in entries]
+            if verify == "disk"
+            else [verify == "always"] * len(entries)
+        )
         self._received = [0] * len(views)
         self._crcs = [0] * len(views)
         #: What went wrong with single entries.
@@ -99,26 +102,37 @@ class Restore:
     def __len__(self) -> int:
         return len(self._views)
 
-    def target(self, index: int) -> tuple[Entry, memoryview, bool]:
-        """An entry, where it is to be copied to, and whether its CRC32C is to be compared."""
-        return self._entries[index], self._views[index], self._check[index]
+    def targets(
+        self, indices: range
+    ) -> tuple[Sequence[Entry], Sequence[FlatBytes], Sequence[bool]]:
+        """Entries, where they are to be copied to, and whose CRC32C is to be compared."""
+        part = slice(indices.start, indices.stop)
+        return self._entries[part], self._views[part], self._check[part]
 
     def copied(self, outcomes: Sequence[Copied]) -> list[int]:
         """How the copies of all entries in place went. Returns those that have to be read."""
         now_s = self._clock()
-        whole = [n for n, outcome in enumerate(outcomes) if outcome is Copied.WHOLE]
-        self._misses.update(
-            (n, MissReason.CORRUPT) for n, each in enumerate(outcomes) if each is Copied.CORRUPT
-        )
+        if all(outcome is Copied.WHOLE for outcome in outcomes):
+            whole: Sequence[int] = range(len(outcomes))
+        else:
+            whole = [n for n, outcome in enumerate(outcomes) if outcome is Copied.WHOLE]
+            self._misses.update(
+                (n, MissReason.CORRUPT) for n, each in enumerate(outcomes) if each is Copied.CORRUPT
+            )
         self._whole.update(whole)
         self._validated.update(whole)
-        total_bytes = sum(self._entries[n].payload_bytes for n in whole)
+        by_tier: dict[Tier, int] = {}
         for n in whole:
             entry = self._entries[n]
-            share_s = (now_s - self._since_s) * entry.payload_bytes / total_bytes
-            loaded_bytes, seconds = self._loaded.get(entry.tier, (0, 0.0))
-            self._loaded[entry.tier] = loaded_bytes + entry.payload_bytes, seconds + share_s
+            by_tier[entry.tier] = by_tier.get(entry.tier, 0) + entry.payload_bytes
+        total_bytes = sum(by_tier.values())
+        for tier, tier_bytes in by_tier.items():
+            share_s = (now_s - self._since_s) * tier_bytes / total_bytes
+            loaded_bytes, seconds = self._loaded.get(tier, (0, 0.0))
+            self._loaded[tier] = loaded_bytes + tier_bytes, seconds + share_s
         self._since_s = now_s
+        if len(whole) == len(outcomes):
+            return []
         return [n for n, outcome in enumerate(outcomes) if outcome is Copied.GONE]
 
     def read_failed(self, *, lost: bool) -> None:
@@ -132,6 +146,8 @@ class Restore:
     @property
     def whole(self) -> list[Entry]:
         """Entries that arrived as they were saved."""
+        if len(self._whole) == len(self._entries):
+            return list(self._entries)
         return [self._entries[index] for index in sorted(self._whole)]
 
     @property
@@ -148,25 +164,23 @@ class Restore:
         for tier, (loaded_bytes, seconds) in self._loaded.items():
             speeds.measured(tier, loaded_bytes, seconds)
 
-    def result(self, token_counts: Sequence[int], stopped: MissReason | None) -> RestoreResult:
-        """`stopped`: why the read ended early, None if it did not."""
-        restored = tuple(index in self._whole for index in range(len(self._views)))
-        run = restored.index(False) if False in restored else len(restored)
-        miss = None
-        if run < len(restored):
-            miss = self._misses.get(run) or stopped or MissReason.UNREADABLE
-        return RestoreResult(
-            restored=restored,
-            run=run,
-            token_count=sum(token_counts[:run]),
-            payload_bytes=sum(entry.payload_bytes for entry in self._entries[:run]),
-            miss=miss,
-        )
+    def misses(self, stopped: MissReason | None) -> list[MissReason | None]:
+        """Why each buffer is not good, None where it is. `stopped`: why the read ended early, None
+        if it did not."""
+        count = len(self._views)
+        if len(self._whole) == count:
+            return [None] * count
+        return [
+            None
+            if index in self._whole
+            else self._misses.get(index) or stopped or MissReason.UNREADABLE
+            for index in range(count)
+        ]
 
 
 #: `Transport.copy`.
 CopyInPlace: TypeAlias = Callable[
-    [Sequence[Entry], Sequence[memoryview], Sequence[bool]], list[Copied]
+    [Sequence[Entry], Sequence[FlatBytes], Sequence[bool]], list[Copied]
 ]
 
 
@@ -200,10 +214,8 @@ class Copier:
         self._second.close()
 
     def _copied(self, restore: Restore, indices: range) -> list[Copied]:
-        targets = [restore.target(index) for index in indices]
-        entries, views, check = zip(*targets, strict=True) if targets else ((), (), ())
         try:
-            return self._copy_in_place(entries, views, check)
+            return self._copy_in_place(*restore.targets(indices))
         except Exception as problem:
             self._failures.reason(problem)
             return [Copied.GONE] * len(indices)
@@ -227,7 +239,7 @@ class Copier:
 
 def _half(restore: Restore) -> int:
     """How many of the first entries are closest to half of the bytes; 0: one can't be shared."""
-    sizes = [restore.target(n)[0].payload_bytes for n in range(len(restore))]
+    sizes = [entry.payload_bytes for entry in restore.targets(range(len(restore)))[0]]
     ends = list(accumulate(sizes[:-1]))
     middle = sum(sizes) / 2
     return min(range(len(ends)), key=lambda index: abs(ends[index] - middle)) + 1 if ends else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
@@ -23,10 +24,14 @@ class MissReason(StrEnum):
     """The call's time was over."""
     CORRUPT = "corrupt"
     """The bytes that arrived do not match their checksum."""
+    DROPPED = "dropped"
+    """Too many calls were waiting already, or the client was closed."""
     UNREADABLE = "unreadable"
     """The daemon could not read the bytes."""
     LOST = "lost"
     """The claim ended before the bytes were read."""
+    WRONG_SIZE = "wrong_size"
+    """The buffer is not as long as the payload: the entry is of another layout."""
     SLOW = "slow"
     """Computing it is estimated to be faster than loading it."""
     REFUSED = "refused"
@@ -84,6 +89,21 @@ class Found(NamedTuple):
 
 
 NOT_FOUND = Found(Presence.ABSENT)
+
+
+class DeleteStatus(IntEnum):
+    """What became of a key that was to be deleted. Below 100 the numbers are those of the wire."""
+
+    DELETED = 1
+    """It is not found any more, and its room is free."""
+    ABSENT = 2
+    """It was not there."""
+    PINNED = 3
+    """Somebody reads it at this moment, maybe this client; nothing happened."""
+    IN_FLIGHT = 4
+    """Somebody is saving it at this moment; nothing happened."""
+    FAILED = 100
+    """The daemon could not be asked, or refused the whole call."""
 
 
 class SaveStatus(IntEnum):
@@ -160,6 +180,24 @@ class RestoreResult:
     payload_bytes: int
     #: Why the first buffer that is not good is not; None when all are.
     miss: MissReason | None = None
+    #: The same of each buffer.
+    misses: tuple[MissReason | None, ...] = ()
 
     def __bool__(self) -> bool:
         return self.miss is None
+
+
+def restore_result(
+    entries: Sequence[Entry], token_counts: Sequence[int], misses: Sequence[MissReason | None]
+) -> RestoreResult:
+    """Of buffers for `entries`, each with why it is not good, None if it is."""
+    restored = tuple(miss is None for miss in misses)
+    run = restored.index(False) if False in restored else len(restored)
+    return RestoreResult(
+        restored=restored,
+        run=run,
+        token_count=sum(token_counts[:run]),
+        payload_bytes=sum(entry.payload_bytes for entry in entries[:run]),
+        miss=misses[run] if run < len(misses) else None,
+        misses=tuple(misses),
+    )

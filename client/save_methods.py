@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING
 
 from ..proto.keys import Key
 from ..proto.vocabulary import SaveReason, Tier
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from ..proto.keys import Tokens
     from .buffers import Payload
 
-AsynchronousReason: TypeAlias = Literal[SaveReason.COLD, SaveReason.CONTINUED, SaveReason.FINISH]
-SynchronousReason: TypeAlias = Literal[SaveReason.EVICT, SaveReason.SHUTDOWN]
-
 
 class Saves(ABC):
     """Saving payloads, at once, in their turn, or after having reserved the right to."""
@@ -30,138 +27,112 @@ class Saves(ABC):
     def _check_usable(self) -> None:
         """Raises CallerError if the client can't be used (any more)."""
 
-    @overload
     def save(
         self,
         key: Key,
         payload: Payload,
         *,
         tier: Tier,
-        reason: SynchronousReason,
+        reason: SaveReason = SaveReason.COLD,
         token_count: int = 0,
         layer_count: int = 0,
         token_ids: Tokens | bytes | None = None,
         ancestors: Sequence[Key] = (),
         wait_ms: int = 0,
         deadline_ms: int | None = None,
-    ) -> SaveOutcome: ...
-    @overload
-    def save(
-        self,
-        key: Key,
-        payload: Payload,
-        *,
-        tier: Tier,
-        reason: AsynchronousReason,
-        token_count: int = 0,
-        layer_count: int = 0,
-        token_ids: Tokens | bytes | None = None,
-        ancestors: Sequence[Key] = (),
-        wait_ms: int = 0,
-        deadline_ms: int | None = None,
-    ) -> Future[SaveOutcome]: ...
-    @overload
-    def save(
-        self,
-        key: Key,
-        payload: Payload,
-        *,
-        tier: Tier,
-        reason: SaveReason,
-        token_count: int = 0,
-        layer_count: int = 0,
-        token_ids: Tokens | bytes | None = None,
-        ancestors: Sequence[Key] = (),
-        wait_ms: int = 0,
-        deadline_ms: int | None = None,
-    ) -> SaveOutcome | Future[SaveOutcome]: ...
-    def save(
-        self,
-        key: Key,
-        payload: Payload,
-        *,
-        tier: Tier,
-        reason: SaveReason,
-        token_count: int = 0,
-        layer_count: int = 0,
-        token_ids: Tokens | bytes | None = None,
-        ancestors: Sequence[Key] = (),
-        wait_ms: int = 0,
-        deadline_ms: int | None = None,
-    ) -> SaveOutcome | Future[SaveOutcome]:
-        """Save one payload; see `save_many` and `SaveItem`."""
+    ) -> SaveOutcome:
+        """Save one payload, and wait until it is published; see `save_many` and `SaveItem`."""
         item = SaveItem(key, payload, token_count, layer_count, token_ids)
-        return self._writer.save_one(
-            item, self._terms(tier, reason, ancestors, wait_ms), deadline_ms
-        )
+        terms = self._terms(tier, reason, ancestors, wait_ms)
+        return self._writer.save([item], terms, deadline_ms)[0]
 
-    @overload
+    def save_async(
+        self,
+        key: Key,
+        payload: Payload,
+        *,
+        tier: Tier,
+        reason: SaveReason = SaveReason.COLD,
+        token_count: int = 0,
+        layer_count: int = 0,
+        token_ids: Tokens | bytes | None = None,
+        ancestors: Sequence[Key] = (),
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> Future[SaveOutcome]:
+        """Save one payload in its turn; see `save_many_async` and `SaveItem`."""
+        item = SaveItem(key, payload, token_count, layer_count, token_ids)
+        terms = self._terms(tier, reason, ancestors, wait_ms)
+        return self._writer.save_one_async(item, terms, deadline_ms)
+
     def save_many(
         self,
         items: Sequence[SaveItem],
         *,
         tier: Tier,
-        reason: SynchronousReason,
+        reason: SaveReason = SaveReason.COLD,
         ancestors: Sequence[Key] = (),
         wait_ms: int = 0,
         deadline_ms: int | None = None,
-    ) -> list[SaveOutcome]: ...
-    @overload
-    def save_many(
-        self,
-        items: Sequence[SaveItem],
-        *,
-        tier: Tier,
-        reason: AsynchronousReason,
-        ancestors: Sequence[Key] = (),
-        wait_ms: int = 0,
-        deadline_ms: int | None = None,
-    ) -> Future[list[SaveOutcome]]: ...
-    @overload
-    def save_many(
-        self,
-        items: Sequence[SaveItem],
-        *,
-        tier: Tier,
-        reason: SaveReason,
-        ancestors: Sequence[Key] = (),
-        wait_ms: int = 0,
-        deadline_ms: int | None = None,
-    ) -> list[SaveOutcome] | Future[list[SaveOutcome]]: ...
-    def save_many(
-        self,
-        items: Sequence[SaveItem],
-        *,
-        tier: Tier,
-        reason: SaveReason,
-        ancestors: Sequence[Key] = (),
-        wait_ms: int = 0,
-        deadline_ms: int | None = None,
-    ) -> list[SaveOutcome] | Future[list[SaveOutcome]]:
-        """Save payloads to one tier, in one rpc; of a chain: root first.
+    ) -> list[SaveOutcome]:
+        """Save payloads to one tier, in one rpc, and wait until they are published, at most
+        `save_timeout_ms` (or `deadline_ms`); of a chain: root first. Returns how each ended.
 
-        The reasons `cold`, `continued` and `finish` are asynchronous: never blocks, and the
-        future holds how each item ended. Calls are worked off in their order; beyond
-        `max_pending_saves` of them they are dropped and counted. `evict` and `shutdown` block
-        until the items are published, at most `evict_save_timeout_ms` (or `deadline_ms`), and
-        return how each ended. Payloads are referenced, not copied: don't change them until then.
+        `reason`: why, for those who look at the cache. `ancestors`: the blocks before the first
+        item, root first; they are used by this save. `wait_ms`: how long to wait for others that
+        save the same keys.
 
-        `ancestors`: the blocks before the first item, root first; they are used by this save.
-        `wait_ms`: how long to wait for others that save the same keys.
-
-        More items than one call takes go in several calls, and a key that is named twice in two.
+        More items than one call takes, or than a session may have reserved in a tier at once, go
+        in several calls, and a key that is named twice in two.
         Raises InvalidKey, InvalidSize, UnknownTier, UnknownReason; what the daemon refuses, such
         as a tier that it does not have, is an outcome.
         """
         terms = self._terms(tier, reason, ancestors, wait_ms)
         return self._writer.save(items, terms, deadline_ms)
 
+    def save_many_async(
+        self,
+        items: Sequence[SaveItem],
+        *,
+        tier: Tier,
+        reason: SaveReason = SaveReason.COLD,
+        ancestors: Sequence[Key] = (),
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> Future[list[SaveOutcome]]:
+        """`save_many` in its turn, by another thread: never blocks, and the future holds how each
+        item ended.
+
+        Calls are worked off in their order (by several `savers`: begun in it). Beyond
+        `max_pending_saves` of them, or `max_pending_bytes` of payload, they are dropped and
+        counted; `would_drop` tells before the work is done. Payloads are referenced, not copied:
+        don't change them until then.
+        """
+        terms = self._terms(tier, reason, ancestors, wait_ms)
+        return self._writer.save_async(items, terms, deadline_ms)
+
+    def would_drop(self, payload_bytes: int = 0) -> bool:
+        """Would an asynchronous save of so many bytes be dropped at this moment? Ask before the
+        payload is made. What is larger than `max_pending_bytes` is taken when nothing waits."""
+        self._check_usable()
+        return self._writer.would_drop(payload_bytes)
+
+    @property
+    def pending_saves(self) -> int:
+        """Asynchronous saves that wait or are under way."""
+        return self._writer.pending[0]
+
+    @property
+    def pending_save_bytes(self) -> int:
+        """The payload of those, which the caller may not change yet."""
+        return self._writer.pending[1]
+
     def reserve(
         self,
         items: Sequence[ReserveItem],
         *,
         tier: Tier,
-        reason: SaveReason,
+        reason: SaveReason = SaveReason.COLD,
         ancestors: Sequence[Key] = (),
         wait_ms: int = 0,
         ttl_ms: int = 0,

@@ -19,15 +19,15 @@ from ..proto.keys import Key, check_key, token_bytes
 from ..proto.layout import check_layout, check_token_ids
 from ..proto.limits import MAX_LEASE_MS, MAX_TOKEN_IDS_BYTES, MAX_WAIT_MS
 from ..proto.vocabulary import SaveReason, Tier
-from .buffers import byte_view
+from .buffers import flat_bytes
+from .call_queue import CallQueue
 from .counters import Counters
 from .failures import Failures
 from .owner import Owner
 from .results import ReserveStatus, SaveOutcome, SaveStatus
-from .save_queue import SaveQueue
 from .wire.deadline import Deadline
 from .wire.link import Holding
-from .wire.transport import Granted, ReserveItem, SaveTerms, Saving, Transport
+from .wire.transport import Granted, ReserveItem, SaveTerms, Saving, Share, Transport
 
 if TYPE_CHECKING:
     from ..proto.keys import Tokens
@@ -134,40 +134,58 @@ class Writer:
         owner: Owner,
         *,
         deadline_ms: int,
-        evict_save_timeout_ms: int,
+        save_timeout_ms: int,
         max_pending_saves: int,
+        max_pending_bytes: int,
+        savers: int,
     ) -> None:
         self._transport = transport
         self._counters = counters
         self._failures = failures
         self._owner = owner
         self._deadline_ms = deadline_ms
-        self._evict_save_timeout_ms = evict_save_timeout_ms
-        self._queue = SaveQueue(max_pending_saves)
+        self._save_timeout_ms = save_timeout_ms
+        self._queue = CallQueue(max_pending_saves, max_pending_bytes, threads=savers)
 
     def save(
         self, items: Sequence[SaveItem], terms: SaveTerms, deadline_ms: int | None
-    ) -> list[SaveOutcome] | Future[list[SaveOutcome]]:
+    ) -> list[SaveOutcome]:
         """See `Client.save_many`."""
         savings, terms = self._checked(items, terms)
-        if not terms.reason.asynchronous:
-            return self._save_blocking(savings, terms, deadline_ms)
+        within_ms = self._save_timeout_ms if deadline_ms is None else deadline_ms
+        # For as long as the engine was promised, whatever the size.
+        return self._save_now(savings, terms, Deadline(within_ms))
+
+    def save_async(
+        self, items: Sequence[SaveItem], terms: SaveTerms, deadline_ms: int | None
+    ) -> Future[list[SaveOutcome]]:
+        """See `Client.save_many_async`."""
+        savings, terms = self._checked(items, terms)
         return self._queue.submit(
             lambda: self._save_in_turn(savings, terms, deadline_ms),
             lambda: self._dropped(savings),
+            _size_of(savings),
         )
 
-    def save_one(
+    def save_one_async(
         self, item: SaveItem, terms: SaveTerms, deadline_ms: int | None
-    ) -> SaveOutcome | Future[SaveOutcome]:
-        """See `Client.save`."""
+    ) -> Future[SaveOutcome]:
+        """See `Client.save_async`."""
         savings, terms = self._checked([item], terms)
-        if not terms.reason.asynchronous:
-            return self._save_blocking(savings, terms, deadline_ms)[0]
         return self._queue.submit(
             lambda: self._save_in_turn(savings, terms, deadline_ms)[0],
             lambda: self._dropped(savings)[0],
+            _size_of(savings),
         )
+
+    @property
+    def pending(self) -> tuple[int, int]:
+        """Asynchronous saves that are not done yet, and their bytes."""
+        return self._queue.pending
+
+    def would_drop(self, payload_bytes: int) -> bool:
+        """See `Client.would_drop`."""
+        return not self._queue.takes(payload_bytes)
 
     def flush(self, deadline_ms: int | None) -> bool:
         """See `Client.flush`."""
@@ -218,7 +236,7 @@ class Writer:
             raise InvalidBatch("a write has each reservation once")
         payloads = []
         for reservation, payload in writes:
-            view = byte_view(payload)
+            view = flat_bytes(payload)
             if not reservation.granted:
                 raise CallerError(f"{reservation!r} can't be written (any more)")
             if len(view) != reservation.item.payload_bytes:
@@ -249,13 +267,17 @@ class Writer:
         self._owner.check()
         holdings = [reservation._take() for reservation in reservations]
         held = [holding for holding in holdings if holding is not None]
-        if not held:
-            return [False] * len(reservations)
-        try:
-            cancelled = self._transport.cancel(held, Deadline(self._within_ms(deadline_ms)))
-        except Exception as problem:
-            self._failures.reason(problem)
-            cancelled = [False] * len(held)  # they end with their time to live, or their session
+        deadline = Deadline(self._within_ms(deadline_ms))
+        cancelled: list[bool] = []
+        size = self._transport.max_batch_keys
+        for start in range(0, len(held), size):
+            batch = held[start : start + size]
+            try:
+                cancelled += self._transport.cancel(batch, deadline)
+            except Exception as problem:
+                self._failures.reason(problem)
+                # They end with their time to live, or their session.
+                cancelled += [False] * len(batch)
         done = iter(cancelled)
         return [holding is not None and next(done) for holding in holdings]
 
@@ -264,26 +286,19 @@ class Writer:
     ) -> tuple[list[Saving], SaveTerms]:
         return [_saving(item) for item in items], _checked_terms(terms)
 
-    def _save_blocking(
-        self, savings: Sequence[Saving], terms: SaveTerms, deadline_ms: int | None
-    ) -> list[SaveOutcome]:
-        """For as long as the engine was promised, whatever the size."""
-        within_ms = self._evict_save_timeout_ms if deadline_ms is None else deadline_ms
-        return self._save_now(savings, terms, Deadline(within_ms))
-
     def _save_in_turn(
         self, savings: Sequence[Saving], terms: SaveTerms, deadline_ms: int | None
     ) -> list[SaveOutcome]:
-        transfer_bytes = sum(len(saving.payload) for saving in savings)
         within_ms = self._within_ms(deadline_ms) + terms.wait_ms
-        return self._save_now(savings, terms, Deadline(within_ms, transfer_bytes))
+        return self._save_now(savings, terms, Deadline(within_ms, _size_of(savings)))
 
     def _save_now(
         self, savings: Sequence[Saving], terms: SaveTerms, deadline: Deadline
     ) -> list[SaveOutcome]:
         outcomes: list[SaveOutcome] = []
         items = [saving.item for saving in savings]
-        for batch, batch_terms in self._batches(savings, items, terms):
+        share = self._share(terms.tier, deadline) if len(items) > 1 else None
+        for batch, batch_terms in self._batches(savings, items, terms, share):
             try:
                 outcomes += self._transport.save(batch, batch_terms, deadline)
             except Exception as problem:
@@ -292,21 +307,36 @@ class Writer:
         self._counters.saves(outcomes, [len(saving.payload) for saving in savings])
         return outcomes
 
+    def _share(self, tier: Tier, deadline: Deadline) -> Share | None:
+        try:
+            return self._transport.share(tier, deadline)
+        except Exception:
+            return None  # the save fails for the same reason, and says so
+
     def _batches(
-        self, things: Sequence[T], items: Sequence[ReserveItem], terms: SaveTerms
+        self,
+        things: Sequence[T],
+        items: Sequence[ReserveItem],
+        terms: SaveTerms,
+        share: Share | None = None,
     ) -> Iterator[tuple[Sequence[T], SaveTerms]]:
-        """`things` (one for each of `items`) by as many as one call takes, each with its terms:
-        the items of earlier batches are ancestors of the later ones."""
+        """`things` (one for each of `items`) by as many as one call takes, and as can be reserved
+        at once if they are to be (`share`), each with its terms: the items of earlier batches are
+        ancestors of the later ones."""
         max_keys = self._transport.max_batch_keys
         ancestors = terms.ancestors
         start = 0
         while start < len(items):
             stop, room_bytes = start, _BATCH_TOKEN_IDS_BYTES
+            share_bytes = share.stored_bytes if share else 0
             keys: set[Key] = set()
             while stop < len(items) and stop - start < max_keys:
                 room_bytes -= len(items[stop].token_ids)
                 # A call names each key once.
                 if items[stop].key in keys or (keys and room_bytes < 0):
+                    break
+                share_bytes -= share.stored_bytes_of(items[stop]) if share else 0
+                if keys and share_bytes < 0:
                     break
                 keys.add(items[stop].key)
                 stop += 1
@@ -326,8 +356,12 @@ class Writer:
         return self._deadline_ms if deadline_ms is None else deadline_ms
 
 
+def _size_of(savings: Sequence[Saving]) -> int:
+    return sum(len(saving.payload) for saving in savings)
+
+
 def _saving(item: SaveItem) -> Saving:
-    payload = byte_view(item.payload)
+    payload = flat_bytes(item.payload)
     token_ids = b"" if item.token_ids is None else item.token_ids
     if not isinstance(token_ids, bytes):
         token_ids = bytes(token_bytes(token_ids))

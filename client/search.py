@@ -19,7 +19,15 @@ from .benefit import MinBenefit
 from .counters import Counters
 from .failures import Failures
 from .hits import Hit, Reader
-from .results import NOT_FOUND, ClaimMode, Entry, Found, MissReason, Presence
+from .results import (
+    NOT_FOUND,
+    ClaimMode,
+    DeleteStatus,
+    Entry,
+    Found,
+    MissReason,
+    Presence,
+)
 from .wire.deadline import Deadline
 from .wire.link import Holding
 from .wire.transport import Transport
@@ -285,6 +293,27 @@ class Searcher:
             self._counters.miss(self._failures.reason(problem))
             return [False] * len(keys)
 
+    def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
+        """How many keys from the first on are published; 0 when the daemon can't be asked."""
+        try:
+            return self._transport.leading_run(keys, deadline) if keys else 0
+        except Exception as problem:
+            self._counters.miss(self._failures.reason(problem))
+            return 0
+
+    def delete(self, keys: Sequence[Key], deadline: Deadline) -> list[DeleteStatus]:
+        """What became of each key."""
+        statuses: list[DeleteStatus] = []
+        size = self._transport.max_batch_keys
+        for start in range(0, len(keys), size):
+            batch = keys[start : start + size]
+            try:
+                statuses += self._transport.delete(batch, deadline)
+            except Exception as problem:
+                self._failures.reason(problem)
+                statuses += [DeleteStatus.FAILED] * len(batch)
+        return statuses
+
     def probe(self, keys: Sequence[Key], wait_ms: int, deadline: Deadline) -> list[Found]:
         """What is known of each key; nothing of any of them when the call fails."""
         try:
@@ -315,6 +344,7 @@ class Searcher:
             entries[:worth],
             counts[:worth],
             claims=found.claims,
+            positions=found.positions[:worth],
             miss=MissReason.SLOW if worth < len(entries) else None if complete else found.gap,
         )
         if not worth:

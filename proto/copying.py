@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from .layout import crc32c
+from .pieces import FlatBytes, Pieces, pairs, views_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -80,8 +81,12 @@ def address_of(buffer: Buffer, *, writable: bool = False) -> Iterator[int]:
         _release_buffer(ctypes.byref(exported))
 
 
-def copy(destination: memoryview, source: Buffer) -> None:
+def copy(destination: FlatBytes, source: Buffer | Pieces) -> None:
     """Copy `source` into `destination`: bytes of the same number, else ValueError."""
+    if isinstance(destination, Pieces) or isinstance(source, Pieces):
+        for room, part in _pairs(destination, source):
+            copy(room, part)
+        return
     data = _bytes_of(destination, source)
     if len(data) < RELEASE_BYTES:
         destination[:] = data
@@ -90,8 +95,16 @@ def copy(destination: memoryview, source: Buffer) -> None:
         ctypes.memmove(to, at, len(data))
 
 
-def copy_crc32c(destination: memoryview, source: Buffer, crc: int = 0) -> int:
+def copy_crc32c(destination: FlatBytes, source: Buffer | Pieces, crc: int = 0) -> int:
     """`copy`, and the CRC32C of what then is in `destination`, continuing `crc`."""
+    if isinstance(destination, Pieces) or isinstance(source, Pieces):
+        for room, part in _pairs(destination, source):
+            if len(room) < RELEASE_BYTES:
+                room[:] = part
+                crc = crc32c(room, crc)
+            else:
+                crc = copy_crc32c(room, part, crc)
+        return crc
     data = _bytes_of(destination, source)
     if len(data) < RELEASE_BYTES:
         destination[:] = data
@@ -102,6 +115,22 @@ def copy_crc32c(destination: memoryview, source: Buffer, crc: int = 0) -> int:
             ctypes.memmove(to + start, at + start, len(piece))
             crc = crc32c(piece, crc)
     return crc
+
+
+def crc32c_of(data: FlatBytes, crc: int = 0) -> int:
+    """The CRC32C of all of it, continuing `crc`."""
+    for view in views_of(data):
+        crc = crc32c(view, crc)
+    return crc
+
+
+def _pairs(
+    destination: FlatBytes, source: Buffer | Pieces
+) -> Iterator[tuple[memoryview, memoryview]]:
+    if isinstance(source, Pieces):
+        return pairs(destination, source)
+    data = memoryview(source)
+    return pairs(destination, data if data.format == "B" and data.ndim == 1 else data.cast("B"))
 
 
 def _bytes_of(destination: memoryview, source: Buffer) -> memoryview:

@@ -13,9 +13,10 @@ from .vocabulary import SaveReason, Tier
 Location: TypeAlias = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class EntryRecord:
-    """An entry as it is stored.
+    """An entry as it is stored. A value: nothing of it changes but for the checksum, which the
+    writer sets that seals it. (Frozen ones take six times as long to make, for every block.)
 
     At `location` lies the payload, from the first byte of the first extent on, and behind it
     the token ids with their checksum (`content_bytes`), in every tier.

@@ -6,9 +6,13 @@
     adapters       fp1 = SHA-256( fingerprint || sorted( sha256 || i64le(round(scale * 2^32)) ) )
     salt           fp2 = SHA-256( "prefixd/salt/v1\\0"  || u32le(bytes of salt)  || salt  || fp1 )
     shard          fp3 = SHA-256( "prefixd/shard/v1\\0" || u32le(bytes of shard) || shard || fp2 )
+    foreign        SHA-256( SHA-256( "prefixd/foreign/v1\\0" || u32le(bytes of engine) || engine ||
+                   context hash of the fields ) || kind || id )
 
-Each of the last three steps is skipped when there is nothing to add, and the last result is
-fingerprint'. `round` is to the nearest integer, ties to even. Tokens are 32-bit little-endian.
+Each of the steps to fp1, fp2 and fp3 is skipped when there is nothing to add, and the last result
+is fingerprint'. `round` is to the nearest integer, ties to even. Tokens are 32-bit little-endian.
+A foreign id is bytes (kind "y") or an integer in decimal (kind "i").
+
 A token id is in 0 ... 2^31 - 1, so that signed and unsigned agree, and so that -1, the padding
 of a trailing incomplete block, is never a token.
 
@@ -26,7 +30,7 @@ import math
 import struct
 import sys
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NewType, TypeAlias
 
@@ -45,6 +49,7 @@ TOKEN_BYTES: Final = 4
 MAX_TOKEN_ID: Final = 2**31 - 1
 _SALT_LABEL: Final = b"prefixd/salt/v1\0"
 _SHARD_LABEL: Final = b"prefixd/shard/v1\0"
+_FOREIGN_LABEL: Final = b"prefixd/foreign/v1\0"
 _CONTEXT_LABEL: Final = b"prefixd/context/v1\0"
 _PADDING: Final = b"\xff" * TOKEN_BYTES
 _U32: Final = struct.Struct("<I")
@@ -220,6 +225,72 @@ def _encoded(what: str, value: object) -> bytes:
 
 def _sha256(*parts: bytes) -> bytes:
     return hashlib.sha256(b"".join(parts)).digest()
+
+
+# ---- other programs' hashes
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignNamespace:
+    """Keys made of the hashes that an engine has already.
+
+    `engine` names whose hashes they are and how they are made (`"vllm/sha256_cbor"`); `fields` are
+    all that the bytes of an entry depend on beside its hash: model, revision, dtype, layout, rank,
+    page size. What `context_hash` takes is a value. Two that differ in anything share no key, nor
+    does any with a `Namespace`. Raises `InvalidNamespace`.
+    """
+
+    engine: str = field(compare=False)
+    fields: Mapping[str, bool | int | float | str | bytes | None] = field(compare=False)
+    #: SHA-256 of all of it, 32 bytes: what every key of this namespace begins with.
+    root: bytes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        engine = _encoded("engine", self.engine)
+        if not engine:
+            raise InvalidNamespace("a foreign namespace has the name of an engine")
+        root = _sha256(_FOREIGN_LABEL, _U32.pack(len(engine)), engine, context_hash(self.fields))
+        object.__setattr__(self, "root", root)
+
+    def key(self, foreign: bytes | str | int) -> Key:
+        """The key of one hash: bytes, the same as hexadecimal digits, or an integer.
+
+        Raises `InvalidKey` for anything else, and for none at all.
+        """
+        return self.keys((foreign,))[0]
+
+    def keys(self, foreign: Iterable[bytes | str | int]) -> list[Key]:
+        """The keys of these hashes, in their order."""
+        begun = hashlib.sha256(self.root)
+        keys: list[Key] = []
+        for each in foreign:
+            digest = begun.copy()
+            digest.update(_foreign_id(each))
+            keys.append(Key(digest.digest()))
+        return keys
+
+
+def _foreign_id(foreign: bytes | str | int) -> bytes:
+    raw = b""
+    match foreign:
+        case bytes():
+            raw = foreign
+        case bool():
+            pass
+        case int():
+            return b"i%d" % foreign
+        case str():
+            try:
+                raw = bytes.fromhex(foreign)
+            except ValueError:
+                raw = b""
+            # fromhex skips white space.
+            if 2 * len(raw) != len(foreign):
+                raw = b""
+    if not raw:
+        shown = repr(foreign)[:80]
+        raise InvalidKey(f"a foreign hash is bytes, hexadecimal digits or an int, not {shown}")
+    return b"y" + raw
 
 
 # ---- tokens

@@ -1,6 +1,6 @@
 """What a payload may look like, its layers, its token ids and its checksum.
 
-What both sides check; how the daemon stores it is in `record`.
+What both sides check; how the daemon stores it is in `tiers/rows.py`.
 """
 
 from __future__ import annotations

@@ -21,6 +21,9 @@ MAX_MESSAGE_BYTES: Final = 16 * 2**20
 #: What payloads are cut into on a stream.
 CHUNK_BYTES: Final = 1 * 2**20
 #: Token ids that an entry may carry, 4 bytes each.
+#: What a client lets the daemon copy out of staging memory at once, unless a payload is larger:
+#: so much takes the daemon a millisecond.
+STAGED_MESSAGE_BYTES: Final = 4 * 2**20
 MAX_TOKEN_IDS_BYTES: Final = 4 * 2**20
 MAX_PAYLOAD_BYTES: Final = 2**40
 MAX_LAYERS: Final = 2**16 - 1
@@ -38,7 +41,7 @@ MAX_LEASE_MS: Final = 3_600_000
 DEFAULT_WAIT_MS: Final = 500
 MAX_WAIT_MS: Final = 60_000
 #: How long a client waits for an `evict` or `shutdown` save.
-DEFAULT_EVICT_SAVE_TIMEOUT_MS: Final = 30_000
+DEFAULT_SAVE_TIMEOUT_MS: Final = 30_000
 DEFAULT_DEADLINE_MS: Final = 5_000
 
 # ---- tables of the daemon

@@ -67,9 +67,7 @@ class _SaveReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """the engine is about to stop"""
 
 class SaveReason(_SaveReason, metaclass=_SaveReasonEnumTypeWrapper):
-    """Why a state is saved. The first three are asynchronous for the caller, the last two
-    synchronous: the engine waits for them before it gives the memory back.
-    """
+    """Why a state is saved, for those who look at the cache."""
 
 SAVE_REASON_UNSPECIFIED: SaveReason.ValueType  # 0
 SAVE_REASON_COLD: SaveReason.ValueType  # 1
@@ -190,7 +188,7 @@ class _ReserveStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     RESERVE_STATUS_TOO_LARGE: _ReserveStatus.ValueType  # 4
     """for this tier, for ever"""
     RESERVE_STATUS_NO_ROOM: _ReserveStatus.ValueType  # 5
-    """everything is pinned or reserved, or this session's share is; may succeed later"""
+    """everything is pinned or reserved, or this session's share is, or the tier takes no saves now; may succeed later"""
 
 class ReserveStatus(_ReserveStatus, metaclass=_ReserveStatusEnumTypeWrapper): ...
 
@@ -203,7 +201,7 @@ RESERVE_STATUS_IN_FLIGHT: ReserveStatus.ValueType  # 3
 RESERVE_STATUS_TOO_LARGE: ReserveStatus.ValueType  # 4
 """for this tier, for ever"""
 RESERVE_STATUS_NO_ROOM: ReserveStatus.ValueType  # 5
-"""everything is pinned or reserved, or this session's share is; may succeed later"""
+"""everything is pinned or reserved, or this session's share is, or the tier takes no saves now; may succeed later"""
 Global___ReserveStatus: typing_extensions.TypeAlias = ReserveStatus
 
 class _SaveStatus:
@@ -250,6 +248,31 @@ SAVE_STATUS_DEVICE_FULL: SaveStatus.ValueType  # 9
 SAVE_STATUS_FAILED: SaveStatus.ValueType  # 10
 """the store failed; may succeed later"""
 Global___SaveStatus: typing_extensions.TypeAlias = SaveStatus
+
+class _DeleteStatus:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _DeleteStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_DeleteStatus.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    DELETE_STATUS_UNSPECIFIED: _DeleteStatus.ValueType  # 0
+    DELETE_STATUS_DELETED: _DeleteStatus.ValueType  # 1
+    DELETE_STATUS_ABSENT: _DeleteStatus.ValueType  # 2
+    DELETE_STATUS_PINNED: _DeleteStatus.ValueType  # 3
+    """somebody reads it at this moment"""
+    DELETE_STATUS_IN_FLIGHT: _DeleteStatus.ValueType  # 4
+    """somebody saves it at this moment"""
+
+class DeleteStatus(_DeleteStatus, metaclass=_DeleteStatusEnumTypeWrapper): ...
+
+DELETE_STATUS_UNSPECIFIED: DeleteStatus.ValueType  # 0
+DELETE_STATUS_DELETED: DeleteStatus.ValueType  # 1
+DELETE_STATUS_ABSENT: DeleteStatus.ValueType  # 2
+DELETE_STATUS_PINNED: DeleteStatus.ValueType  # 3
+"""somebody reads it at this moment"""
+DELETE_STATUS_IN_FLIGHT: DeleteStatus.ValueType  # 4
+"""somebody saves it at this moment"""
+Global___DeleteStatus: typing_extensions.TypeAlias = DeleteStatus
 
 @typing.final
 class SessionRef(google.protobuf.message.Message):
@@ -563,17 +586,26 @@ class TierLimits(google.protobuf.message.Message):
     TIER_FIELD_NUMBER: builtins.int
     BUDGET_BYTES_FIELD_NUMBER: builtins.int
     MAX_PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    MAX_RESERVED_BYTES_FIELD_NUMBER: builtins.int
+    SLAB_BYTES_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     budget_bytes: builtins.int
     max_payload_bytes: builtins.int
+    max_reserved_bytes: builtins.int
+    """What this session may have reserved at once, in stored bytes: an entry takes its payload, and its
+    token ids with 4 bytes more, in whole slabs. One that is larger has to be reserved alone.
+    """
+    slab_bytes: builtins.int
     def __init__(
         self,
         *,
         tier: Global___Tier.ValueType = ...,
         budget_bytes: builtins.int = ...,
         max_payload_bytes: builtins.int = ...,
+        max_reserved_bytes: builtins.int = ...,
+        slab_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "max_payload_bytes", b"max_payload_bytes", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "max_payload_bytes", b"max_payload_bytes", "max_reserved_bytes", b"max_reserved_bytes", "slab_bytes", b"slab_bytes", "tier", b"tier"]) -> None: ...
 
 Global___TierLimits: typing_extensions.TypeAlias = TierLimits
 
@@ -948,7 +980,7 @@ class SaveItem(google.protobuf.message.Message):
     token_ids: builtins.bytes
     """Optional, u32 little-endian. Stored and given back as they are: the daemon does not know the
     namespace, and can't tell whether they are those of the key. A reader that knows it can
-    (verify_token_ids in proto/record.py).
+    (verify_token_ids in proto/layout.py).
     """
     def __init__(
         self,
@@ -1253,6 +1285,43 @@ class SaveWholeResponse(google.protobuf.message.Message):
 Global___SaveWholeResponse: typing_extensions.TypeAlias = SaveWholeResponse
 
 @typing.final
+class DeleteRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    @property
+    def session(self) -> Global___SessionRef: ...
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        session: Global___SessionRef | None = ...,
+        keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys", "session", b"session"]) -> None: ...
+
+Global___DeleteRequest: typing_extensions.TypeAlias = DeleteRequest
+
+@typing.final
+class DeleteResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: builtins.int
+    @property
+    def results(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___DeleteStatus.ValueType]: ...
+    def __init__(
+        self,
+        *,
+        results: collections.abc.Iterable[Global___DeleteStatus.ValueType] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["results", b"results"]) -> None: ...
+
+Global___DeleteResponse: typing_extensions.TypeAlias = DeleteResponse
+
+@typing.final
 class CancelRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1524,8 +1593,11 @@ class SaveStagedRequest(google.protobuf.message.Message):
     RESERVED_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
     LAST_FIELD_NUMBER: builtins.int
+    QUIET_FIELD_NUMBER: builtins.int
     last: builtins.bool
     """nothing more comes"""
+    quiet: builtins.bool
+    """that its parts were copied need not be told"""
     @property
     def header(self) -> Global___SaveHeader:
         """in the first request: what to save, or"""
@@ -1543,9 +1615,10 @@ class SaveStagedRequest(google.protobuf.message.Message):
         reserved: Global___StagedReservations | None = ...,
         parts: collections.abc.Iterable[Global___StagedPart] | None = ...,
         last: builtins.bool = ...,
+        quiet: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header", "reserved", b"reserved"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "last", b"last", "parts", b"parts", "reserved", b"reserved"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "last", b"last", "parts", b"parts", "quiet", b"quiet", "reserved", b"reserved"]) -> None: ...
 
 Global___SaveStagedRequest: typing_extensions.TypeAlias = SaveStagedRequest
 
@@ -1605,18 +1678,21 @@ class SaveStagedResponse(google.protobuf.message.Message):
 
     PARTS_COPIED_FIELD_NUMBER: builtins.int
     RESULTS_FIELD_NUMBER: builtins.int
+    ALL_SAVED_FIELD_NUMBER: builtins.int
     parts_copied: builtins.int
+    all_saved: builtins.int
     @property
     def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SaveResult]:
-        """in the last response only"""
+        """In the last response only: how each item ended, or of how many each is SAVED."""
 
     def __init__(
         self,
         *,
         parts_copied: builtins.int = ...,
         results: collections.abc.Iterable[Global___SaveResult] | None = ...,
+        all_saved: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["parts_copied", b"parts_copied", "results", b"results"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all_saved", b"all_saved", "parts_copied", b"parts_copied", "results", b"results"]) -> None: ...
 
 Global___SaveStagedResponse: typing_extensions.TypeAlias = SaveStagedResponse
 
@@ -1656,6 +1732,10 @@ class TierStats(google.protobuf.message.Message):
     RECOVERED_ENTRIES_FIELD_NUMBER: builtins.int
     RECOVERED_BYTES_FIELD_NUMBER: builtins.int
     DROPPED_AT_START_FIELD_NUMBER: builtins.int
+    LIMIT_BYTES_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    OLDEST_IO_MS_FIELD_NUMBER: builtins.int
+    SCRUB_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     policy: builtins.str
     budget_bytes: builtins.int
@@ -1680,6 +1760,16 @@ class TierStats(google.protobuf.message.Message):
     recovered_entries: builtins.int
     recovered_bytes: builtins.int
     dropped_at_start: builtins.int
+    limit_bytes: builtins.int
+    """what entries may take now: less than the budget while memory is secured, or where the device has no more"""
+    state: builtins.str
+    """"serving"; "recovering": no saves; "hung": no saves, no claims"""
+    oldest_io_ms: builtins.int
+    """for how long the oldest read, write or sync of its device is under way"""
+    @property
+    def scrub(self) -> Global___ScrubStats:
+        """not set: the tier is not scrubbed"""
+
     def __init__(
         self,
         *,
@@ -1705,10 +1795,54 @@ class TierStats(google.protobuf.message.Message):
         recovered_entries: builtins.int = ...,
         recovered_bytes: builtins.int = ...,
         dropped_at_start: builtins.int = ...,
+        limit_bytes: builtins.int = ...,
+        state: builtins.str = ...,
+        oldest_io_ms: builtins.int = ...,
+        scrub: Global___ScrubStats | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "corrupt", b"corrupt", "dropped_at_start", b"dropped_at_start", "entries", b"entries", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "hit_tokens", b"hit_tokens", "hits", b"hits", "max_entries", b"max_entries", "payload_bytes", b"payload_bytes", "pinned_bytes", b"pinned_bytes", "pinned_entries", b"pinned_entries", "policy", b"policy", "published_bytes", b"published_bytes", "read_bytes", b"read_bytes", "recovered_bytes", b"recovered_bytes", "recovered_entries", b"recovered_entries", "reserved_bytes", b"reserved_bytes", "saved_bytes", b"saved_bytes", "saves", b"saves", "secured_bytes", b"secured_bytes", "tier", b"tier"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["scrub", b"scrub"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "corrupt", b"corrupt", "dropped_at_start", b"dropped_at_start", "entries", b"entries", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "hit_tokens", b"hit_tokens", "hits", b"hits", "limit_bytes", b"limit_bytes", "max_entries", b"max_entries", "oldest_io_ms", b"oldest_io_ms", "payload_bytes", b"payload_bytes", "pinned_bytes", b"pinned_bytes", "pinned_entries", b"pinned_entries", "policy", b"policy", "published_bytes", b"published_bytes", "read_bytes", b"read_bytes", "recovered_bytes", b"recovered_bytes", "recovered_entries", b"recovered_entries", "reserved_bytes", b"reserved_bytes", "saved_bytes", b"saved_bytes", "saves", b"saves", "scrub", b"scrub", "secured_bytes", b"secured_bytes", "state", b"state", "tier", b"tier"]) -> None: ...
 
 Global___TierStats: typing_extensions.TypeAlias = TierStats
+
+@typing.final
+class ScrubStats(google.protobuf.message.Message):
+    """How reading a tier back in the background goes; counted since the start of the daemon."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    DAMAGED_ENTRIES_FIELD_NUMBER: builtins.int
+    UNREADABLE_ENTRIES_FIELD_NUMBER: builtins.int
+    PASSES_FIELD_NUMBER: builtins.int
+    LAST_PASS_UNIX_NS_FIELD_NUMBER: builtins.int
+    PROGRESS_PERMILLE_FIELD_NUMBER: builtins.int
+    entries: builtins.int
+    payload_bytes: builtins.int
+    damaged_entries: builtins.int
+    unreadable_entries: builtins.int
+    """that the store could not read when it was their turn"""
+    passes: builtins.int
+    """over the whole tier"""
+    last_pass_unix_ns: builtins.int
+    """when the last of them ended; 0: none did"""
+    progress_permille: builtins.int
+    """the part of the tier that the current pass has behind it"""
+    def __init__(
+        self,
+        *,
+        entries: builtins.int = ...,
+        payload_bytes: builtins.int = ...,
+        damaged_entries: builtins.int = ...,
+        unreadable_entries: builtins.int = ...,
+        passes: builtins.int = ...,
+        last_pass_unix_ns: builtins.int = ...,
+        progress_permille: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["damaged_entries", b"damaged_entries", "entries", b"entries", "last_pass_unix_ns", b"last_pass_unix_ns", "passes", b"passes", "payload_bytes", b"payload_bytes", "progress_permille", b"progress_permille", "unreadable_entries", b"unreadable_entries"]) -> None: ...
+
+Global___ScrubStats: typing_extensions.TypeAlias = ScrubStats
 
 @typing.final
 class StatsResponse(google.protobuf.message.Message):
@@ -1727,6 +1861,22 @@ class StatsResponse(google.protobuf.message.Message):
             *,
             key: builtins.str = ...,
             value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    @typing.final
+    class NoticesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
@@ -1757,6 +1907,7 @@ class StatsResponse(google.protobuf.message.Message):
     WAITERS_FIELD_NUMBER: builtins.int
     COUNTERS_FIELD_NUMBER: builtins.int
     HEALTH_FIELD_NUMBER: builtins.int
+    NOTICES_FIELD_NUMBER: builtins.int
     IN_FLIGHT_FIELD_NUMBER: builtins.int
     daemon_version: builtins.str
     incarnation: builtins.bytes
@@ -1773,6 +1924,10 @@ class StatsResponse(google.protobuf.message.Message):
     @property
     def counters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """everything that is counted, by its metric name"""
+
+    @property
+    def notices(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """what is less than it could be while the daemon serves, by its part"""
 
     @property
     def in_flight(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
@@ -1792,9 +1947,10 @@ class StatsResponse(google.protobuf.message.Message):
         waiters: builtins.int = ...,
         counters: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         health: builtins.str = ...,
+        notices: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         in_flight: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["claims", b"claims", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "in_flight", b"in_flight", "incarnation", b"incarnation", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "waiters", b"waiters"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claims", b"claims", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "in_flight", b"in_flight", "incarnation", b"incarnation", "notices", b"notices", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "waiters", b"waiters"]) -> None: ...
 
 Global___StatsResponse: typing_extensions.TypeAlias = StatsResponse
 
@@ -2393,14 +2549,9 @@ Global___GcResponse: typing_extensions.TypeAlias = GcResponse
 class CheckRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    DEEP_FIELD_NUMBER: builtins.int
-    deep: builtins.bool
     def __init__(
         self,
-        *,
-        deep: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["deep", b"deep"]) -> None: ...
 
 Global___CheckRequest: typing_extensions.TypeAlias = CheckRequest
 
@@ -2410,16 +2561,9 @@ class CheckResponse(google.protobuf.message.Message):
 
     PROBLEMS_FIELD_NUMBER: builtins.int
     ENTRIES_FIELD_NUMBER: builtins.int
-    PAYLOADS_VERIFIED_FIELD_NUMBER: builtins.int
-    PAYLOAD_BYTES_VERIFIED_FIELD_NUMBER: builtins.int
     PROBLEM_COUNT_FIELD_NUMBER: builtins.int
-    PAYLOADS_UNREADABLE_FIELD_NUMBER: builtins.int
     entries: builtins.int
-    payloads_verified: builtins.int
-    payload_bytes_verified: builtins.int
     problem_count: builtins.int
-    payloads_unreadable: builtins.int
-    """that their store could not read; nothing is known of them"""
     @property
     def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """empty: everything adds up; the first 1,000 of problem_count"""
@@ -2429,11 +2573,70 @@ class CheckResponse(google.protobuf.message.Message):
         *,
         problems: collections.abc.Iterable[builtins.str] | None = ...,
         entries: builtins.int = ...,
-        payloads_verified: builtins.int = ...,
-        payload_bytes_verified: builtins.int = ...,
         problem_count: builtins.int = ...,
-        payloads_unreadable: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["entries", b"entries", "payload_bytes_verified", b"payload_bytes_verified", "payloads_unreadable", b"payloads_unreadable", "payloads_verified", b"payloads_verified", "problem_count", b"problem_count", "problems", b"problems"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "problem_count", b"problem_count", "problems", b"problems"]) -> None: ...
 
 Global___CheckResponse: typing_extensions.TypeAlias = CheckResponse
+
+@typing.final
+class VerifyRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIERS_FIELD_NUMBER: builtins.int
+    @property
+    def tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Tier.ValueType]:
+        """empty: every tier"""
+
+    def __init__(
+        self,
+        *,
+        tiers: collections.abc.Iterable[Global___Tier.ValueType] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["tiers", b"tiers"]) -> None: ...
+
+Global___VerifyRequest: typing_extensions.TypeAlias = VerifyRequest
+
+@typing.final
+class VerifyResponse(google.protobuf.message.Message):
+    """Everything is counted from the beginning, but for `problems`."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    DAMAGED_ENTRIES_FIELD_NUMBER: builtins.int
+    UNREADABLE_ENTRIES_FIELD_NUMBER: builtins.int
+    PROBLEMS_FIELD_NUMBER: builtins.int
+    PROGRESS_PERMILLE_FIELD_NUMBER: builtins.int
+    DONE_FIELD_NUMBER: builtins.int
+    entries: builtins.int
+    """that were read to their end"""
+    payload_bytes: builtins.int
+    """that were read"""
+    damaged_entries: builtins.int
+    """that were dropped"""
+    unreadable_entries: builtins.int
+    """that their store could not read; nothing is known of them"""
+    progress_permille: builtins.int
+    """the part of the tiers that is behind"""
+    done: builtins.bool
+    """this is the last message"""
+    @property
+    def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """since the message before; the first 1,000 of all"""
+
+    def __init__(
+        self,
+        *,
+        entries: builtins.int = ...,
+        payload_bytes: builtins.int = ...,
+        damaged_entries: builtins.int = ...,
+        unreadable_entries: builtins.int = ...,
+        problems: collections.abc.Iterable[builtins.str] | None = ...,
+        progress_permille: builtins.int = ...,
+        done: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["damaged_entries", b"damaged_entries", "done", b"done", "entries", b"entries", "payload_bytes", b"payload_bytes", "problems", b"problems", "progress_permille", b"progress_permille", "unreadable_entries", b"unreadable_entries"]) -> None: ...
+
+Global___VerifyResponse: typing_extensions.TypeAlias = VerifyResponse

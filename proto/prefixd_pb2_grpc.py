@@ -79,6 +79,11 @@ class CacheStub(object):
                 request_serializer=prefixd__pb2.CancelRequest.SerializeToString,
                 response_deserializer=prefixd__pb2.CancelResponse.FromString,
                 _registered_method=True)
+        self.Delete = channel.unary_unary(
+                '/prefixd.v1.Cache/Delete',
+                request_serializer=prefixd__pb2.DeleteRequest.SerializeToString,
+                response_deserializer=prefixd__pb2.DeleteResponse.FromString,
+                _registered_method=True)
         self.Read = channel.unary_stream(
                 '/prefixd.v1.Cache/Read',
                 request_serializer=prefixd__pb2.ReadRequest.SerializeToString,
@@ -169,6 +174,16 @@ class CacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Delete(self, request, context):
+        """Drops published entries, for those who know that nobody wants them any more: the weights
+        changed, say. What is pinned or in flight stays as it is, and is said to be. Whoever can name a
+        key may delete it, as it may read it and may have saved it.
+        Errors: INVALID_ARGUMENT (batch, key), FAILED_PRECONDITION (session).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Read(self, request, context):
         """Streams the payloads of claimed entries, in the order asked for. A single entry that cannot be
         read is a part with its status; the others are sent, and the claim is held on.
@@ -227,6 +242,11 @@ def add_CacheServicer_to_server(servicer, server):
                     servicer.Cancel,
                     request_deserializer=prefixd__pb2.CancelRequest.FromString,
                     response_serializer=prefixd__pb2.CancelResponse.SerializeToString,
+            ),
+            'Delete': grpc.unary_unary_rpc_method_handler(
+                    servicer.Delete,
+                    request_deserializer=prefixd__pb2.DeleteRequest.FromString,
+                    response_serializer=prefixd__pb2.DeleteResponse.SerializeToString,
             ),
             'Read': grpc.unary_stream_rpc_method_handler(
                     servicer.Read,
@@ -488,6 +508,33 @@ class Cache(object):
             _registered_method=True)
 
     @staticmethod
+    def Delete(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.Cache/Delete',
+            prefixd__pb2.DeleteRequest.SerializeToString,
+            prefixd__pb2.DeleteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Read(request,
             target,
             options=(),
@@ -581,6 +628,11 @@ class AdminStub(object):
                 request_serializer=prefixd__pb2.CheckRequest.SerializeToString,
                 response_deserializer=prefixd__pb2.CheckResponse.FromString,
                 _registered_method=True)
+        self.Verify = channel.unary_stream(
+                '/prefixd.v1.Admin/Verify',
+                request_serializer=prefixd__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=prefixd__pb2.VerifyResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -668,8 +720,16 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Check(self, request, context):
-        """Recounts the whole state from scratch while the daemon goes on; deep also reads and checks
-        every payload. An entry whose bytes are wrong is dropped, one that can't be read stays.
+        """Recounts the whole state from scratch while the daemon goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Verify(self, request, context):
+        """Reads every entry of these tiers back and compares its checksums, telling several times a second
+        how far it is. An entry whose bytes are wrong is dropped, one that can't be read stays. Whoever
+        hangs up ends it. Errors: INVALID_ARGUMENT (tier).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -732,6 +792,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Check,
                     request_deserializer=prefixd__pb2.CheckRequest.FromString,
                     response_serializer=prefixd__pb2.CheckResponse.SerializeToString,
+            ),
+            'Verify': grpc.unary_stream_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=prefixd__pb2.VerifyRequest.FromString,
+                    response_serializer=prefixd__pb2.VerifyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1033,6 +1098,33 @@ class Admin(object):
             '/prefixd.v1.Admin/Check',
             prefixd__pb2.CheckRequest.SerializeToString,
             prefixd__pb2.CheckResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/prefixd.v1.Admin/Verify',
+            prefixd__pb2.VerifyRequest.SerializeToString,
+            prefixd__pb2.VerifyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -179,6 +179,22 @@ _CacheCancelType = typing_extensions.TypeVar(
     ],
 )
 
+_CacheDeleteType = typing_extensions.TypeVar(
+    '_CacheDeleteType',
+    grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.DeleteRequest,
+        prefixd_pb2.DeleteResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.DeleteRequest,
+        prefixd_pb2.DeleteResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.DeleteRequest,
+        prefixd_pb2.DeleteResponse,
+    ],
+)
+
 _CacheReadType = typing_extensions.TypeVar(
     '_CacheReadType',
     grpc.UnaryStreamMultiCallable[
@@ -195,7 +211,7 @@ _CacheReadType = typing_extensions.TypeVar(
     ],
 )
 
-class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimType, _CacheReleaseType, _CacheReserveType, _CacheWriteType, _CacheSaveType, _CacheSaveWholeType, _CacheCancelType, _CacheReadType]):
+class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimType, _CacheReleaseType, _CacheReserveType, _CacheWriteType, _CacheSaveType, _CacheSaveWholeType, _CacheCancelType, _CacheDeleteType, _CacheReadType]):
     @typing.overload
     def __init__(self: CacheStub[
         grpc.StreamStreamMultiCallable[
@@ -233,6 +249,10 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
         grpc.UnaryUnaryMultiCallable[
             prefixd_pb2.CancelRequest,
             prefixd_pb2.CancelResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            prefixd_pb2.DeleteRequest,
+            prefixd_pb2.DeleteResponse,
         ],
         grpc.UnaryStreamMultiCallable[
             prefixd_pb2.ReadRequest,
@@ -277,6 +297,10 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
         grpc.aio.UnaryUnaryMultiCallable[
             prefixd_pb2.CancelRequest,
             prefixd_pb2.CancelResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            prefixd_pb2.DeleteRequest,
+            prefixd_pb2.DeleteResponse,
         ],
         grpc.aio.UnaryStreamMultiCallable[
             prefixd_pb2.ReadRequest,
@@ -336,6 +360,13 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
     Errors: INVALID_ARGUMENT (batch), FAILED_PRECONDITION (session).
     """
 
+    Delete: _CacheDeleteType
+    """Drops published entries, for those who know that nobody wants them any more: the weights
+    changed, say. What is pinned or in flight stays as it is, and is said to be. Whoever can name a
+    key may delete it, as it may read it and may have saved it.
+    Errors: INVALID_ARGUMENT (batch, key), FAILED_PRECONDITION (session).
+    """
+
     Read: _CacheReadType
     """Streams the payloads of claimed entries, in the order asked for. A single entry that cannot be
     read is a part with its status; the others are sent, and the claim is held on.
@@ -380,6 +411,10 @@ CacheAsyncStub: typing_extensions.TypeAlias = CacheStub[
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.CancelRequest,
         prefixd_pb2.CancelResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.DeleteRequest,
+        prefixd_pb2.DeleteResponse,
     ],
     grpc.aio.UnaryStreamMultiCallable[
         prefixd_pb2.ReadRequest,
@@ -483,6 +518,18 @@ class CacheServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[prefixd_pb2.CancelResponse, collections.abc.Awaitable[prefixd_pb2.CancelResponse]]:
         """Gives reservations back; whoever waits for them is told. Idempotent.
         Errors: INVALID_ARGUMENT (batch), FAILED_PRECONDITION (session).
+        """
+
+    @abc.abstractmethod
+    def Delete(
+        self,
+        request: prefixd_pb2.DeleteRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixd_pb2.DeleteResponse, collections.abc.Awaitable[prefixd_pb2.DeleteResponse]]:
+        """Drops published entries, for those who know that nobody wants them any more: the weights
+        changed, say. What is pinned or in flight stays as it is, and is said to be. Whoever can name a
+        key may delete it, as it may read it and may have saved it.
+        Errors: INVALID_ARGUMENT (batch, key), FAILED_PRECONDITION (session).
         """
 
     @abc.abstractmethod
@@ -676,7 +723,23 @@ _AdminCheckType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminPreviewType, _AdminEvictType, _AdminCurveType, _AdminGcType, _AdminCheckType]):
+_AdminVerifyType = typing_extensions.TypeVar(
+    '_AdminVerifyType',
+    grpc.UnaryStreamMultiCallable[
+        prefixd_pb2.VerifyRequest,
+        prefixd_pb2.VerifyResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        prefixd_pb2.VerifyRequest,
+        prefixd_pb2.VerifyResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        prefixd_pb2.VerifyRequest,
+        prefixd_pb2.VerifyResponse,
+    ],
+)
+
+class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminPreviewType, _AdminEvictType, _AdminCurveType, _AdminGcType, _AdminCheckType, _AdminVerifyType]):
     """---- operators"""
 
     @typing.overload
@@ -725,6 +788,10 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
             prefixd_pb2.CheckRequest,
             prefixd_pb2.CheckResponse,
         ],
+        grpc.UnaryStreamMultiCallable[
+            prefixd_pb2.VerifyRequest,
+            prefixd_pb2.VerifyResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -772,6 +839,10 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
         grpc.aio.UnaryUnaryMultiCallable[
             prefixd_pb2.CheckRequest,
             prefixd_pb2.CheckResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            prefixd_pb2.VerifyRequest,
+            prefixd_pb2.VerifyResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -822,8 +893,12 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
     """Reaps what is expired and drops whatever a store or the index holds that no entry owns."""
 
     Check: _AdminCheckType
-    """Recounts the whole state from scratch while the daemon goes on; deep also reads and checks
-    every payload. An entry whose bytes are wrong is dropped, one that can't be read stays.
+    """Recounts the whole state from scratch while the daemon goes on."""
+
+    Verify: _AdminVerifyType
+    """Reads every entry of these tiers back and compares its checksums, telling several times a second
+    how far it is. An entry whose bytes are wrong is dropped, one that can't be read stays. Whoever
+    hangs up ends it. Errors: INVALID_ARGUMENT (tier).
     """
 
 AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
@@ -870,6 +945,10 @@ AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.CheckRequest,
         prefixd_pb2.CheckResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        prefixd_pb2.VerifyRequest,
+        prefixd_pb2.VerifyResponse,
     ],
 ]
 
@@ -978,8 +1057,17 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.CheckRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.CheckResponse, collections.abc.Awaitable[prefixd_pb2.CheckResponse]]:
-        """Recounts the whole state from scratch while the daemon goes on; deep also reads and checks
-        every payload. An entry whose bytes are wrong is dropped, one that can't be read stays.
+        """Recounts the whole state from scratch while the daemon goes on."""
+
+    @abc.abstractmethod
+    def Verify(
+        self,
+        request: prefixd_pb2.VerifyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[prefixd_pb2.VerifyResponse], collections.abc.AsyncIterator[prefixd_pb2.VerifyResponse]]:
+        """Reads every entry of these tiers back and compares its checksums, telling several times a second
+        how far it is. An entry whose bytes are wrong is dropped, one that can't be read stays. Whoever
+        hangs up ends it. Errors: INVALID_ARGUMENT (tier).
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -36,9 +36,3 @@ class SaveReason(IntEnum):
     def label(self) -> str:
         """The name that people write: `cold`, `continued`, ..."""
         return self.name.lower()
-
-    @property
-    def asynchronous(self) -> bool:
-        """May the caller go on before the save is done? Evict and shutdown may not: the
-        memory that holds the state is given back after them."""
-        return self <= SaveReason.FINISH

@@ -44,9 +44,8 @@ def max_entries(plan: Plan) -> int:
     )
 
 
-def make_ledger(plan: TierPlan, header_bytes: int) -> Ledger:
-    """The accounting of one tier. Its room grows from nothing as the arena is secured;
-    `header_bytes` of it belong to no entry."""
+def make_ledger(plan: TierPlan, store: Store) -> Ledger:
+    """The accounting of one tier. Its room grows from nothing as the arena is secured."""
     policy: EvictionPolicy[Key] = make_policy(
         plan.policy, plan.budget_bytes, max_ghosts=plan.max_entries or None
     )
@@ -56,14 +55,15 @@ def make_ledger(plan: TierPlan, header_bytes: int) -> Ledger:
         policy,
         max_entries=plan.max_entries,
         max_reserved_bytes=plan.max_in_flight_bytes,
-        extents=ExtentAllocator(0, plan.slab_bytes, header_bytes),
+        extents=ExtentAllocator(0, plan.slab_bytes, store.header_bytes),
+        arena_bytes=store.size_bytes,
     )
 
 
 def make_state(plan: Plan, stores: Mapping[Tier, Store], now_ns: int) -> MetaState:
     return MetaState(
         replace(plan.config.sessions.state_config(), curve_keys=plan.config.server.curve_keys),
-        {t: make_ledger(tier, stores[t].header_bytes) for t, tier in plan.tiers.items()},
+        {t: make_ledger(tier, stores[t]) for t, tier in plan.tiers.items()},
         {tier: store.stored_bytes for tier, store in stores.items()},
         frozenset(tier for tier, store in stores.items() if store.recorded),
         now_ns,

@@ -7,9 +7,9 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +20,33 @@ from grpc_health.v1 import health_pb2
 from .. import __version__
 from ..proto.endpoints import LOCAL_SUFFIX, socket_path
 from ..proto.errors import ConfigError, PrefixdError
-from ..proto.units import format_bytes
 from ..tiers.heap import keep_large_blocks
 from ..tiers.store import Store, StoreError
 from . import assembly
+from .api.calls import remove_leftover
 from .api.front import HEALTH_SERVICES, Front
-from .api.local_socket import remove_leftover
 from .api.metrics import serve_metrics
 from .api.sessions import ServiceConfig
 from .config.budgets import Plan, resolve
 from .config.loading import load_config
 from .config.machine import Machine
 from .config.options import Config
-from .core.events import ArenaGrown
 from .lock import lock_directories
 from .logs import configure_logs
-from .runtime import recovery
 from .runtime.clock import Clock
 from .runtime.loop import Core
+from .runtime.recovery import Recovery
+from .runtime.securing import Securing
+from .stopping import Stop, leave, running_threads
 
 log = structlog.get_logger("prefixd")
 
 #: Serve once so much of an arena is real memory; the rest follows in the background.
 _SECURED_BEFORE_SERVING_BYTES = 256 * 2**20
-#: Memory that a device has no room for is asked for again this often.
-_SECURE_AGAIN_S = 5.0
+#: A daemon listens after so long, whatever its tiers still have to recover.
+_HEAD_START_S = 0.5
+#: How long a stop waits for calls that were told to end.
+_ENDED_WITHIN_S = 2.0
 _HEALTH_INTERVAL_S = 1.0
 
 
@@ -54,6 +56,8 @@ def main(argv: list[str] | None = None) -> None:
         config = load_config(sys.argv[1:] if argv is None else argv)
     except ConfigError as problem:
         sys.exit(_complain(str(problem), 2))
+    # Until there is a loop that hears it.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     keep_large_blocks()
     configure_logs(config.log.level, config.log.format)
     try:
@@ -72,10 +76,8 @@ def _complain(problem: str, status: int) -> int:
 
 async def serve(plan: Plan) -> None:
     """Run a daemon until SIGTERM or SIGINT."""
-    stop = _Stop()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.signalled)
+    stop = Stop(plan.config.server.drain_timeout_ns / 1e9)
+    stop.listen()
     for line in plan.describe():
         log.info("budget", tier=line)
     for warning in plan.warnings:
@@ -84,38 +86,36 @@ async def serve(plan: Plan) -> None:
         incarnation = secrets.token_bytes(16)
         core = await stack.enter_async_context(_running_core(plan, incarnation))
         config = plan.config
+        asyncio.get_running_loop().set_exception_handler(core.supervisor.failed)
         front = Front(core, service_config(config, incarnation))
         stack.callback(front.close)
         await front.local.start()
-        stack.push_async_callback(front.local.close)
+        stack.push_async_callback(_within, front.local.close())
         if config.server.metrics:
             metrics_at = stack.enter_context(
                 serve_metrics(
-                    config.server.metrics, core.state, core.unhealthy, core.lag, front.in_flight
+                    config.server.metrics,
+                    core.state,
+                    core.unhealthy,
+                    core.lag,
+                    front.in_flight,
+                    core.notices,
+                    core.devices.oldest_ns,
+                    front.scrubber.scrubs,
                 )
             )
             log.info("metrics", address=metrics_at)
+        front.scrubber.start()
+        stack.push_async_callback(front.scrubber.close)
         await _serve_rpcs(core, config, front, stop)
         if core.broken.is_set():
-            raise PrefixdError(
-                f"stopped, for the state does not add up: {core.unhealthy()['state']}"
-            )
-
-
-class _Stop:
-    """What signals ask for: the first one to stop, the next not to wait for anybody."""
-
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.hurried = asyncio.Event()
-
-    def signalled(self) -> None:
-        (self.hurried if self.asked.is_set() else self.asked).set()
+            raise PrefixdError(f"stopped, for {core.broken_why}")
 
 
 @asynccontextmanager
 async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
-    """Stores, index and state, recovered and with memory under them; closed in reverse order."""
+    """Stores, index and state, which recover and get memory under them in the background; closed
+    in reverse order. Where threads are stuck in I/O, nothing that they use is closed."""
     config = plan.config
     clock = Clock()
     with ExitStack() as closing:
@@ -132,64 +132,38 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
         closing.callback(executor.shutdown, cancel_futures=True)
         state = assembly.make_state(plan, stores, clock.now_ns())
         core = Core(state, stores, index, executor, clock)
-        securing = [_Securing(core, store) for store in stores.values()]
-        try:
-            await recovery.recover(core, incarnation)
-            for one in securing:
-                await one.secure(_SECURED_BEFORE_SERVING_BYTES)
-            background = asyncio.gather(*(one.secure_all() for one in securing))
-            try:
-                yield core
-            finally:
-                background.cancel()
-                with suppress(asyncio.CancelledError):
-                    await background
-        finally:
-            await core.close()
-
-
-class _Securing:
-    """Turns one arena into real memory, segment by segment, off the loop."""
-
-    def __init__(self, core: Core, store: Store) -> None:
-        self._core = core
-        self._tier = store.tier
-        self._store = store
-        self._segments = store.secure_segments()
-        self._part = f"{store.tier.label} arena"
-        self._secured_bytes = store.secured_bytes
-        self._grown(self._secured_bytes)
-
-    def _grown(self, secured_bytes: int) -> None:
-        self._secured_bytes = secured_bytes
-        self._core.post(ArenaGrown(self._tier, secured_bytes, self._core.clock.now_ns()))
-
-    async def secure_all(self) -> None:
-        """Returns when all of it is there: what a device has no room for is asked for again."""
-        while not await self.secure():
-            await asyncio.sleep(_SECURE_AGAIN_S)
-        self._core.health.conditions.pop(self._part, None)
-        log.info(
-            "arena_secured",
-            tier=self._tier.label,
-            secured=format_bytes(self._secured_bytes),
+        core.devices.watch(
+            core.supervisor,
+            probe_interval_ns=config.disk.probe_interval_ns,
+            hung_after_ns=config.disk.hung_after_ns,
         )
-
-    async def secure(self, upto_bytes: int | None = None) -> bool:
-        """Up to so many bytes, or (None) all. False: there was no room, as `conditions` say."""
-        loop, executor = asyncio.get_running_loop(), self._core.executor
         try:
-            while there_bytes := await loop.run_in_executor(executor, next, self._segments, 0):
-                self._grown(there_bytes)
-                if upto_bytes is not None and there_bytes >= upto_bytes:
-                    break
-        except Exception as problem:
-            if self._part not in self._core.health.conditions:
-                log.error("arena_not_secured", tier=self._tier.label, error=str(problem))
-            self._core.health.conditions[self._part] = str(problem)
-            self._segments = self._store.secure_segments()
-            return False
-        return True
+            # Most starts have little to recover: their clients meet no tier that is closed.
+            await asyncio.wait(_begin_tiers(core, incarnation), timeout=_HEAD_START_S)
+            yield core
+        finally:
+            core.supervisor.cancel()
+            if not await core.close():
+                log.warning("threads_left", threads=running_threads())
+                leave(1 if core.broken.is_set() else 0)
+
+
+def _begin_tiers(core: Core, incarnation: bytes) -> list[asyncio.Task[None]]:
+    """Let every tier recover, take its memory, and serve: tasks that end then."""
+    recovery = Recovery(core, incarnation)
+    return [
+        core.supervisor.task(
+            f"{store.tier.label} start", _begin_tier(core, recovery, store, Securing(core, store))
+        )
+        for store in core.stores.values()
+    ]
+
+
+async def _begin_tier(core: Core, recovery: Recovery, store: Store, securing: Securing) -> None:
+    await recovery.recover(store)
+    await securing.secure(_SECURED_BEFORE_SERVING_BYTES)
+    recovery.end(store)
+    core.supervisor.task(f"{store.tier.label} arena", securing.secure_all())
 
 
 def service_config(config: Config, incarnation: bytes) -> ServiceConfig:
@@ -212,14 +186,16 @@ def service_config(config: Config, incarnation: bytes) -> ServiceConfig:
         staging_bytes=server.staging_bytes,
         staging_total_bytes=server.staging_total_bytes,
         stall_timeout_s=server.stall_timeout_ns / 1e9,
+        scrub_bytes_per_second=server.scrub_bytes_per_second,
     )
 
 
-async def _serve_rpcs(core: Core, config: Config, front: Front, stop: _Stop) -> None:
+async def _serve_rpcs(core: Core, config: Config, front: Front, stop: Stop) -> None:
     addresses = _listen(front, config)
     await front.workers.start()
     await front.operators.start()
-    watching = asyncio.ensure_future(_watch_health(core, front))
+    # Without it health would stay what it was, whatever happens.
+    watching = core.supervisor.task("health watcher", _watch_health(core, front), vital=True)
     log.info("serving", version=__version__, pid=os.getpid(), addresses=addresses)
     await _first(stop.asked.wait(), core.broken.wait())
     log.info("stopping", drain_timeout_s=config.server.drain_timeout_ns / 1e9)
@@ -229,8 +205,13 @@ async def _serve_rpcs(core: Core, config: Config, front: Front, stop: _Stop) -> 
     # In a state that is broken nothing comes to its end any more.
     await _first(draining, stop.hurried.wait(), core.broken.wait())
     core.end_sessions()
-    await asyncio.gather(front.workers.stop(grace=1.0), front.operators.stop(grace=1.0))
+    await _within(asyncio.gather(front.workers.stop(grace=1.0), front.operators.stop(grace=1.0)))
     log.info("stopped")
+
+
+async def _within(ending: Awaitable[object]) -> None:
+    """Wait for something to end, but not for long."""
+    await asyncio.wait([asyncio.ensure_future(ending)], timeout=_ENDED_WITHIN_S)
 
 
 async def _first(*events: Coroutine[Any, Any, object]) -> None:

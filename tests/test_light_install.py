@@ -72,6 +72,6 @@ def test_the_package_asks_for_no_more() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = {wanted.partition(">")[0] for wanted in project["dependencies"]}
     assert names == {"grpcio", "protobuf", "crc32c"}
-    assert {"lmdb", "msgpack", "pydantic", "typer"} <= {
+    assert {"structlog", "msgpack", "pydantic", "typer"} <= {
         wanted.partition(">")[0] for wanted in project["optional-dependencies"]["server"]
     }

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("proto", "tiers", "server", "client")
+FOLDERS = ("proto", "tiers", "server", "client", "connectors")
 MAX_LINES, MAX_TEST_LINES = 500, 600
 #: What people read on a terminal comes from here.
 COMMAND_LINES = (
@@ -41,22 +41,17 @@ MAY_IMPORT = {
     "client/lab": {"proto", "tiers.eviction", "client"},
     "client/bench": {"proto", "client"},
     "client/ctl": {"proto", "tiers.eviction", "client"},
+    # What engines attach, on top of it as well.
+    "connectors": {"proto", "client"},
     "client": {"proto"},
 }
 #: Programs that nothing of the library imports.
-PROGRAMS = ("client/ctl", "client/lab", "client/bench")
+PROGRAMS = ("client/ctl", "client/lab", "client/bench", "connectors")
 #: What an engine imports, and what that may need. `typing_extensions` is for type checkers only.
 LIBRARY = ("proto/", "client/")
 LIBRARY_NEEDS = {"prefixd", "grpc", "google", "crc32c", "typing_extensions"}
 #: The parts of these folders that are for the daemon, or that a developer runs.
-NEEDS_MORE = (
-    "proto/generate.py",
-    "proto/record.py",
-    # They read LMDB environments; without lmdb a client goes over gRPC.
-    "client/local/environments.py",
-    "client/local/node.py",
-    "client/local/transport.py",
-)
+NEEDS_MORE = ("proto/generate.py",)
 #: No clock, no randomness, no files, no threads, no logging, no configuration.
 PURE = [
     "server/core/*.py",

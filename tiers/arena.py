@@ -30,12 +30,11 @@ import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from ..proto.arena_header import encode_arena_header
-from ..proto.copying import address_of, copy_crc32c
+from ..proto.copying import RELEASE_BYTES, address_of, copy_crc32c
 from ..proto.entry import TOKEN_IDS_CRC_BYTES, EntryRecord
 from ..proto.layout import crc32c
 from .files import open_own_file, secure_range, write_errors
@@ -185,7 +184,12 @@ class Arena(BaseArena):
             yield self.secured_bytes
 
     def put(self, start: int, data: memoryview, crc: int) -> int:
-        return copy_crc32c(self.writable(start, len(data)), data, crc)
+        size_bytes = len(data)
+        room = self._writable[start : start + size_bytes]
+        if size_bytes >= RELEASE_BYTES:
+            return copy_crc32c(room, data, crc)
+        room[:] = data
+        return crc32c(room, crc)
 
     def views(self, location: Location, offset_bytes: int, length_bytes: int) -> list[memoryview]:
         """Views of the arena itself, one per extent. Nothing is copied."""
@@ -245,16 +249,16 @@ class ArenaWriter(EntryWriter):
         return self._written_bytes
 
     def write(self, data: Buffer) -> None:
-        view = memoryview(data).cast("B")
-        if self._written_bytes + len(view) > self.entry.payload_bytes:
-            raise ValueError(
-                f"{self._written_bytes + len(view)} bytes for a payload of "
-                f"{self.entry.payload_bytes}"
-            )
+        view = memoryview(data)
+        if view.format != "B" or view.ndim != 1:
+            view = view.cast("B")
+        written_bytes = self._written_bytes + len(view)
+        if written_bytes > self.entry.payload_bytes:
+            raise ValueError(f"{written_bytes} bytes for a payload of {self.entry.payload_bytes}")
         if not self._written_bytes:
             self.failed_syncs = self._arena.failed_syncs
         self._crc = self._put(view, self._crc)
-        self._written_bytes += len(view)
+        self._written_bytes = written_bytes
 
     def seal(self) -> int:
         if self._written_bytes != self.entry.payload_bytes:
@@ -264,12 +268,20 @@ class ArenaWriter(EntryWriter):
                 crc = crc32c(self._token_ids).to_bytes(TOKEN_IDS_CRC_BYTES, "little")
                 self._put(memoryview(self._token_ids + crc), 0)
                 self._token_ids = b""
-            self.entry = replace(self.entry, payload_crc32c=self._crc)
+            self.entry.payload_crc32c = self._crc
             self.sealed = True
         return self._crc
 
     def _put(self, data: memoryview, crc: int) -> int:
         """Write `data` where the last piece ended; returns its CRC32C, continuing `crc`."""
+        location = self.entry.location
+        if len(location) == 2:
+            # Nearly every entry lies in one extent.
+            used_bytes = self._used_bytes
+            self._used_bytes = used_bytes + len(data)
+            if self._used_bytes > location[1]:
+                raise ValueError(f"{self._used_bytes} bytes do not fit into {location}")
+            return self._arena.put(location[0] + used_bytes, data, crc)
         while data:
             start, extent_bytes = self.entry.location[self._extent : self._extent + 2]
             piece = data[: extent_bytes - self._used_bytes]

@@ -14,7 +14,8 @@ from ..proto.keys import Key
 from ..proto.layout import crc32c
 from .arena import ArenaWriter, BaseArena, check_slab, whole_slabs
 from .files import write_errors
-from .records import SLAB_RECORD_BYTES, Records
+from .records import USAGE_BYTES, Records
+from .row_table import RowTable
 from .store import (
     SEGMENT_BYTES,
     Buffer,
@@ -79,14 +80,17 @@ class RecordedStore(ArenaStore):
     """An arena file with records beside it, in `directory`: what the shm and disk tiers are.
 
     Everything together takes `budget_bytes`: the arena, whose first slab is its header, and
-    `SLAB_RECORD_BYTES` for each slab. `verify_payloads`: `recover` compares the checksum of
+    what `record_bytes` says. `verify_payloads`: `recover` compares the checksum of
     every payload. One process at a time: the daemon's lock file sees to it. Raises StoreError
     if there can't be such a store, or if the directory holds one of another layout.
     """
 
     recorded: ClassVar[bool] = True
-    #: A file or directory that only earlier versions made.
-    _OLD_LAYOUT: ClassVar[str]
+    #: Files that only earlier versions made.
+    _OLD_LAYOUTS: ClassVar[tuple[str, ...]]
+    #: What the table of rows takes, whatever the budget is, and for each slab.
+    _TABLE_FIXED_BYTES: ClassVar[int]
+    _TABLE_SLAB_BYTES: ClassVar[int]
 
     def __init__(
         self,
@@ -101,23 +105,27 @@ class RecordedStore(ArenaStore):
         self.directory: Final = directory
         self.slab_bytes = self.header_bytes = slab_bytes
         self.verify_payloads: Final = verify_payloads
-        slabs = budget_bytes // (slab_bytes + SLAB_RECORD_BYTES)
+        slabs = (budget_bytes - self._TABLE_FIXED_BYTES) // (
+            slab_bytes + self._TABLE_SLAB_BYTES + USAGE_BYTES
+        )
         if slabs < 2:
             raise StoreError(
                 f"{budget_bytes} bytes hold no slab of {slab_bytes} beside the arena's header"
             )
         with write_errors(f"make the {self.tier.label} tier"):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if (directory / self._OLD_LAYOUT).exists():
-                raise StoreError(
-                    f"{directory} holds the cache of an earlier version of prefixd "
-                    f"({self._OLD_LAYOUT}), which this version can't read: remove it, or "
-                    "configure another directory"
-                )
+            for old in self._OLD_LAYOUTS:
+                if (directory / old).exists():
+                    raise StoreError(
+                        f"{directory} holds the cache of an earlier version of prefixd "
+                        f"({old}), which this version can't read: remove it, or "
+                        "configure another directory"
+                    )
             self._check_slab_of(directory / ARENA_FILE)
         self.arena = self._open_arena(directory / ARENA_FILE, slabs * slab_bytes)
         try:
-            self._records: Final = Records(directory, self.tier, slabs, slab_bytes, sync=sync)
+            table = self._open_table(slabs, sync=sync)
+            self._records: Final = Records(directory, self.tier, slabs, slab_bytes, table)
         except BaseException:
             self.arena.close()
             raise
@@ -125,6 +133,14 @@ class RecordedStore(ArenaStore):
 
     def _open_arena(self, path: Path, size_bytes: int) -> BaseArena:
         raise NotImplementedError
+
+    def _open_table(self, slabs: int, *, sync: bool) -> RowTable:
+        raise NotImplementedError
+
+    @classmethod
+    def record_bytes(cls, slabs: int) -> int:
+        """What the records of so many slabs take."""
+        return cls._TABLE_FIXED_BYTES + slabs * (cls._TABLE_SLAB_BYTES + USAGE_BYTES)
 
     def _check_slab_of(self, path: Path) -> None:
         """Raises StoreError if an arena is there and divided otherwise, before anything of it is

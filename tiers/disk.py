@@ -14,6 +14,7 @@ from ..proto.vocabulary import Tier
 from .arena import DEFAULT_SLAB_BYTES, ArenaWriter
 from .arena_store import RecordedStore
 from .disk_arena import DiskArena
+from .lmdb_rows import TABLE_FIXED_BYTES, TABLE_SLAB_BYTES, LmdbRows
 from .store import StoreError
 
 
@@ -26,7 +27,9 @@ class DiskStore(RecordedStore):
 
     tier: ClassVar[Tier] = Tier.DISK
     blocking: ClassVar[bool] = True
-    _OLD_LAYOUT: ClassVar[str] = "data.mdb"
+    _OLD_LAYOUTS: ClassVar[tuple[str, ...]] = ("data.mdb", "records")
+    _TABLE_FIXED_BYTES: ClassVar[int] = TABLE_FIXED_BYTES
+    _TABLE_SLAB_BYTES: ClassVar[int] = TABLE_SLAB_BYTES
     arena: DiskArena
 
     def __init__(
@@ -45,6 +48,9 @@ class DiskStore(RecordedStore):
 
     def _open_arena(self, path: Path, size_bytes: int) -> DiskArena:
         return DiskArena(path, size_bytes, sync=self._sync)
+
+    def _open_table(self, slabs: int, *, sync: bool) -> LmdbRows:
+        return LmdbRows(self.directory, slabs, sync=sync)
 
     def _sync_payloads(self, writers: Sequence[ArenaWriter]) -> None:
         self.arena.sync()

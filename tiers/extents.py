@@ -101,6 +101,19 @@ class ExtentAllocator:
 
         Raises ValueError if any of it is free already or was never there.
         """
+        if len(location) == 2:
+            # Nearly every one: without lists.
+            start, slabs = location[0] >> self._shift, location[1] >> self._shift
+            end = start + slabs
+            if (
+                not (location[0] | location[1]) & (self.slab_bytes - 1)
+                and location[0] >= self.header_bytes
+                and slabs > 0
+                and end <= self._slabs
+                and self._used.find(0, start, end) == -1
+            ):
+                self._release(start, slabs)
+                return
         runs = self._runs_of(location)
         for start, slabs in runs:
             if self._used.find(0, start, start + slabs) != -1:

@@ -9,7 +9,7 @@ fits, then `reserve`s; every reservation ends in `publish` or `cancel`. At every
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 
 from ..proto.keys import Key
@@ -31,8 +31,9 @@ class Admission(Enum):
 class Ledger:
     """Who has how many bytes of one tier, and who leaves next.
 
-    `extents` places entries in an arena (None: the tier is addressed by key). `limit_bytes` is
-    what may be used now: it grows up to `budget_bytes` while an arena's pages are secured.
+    `extents` places entries in an arena (None: the tier is addressed by key), which has
+    `arena_bytes` at most: less than `budget_bytes` where records take some of it. `limit_bytes` is
+    what may be used now: it grows while an arena's pages are secured.
     """
 
     def __init__(
@@ -44,10 +45,13 @@ class Ledger:
         max_entries: int = 0,
         max_reserved_bytes: int = 0,
         extents: ExtentAllocator | None = None,
+        arena_bytes: int | None = None,
     ) -> None:
         self.tier = tier
+        self.arena_bytes = budget_bytes if arena_bytes is None else arena_bytes
         self.budget_bytes = budget_bytes
         self.limit_bytes = budget_bytes if extents is None else extents.capacity_bytes
+        self._header_bytes = 0 if extents is None else extents.header_bytes
         self.max_entries = max_entries
         self.max_reserved_bytes = max_reserved_bytes
         self.policy = order_by(policy)
@@ -64,8 +68,8 @@ class Ledger:
 
     @property
     def usable_bytes(self) -> int:
-        """What entries can have of the budget at most: not the header of an arena."""
-        return self.budget_bytes - (self.extents.header_bytes if self.extents is not None else 0)
+        """What entries can have at most: all of the arena but its header."""
+        return self.arena_bytes - self._header_bytes
 
     @property
     def free_bytes(self) -> int:
@@ -78,7 +82,10 @@ class Ledger:
 
     def admission(self, stored_bytes: int, entries: int = 1) -> Admission:
         """Can `entries` new entries of `stored_bytes` in all be reserved?"""
-        if stored_bytes > self.usable_bytes or (self.max_entries and entries > self.max_entries):
+        # Asked for every block: arithmetic without calls.
+        if stored_bytes > self.arena_bytes - self._header_bytes or (
+            self.max_entries and entries > self.max_entries
+        ):
             return Admission.TOO_LARGE
         reserved_bytes = self.reserved_bytes + stored_bytes
         # One entry may be larger than that by itself; it then has to be alone.
@@ -97,7 +104,9 @@ class Ledger:
 
     def fits(self, stored_bytes: int, entries: int = 1) -> bool:
         """Is there room for it now? Without a look at `max_reserved_bytes`."""
-        return self.fits_after(stored_bytes, entries, 0, 0)
+        return stored_bytes <= self.limit_bytes - self.published_bytes - self.reserved_bytes and (
+            not self.max_entries or self.entries + self.reservations + entries <= self.max_entries
+        )
 
     def fits_after(
         self, stored_bytes: int, entries: int, freed_bytes: int, freed_entries: int
@@ -112,16 +121,35 @@ class Ledger:
         """Who would leave, next first; changes nothing."""
         return self.policy.victims()
 
+    def foretell(
+        self, stored_bytes: int, entries: int, bytes_of: Callable[[Key], int]
+    ) -> Iterator[Key]:
+        """Who leaves when `entries` that were never there are saved, one after another, of
+        `stored_bytes` each. Changes nothing; the ledger must not change meanwhile.
+
+        `bytes_of`: what an entry takes. Ends early where the rest does not fit.
+        """
+        rehearsal = self.policy.rehearsal()
+        freed_bytes = freed_entries = 0
+        for number in range(entries):
+            coming = Key(b"coming %d" % number)
+            rehearsal.prepare(coming, stored_bytes)
+            needed_bytes = (number + 1) * stored_bytes
+            while not self.fits_after(needed_bytes, number + 1, freed_bytes, freed_entries):
+                victim = rehearsal.evict(coming)
+                if victim is None:
+                    return
+                freed_bytes += bytes_of(victim)
+                freed_entries += 1
+                yield victim
+            rehearsal.admit(coming, stored_bytes)
+            rehearsal.pin(coming)
+
     # ---- reservations
 
     def prepare(self, coming: Resident) -> None:
         """Something that is not there is about to be reserved."""
         self.policy.prepare(coming)
-
-    def wants_eviction(self, coming: Resident) -> bool:
-        """Has somebody to leave before what was prepared is reserved: for the budget, or for the
-        shares that the policy gives its queues?"""
-        return not self.fits(coming.stored_bytes) or self.policy.crowded(coming)
 
     def reserve(self, resident: Resident) -> None:
         """Take room that `admission` said FITS, and place it.

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..proto.keys import Key
-from .eviction.base import EvictionPolicy
+from .eviction.base import EvictionPolicy, InOrder, Rehearsal
 from .eviction.lru import LRU
 from .store import Location
 
@@ -71,8 +71,8 @@ class Order(ABC):
     def prepare(self, coming: Resident) -> None: ...
 
     @abstractmethod
-    def crowded(self, coming: Resident) -> bool:
-        """Does the order want an eviction that the budget does not need?"""
+    def rehearsal(self) -> Rehearsal[Key]:
+        """See `EvictionPolicy.rehearsal`."""
 
     @abstractmethod
     def evict(self, coming: Resident | None) -> Key | None: ...
@@ -138,11 +138,16 @@ class Recency(Order):
         after = self._ends.after if resident is None else resident.after
         return None if after is self._ends else after
 
+    def latest(self) -> Resident | None:
+        """What leaves last of all that it holds."""
+        before = self._ends.before
+        return None if before is self._ends else before
+
     def prepare(self, coming: Resident) -> None:
         """Nothing to adapt."""
 
-    def crowded(self, coming: Resident) -> bool:  # noqa: ARG002 (for orders with shares)
-        return False
+    def rehearsal(self) -> Rehearsal[Key]:
+        return InOrder(self.victims())
 
     def evict(self, coming: Resident | None) -> Key | None:  # noqa: ARG002 (for orders with ghosts)
         victim = self._ends.after
@@ -210,8 +215,8 @@ class OrderOfKeys(Order):
     def prepare(self, coming: Resident) -> None:
         self._policy.prepare(coming.key, coming.stored_bytes)
 
-    def crowded(self, coming: Resident) -> bool:
-        return self._policy.crowded(coming.key, coming.stored_bytes)
+    def rehearsal(self) -> Rehearsal[Key]:
+        return self._policy.rehearsal()
 
     def evict(self, coming: Resident | None) -> Key | None:
         return self._policy.evict(None if coming is None else coming.key)

@@ -1,8 +1,8 @@
-"""The records of a tier: which entries its arena holds. Two files of the daemon's alone.
+"""The records of a tier: which entries its arena holds. Files of the daemon's alone.
 
     records    row i (`tiers.rows`, 128 bytes) belongs to slab i of the arena: the record of the
                entry that begins there, or zeros. Row 0 belongs to the arena's header: it is
-               where probes write.
+               where probes write. Kept in a `RowTable`: LMDB on disk, a flat file in shm.
     usage      row i (32 bytes): use of the entry that begins at slab i.
 
     usage row   offset  bytes  type  meaning
@@ -13,15 +13,13 @@
                     24      4  raw   zeros
                     28      4  u32   CRC32C of bytes 0..27
 
-So the files have no structure that could be damaged: a bad row is one entry, whatever it says,
-and every row has its place on the device before the first entry is admitted to the slab. Neither
-a full device nor the number of entries matters afterwards (on a copy-on-write file system, where
-overwriting takes room, an erasure may have to wait for some; it is tried again).
+Every row speaks for itself: a bad one is one entry, whatever it says. It has its room on the
+device before the first entry is admitted to the slab, so that neither a full device nor the
+number of entries matters afterwards (on a copy-on-write file system, where overwriting takes
+room, an erasure may have to wait for some; it is tried again).
 
-Why not LMDB: of 300 environments of 10,000 such records with four flipped bits each, 206 could
-not be read to the end, which loses the whole tier, and 8 killed their reader with SIGBUS.
-
-Usage is written without a sync and checked row by row: what is damaged there is a lost hint.
+Usage is written without a sync and checked row by row: what is damaged there is a lost hint. It
+is a flat file in every tier: in LMDB each hint would copy a page, 128 times its size.
 """
 
 from __future__ import annotations
@@ -39,12 +37,11 @@ from ..proto.entry import EntryRecord, Location
 from ..proto.keys import Key
 from ..proto.layout import crc32c
 from ..proto.vocabulary import Tier
-from .files import check_linked, open_own_file, pwrite_all, secure_range, sync_directory
+from .files import open_own_file, pwrite_all, secure_range
 from .files import write_errors as errors
+from .row_table import Erasure, RowTable
 from .rows import (
     KEY_SLICE,
-    ROW_BYTES,
-    ZERO_ROW,
     RowRefused,
     decode_entry,
     encode_rows,
@@ -53,18 +50,13 @@ from .rows import (
 )
 from .store import EntryRef, RecoveryBatch, StoredEntry, StoreError, Usage
 
-RECORDS_FILE: Final = "records"
 USAGE_FILE: Final = "usage"
-#: What the two files take for each slab of the arena.
-SLAB_RECORD_BYTES: Final = ROW_BYTES + 32
 
 _USAGE: Final = struct.Struct("<QqQ4xI")
 _USAGE_CRC: Final = struct.Struct("<I")
-_USAGE_BYTES: Final = _USAGE.size
-#: Rows read at once, and entries in a batch of a recovery.
-_CHUNK_ROWS: Final = 8192
+USAGE_BYTES: Final = _USAGE.size
+#: Entries in a batch of a recovery.
 _BATCH_ENTRIES: Final = 4096
-_ZERO_CHUNK: Final = bytes(_CHUNK_ROWS * ROW_BYTES)
 
 
 class _Found(NamedTuple):
@@ -81,35 +73,31 @@ class _Found(NamedTuple):
 class Records:
     """The records of the tier in `directory`, for `slabs` slabs of `slab_bytes`.
 
-    `sync`: changes wait for the device. `forget` and `unerased` never do I/O; everything else
-    does. All may be used from any thread. Raises StoreError if the files can't be used.
+    Takes over `table`, which gets a row for each slab. `forget` and `unerased` never do I/O;
+    everything else does. All may be used from any thread. Raises StoreError if the files can't
+    be used.
     """
 
     def __init__(
-        self, directory: Path, tier: Tier, slabs: int, slab_bytes: int, *, sync: bool
+        self, directory: Path, tier: Tier, slabs: int, slab_bytes: int, table: RowTable
     ) -> None:
         self.directory: Final = directory
         self.tier: Final = tier
         self.slabs: Final = slabs
         self.slab_bytes: Final = slab_bytes
-        self._sync: Final = sync
+        self.table: Final = table
         #: held for I/O; never by `forget`
         self._io = threading.Lock()
         self._unerased_lock = threading.Lock()
-        #: slab and generation of records that must not be found again; no generation: whatever
-        #: the row says
-        self._unerased: set[tuple[int, int | None]] = set()
+        #: records that must not be found again
+        self._unerased: set[Erasure] = set()
         self._secured_slabs = 0
-        self._fd = self._usage_fd = -1
+        self._usage_fd = -1
         with errors(f"open the records in {directory}"):
             try:
-                self._fd = open_own_file(directory / RECORDS_FILE, 0o600)
                 self._usage_fd = self._open_usage()
-                for fd, row_bytes in ((self._fd, ROW_BYTES), (self._usage_fd, _USAGE_BYTES)):
-                    if os.fstat(fd).st_size > slabs * row_bytes:
-                        os.ftruncate(fd, slabs * row_bytes)
-                if sync:
-                    sync_directory(directory)
+                if os.fstat(self._usage_fd).st_size > slabs * USAGE_BYTES:
+                    os.ftruncate(self._usage_fd, slabs * USAGE_BYTES)
             except BaseException:
                 self.close()
                 raise
@@ -129,9 +117,9 @@ class Records:
         first, more = self._secured_slabs, slabs - self._secured_slabs
         if more <= 0:
             return
+        self.table.secure(slabs)
         with errors(f"make room for records in {self.directory}"):
-            secure_range(self._fd, first * ROW_BYTES, more * ROW_BYTES)
-            secure_range(self._usage_fd, first * _USAGE_BYTES, more * _USAGE_BYTES)
+            secure_range(self._usage_fd, first * USAGE_BYTES, more * USAGE_BYTES)
         self._secured_slabs = slabs
 
     # ---- changes
@@ -159,17 +147,8 @@ class Records:
             with self._unerased_lock:
                 erased = list(self._unerased)
             try:
-                with errors(f"write records in {self.directory}"):
-                    check_linked(self._fd, self.directory / RECORDS_FILE)
-                    for slab, generation in erased:
-                        row = self._read_row(slab) if generation is not None else b""
-                        if generation is None or generation_of(row) == generation:
-                            pwrite_all(self._fd, ZERO_ROW, slab * ROW_BYTES)
-                    for entry in entries:
-                        for slab, row in encode_rows(entry, self.slab_bytes):
-                            pwrite_all(self._fd, row, slab * ROW_BYTES)
-                    if self._sync:
-                        os.fdatasync(self._fd)
+                rows = [row for entry in entries for row in encode_rows(entry, self.slab_bytes)]
+                self.table.apply(erased, rows)
             except BaseException:
                 # Some of them may be on the device; their room goes to other entries now.
                 self.forget(entries)
@@ -183,24 +162,20 @@ class Records:
             for usage in usages:
                 row = encode_usage(usage.entry.generation, usage.last_used_ns, usage.hits)
                 slab = usage.entry.location[0] // self.slab_bytes
-                pwrite_all(self._usage_fd, row, slab * _USAGE_BYTES)
+                pwrite_all(self._usage_fd, row, slab * USAGE_BYTES)
 
     def probe(self) -> None:
-        """Write the row that belongs to no entry, and sync. Raises StoreError, StoreFull."""
-        with errors(f"write records in {self.directory}"):
-            check_linked(self._fd, self.directory / RECORDS_FILE)
-            pwrite_all(self._fd, os.urandom(16).ljust(ROW_BYTES, b"\0"), 0)
-            if self._sync:
-                os.fdatasync(self._fd)
+        """Write the row that belongs to no entry, durably. Raises StoreError, StoreFull."""
+        self.table.probe()
 
     def close(self) -> None:
         """May be called twice. Does not wait for what was forgotten."""
-        for fd in (self._fd, self._usage_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self._usage_fd = -1
+        self.table.close()
+        if self._usage_fd >= 0:
+            os.close(self._usage_fd)
+        self._usage_fd = -1
 
-    def _forget(self, rows: Iterable[tuple[int, int | None]]) -> None:
+    def _forget(self, rows: Iterable[Erasure]) -> None:
         with self._unerased_lock:
             self._unerased.update(rows)
 
@@ -208,9 +183,9 @@ class Records:
 
     def scan(self) -> Iterator[list[EntryRecord]]:
         """Every record that can be read and was not forgotten, in batches. Raises StoreError."""
-        for first_slab, rows, _ in self._chunks():
+        for _, rows in self.table.chunks():
             batch = []
-            for slab, row in _used_rows(first_slab, rows):
+            for slab, row in rows:
                 generation = generation_of(row)
                 if generation is not None and (slab, generation) not in self._unerased:
                     with suppress(RowRefused):
@@ -244,8 +219,9 @@ class Records:
         newest: dict[Key, _Found] = {}
         taken = bytearray(self.slabs)
         overlap = False
-        for first_slab, rows, usages in self._chunks():
-            for slab, row in _used_rows(first_slab, rows):
+        for first_slab, rows in self.table.chunks():
+            usages = self._usages(first_slab, rows)
+            for slab, row in rows:
                 if is_continuation(row):
                     continue  # read with the entry that it belongs to, if there is one
                 try:
@@ -256,9 +232,9 @@ class Records:
                     self._forget([(slab, None)])
                     continue
                 overlap |= not self._take(taken, record.location)
-                usage_start = (slab - first_slab) * _USAGE_BYTES
+                usage_start = (slab - first_slab) * USAGE_BYTES
                 usage = decode_usage(
-                    usages[usage_start : usage_start + _USAGE_BYTES], record.generation
+                    usages[usage_start : usage_start + USAGE_BYTES], record.generation
                 )
                 last_used_ns, hits = usage or (record.created_ns, 0)
                 one = _Found(last_used_ns, record.generation, slab, record, hits)
@@ -313,23 +289,14 @@ class Records:
         self._forget([(one.slab, one.generation)])
 
     def _decode(self, slab: int, row: bytes) -> EntryRecord:
-        return decode_entry(row, slab, self.slab_bytes, self._read_row)
+        return decode_entry(row, slab, self.slab_bytes, self.table.read)
 
-    def _read_row(self, slab: int) -> bytes:
-        return os.pread(self._fd, ROW_BYTES, slab * ROW_BYTES)
-
-    def _chunks(self) -> Iterator[tuple[int, bytes, bytes]]:
-        """The files piece by piece: the first slab, its rows, their usage."""
-        for first_slab in range(0, self.slabs, _CHUNK_ROWS):
-            usages = b""
-            with errors(f"read the records in {self.directory}"):
-                rows = os.pread(self._fd, _CHUNK_ROWS * ROW_BYTES, first_slab * ROW_BYTES)
-            with suppress(OSError):
-                usages = os.pread(
-                    self._usage_fd, _CHUNK_ROWS * _USAGE_BYTES, first_slab * _USAGE_BYTES
-                )
-            if rows != _ZERO_CHUNK[: len(rows)]:
-                yield first_slab, rows, usages
+    def _usages(self, first_slab: int, rows: list[tuple[int, bytes]]) -> bytes:
+        """The part of the usage file that belongs to these rows; nothing if it can't be read."""
+        count = rows[-1][0] + 1 - first_slab if rows else 0
+        with suppress(OSError):
+            return os.pread(self._usage_fd, count * USAGE_BYTES, first_slab * USAGE_BYTES)
+        return b""
 
 
 def _generation(one: _Found) -> int:
@@ -344,18 +311,9 @@ def encode_usage(generation: int, last_used_ns: int, hits: int) -> bytes:
 
 def decode_usage(row: bytes, generation: int) -> tuple[int, int] | None:
     """`last_used_ns` and `hits`; None: the row is damaged, or tells of another entry."""
-    if len(row) != _USAGE_BYTES:
+    if len(row) != USAGE_BYTES:
         return None
     of_generation, last_used_ns, hits, expected_crc32c = _USAGE.unpack(row)
     if of_generation != generation or crc32c(row[: -_USAGE_CRC.size]) != expected_crc32c:
         return None
     return last_used_ns, hits
-
-
-def _used_rows(first_slab: int, rows: bytes) -> Iterator[tuple[int, bytes]]:
-    """The rows that are not zeros, with their slabs; never that of the arena's header."""
-    first = 0 if first_slab else ROW_BYTES
-    for start in range(first, len(rows) - ROW_BYTES + 1, ROW_BYTES):
-        row = rows[start : start + ROW_BYTES]
-        if row != ZERO_ROW:
-            yield first_slab + start // ROW_BYTES, row

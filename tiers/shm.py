@@ -10,6 +10,8 @@ from typing import ClassVar
 from ..proto.vocabulary import Tier
 from .arena import DEFAULT_SLAB_BYTES, Arena
 from .arena_store import RecordedStore
+from .row_table import RowFile
+from .rows import ROW_BYTES
 from .store import EntryRef, StoreError
 
 
@@ -19,7 +21,9 @@ class ShmStore(RecordedStore):
 
     tier: ClassVar[Tier] = Tier.SHM
     blocking: ClassVar[bool] = False
-    _OLD_LAYOUT: ClassVar[str] = "usage/data.mdb"
+    _OLD_LAYOUTS: ClassVar[tuple[str, ...]] = ("usage/data.mdb",)
+    _TABLE_FIXED_BYTES: ClassVar[int] = 0
+    _TABLE_SLAB_BYTES: ClassVar[int] = ROW_BYTES
     arena: Arena
 
     def __init__(
@@ -39,6 +43,9 @@ class ShmStore(RecordedStore):
 
     def _open_arena(self, path: Path, size_bytes: int) -> Arena:
         return Arena.file(path, size_bytes, self._mode)
+
+    def _open_table(self, slabs: int, *, sync: bool) -> RowFile:
+        return RowFile(self.directory, slabs, sync=sync)
 
     def forget(self, entries: Iterable[EntryRef]) -> None:
         """Erases the records at once: that is memory too."""

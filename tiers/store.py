@@ -181,7 +181,8 @@ class Store(ABC):
 
     @abstractmethod
     def writer(self, entry: EntryRecord, token_ids: bytes = b"") -> EntryWriter:
-        """Begin an entry in the room that it names. Cheap; no visible effect.
+        """Begin an entry in the room that it names. Cheap; no visible effect. `entry` is the
+        writer's from now on, which sets its checksum.
 
         Raises ValueError if the token ids are not as long as the entry says.
         """
@@ -244,11 +245,20 @@ class Store(ABC):
         """Give everything back to the system. What the tier survives is still there."""
 
     def verify(self, entry: EntryRef, payload_crc32c: int) -> None:
-        """Read a whole payload, a piece at a time. Raises Damaged unless it has this CRC32C,
-        StoreError if it can't be read."""
+        """Read a whole entry. Raises Damaged unless its payload has this CRC32C and its token ids
+        have theirs, StoreError if it can't be read."""
+        for _ in self.verify_steps(entry, payload_crc32c):
+            pass
+
+    def verify_steps(self, entry: EntryRef, payload_crc32c: int) -> Iterator[int]:
+        """`verify` in steps, so that a reader can pause or stop between them: yields the payload
+        bytes that each has read, at most `VERIFY_BYTES`."""
         crc = 0
         for start in range(0, entry.payload_bytes, VERIFY_BYTES):
-            for view in self.read(entry, start, min(VERIFY_BYTES, entry.payload_bytes - start)):
+            length_bytes = min(VERIFY_BYTES, entry.payload_bytes - start)
+            for view in self.read(entry, start, length_bytes):
                 crc = crc32c(view, crc)
+            yield length_bytes
         if crc != payload_crc32c:
             raise Damaged(f"the stored bytes have CRC32C {crc:08x}, {payload_crc32c:08x} was saved")
+        self.token_ids(entry)

@@ -27,7 +27,7 @@ def tables(rows: Rows, peers: Rows, block_bytes: int) -> list[Table]:
     """Everything that was measured, each batch beside the peers, and what is wanted of it."""
     made = [_batch_table(rows, peers, blocks, block_bytes) for blocks in rows.batches]
     made += [_search_table(rows), _eviction_table(rows), _crowd_table(rows)]
-    made.append(_wanted_table(wanted(rows, peers)))
+    made.append(_wanted_table(wanted(rows, peers, block_bytes), block_bytes))
     return [table for table in made if table.rows]
 
 
@@ -46,14 +46,25 @@ def _batch_table(rows: Rows, peers: Rows, blocks: int, block_bytes: int) -> Tabl
                 (
                     name,
                     _speed(save, floor),
+                    _cost(save, floor),
                     _speed(restore, floor if restore is not floor else None),
+                    _cost(restore, floor if restore is not floor else None),
                     "-" if view is None else f"{_us(view)}{_times(floor, view)}",
                     "-" if exists is None else _us(exists),
                 )
             )
     title = f"{blocks} {'block' if blocks == 1 else 'blocks'} of {format_bytes(block_bytes)}"
-    columns = ("", "save, GB/s", "restore, GB/s", "view, us", "exists, us")
-    return Table(f"{title} (x memcpy of the same run)", columns, lines)
+    columns = (
+        "", "save, GB/s", "+ us a block", "restore, GB/s", "+ us a block", "view, us", "exists, us",
+    )  # fmt: skip
+    return Table(f"{title} (x, +: beside the memcpy of the same run)", columns, lines)
+
+
+def _cost(row: Row | None, floor: Row | None) -> str:
+    """What a block takes beside its memcpy."""
+    if row is None or floor is None:
+        return "-"
+    return f"{(row.p50_ms - floor.p50_ms) * 1e3 / row.blocks:,.0f}"
 
 
 def _speed(row: Row | None, floor: Row | None) -> str:
@@ -129,7 +140,7 @@ def _crowd_table(rows: Rows) -> Table:
     return Table("many clients at once, ram", columns, lines)
 
 
-def _wanted_table(found: Sequence[Wanted]) -> Table:
+def _wanted_table(found: Sequence[Wanted], block_bytes: int) -> Table:
     lines = [
         (
             one.what,
@@ -139,7 +150,8 @@ def _wanted_table(found: Sequence[Wanted]) -> Table:
         )
         for one in found
     ]
-    return Table("what is wanted", ("", "wanted", "measured", "reached"), lines)
+    title = f"what is wanted, blocks of {format_bytes(block_bytes)}"
+    return Table(title, ("", "wanted", "measured", "reached"), lines)
 
 
 def as_markdown(table: Table) -> str:

@@ -9,14 +9,20 @@ from pathlib import Path
 from ...proto.errors import CallerError
 from .crowd import CROWD_OP
 from .moving import MEMCPY
-from .samples import Row
+from .samples import BLOCK_BYTES, Row
 
 
 class Rows:
     """Rows, found by who did what to how many blocks; of equal ones the last counts."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
-        self._rows = {(row.peer, row.op, row.blocks): row for row in rows}
+        self._all = list(rows)
+        self._rows = {(row.peer, row.op, row.blocks): row for row in self._all}
+
+    def of_size(self, block_bytes: int, *, or_unsaid: bool = False) -> Rows:
+        """Those about blocks of that size, or of a size that they don't say."""
+        unsaid = block_bytes if or_unsaid else None
+        return Rows(row for row in self._all if row.more.get(BLOCK_BYTES, unsaid) == block_bytes)
 
     def find(self, peer: str, op: str, blocks: int) -> Row | None:
         return self._rows.get((peer, op, blocks))

@@ -43,7 +43,7 @@ class Plan:
     batches: tuple[int, ...] = (1, 8, 48)
     block_bytes: int = 5 * 2**20
     repeats: int = 8
-    verify: Verify = "disk"
+    verify: Verify = "always"
     #: Processes that restore at once.
     clients: int = 8
     #: Entries that evictions must not walk over.
@@ -63,6 +63,12 @@ class Plan:
     @property
     def movers(self) -> tuple[str, ...]:
         return tuple(part for part in self.parts if part in MOVERS)
+
+    def of_blocks(self, block_bytes: int) -> Plan:
+        """The largest batch again, of blocks of another size."""
+        return replace(
+            self, parts=self.movers, batches=(max(self.batches),), block_bytes=block_bytes
+        )
 
     def entries_bytes(self, slab_bytes: int) -> int:
         """What a tier needs for all that is measured in it, entries taking whole slabs."""
@@ -150,7 +156,7 @@ def _client(
         transport=transport,
         counters=counters,
         verify=verify,
-        evict_save_timeout_ms=_SAVE_WITHIN_MS,
+        save_timeout_ms=_SAVE_WITHIN_MS,
     )
 
 

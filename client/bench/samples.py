@@ -9,9 +9,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+#: How large the blocks of a row are; one that does not say so is of the largest there are.
+BLOCK_BYTES: Final = "block_bytes"
 #: Turns that each case gets; its samples are spread over them.
 ROUNDS: Final = 8
 #: Samples of a case that takes microseconds, for one of a case that moves bytes.
@@ -42,6 +44,10 @@ class Row:
         if self.gb_per_s is not None:
             row["gb_per_s"] = self.gb_per_s
         return row | dict(self.more)
+
+    def of_blocks(self, block_bytes: int) -> Row:
+        """The same, saying how large its blocks are."""
+        return replace(self, more={**self.more, BLOCK_BYTES: block_bytes})
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Row:

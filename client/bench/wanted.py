@@ -11,6 +11,24 @@ from .rows import Rows
 from .samples import Row
 from .walking import HASHING, searches
 
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """Of batches of one size of blocks: what of the best peer's speed, of memcpy's (a restore from
+    disk) and of a save to ram (one to disk)."""
+
+    restore: float
+    save: float
+    disk_restore: float
+    disk_save: float
+    #: 0: twenty times the speed of memcpy
+    view_us: float = 0
+
+
+#: From here on what is done for each block does not count beside its bytes.
+LARGE_BYTES: Final = 2 * 2**20
+LARGE: Final = Goals(restore=1.5, save=2.5, disk_restore=0.6, disk_save=0.25)
+SMALL: Final = Goals(restore=2, save=1.8, disk_restore=0.5, disk_save=0.35, view_us=250)
 REDIS: Final = "redis-unix"
 ARENAS: Final = ("prefixd-ram", "prefixd-shm")
 
@@ -31,11 +49,12 @@ class Wanted:
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
 
-def wanted(rows: Rows, peers: Rows) -> list[Wanted]:
+def wanted(rows: Rows, peers: Rows, block_bytes: int) -> list[Wanted]:
     """What prefixd is held to, at the largest batch; what was not measured is left out."""
     found: list[Wanted] = []
     if rows.batches:
-        found += _wanted_of_moves(rows, peers, rows.batches[-1])
+        goals = LARGE if block_bytes >= LARGE_BYTES else SMALL
+        found += _wanted_of_moves(rows, peers, rows.batches[-1], goals)
     for what, op, hashing_op in searches():
         for row in rows.of(op):
             alone = rows.find(HASHING, hashing_op, row.blocks)
@@ -65,7 +84,7 @@ def wanted(rows: Rows, peers: Rows) -> list[Wanted]:
     return found
 
 
-def _wanted_of_moves(rows: Rows, peers: Rows, blocks: int) -> list[Wanted]:
+def _wanted_of_moves(rows: Rows, peers: Rows, blocks: int, goals: Goals) -> list[Wanted]:
     found: list[Wanted] = []
 
     def add(op: str, peer: str, against: Row | None, least: float) -> None:
@@ -77,10 +96,17 @@ def _wanted_of_moves(rows: Rows, peers: Rows, blocks: int) -> list[Wanted]:
     floor = rows.find(MEMCPY, "restore", blocks)
     for peer in ARENAS:
         add("restore", peer, floor, 0.8)
-        add("restore", peer, peers.best("restore", blocks), 1.5)
-        add("view", peer, floor, 20)
-        add("save", peer, peers.best("save", blocks), 2.5)
-    add("restore", "prefixd-disk", floor, 0.6)
+        add("restore", peer, peers.best("restore", blocks), goals.restore)
+        view = rows.find(peer, "view", blocks)
+        if goals.view_us:
+            if view is not None:
+                what = f"view of {blocks} blocks, {peer}"
+                found.append(Wanted(what, view.p50_ms * 1e3, goals.view_us, False, " us"))
+        else:
+            add("view", peer, floor, 20)
+        add("save", peer, peers.best("save", blocks), goals.save)
+    add("restore", "prefixd-disk", floor, goals.disk_restore)
+    add("save", "prefixd-disk", rows.find("prefixd-ram", "save", blocks), goals.disk_save)
     for peer in ARENAS:
         add("exists", peer, peers.find(REDIS, "exists", blocks), 1.0)
     return found

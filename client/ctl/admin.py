@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,6 +37,7 @@ def register(app: typer.Typer) -> None:
         ("sessions", sessions, LOOK),
         ("preview", preview, LOOK),
         ("check", check, LOOK),
+        ("verify", verify, LOOK),
         ("health", health, LOOK),
         ("evict", evict, CHANGE),
         ("gc", gc, CHANGE),
@@ -326,23 +328,41 @@ def gc(ctl: Ctl) -> None:
     ctl.show(messages.as_dict(response), lambda: render.gc_table(response))
 
 
-def check(
-    ctl: Ctl,
-    deep: Annotated[
-        bool, typer.Option("--deep", help="Also read every payload and check it.")
-    ] = False,
-) -> None:
+def check(ctl: Ctl) -> None:
     """Recount the daemon's whole state from scratch.
 
-    Exits 1 when something is wrong.
+    Exits 1 when something is wrong. The payloads are not read: that is `verify`.
     """
     from . import messages, render
 
     with ctl.connect(LONG_TIMEOUT_S) as daemon:
-        response = daemon.check(deep=deep)
-    ctl.show(messages.as_dict(response), lambda: render.check_view(response, deep=deep))
+        response = daemon.check()
+    ctl.show(messages.as_dict(response), lambda: render.check_view(response))
     if response.problems:
         raise typer.Exit(ExitCode.PROBLEM)
+
+
+def verify(ctl: Ctl, tier: TiersOption = None) -> None:
+    """Read every entry back and compare its checksums; damaged ones are dropped.
+
+    Exits 1 when something is wrong. Ctrl-C stops it, in the daemon too.
+    """
+    from ...proto import prefixd_pb2 as pb
+    from . import messages, render
+    from .progress import of_a_whole
+
+    found = pb.VerifyResponse()
+    with ctl.connect() as daemon, closing(daemon.verify(_chosen(tier))) as steps:
+        try:
+            for step in of_a_whole(steps, "verifying", render.verified_so_far):
+                found = step
+        except KeyboardInterrupt:
+            pass
+    ctl.show(messages.as_dict(found), lambda: render.verify_view(found))
+    if found.problems:
+        raise typer.Exit(ExitCode.PROBLEM)
+    if not found.done:
+        raise typer.Exit(ExitCode.INTERRUPTED)
 
 
 def health(ctl: Ctl) -> None:

@@ -27,7 +27,7 @@ PARTS_HELP: Final = "ram shm disk grpc walk many evict"
 #: Slabs as daemons have them, and the smallest there are.
 SLAB_BYTES: Final = 64 * 2**10
 SMALL_SLAB_BYTES: Final = 4 * 2**10
-#: LMDB's own pages and lists, and room to be full without being refused.
+#: The records beside the arena, and room to be full without being refused.
 DISK_SPARE_BYTES: Final = 64 * 2**20
 MIN_IN_FLIGHT_BYTES: Final = 2**30
 
@@ -52,16 +52,19 @@ def bench(
         str, typer.Option(metavar="N,...", help="Blocks that are moved at once.")
     ] = "1,8,48",
     block_bytes: Annotated[
-        int,
-        typer.Option(metavar="SIZE", parser=parse_size, help="A block.", show_default="5MiB"),
-    ] = 5 * 2**20,
+        str,
+        typer.Option(
+            metavar="SIZE,...",
+            help="A block. Of the largest everything is measured, of the others the largest batch.",
+        ),
+    ] = "64KiB,192KiB,640KiB,5MiB",
     repeats: Annotated[int, typer.Option(min=1, help="Samples; their median counts.")] = 8,
     verify: Annotated[
         str,
         typer.Option(
             metavar="always|disk|never", help="Whose CRC32C is checked while it is restored."
         ),
-    ] = "disk",
+    ] = "always",
     clients: Annotated[
         int, typer.Option(min=1, max=256, help="Processes that restore at once (many).")
     ] = 8,
@@ -91,16 +94,37 @@ def bench(
     from ..bench.report import tables
     from ..bench.rows import Rows, read_rows
 
-    plan = _plan(ctl, parts, batches, block_bytes, repeats, verify, clients, pinned)
+    *sizes, largest = _sizes(block_bytes)
+    plan = _plan(ctl, parts, batches, largest, repeats, verify, clients, pinned)
+    plans = [plan, *(plan.of_blocks(size) for size in sizes)] if plan.movers else [plan]
     peers = Rows() if compare is None else read_rows(Path(compare))
     target = lab.STDOUT if json_file is None and ctl.as_json else json_file
     measured: list[Row] = []
     with _output(target) as write, _notes() as note:
-        for row in _measure(ctl, plan, note):
-            measured.append(row)
-            write(json.dumps(row.as_dict()))
+        for each in plans:
+            for row in _measure(ctl, each, note):
+                measured.append(row.of_blocks(each.block_bytes))
+                write(json.dumps(measured[-1].as_dict()))
     if target != lab.STDOUT:
-        _show(tables(Rows(measured), peers, plan.block_bytes), plan, measured, peers, markdown)
+        found = Rows(measured)
+        shown = [
+            table
+            for each in plans
+            for table in tables(
+                found.of_size(each.block_bytes),
+                peers.of_size(each.block_bytes, or_unsaid=each is plan),
+                each.block_bytes,
+            )
+        ]
+        _show(shown, plan, measured, peers, markdown)
+
+
+def _sizes(block_bytes: str) -> list[int]:
+    """Sizes of blocks, ascending."""
+    try:
+        return sorted({parse_size(size) for size in block_bytes.split(",")})
+    except ValueError as problem:
+        raise typer.BadParameter(f"--block-bytes: {problem}") from None
 
 
 def _plan(

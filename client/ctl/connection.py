@@ -4,8 +4,10 @@ daemon's user may use, and the health check, which is answered where workers are
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
 from enum import Enum
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Final, TypeVar
 
@@ -156,8 +158,40 @@ class AdminConnection:
     def gc(self) -> pb.GcResponse:
         return self._operate(self._admin.Gc, pb.GcRequest())
 
-    def check(self, *, deep: bool) -> pb.CheckResponse:
-        return self._operate(self._admin.Check, pb.CheckRequest(deep=deep))
+    def check(self) -> pb.CheckResponse:
+        return self._operate(self._admin.Check, pb.CheckRequest())
+
+    def verify(self, tiers: Sequence[Tier] = ()) -> Generator[pb.VerifyResponse, None, None]:
+        """How far the daemon is with reading these tiers back, all of them if empty, and what it
+        has found so far, until it is `done`. It stops when the iterator is closed. The timeout is
+        that of a single message."""
+        request = pb.VerifyRequest(tiers=[wire_tier(tier) for tier in tiers])
+        address = self._operators_address()
+        call = self._admin.Verify(request)
+        messages: SimpleQueue[pb.VerifyResponse | grpc.RpcError | None] = SimpleQueue()
+
+        def receive() -> None:
+            # In a thread: gRPC knows no deadline for the next message.
+            try:
+                for message in call:
+                    messages.put(message)
+                messages.put(None)
+            except grpc.RpcError as failure:
+                messages.put(failure)
+
+        threading.Thread(target=receive, name="prefixctl-verify", daemon=True).start()
+        try:
+            problems: list[str] = []
+            while (message := messages.get(timeout=self.timeout_s)) is not None:
+                if isinstance(message, grpc.RpcError):
+                    raise self._explained(address, from_grpc(message))
+                problems += message.problems
+                message.problems[:] = problems
+                yield message
+        except Empty:
+            raise self._explained(address, DeadlineExceeded("no message came")) from None
+        finally:
+            call.cancel()  # no effect once it has ended
 
     def health(self, *, wait_for_ready: bool = False) -> Health:
         """What the health service says of the daemon as a whole.
@@ -170,12 +204,15 @@ class AdminConnection:
         return Health.SERVING if serving else Health.NOT_SERVING
 
     def _operate(self, method: Callable[..., Response], request: object) -> Response:
+        return self._call(self._operators_address(), method, request)
+
+    def _operators_address(self) -> str:
         if self._operators is None:
             raise DaemonUnavailable(
                 f"operators are served on the daemon's own host, not at {self.address}: give "
                 "--address the daemon's Unix socket"
             )
-        return self._call(self._operators, method, request)
+        return self._operators
 
     def _call(
         self,

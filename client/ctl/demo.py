@@ -1,7 +1,8 @@
-"""`prefixctl demo`: a private daemon, traffic made up on the spot, and every byte verified."""
+"""`prefixctl demo`: a private daemon, traffic made up on the spot, a crash, every byte verified."""
 
 from __future__ import annotations
 
+import io
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -25,15 +25,20 @@ from . import messages, render
 from .connection import AdminConnection
 from .live import TierBoard, live_view
 from .private import PrivateDaemon, temporary_directories, unwound_by_signals
-from .replay_live import figures, totals_view
+from .replay_live import mismatch_line
 
 #: Small enough that every tier has to evict.
-BUDGETS: Final = {Tier.RAM: "24MiB", Tier.SHM: "32MiB", Tier.DISK: "40MiB"}
-BLOCK_BYTES: Final = parse_bytes("64KiB")
+BUDGETS: Final = {Tier.RAM: "96MiB", Tier.SHM: "128MiB", Tier.DISK: "160MiB"}
+BLOCK_BYTES: Final = parse_bytes("256KiB")
+BLOCK_TOKENS: Final = 512
 PROFILE: Final = "multi-turn"
+#: The daemon is killed after this share of the requests.
+KILLED_AFTER: Final = 0.6
 #: Seconds between two looks at the daemon, where it can be drawn and where only lines can.
 DRAW_EVERY_S: Final = 0.25
 LINE_EVERY_S: Final = 3.0
+#: A worker waits so long for the next daemon.
+_PATIENCE_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,122 +51,228 @@ class DemoOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Crash:
+    """A daemon that was killed, and what the next one found."""
+
+    pid: int
+    #: from the kill until the next daemon served
+    away_s: float
+    stats: pb.StatsResponse
+
+    def sentence(self) -> str:
+        """What came back."""
+        back = [
+            f"{messages.tier_label(t.tier)} {t.recovered_entries:,} entries "
+            f"({render.size(t.recovered_bytes)})"
+            for t in self.stats.tiers
+            if t.recovered_entries
+        ]
+        return (
+            f"kill -9 {self.pid}: the next daemon served {self.away_s:.1f} s later, with "
+            f"{' and '.join(back) or 'nothing'} of before"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class DemoResult:
     """What was seen; `good` when it is what has to be seen."""
 
     totals: Totals
+    crash: Crash | None
     stats: pb.StatsResponse
     checked: pb.CheckResponse
+    verified: pb.VerifyResponse
 
     @property
     def good(self) -> bool:
-        return self.totals.good and not self.checked.problems
+        return self.totals.good and not self.checked.problems and not self.verified.problems
+
+    @property
+    def restored_bytes_per_s(self) -> float:
+        """While a worker restored; all workers together are faster."""
+        busy_ns = self.totals.latencies["restore"].total_ns
+        return self.totals.verified_bytes * 1e9 / busy_ns if busy_ns else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
+        crash = self.crash
         return {
             "replay": self.totals.as_dict(),
+            "restored_bytes_per_s": round(self.restored_bytes_per_s),
+            "crash": crash
+            and {
+                "away_seconds": crash.away_s,
+                "recovered_entries": sum(t.recovered_entries for t in crash.stats.tiers),
+                "recovered_bytes": sum(t.recovered_bytes for t in crash.stats.tiers),
+            },
             "stats": messages.as_dict(self.stats),
             "check": messages.as_dict(self.checked),
+            "verify": messages.as_dict(self.verified),
         }
 
 
-def run_demo(options: DemoOptions, console: Console) -> DemoResult:
-    """The whole demonstration. Leaves nothing behind, however it ends.
+def run_demo(options: DemoOptions, console: Console, picture: Path | None = None) -> DemoResult:
+    """The whole demonstration. Leaves nothing behind, however it ends, but a `picture` of its end
+    (SVG).
 
-    Raises PrefixdError when the daemon can't be started.
+    Raises PrefixdError when the daemon can't be started, OSError if there is no writing to the
+    picture.
     """
     with ExitStack() as stack:
         stack.enter_context(unwound_by_signals())
         directory, shm_directory = stack.enter_context(temporary_directories("demo"))
-        console.print(_introduction(options, directory))
+        console.print(_introduction(options))
         flags = [f"--{tier.label}.budget={budget}" for tier, budget in BUDGETS.items()]
-        # A block takes whole slabs: its bytes and the head and tail of its record.
-        flags += [f"--{tier}.slab=4KiB" for tier in ("ram", "shm")]
+        # A block takes whole slabs: its bytes and a few more.
+        flags += [f"--{tier.label}.slab=4KiB" for tier in BUDGETS]
         daemon = stack.enter_context(PrivateDaemon(directory, shm_directory, flags))
         admin = stack.enter_context(daemon.admin())
-        totals = _replay(console, admin, daemon.address, options)
-        result = DemoResult(totals, admin.stats(), admin.check(deep=True))
-        console.print(_ending(result))
+        show = _Show(console, daemon, admin, options)
+        totals = show.replay()
+        *_, verified = admin.verify()
+        result = DemoResult(totals, show.crash, admin.stats(), admin.check(), verified)
+        ending = _ending(result)
+        console.print(ending)
+        if picture is not None:
+            _draw(picture, Group(_introduction(options), show.drawn(), ending))
         return result
 
 
-def _replay(console: Console, admin: AdminConnection, address: str, options: DemoOptions) -> Totals:
-    """Replay, with the tiers in view."""
-    requests = generate(PROFILE, requests=options.requests, seed=options.seed)
-    live = LiveOptions(
-        address=address,
-        workers=options.workers,
-        tiers=tuple(BUDGETS),
-        block_bytes=BLOCK_BYTES,
-        reconnect_wait_s=5.0,
-    )
-    board = TierBoard()
-    picture = Picture(board, options.requests, drawn=console.is_terminal)
-    every_s = DRAW_EVERY_S if console.is_terminal else LINE_EVERY_S
-    due_s = time.monotonic() + every_s
+class _Show:
+    """The replay, the tiers as they fill, and the crash in the middle."""
 
-    with live_view(console, picture) as refresh:
+    def __init__(
+        self, console: Console, daemon: PrivateDaemon, admin: AdminConnection, options: DemoOptions
+    ) -> None:
+        self._console = console
+        self._daemon = daemon
+        self._admin = admin
+        self._options = options
+        self._board = TierBoard()
+        self._totals = Totals()
+        self._every_s = DRAW_EVERY_S if console.is_terminal else LINE_EVERY_S
+        self._due_s = time.monotonic() + self._every_s
+        self._note = ""
+        self.crash: Crash | None = None
 
-        def show(totals: Totals) -> None:
-            board.take(admin.stats(), time.monotonic())
-            picture.totals = totals
-            refresh()
+    def replay(self) -> Totals:
+        options = self._options
+        live = LiveOptions(
+            address=self._daemon.address,
+            workers=options.workers,
+            tiers=tuple(BUDGETS),
+            block_bytes=BLOCK_BYTES,
+            block_tokens=BLOCK_TOKENS,
+            in_place=True,
+            reconnect_wait_s=_PATIENCE_S,
+        )
+        requests = generate(PROFILE, requests=options.requests, seed=options.seed)
+        with live_view(self._console, self) as self._refresh:
+            totals = LiveReplay(requests, live, self._on_progress).run()
+            self._look(totals)
+        return totals
 
-        def on_progress(totals: Totals) -> None:
-            nonlocal due_s
-            if time.monotonic() >= due_s:
-                show(totals)
-                due_s = time.monotonic() + every_s
+    def _on_progress(self, totals: Totals) -> None:
+        self._totals = totals
+        if self.crash is None and totals.requests >= KILLED_AFTER * self._options.requests:
+            self._kill()
+        if time.monotonic() >= self._due_s:
+            self._look(totals)
+            self._due_s = time.monotonic() + self._every_s
 
-        totals = LiveReplay(requests, live, on_progress).run()
-        show(totals)
-    return totals
+    def _look(self, totals: Totals) -> None:
+        self._totals = totals
+        self._board.take(self._admin.stats(), time.monotonic())
+        self._refresh()
 
-
-class Picture:
-    """The replay and the tiers at one moment: drawn, or as one line."""
-
-    def __init__(self, board: TierBoard, requests: int, *, drawn: bool) -> None:
-        self._board = board
-        self._requests = requests
-        self._drawn = drawn
-        self.totals = Totals()
+    def _kill(self) -> None:
+        """And start the next one, while the workers go on: what they miss is a miss."""
+        self._look(self._totals)
+        pid, killed_s = self._daemon.pid, time.monotonic()
+        self._daemon.kill()
+        self._note = f"kill -9 {pid} ..."
+        self._refresh()
+        self._daemon.start()
+        stats = self._admin.stats()
+        self.crash = Crash(pid, time.monotonic() - killed_s, stats)
+        self._note = self.crash.sentence()
 
     def __call__(self) -> RenderableType:
-        done = self.totals.requests
-        if not self._drawn:
-            return f"{done:,} of {self._requests:,}  {figures(self.totals)}\n  {self._board.line()}"
+        """This moment: drawn, or as lines."""
+        done, requests = self._totals.requests, self._options.requests
+        if not self._console.is_terminal:
+            lines = f"{done:,} of {requests:,}  {_figures(self._totals)}\n  {self._board.line()}"
+            return f"{lines}\n  {self._note}" if self._note else lines
+        return Group(self.drawn(), Text(self._note, style="bold yellow"))
+
+    def drawn(self) -> RenderableType:
+        """How far it is, and the tiers."""
+        done, requests = self._totals.requests, self._options.requests
         progress = Table.grid(padding=(0, 2))
         progress.add_row(
-            ProgressBar(self._requests, done, width=30), f"{done:,} of {self._requests:,} requests"
+            ProgressBar(requests, done, width=30), f"{done:,} of {requests:,} requests"
         )
-        return Group(progress, figures(self.totals), self._board)
+        return Group(progress, _figures(self._totals), self._board)
 
 
-def _introduction(options: DemoOptions, directory: Path) -> RenderableType:
+def _figures(totals: Totals) -> str:
+    seconds = totals.wall_seconds or 1.0
+    return (
+        f"hit rate {render.percent(totals.hit_tokens, totals.prompt_tokens)}   "
+        f"{render.size(totals.verified_bytes / seconds)}/s read and compared   "
+        f"{render.size(totals.saved_bytes / seconds)}/s saved   "
+        f"{totals.mismatches:,} mismatches"
+    )
+
+
+def _introduction(options: DemoOptions) -> RenderableType:
     budgets = ", ".join(f"{tier.label} {budget}" for tier, budget in BUDGETS.items())
-    return Padding(
+    return Group(
         Text.assemble(
-            ("prefixd demo\n", "bold"),
-            f"A private daemon with three small tiers ({budgets}) in {directory}. "
-            f"{options.workers} client processes replay {options.requests:,} requests of a made-up "
-            f"{PROFILE} workload, {format_bytes(BLOCK_BYTES)} of state for a block of 512 tokens. "
-            "For each request a worker claims the longest run of its blocks that is cached, reads "
-            "it, compares every byte with what it must be, and saves the blocks that were missing. "
-            "The tiers are too small on purpose: the least recently used chains are evicted, leaf "
-            "first.",
+            ("prefixd demo", "bold"),
+            f"   {budgets}   {options.workers} workers   {format_bytes(BLOCK_BYTES)} of state for "
+            f"{BLOCK_TOKENS} tokens",
         ),
-        (1, 0),
+        Text(
+            f"{options.requests:,} requests of a made-up {PROFILE} workload: restore the longest "
+            "cached prefix, compare every byte, save the rest.",
+            style="dim",
+        ),
+        Text(),
     )
 
 
 def _ending(result: DemoResult) -> RenderableType:
     """What it came to; the line about mismatches last."""
-    return Group(
-        Text(),
-        render.activity_table(result.stats),
-        render.check_view(result.checked, deep=True),
-        Text(),
-        totals_view(result.totals, "the replay"),
+    totals = result.totals
+    lines: list[RenderableType] = [Text()]
+    if totals.interrupted:
+        lines.append(Text("stopped before the end", style="yellow"))
+    if totals.gave_up:
+        lines.append(Text("the daemon was away for too long; gave up", style="bold red"))
+    if totals.workers_lost:
+        lines.append(Text(f"{totals.workers_lost} workers died", style="bold red"))
+    lines += [Text(f"- {sentence}", style="red") for sentence in totals.described]
+    if result.crash is not None:
+        lines.append(Text(result.crash.sentence()))
+    lines += [render.check_view(result.checked), render.verify_view(result.verified)]
+    look_up = totals.latencies["claim"]
+    lines.append(
+        Text.assemble(
+            "worth it: ",
+            (f"{totals.hit_tokens:,} tokens not prefilled", "bold"),
+            f" of {totals.prompt_tokens:,}, {render.size(totals.verified_bytes)} restored at ",
+            (f"{render.size(result.restored_bytes_per_s)}/s", "bold"),
+            " by each worker, ",
+            (f"{1e3 * (look_up.quantile_ms(0.5) or 0):,.0f} us a look-up", "bold"),
+        )
     )
+    lines.append(mismatch_line(totals))
+    return Group(*lines)
+
+
+def _draw(path: Path, what: RenderableType) -> None:
+    console = Console(record=True, width=110, file=io.StringIO(), force_terminal=True)
+    console.print(Text("$ make demo", style="bold"))
+    console.print(what)
+    path.write_text(console.export_svg(title="prefixd"))

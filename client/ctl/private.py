@@ -71,7 +71,8 @@ class PrivateDaemon:
         return AdminConnection(self.address, timeout_s)
 
     def start(self) -> None:
-        """Start it and wait until it serves. Raises PrefixdError with the end of its log."""
+        """Start it and wait until all of its tiers serve. Raises PrefixdError with the
+        end of its log."""
         assert self._process is None, "the daemon is running already"
         with self.log.open("ab") as log:
             # A session of its own: the Ctrl-C that ends us must not end it under our hands.
@@ -106,7 +107,9 @@ class PrivateDaemon:
         with self.admin(timeout_s=0.5) as admin:
             while process.poll() is None:
                 try:
-                    if admin.health(wait_for_ready=True) is Health.SERVING:
+                    if admin.health(wait_for_ready=True) is Health.SERVING and not any(
+                        tier.state == "recovering" for tier in admin.stats().tiers
+                    ):
                         return
                 except (DaemonUnavailable, DeadlineExceeded):
                     pass  # not there yet

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
@@ -22,6 +23,8 @@ T = TypeVar("T", covariant=True)
 
 #: Items between two looks at the bar.
 _STRIDE = 256
+#: Between two lines where there is no bar.
+_LINE_EVERY_S = 5.0
 
 
 class Measured(Protocol[T]):
@@ -70,6 +73,31 @@ def counting(items: Iterable[T], total: int, what: str) -> Iterator[T]:
                 progress.update(task, completed=count)
             yield item
         progress.update(task, completed=count)
+
+
+class Progressing(Protocol):
+    """Says how much of a whole is done."""
+
+    @property
+    def progress_permille(self) -> int: ...
+
+
+P = TypeVar("P", bound=Progressing)
+
+
+def of_a_whole(steps: Iterable[P], what: str, line: Callable[[P], str]) -> Iterator[P]:
+    """The steps, with a bar of how much is done; where no person is looking, now and then a
+    `line` about it."""
+    console = make_console(stderr=True)
+    due_s = time.monotonic() + _LINE_EVERY_S
+    with bar(TaskProgressColumn(), TextColumn("{task.fields[about]}")) as progress:
+        task = progress.add_task(what, total=1_000, about="")
+        for step in steps:
+            progress.update(task, completed=step.progress_permille, about=line(step))
+            if not console.is_terminal and time.monotonic() >= due_s:
+                console.print(f"{what}: {step.progress_permille / 1000:.0%}, {line(step)}")
+                due_s = time.monotonic() + _LINE_EVERY_S
+            yield step
 
 
 @contextmanager

@@ -119,7 +119,9 @@ def tier_name(tier: int) -> Text:
 
 def stats_view(stats: pb.StatsResponse, address: str) -> RenderableType:
     """The daemon at a glance: health, budgets, what the tiers did, who is connected."""
-    lines: list[RenderableType] = [headline(stats, address), budget_table(stats)]
+    lines: list[RenderableType] = [headline(stats, address)]
+    lines += [Text(f"{part}: {what}", "yellow") for part, what in sorted(stats.notices.items())]
+    lines.append(budget_table(stats))
     if any(t.saves or t.hits or t.recovered_entries for t in stats.tiers):
         lines.append(activity_table(stats))
     if (hit_rate := hit_rate_line(stats.counters)) is not None:
@@ -153,6 +155,8 @@ def budget_table(stats: pb.StatsResponse) -> Table:
         budget = size(t.budget_bytes)
         if t.secured_bytes < t.budget_bytes:
             budget += f" ({size(t.secured_bytes)} secured)"
+        if t.state not in ("", "serving"):
+            budget += f" ({t.state})"
         table.add_row(
             tier_name(t.tier),
             t.policy,
@@ -195,7 +199,19 @@ def activity_table(stats: pb.StatsResponse) -> RenderableType:
             notes.append(
                 Text(f"{label}: {t.corrupt:,} entries were damaged and dropped", style="bold red")
             )
+        if t.HasField("scrub") and (t.entries or t.scrub.entries):
+            notes.append(_scrub_line(label, t.scrub))
     return Group(table, *notes)
+
+
+def _scrub_line(label: str, scrub: pb.ScrubStats) -> Text:
+    line = Text(f"{label}: {size(scrub.payload_bytes)} scrubbed in the background")
+    if scrub.passes:
+        line.append(f", all of it {scrub.passes:,} times")
+    line.append(f", {scrub.progress_permille / 1000:.0%} of this pass")
+    if scrub.unreadable_entries:
+        line.append(f", {scrub.unreadable_entries:,} entries could not be read", style="bold red")
+    return line
 
 
 def hit_rate_line(counters: Mapping[str, int]) -> Text | None:
@@ -380,19 +396,41 @@ def gc_table(response: pb.GcResponse) -> Table:
     return table
 
 
-def check_view(response: pb.CheckResponse, *, deep: bool) -> RenderableType:
+def check_view(response: pb.CheckResponse) -> RenderableType:
     """What the recount found."""
     counted = f"{response.entries:,} entries"
-    if deep:
-        verified = format_bytes(response.payload_bytes_verified)
-        counted += f", {response.payloads_verified:,} payloads ({verified}) read and verified"
-        if response.payloads_unreadable:
-            counted += f", {response.payloads_unreadable:,} could not be read"
     if not response.problems:
         return Text.assemble(("everything adds up", "green"), f": {counted}")
-    count = response.problem_count
+    return _problems(response.problems, response.problem_count, counted)
+
+
+def verified_so_far(found: pb.VerifyResponse) -> str:
+    """How much was read back, and what of it is bad."""
+    parts = [f"{found.entries:,} entries ({size(found.payload_bytes)}) verified"]
+    if found.damaged_entries:
+        parts.append(f"{found.damaged_entries:,} damaged and dropped")
+    if found.unreadable_entries:
+        parts.append(f"{found.unreadable_entries:,} could not be read")
+    return ", ".join(parts)
+
+
+def verify_view(found: pb.VerifyResponse) -> RenderableType:
+    """What reading everything back found."""
+    counted = verified_so_far(found)
+    if not found.done:
+        counted = f"stopped at {found.progress_permille / 1000:.0%}: {counted}"
+    if found.problems:
+        count = found.damaged_entries + found.unreadable_entries
+        return _problems(found.problems, count, counted)
+    if not found.done:
+        return Text(counted)
+    return Text.assemble(("every byte is right", "green"), f": {counted}")
+
+
+def _problems(problems: Sequence[str], count: int, counted: str) -> RenderableType:
+    """`problems` are the first of `count`."""
     found = Text.assemble((f"{count:,} problems", "bold red"), f" in {counted}:")
-    lines = [Text(f"- {problem}") for problem in response.problems]
+    lines = [Text(f"- {problem}") for problem in problems]
     if count > len(lines):
         lines.append(Text(f"... and {count - len(lines):,} more"))
     return Group(found, *lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -237,17 +238,20 @@ def demo(
     requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 2_400,
     workers: Annotated[int, typer.Option(min=1, max=64, help="Client processes.")] = 3,
     seed: Annotated[int, typer.Option(help="Of the traffic.")] = 0,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write its end as an SVG, too.")
+    ] = None,
 ) -> None:
-    """Show prefixd at work: a private daemon, three tiers, real bytes.
+    """Show prefixd at work: a private daemon, three tiers, real bytes, a crash.
 
     Starts a daemon of its own with small budgets in a temporary directory, makes a multi-turn
-    trace, replays it with a few workers through all three tiers, verifies every byte that comes
-    back, and cleans up.
+    trace, replays it with a few workers through all three tiers, kills the daemon in the middle
+    and starts the next one, verifies every byte that comes back, and cleans up.
     """
     from .demo import DemoOptions, run_demo
 
     console = make_console(stderr=ctl.as_json)
-    result = run_demo(DemoOptions(requests, workers, seed), console)
+    result = run_demo(DemoOptions(requests, workers, seed), console, picture)
     if ctl.as_json:
         print_json(result.as_dict())
     if not result.good:

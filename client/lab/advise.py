@@ -29,7 +29,6 @@ from hashlib import blake2b
 from typing import Any, Protocol
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
-from ...proto.record import head_bytes_for, record_bytes
 from ...tiers.eviction.lru import LRU
 from .trace import Request
 
@@ -204,9 +203,8 @@ def advise(
 
 
 def stored_block_bytes(payload_bytes: int) -> int:
-    """What a block takes from a budget: its record, in whole slabs."""
-    record = record_bytes(head_bytes_for(0), payload_bytes)
-    return -(-record // SLAB_BYTES) * SLAB_BYTES
+    """What a block takes from a budget: its payload, in whole slabs."""
+    return -(-payload_bytes // SLAB_BYTES) * SLAB_BYTES
 
 
 def smallest_capacity(curve: Curve, wanted: float) -> int:

@@ -17,9 +17,12 @@ class Latencies:
     def __init__(self, buckets: Mapping[int, int] | None = None) -> None:
         #: how many durations fell into bucket b: the octave and its part, as one number
         self._buckets: Counter[int] = Counter(buckets or {})
+        #: all durations together
+        self.total_ns = 0
 
     def add(self, duration_ns: int) -> None:
         """One more; what is below a nanosecond counts as one."""
+        self.total_ns += duration_ns
         mantissa, exponent = math.frexp(max(duration_ns, 1))
         part = int((mantissa - 0.5) * 2 * _PER_OCTAVE)
         self._buckets[exponent * _PER_OCTAVE + part] += 1
@@ -27,6 +30,7 @@ class Latencies:
     def merge(self, other: Latencies) -> None:
         """Add everything that `other` has seen."""
         self._buckets.update(other._buckets)
+        self.total_ns += other.total_ns
 
     @property
     def count(self) -> int:

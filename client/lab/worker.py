@@ -7,7 +7,6 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -221,13 +220,12 @@ class Replayer:
             token_count = max(0, min(options.block_tokens, left_tokens))
             items.append(SaveItem(key, self._payloads.payload(block_id), token_count))
         with _timed(outcome, "save"):
-            saving = self._client.save_many(
+            saved = self._client.save_many(
                 items,
                 tier=self._tier(keys[good]),
                 reason=options.reason,
                 ancestors=keys[:good],
             )
-            saved = saving.result() if isinstance(saving, Future) else saving
         outcome.saves = Counter(one.status.label for one in saved)
         outcome.saved_bytes = outcome.saves[SaveStatus.SAVED.label] * options.block_bytes
         outcome.unavailable |= any(one.status is SaveStatus.UNAVAILABLE for one in saved)

@@ -14,19 +14,22 @@ from typing import Final
 from weakref import finalize
 
 from ...proto.arena_header import ARENA_HEADER_BYTES, read_arena_incarnation
-from ...proto.copying import copy, copy_crc32c
+from ...proto.copying import RELEASE_BYTES, copy, copy_crc32c, crc32c_of
 from ...proto.errors import RecordError
 from ...proto.layout import crc32c
+from ...proto.pieces import FlatBytes, views_of
 
 #: Read and checksummed piece by piece, so that the checksum finds its bytes in the cache.
 _PIECE_BYTES: Final = 2**20
+#: Buffers that one `preadv` takes.
+_IOV_MAX: Final = 1024
 
 
 class Arena(ABC):
     """One tier's memory. Thread-safe."""
 
     @abstractmethod
-    def read_into(self, location: tuple[int, ...], target: memoryview, *, check: bool) -> int:
+    def read_into(self, location: tuple[int, ...], target: FlatBytes, *, check: bool) -> int:
         """Copy the first `len(target)` bytes of the extents at `location` into `target`.
 
         Returns the CRC32C of what then is in `target`, 0 without `check`. Raises OSError if the
@@ -54,7 +57,21 @@ class MappedArena(Arena):
         self._view: Final = memoryview(mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ))
         self._outlives_daemon: Final = outlives_daemon
 
-    def read_into(self, location: tuple[int, ...], target: memoryview, *, check: bool) -> int:
+    def read_into(self, location: tuple[int, ...], target: FlatBytes, *, check: bool) -> int:
+        if len(location) == 2:
+            # Nearly every entry: without the detours of a list of extents.
+            start, extent_bytes = location
+            size_bytes = len(target)
+            view = self._view[start : start + size_bytes]
+            if size_bytes > extent_bytes or len(view) != size_bytes:
+                raise _beyond_the_end()
+            if size_bytes < RELEASE_BYTES and isinstance(target, memoryview):
+                target[:] = view
+                return crc32c(target) if check else 0
+            if check:
+                return copy_crc32c(target, view)
+            copy(target, view)
+            return 0
         crc = at = 0
         for view in self._range(location, 0, len(target)):
             room = target[at : at + len(view)]
@@ -68,6 +85,12 @@ class MappedArena(Arena):
     def views(
         self, location: tuple[int, ...], offset_bytes: int, length_bytes: int
     ) -> list[memoryview] | None:
+        if len(location) == 2 and offset_bytes + length_bytes <= location[1]:
+            start = location[0] + offset_bytes
+            view = self._view[start : start + length_bytes]
+            if len(view) != length_bytes:
+                raise _beyond_the_end()
+            return [view]
         return list(self._range(location, offset_bytes, length_bytes))
 
     def _range(
@@ -93,18 +116,18 @@ class FileArena(Arena):
         # Closed with the object, so that a thread that reads is never left with another file.
         finalize(self, os.close, self._fd).atexit = False
 
-    def read_into(self, location: tuple[int, ...], target: memoryview, *, check: bool) -> int:
+    def read_into(self, location: tuple[int, ...], target: FlatBytes, *, check: bool) -> int:
         fd, crc, at = self._fd, 0, 0
         piece_bytes = _PIECE_BYTES if check else len(target)
         for start, part_bytes in _parts(location, 0, len(target)):
             end = start + part_bytes
             while start < end:
                 room = target[at : at + min(piece_bytes, end - start)]
-                read_bytes = os.preadv(fd, [room], start)
+                read_bytes = os.preadv(fd, views_of(room)[:_IOV_MAX], start)
                 if not read_bytes:
                     raise _beyond_the_end()
                 if check:
-                    crc = crc32c(room[:read_bytes], crc)
+                    crc = crc32c_of(room[:read_bytes], crc)
                 start += read_bytes
                 at += read_bytes
         return crc

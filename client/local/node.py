@@ -14,7 +14,7 @@ that reads never loses what it reads from.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -22,8 +22,9 @@ from typing import Final
 from ...proto import local
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import RecordError
-from ...proto.index import IndexReader, unpack_row
+from ...proto.index import IndexReader, Placed, place_of
 from ...proto.keys import Key
+from ...proto.pieces import FlatBytes
 from ...proto.vocabulary import Tier
 from ..results import Entry
 from ..wire.transport import Copied
@@ -84,6 +85,19 @@ class LocalNode:
     def _attach_staging(self, fd: int, size_bytes: int) -> None:
         self.staging = StagingMemory(os.dup(fd), size_bytes)
 
+    def take_index(self, descriptors: Mapping[str, tuple[int, int]]) -> None:
+        """Of what was handed over again only the index is new; descriptors are closed here."""
+        for name, (fd, size_bytes) in descriptors.items():
+            try:
+                if name == local.INDEX:
+                    self._attach_index(fd, size_bytes)
+            except (OSError, ValueError, RecordError) as problem:
+                self.refused[name] = str(problem)
+            else:
+                self.refused.pop(name, None)
+            finally:
+                os.close(fd)
+
     @property
     def indexed(self) -> bool:
         """Can entries be looked up here, at this moment?"""
@@ -92,101 +106,107 @@ class LocalNode:
     # ---- copies
 
     def copy(
-        self, entries: Sequence[Entry], targets: Sequence[memoryview], check: Sequence[bool]
+        self, entries: Sequence[Entry], targets: Sequence[FlatBytes], check: Sequence[bool]
     ) -> list[Copied]:
         """Copy whole payloads into `targets`, each exactly as long as its payload. `check`: whose
         CRC32C is compared."""
         index = self.index
         if index is None:
             return [Copied.GONE] * len(entries)
-        keys = [entry.key for entry in entries]
-        rows = index.get(keys)
-        copies = [
-            self._copy(entry, row, target, checked)
-            for entry, row, target, checked in zip(entries, rows, targets, check, strict=True)
-        ]
-        return self._validated(keys, rows, copies)
-
-    def _copy(self, entry: Entry, row: bytes | None, target: memoryview, check: bool) -> Copied:
-        if row is None:
-            return Copied.GONE
-        found = unpack_row(row)
-        arena = self.arenas.get(found.tier)
-        if found.generation != entry.generation or arena is None:
-            return Copied.GONE
-        try:
-            crc = arena.read_into(found.location, target, check=check)
-        except OSError:
-            return Copied.GONE  # the daemon knows more
-        return Copied.CORRUPT if check and crc != found.payload_crc32c else Copied.WHOLE
+        rows = list(index.find([entry.key for entry in entries]))
+        arenas, gone, whole = self.arenas, Copied.GONE, Copied.WHOLE
+        copies: list[Copied] = []
+        copied: list[Placed] = []
+        tiers: set[int] = set()
+        for entry, found, target, checked in zip(entries, rows, targets, check, strict=True):
+            outcome = gone
+            if found is not None:
+                generation, tier, location = place_of(found[1])
+                arena = arenas.get(tier)
+                if generation == entry.generation and arena is not None:
+                    try:
+                        crc = arena.read_into(location, target, check=checked)
+                        wrong = checked and crc != entry.payload_crc32c
+                        outcome = Copied.CORRUPT if wrong else whole
+                        copied.append(found)
+                        tiers.add(tier)
+                    except OSError:
+                        outcome = gone  # the daemon knows more
+            copies.append(outcome)
+        return self._validated(copies, rows, copied, tiers)
 
     def _validated(
-        self, keys: Sequence[Key], rows: Sequence[bytes | None], copies: list[Copied]
+        self,
+        copies: list[Copied],
+        rows: Sequence[Placed | None],
+        copied: Collection[Placed],
+        tiers: set[int],
     ) -> list[Copied]:
-        """The outcome of copies that are done: of an entry that left meanwhile, nothing counts."""
-        looked = [n for n, outcome in enumerate(copies) if outcome is not Copied.GONE]
-        found: list[tuple[Key, bytes]] = [(keys[n], rows[n] or b"") for n in looked]
-        if self.stand(found):
+        """The outcome of copies that are done: of an entry that left meanwhile, nothing counts.
+        `copied`: those of `rows` that something was copied of, and their tiers."""
+        if self._stand(copied, tiers):
             return copies
-        for number, pair in zip(looked, found, strict=True):
-            if not self.stand([pair]):
-                copies[number] = Copied.GONE
-        return copies
+        return [
+            outcome if found is not None and self.stand([found]) else Copied.GONE
+            for outcome, found in zip(copies, rows, strict=True)
+        ]
 
     def read(self, entry: Entry, offset_bytes: int, length_bytes: int) -> bytes | None:
         """A range of a payload, not checked; None: it can't be had here."""
-        (row,) = self.index.get([entry.key]) if self.index is not None else (None,)
-        views = None if row is None else self._views(entry, row, offset_bytes, length_bytes)
-        if row is None or views is None:
+        found = None if self.index is None else next(self.index.find([entry.key]))
+        views = None if found is None else self._views(entry, found[1], offset_bytes, length_bytes)
+        if found is None or views is None:
             return None
         data = b"".join(views)
-        return data if self.stand([(entry.key, row)]) else None
+        return data if self.stand([found]) else None
 
     def views(
-        self, entries: Sequence[Entry]
-    ) -> tuple[list[list[memoryview]], list[tuple[Key, bytes]]] | None:
+        self, entries: Sequence[Entry], known: Mapping[Key, Placed]
+    ) -> tuple[list[list[memoryview]], dict[Key, Placed]] | None:
         """The payloads of claimed entries where they lie, and the rows that they are good with:
-        as long as those `stand`. None: some can't be reached."""
+        as long as those `stand`. `known`: rows that need not be looked up. None: some payloads
+        can't be reached."""
         if self.index is None:
             return None
-        rows = self.index.get([entry.key for entry in entries])
         views: list[list[memoryview]] = []
-        standing: list[tuple[Key, bytes]] = []
-        for entry, row in zip(entries, rows, strict=True):
-            found = None if row is None else self._views(entry, row, 0, entry.payload_bytes)
-            if row is None or found is None:
+        rows: dict[Key, Placed] = {}
+        for entry in entries:
+            key = entry.key
+            found = known.get(key) or next(self.index.find((key,)))
+            its_views = None if found is None else self._views(entry, found[1])
+            if found is None or its_views is None:
                 return None
-            views.append(found)
-            standing.append((entry.key, row))
-        return views, standing
+            views.append(its_views)
+            rows[key] = found
+        return views, rows
 
     def _views(
-        self, entry: Entry, row: bytes, offset_bytes: int, length_bytes: int
+        self, entry: Entry, row: bytes, offset_bytes: int = 0, length_bytes: int | None = None
     ) -> list[memoryview] | None:
-        found = unpack_row(row)
-        arena = self.arenas.get(found.tier)
-        if found.generation != entry.generation or arena is None:
+        generation, tier, location = place_of(row)
+        arena = self.arenas.get(tier)
+        if generation != entry.generation or arena is None:
             return None
         try:
-            return arena.views(found.location, offset_bytes, length_bytes)
+            whole = entry.payload_bytes if length_bytes is None else length_bytes
+            return arena.views(location, offset_bytes, whole)
         except OSError:
             return None
 
-    def stand(self, rows: Sequence[tuple[Key, bytes]]) -> bool:
+    def stand(self, rows: Collection[Placed]) -> bool:
         """Do these rows still stand, and did no later start of the daemon write to their arenas?
 
         True after a copy: what was copied is what was saved.
         """
+        return self._stand(rows, {place_of(row)[1] for _, row in rows})
+
+    def _stand(self, rows: Collection[Placed], tiers: set[int]) -> bool:
+        """The same, of rows in these tiers."""
         index = self.index
-        if index is None or not index.live:
-            return False
-        if not index.unchanged([key for key, _ in rows], [row for _, row in rows]):
+        if index is None or not index.unchanged(rows):
             return False
         incarnation = self.ref.incarnation
-        return all(
-            self.arenas[t].written_by(incarnation)
-            for t in {unpack_row(row).tier for _, row in rows}
-        )
+        return all(self.arenas[tier].written_by(incarnation) for tier in tiers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +214,7 @@ class InPlace:
     """A claim that was made from rows of the index: while they stand, its bytes are good."""
 
     node: LocalNode
-    rows: Sequence[tuple[Key, bytes]]
+    rows: Mapping[Key, Placed]
 
     def stands(self) -> bool:
-        return self.node.stand(self.rows)
+        return self.node.stand(self.rows.values())

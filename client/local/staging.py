@@ -1,7 +1,7 @@
 """This client's staging memory: saves are copied into slots of it, the daemon copies them out.
 
-A slot is filled with as many payloads, or as much of a large one, as it takes; one message tells
-the daemon what lies where. While it copies one slot, the client fills the next.
+A slot is filled with as many payloads, or as much of a large one, as it takes; messages tell the
+daemon what lies where. While it copies what one message told of, the client fills on.
 """
 
 from __future__ import annotations
@@ -11,17 +11,23 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Final
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.copying import copy_crc32c
 from ...proto.errors import DaemonUnavailable, LimitReached
+from ...proto.limits import STAGED_MESSAGE_BYTES
+from ...proto.pieces import FlatBytes
 from ..wire.deadline import Deadline
+from ..wire.messages import results_of
 from .calls import Line, LocalCalls
 
-#: Large enough that a message costs little beside its copy, small enough to stay in the cache.
+#: Large enough for most payloads in one piece, small enough that there are several.
 SLOT_BYTES: Final = 8 * 2**20
+#: What one message tells of, unless a payload is larger: large enough that a message costs little
+#: beside its copy, small enough that the daemon begins early and copies it from the cache.
+MESSAGE_BYTES: Final = STAGED_MESSAGE_BYTES
 _MADV_POPULATE_WRITE: Final = 23
 _libc: Final = ctypes.CDLL(None)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -103,7 +109,7 @@ def save(
     memory: StagingMemory,
     calls: LocalCalls,
     opening: pb.SaveStagedRequest,
-    payloads: Sequence[memoryview],
+    payloads: Sequence[FlatBytes],
     deadline: Deadline,
 ) -> list[pb.SaveResult]:
     """Save `payloads` (flat bytes) through `memory`: the next slot is filled while the daemon
@@ -120,30 +126,29 @@ class _StagedSave:
     def __init__(self, memory: StagingMemory, deadline: Deadline) -> None:
         self._memory = memory
         self._deadline = deadline
-        #: of the requests that were not answered yet, oldest first
+        #: of the requests that are not answered yet, oldest first: the slot that is free then
         self._slots: deque[int] = deque()
         self._line: Line | None = None
         self._results: list[pb.SaveResult] = []
 
     def run(
-        self, calls: LocalCalls, opening: pb.SaveStagedRequest, payloads: Sequence[memoryview]
+        self, calls: LocalCalls, opening: pb.SaveStagedRequest, payloads: Sequence[FlatBytes]
     ) -> list[pb.SaveResult]:
         filled = _filled(self._memory, self._take, opening, payloads)
         try:
             # Before there is a line: others may have the slots for long, and the daemon hangs up
             # on a client that connects and says nothing.
-            slot, request = next(filled)
-            self._slots.append(slot)
+            first = self._expect(*next(filled))
             with calls.line(self._deadline.left_s()) as line:
                 self._line = line
-                self._send(line, request)
+                self._send(line, first)
                 for slot, request in filled:
-                    self._slots.append(slot)
-                    self._send(line, request)
+                    self._send(line, self._expect(slot, request))
                 while not self._results:
                     self._receive(line)
             return self._results
         finally:
+            filled.close()
             for slot in self._slots:
                 self._memory.give(slot)
 
@@ -154,6 +159,14 @@ class _StagedSave:
                 return self._memory.take(self._deadline)  # others have them all
             self._receive(self._line)
         return slot
+
+    def _expect(self, slot: int | None, request: pb.SaveStagedRequest) -> pb.SaveStagedRequest:
+        """Each answer wakes this process while the daemon has more to do: it is told of slots
+        only, and of the last one with the results."""
+        if slot is not None:
+            self._slots.append(slot)
+        request.quiet = slot is None or request.last
+        return request
 
     def _send(self, line: Line, request: pb.SaveStagedRequest) -> None:
         try:
@@ -166,31 +179,40 @@ class _StagedSave:
         response = line.receive(self._deadline.left_s()).save_staged
         if response.parts_copied:
             self._memory.give(self._slots.popleft())
-        self._results.extend(response.results)
+        self._results += results_of(response)
 
 
 def _filled(
     memory: StagingMemory,
     take: Callable[[], int],
     request: pb.SaveStagedRequest,
-    payloads: Sequence[memoryview],
-) -> Iterator[tuple[int, pb.SaveStagedRequest]]:
-    """Slots with what was copied into them, and the requests that say so, `request` first.
-    Whoever gets a slot gives it back."""
+    payloads: Sequence[FlatBytes],
+) -> Generator[tuple[int | None, pb.SaveStagedRequest], None, None]:
+    """Requests that say what was copied where, `request` first, each with the slot that nothing
+    more will be told of, if there is one. Whoever gets a slot gives it back."""
     left_bytes = sum(map(len, payloads))
     slot: int | None = None
-    used_bytes = 0
+    used_bytes = told_bytes = 0
     try:
+        if left_bytes > MESSAGE_BYTES:
+            # The daemon finds room for all of it while the first of it is copied here.
+            slot = take()
+            yield None, request
+            request = pb.SaveStagedRequest()
         for item, payload in enumerate(payloads):
             crc, offset_bytes = 0, 0
             while offset_bytes < len(payload):
                 if slot is None:
                     slot, used_bytes = take(), 0
                 piece = payload[offset_bytes : offset_bytes + memory.slot_bytes - used_bytes]
+                if told_bytes and told_bytes + len(piece) > MESSAGE_BYTES:
+                    yield None, request
+                    request, told_bytes = pb.SaveStagedRequest(), 0
                 place = slot + used_bytes
                 crc = copy_crc32c(memory.room(place, len(piece)), piece, crc)
                 offset_bytes += len(piece)
                 used_bytes += len(piece)
+                told_bytes += len(piece)
                 left_bytes -= len(piece)
                 request.parts.add(
                     item=item,
@@ -203,7 +225,7 @@ def _filled(
                     request.last = not left_bytes
                     full, slot = slot, None
                     yield full, request
-                    request = pb.SaveStagedRequest()
+                    request, told_bytes = pb.SaveStagedRequest(), 0
     finally:
         if slot is not None:
             memory.give(slot)

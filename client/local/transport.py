@@ -11,20 +11,32 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Final
 
 from ...proto import local
 from ...proto.errors import DeadlineExceeded, PrefixdError, UnknownStaging
-from ...proto.index import unpack_row
+from ...proto.index import Placed, entry_of
 from ...proto.keys import Key
+from ...proto.pieces import FlatBytes
 from ...proto.vocabulary import SaveReason, Tier
-from ..results import ClaimMode, Entry, Found, Presence, SaveOutcome
+from ..results import ClaimMode, DeleteStatus, Entry, Found, Presence, SaveOutcome
 from ..wire.deadline import Deadline
 from ..wire.link import Holding, Link
 from ..wire.remote import RemoteTransport, Stage
-from ..wire.transport import Claimed, Copied, Granted, Range, ReserveItem, SaveTerms, Saving, Sink
+from ..wire.transport import (
+    Claimed,
+    Copied,
+    Granted,
+    Range,
+    ReserveItem,
+    SaveTerms,
+    Saving,
+    Share,
+    Sink,
+)
 from . import staging
 from .calls import LocalCalls
 from .node import InPlace, LocalNode
@@ -54,6 +66,8 @@ class LocalTransport:
         self._node: LocalNode | None = None
         #: Before this moment, on the monotonic clock, nobody asks for a hand-over.
         self._not_before_s = 0.0
+        #: The same for an index in place of one that was revoked.
+        self._no_index_before_s = 0.0
         self._closed = False
         # A lock of its own: heartbeats take it, and must not wait for a hand-over.
         self._touches_lock = threading.Lock()
@@ -76,35 +90,69 @@ class LocalTransport:
     def _indexed(self, deadline: Deadline | None = None) -> LocalNode | None:
         """The same, of a node with an index: without one, nothing can be read in place."""
         node = self._current(deadline)
+        if node is not None and not node.indexed:
+            self._renew_index(node, deadline)
         return node if node is not None and node.indexed else None
 
+    def _renew_index(self, node: LocalNode, deadline: Deadline | None) -> None:
+        """A daemon that revoked its index makes another one: ask for it now and then. What else
+        was handed over stays as it is. Raises DeadlineExceeded."""
+        within_s = HAND_OVER_S if deadline is None else min(HAND_OVER_S, deadline.left_s() / 2)
+        if time.monotonic() < self._no_index_before_s or not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._no_index_before_s = time.monotonic() + RETRY_HAND_OVER_S
+            with node.calls.line(within_s) as line:
+                descriptors, _ = line.hand_over(node.ref, within_s)
+            node.take_index(descriptors)
+        except (OSError, PrefixdError) as problem:
+            logger.info("no new index: %s", problem)
+        finally:
+            self._lock.release()
+
     def _switch(self, deadline: Deadline | None) -> None:
-        """Take the node of the current session, if there is one. Raises DeadlineExceeded."""
+        """Take the node of the current session. While there is none the last node stays: what it
+        has is still right, also of a daemon that died. Raises DeadlineExceeded."""
         link = self._remote.current
-        if link is self._link:
+        if link is None or link is self._link:
             return
         within_s = HAND_OVER_S if deadline is None else min(HAND_OVER_S, deadline.left_s())
-        with self._lock:
-            if link is self._link or self._closed:
-                return
-            old, self._node, self._link = self._node, None, None
-            if old is not None:
-                old.calls.close()
-                self._take_touches()  # of entries of an earlier session
-                self._not_before_s = 0.0
-            if link is None or time.monotonic() < self._not_before_s:
-                return
-            try:
-                self._node = _hand_over(link, within_s)
-            except DeadlineExceeded:
-                logger.info("no local fast path yet: the daemon took too long to hand it over")
-                self._not_before_s = time.monotonic() + RETRY_HAND_OVER_S
-                return
-            self._link = link
-            link.before_heartbeat = self._report_touches
-            if self._node is not None:
-                link.calls = self._node.calls
-                link.on_end = self._node.calls.hang_up
+        until_s = time.monotonic() + within_s
+        # Another call may be asking for it. Half of the time is left for asking over gRPC.
+        if not self._lock.acquire(timeout=within_s / 2):
+            return
+        try:
+            self._take_node(link, until_s)
+        finally:
+            self._lock.release()
+
+    def _take_node(self, link: Link, until_s: float) -> None:
+        """With the lock."""
+        if link is self._link or self._closed:
+            return
+        old, self._node, self._link = self._node, None, None
+        if old is not None:
+            old.calls.close()
+            self._take_touches()  # of entries of an earlier session
+            self._not_before_s = 0.0
+        now_s = time.monotonic()
+        if now_s >= until_s or now_s < self._not_before_s:
+            return
+        try:
+            node = _hand_over(link, until_s - now_s)
+        except DeadlineExceeded:
+            logger.info("no local fast path yet: the daemon took too long to hand it over")
+            self._not_before_s = time.monotonic() + RETRY_HAND_OVER_S
+            return
+        if self._closed:
+            if node is not None:
+                node.calls.close()
+            return
+        self._node, self._link = node, link
+        link.before_heartbeat = self._report_touches
+        if node is not None:
+            link.calls = node.calls
+            link.on_end = node.calls.hang_up
 
     def refused(self) -> dict[str, str]:
         node = self._current()
@@ -121,7 +169,8 @@ class LocalTransport:
         node = self._indexed(deadline)
         if node is None:
             return None
-        return [(at, entry) for at, entry, _ in _found(node, keys, mode)]
+        positions, entries, _ = _found(node, keys, mode)
+        return list(zip(positions, entries, strict=True))
 
     def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
         node = self._indexed(deadline)
@@ -129,8 +178,24 @@ class LocalTransport:
             return self._remote.exist(keys, deadline)
         return node.index.contains(keys)
 
+    def peek(self, keys: Sequence[Key]) -> list[bool] | None:
+        link, node = self._link, self._node
+        if link is None or link.why_ended or node is None:
+            return None
+        index = node.index
+        return index.contains(keys) if index is not None and index.live else None
+
+    def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
+        node = self._indexed(deadline)
+        if node is None or node.index is None:
+            return self._remote.leading_run(keys, deadline)
+        return sum(1 for _ in takewhile(bool, node.index.find(keys)))
+
+    def delete(self, keys: Sequence[Key], deadline: Deadline) -> list[DeleteStatus]:
+        return self._remote.delete(keys, deadline)
+
     def copy(
-        self, entries: Sequence[Entry], targets: Sequence[memoryview], check: Sequence[bool]
+        self, entries: Sequence[Entry], targets: Sequence[FlatBytes], check: Sequence[bool]
     ) -> list[Copied]:
         node = self._indexed()
         if node is None:
@@ -141,15 +206,14 @@ class LocalTransport:
         if claim.why_lost is not None:
             return None  # nothing would keep the bytes there
         held = claim.in_place
+        known = held.rows if isinstance(held, InPlace) else {}
         node = held.node if isinstance(held, InPlace) else self._indexed()
-        found = None if node is None else node.views(entries)
+        found = None if node is None else node.views(entries, known)
         if node is None or found is None:
             return None
         views, rows = found
-        if held is None:
-            claim.in_place = InPlace(node, rows)
-        elif isinstance(held, InPlace):
-            claim.in_place = InPlace(node, list(dict([*held.rows, *rows]).items()))
+        if rows.keys() - known.keys():
+            claim.in_place = InPlace(node, {**known, **rows})
         return views
 
     def touch(self, keys: Sequence[Key]) -> None:
@@ -182,6 +246,9 @@ class LocalTransport:
     def wait(self, deadline: Deadline) -> bool:
         return self._remote.wait(deadline)
 
+    def share(self, tier: Tier, deadline: Deadline) -> Share | None:
+        return self._remote.share(tier, deadline)
+
     def lookup(self, keys: Sequence[Key], wait_ms: int, deadline: Deadline) -> list[Found]:
         """In place unless it is to wait: the index does not know what is in flight."""
         if not wait_ms:
@@ -199,14 +266,14 @@ class LocalTransport:
         """Only of what the index has: a miss costs the daemon nothing."""
         node = None if wait_ms else self._indexed(deadline)
         if node is not None:
-            found = list(_found(node, keys, mode))
-            if not found:
+            positions, entries, rows = _found(node, keys, mode)
+            if not entries:
                 return Claimed(None, [], [], in_flight=False)
-            entries = [entry for _, entry, _ in found]
             holding = self._remote.claim_known(entries, lease_ms, deadline)
             if holding is not None:
-                holding.in_place = InPlace(node, [(entry.key, row) for _, entry, row in found])
-                return Claimed(holding, [at for at, _, _ in found], entries, in_flight=False)
+                by_key = dict(zip((entry.key for entry in entries), rows, strict=True))
+                holding.in_place = InPlace(node, by_key)
+                return Claimed(holding, positions, entries, in_flight=False)
         return self._remote.claim(keys, mode, wait_ms, lease_ms, deadline)
 
     def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
@@ -276,7 +343,7 @@ class LocalTransport:
     def write(
         self,
         reservations: Sequence[tuple[Holding, Key]],
-        payloads: Sequence[memoryview],
+        payloads: Sequence[FlatBytes],
         deadline: Deadline,
     ) -> list[SaveOutcome]:
         """Through staging memory if there is some."""
@@ -303,7 +370,7 @@ class LocalTransport:
 
     def _staged(
         self,
-        payloads: Sequence[memoryview],
+        payloads: Sequence[FlatBytes],
         deadline: Deadline,
         save: Callable[[LocalNode, Stage], list[SaveOutcome]],
     ) -> list[SaveOutcome] | None:
@@ -322,11 +389,11 @@ class LocalTransport:
         return terms._replace(touched=self._take_touches())
 
     def close(self, within_s: float) -> None:
+        # Not with the lock: a call that takes a node at this moment sees it when it has one.
+        self._closed = True
         self._report_touches()
         self._remote.close(within_s)
-        with self._lock:
-            self._closed = True
-            node, self._node, self._link = self._node, None, None
+        node, self._node, self._link = self._node, None, None
         if node is not None:
             node.calls.close()
 
@@ -362,42 +429,40 @@ def _hand_over(link: Link, within_s: float) -> LocalNode | None:
 
 def _found(
     node: LocalNode, keys: Iterable[Key], mode: ClaimMode
-) -> Iterator[tuple[int, Entry, bytes]]:
-    """What `mode` wants of the keys: position, entry and packed row. Takes no more keys than it
+) -> tuple[list[int], list[Entry], list[Placed]]:
+    """What `mode` wants of the keys: positions, entries and their rows. Takes no more keys than it
     needs."""
-    index = node.index
-    assert index is not None
-    rows: Iterable[tuple[int, bytes | None]]
-    match mode:
-        case ClaimMode.RUN:
-            rows = enumerate(index.run(keys))
-        case ClaimMode.FIRST:
-            first = index.first(keys)
-            rows = () if first is None else (first,)
-        case ClaimMode.ANY:
-            rows = enumerate(index.get(keys))
-    for position, row in rows:
-        entry = None if row is None else _entry(row)
-        if row is not None and entry is not None:
-            yield position, entry, row
+    assert node.index is not None
+    positions: list[int] = []
+    entries: list[Entry] = []
+    rows: list[Placed] = []
+    for position, found in enumerate(node.index.find(keys)):
+        entry = None if found is None else _entry(found[1])
+        if found is not None and entry is not None:
+            positions.append(position)
+            entries.append(entry)
+            rows.append(found)
+            if mode is ClaimMode.FIRST:
+                break
         elif mode is ClaimMode.RUN:
-            return
+            break
+    return positions, entries, rows
 
 
 def _entry(row: bytes) -> Entry | None:
     """None: of a tier or a reason that this version does not know."""
-    found = unpack_row(row)
-    tier, reason = _TIERS.get(found.tier), _REASONS.get(found.reason)
-    if tier is None or reason is None:
+    key, generation, payload_bytes, tokens, crc, ids_bytes, layers, tier, reason = entry_of(row)
+    known_tier, known_reason = _TIERS.get(tier), _REASONS.get(reason)
+    if known_tier is None or known_reason is None:
         return None
     return Entry(
-        found.key,
-        tier,
-        found.payload_bytes,
-        found.token_count,
-        found.payload_crc32c,
-        found.layer_count,
-        found.token_ids_bytes,
-        found.generation,
-        reason,
+        key,
+        known_tier,
+        payload_bytes,
+        tokens,
+        crc,
+        layers,
+        ids_bytes,
+        generation,
+        known_reason,
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from itertools import chain
 from typing import Any, Final, Protocol, TypeVar
 
@@ -67,13 +69,17 @@ class Connection:
         return self._result(self.stub.Lookup.future(request, timeout=timeout), timeout)
 
     def Claim(self, request: pb.ClaimRequest, *, timeout: float) -> pb.ClaimResponse:
-        return self._result(self.stub.Claim.future(request, timeout=timeout), timeout)
+        return self._granted(
+            self.stub.Claim.future(request), timeout, partial(self._release, request)
+        )
 
     def Release(self, request: pb.ReleaseRequest, *, timeout: float) -> pb.ReleaseResponse:
         return self._result(self.stub.Release.future(request, timeout=timeout), timeout)
 
     def Reserve(self, request: pb.ReserveRequest, *, timeout: float) -> pb.ReserveResponse:
-        return self._result(self.stub.Reserve.future(request, timeout=timeout), timeout)
+        return self._granted(
+            self.stub.Reserve.future(request), timeout, partial(self._cancel, request)
+        )
 
     def Cancel(self, request: pb.CancelRequest, *, timeout: float) -> pb.CancelResponse:
         return self._result(self.stub.Cancel.future(request, timeout=timeout), timeout)
@@ -111,6 +117,54 @@ class Connection:
             return  # the process ends, and with it the connection
         closing.join(_CLOSE_S)
 
+    def _granted(self, call: grpc.Future[T], timeout_s: float, give_back: Callable[[T], None]) -> T:
+        """The answer to a call that grants something. At the daemon it has no deadline: an answer
+        that crosses it would be lost here, and what it grants be held as long as the session."""
+        with self._lock:
+            self._under_way.add(call)
+            closed = self._closed
+        if closed:
+            call.cancel()
+        try:
+            answer = call.result(timeout_s)
+        except BaseException as problem:
+            call.add_done_callback(partial(self._came_late, give_back))
+            if isinstance(problem, grpc.FutureTimeoutError):
+                raise DeadlineExceeded("the daemon did not answer in time") from None
+            if isinstance(problem, grpc.FutureCancelledError):
+                raise DaemonUnavailable("the connection was closed") from None
+            raise
+        self._ended(call)
+        return answer
+
+    def _came_late(self, give_back: Callable[[T], None], call: grpc.Future[T]) -> None:
+        """In gRPC's thread, or at once. Also of a call that failed, or ended with the session."""
+        self._ended(call)
+        if not call.cancelled() and call.exception() is None:
+            with suppress(ValueError):  # the channel was closed: the session releases it
+                give_back(call.result())
+
+    def _release(self, asked: pb.ClaimRequest, granted: pb.ClaimResponse) -> None:
+        if granted.claim_id:
+            given = pb.ReleaseRequest(session=asked.session, claim_ids=[granted.claim_id])
+            self._leave_alone(self.stub.Release.future(given))
+
+    def _cancel(self, asked: pb.ReserveRequest, granted: pb.ReserveResponse) -> None:
+        tokens = [result.token for result in granted.results if result.token]
+        if tokens:
+            given = pb.CancelRequest(session=asked.header.session, tokens=tokens)
+            self._leave_alone(self.stub.Cancel.future(given))
+
+    def _leave_alone(self, call: grpc.Future[Any]) -> None:
+        """Nobody waits for it. gRPC cancels what nobody refers to."""
+        with self._lock:
+            self._under_way.add(call)
+        call.add_done_callback(self._ended)
+
+    def _ended(self, call: grpc.Future[Any]) -> None:
+        with self._lock:
+            self._under_way.discard(call)
+
     def _result(self, call: grpc.Future[T], timeout_s: float) -> T:
         with self._lock:
             self._under_way.add(call)
@@ -125,8 +179,7 @@ class Connection:
         except grpc.FutureCancelledError:
             raise DaemonUnavailable("the connection was closed") from None
         finally:
-            with self._lock:
-                self._under_way.discard(call)
+            self._ended(call)
 
 
 def _options(connect_timeout_ms: int) -> list[tuple[str, int]]:

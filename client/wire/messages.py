@@ -9,6 +9,7 @@ from typing import Final
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import PrefixdError
 from ...proto.keys import Key
+from ...proto.limits import MAX_BATCH_KEYS
 from ...proto.vocabulary import SaveReason, Tier
 from ..results import Entry, Found, Presence, ReserveStatus, SaveOutcome, SaveStatus
 from .link import Link
@@ -60,7 +61,18 @@ def granted_of(link: Link, result: pb.ReserveResult) -> Granted:
     return Granted(status, held, result.in_flight.owner, result.in_flight.age_ms)
 
 
+#: What most saves come to.
+_SAVED: Final = pb.SaveResult(status=pb.SAVE_STATUS_SAVED)
+
+
+def results_of(response: pb.SaveStagedResponse) -> list[pb.SaveResult]:
+    """How each item ended; empty: they have not."""
+    return list(response.results) or [_SAVED] * min(response.all_saved, MAX_BATCH_KEYS)
+
+
 def outcome_of(key: Key, result: pb.SaveResult) -> SaveOutcome:
+    if result is _SAVED:
+        return SaveOutcome(key, SaveStatus.SAVED)
     flight = result.in_flight
     return SaveOutcome(key, SaveStatus(result.status), flight.owner, flight.age_ms, result.message)
 
@@ -69,7 +81,16 @@ def header_of(items: Sequence[ReserveItem], terms: SaveTerms) -> pb.SaveHeader:
     return pb.SaveHeader(
         tier=pb.Tier.ValueType(terms.tier),
         reason=pb.SaveReason.ValueType(terms.reason),
-        items=[pb.SaveItem(**item._asdict()) for item in items],
+        items=[
+            pb.SaveItem(
+                key=item.key,
+                payload_bytes=item.payload_bytes,
+                token_count=item.token_count,
+                layer_count=item.layer_count,
+                token_ids=item.token_ids,
+            )
+            for item in items
+        ],
         ancestors=terms.ancestors,
         wait_ms=terms.wait_ms,
         ttl_ms=terms.ttl_ms,

@@ -12,11 +12,15 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ...proto import prefixd_pb2 as pb
-from ...proto.layout import crc32c
+from ...proto.copying import crc32c_of
+from ...proto.errors import InvalidBatch
+from ...proto.pieces import FlatBytes, views_of
 
 _LENGTH_DELIMITED: Final = 2
 #: What a message and its part need beside the data, generously.
 _OVERHEAD_BYTES: Final = 128
+#: What a message needs beside its header, and for a part of each item, generously.
+_FRAMING_BYTES, _PART_BYTES = 64, 32
 
 
 def _tag(field: int) -> bytes:
@@ -41,7 +45,7 @@ def _varint(number: int) -> bytes:
 def pack(
     opening: bytes,
     labels: Sequence[pb.WritePart],
-    payloads: Sequence[memoryview],
+    payloads: Sequence[FlatBytes],
     *,
     chunk_bytes: int,
     max_message_bytes: int,
@@ -65,12 +69,23 @@ def pack(
             if full or size_bytes + len(data) + _OVERHEAD_BYTES > max_message_bytes:
                 yield b"".join(pieces)
                 pieces, size_bytes = [], 0
-            crc = crc32c(data, crc)
+            crc = crc32c_of(data, crc)
             part = pb.WritePart(offset_bytes=offset)
             if offset + len(data) == len(payload):
                 part.last, part.payload_crc32c = True, crc
             head = encoded_label + part.SerializeToString() + _DATA_TAG + _varint(len(data))
             length_bytes = len(head) + len(data)
-            pieces += [_PARTS_TAG, _varint(length_bytes), head, data]
+            pieces += [_PARTS_TAG, _varint(length_bytes), head, *views_of(data)]
             size_bytes += length_bytes + _OVERHEAD_BYTES
     yield b"".join(pieces)
+
+
+def check_header(header: pb.SaveHeader, max_message_bytes: int) -> None:
+    """A header is one message, or part of one. Raises InvalidBatch."""
+    framing_bytes = _FRAMING_BYTES + _PART_BYTES * len(header.items)
+    header_bytes = header.ByteSize() + framing_bytes
+    if header_bytes > max_message_bytes:
+        raise InvalidBatch(
+            f"keys and token ids of {len(header.items)} items are {header_bytes} bytes, more "
+            f"than the {max_message_bytes} of a message: save them in several calls"
+        )

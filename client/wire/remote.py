@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TypeAlias, TypeVar, cast
 
 import grpc
@@ -19,8 +15,6 @@ from ...proto.errors import (
     ClaimLost,
     DaemonUnavailable,
     DeadlineExceeded,
-    InvalidBatch,
-    InvalidSize,
     PrefixdError,
     StaleIncarnation,
     UnknownReservation,
@@ -29,26 +23,35 @@ from ...proto.errors import (
     from_grpc,
 )
 from ...proto.keys import Key
-from ...proto.limits import CHUNK_BYTES, MAX_BATCH_KEYS, MAX_CLIENT_NAME_CHARS, MAX_MESSAGE_BYTES
+from ...proto.limits import CHUNK_BYTES, MAX_BATCH_KEYS, MAX_MESSAGE_BYTES
+from ...proto.pieces import FlatBytes
+from ...proto.vocabulary import Tier
 from ..counters import Counters
-from ..results import ClaimMode, Entry, Found, SaveOutcome
+from ..results import ClaimMode, DeleteStatus, Entry, Found, SaveOutcome
 from . import messages
 from .backoff import Backoff
 from .deadline import Deadline
 from .link import Holding, Link
-from .packing import pack
-from .session import DEFAULT_CONNECT_TIMEOUT_MS, SessionKeeper, check_answering
-from .transport import Claimed, Copied, Granted, Range, ReserveItem, SaveTerms, Saving, Sink
+from .packing import check_header, pack
+from .session import DEFAULT_CONNECT_TIMEOUT_MS, SessionKeeper, check_answering, hello_of
+from .transport import (
+    Claimed,
+    Copied,
+    Granted,
+    Range,
+    ReserveItem,
+    SaveTerms,
+    Saving,
+    Share,
+    Sink,
+)
 
 T = TypeVar("T")
 
 #: Makes a staged save: its opening, the payloads, until when. Raises PrefixdError, OSError.
 Stage: TypeAlias = Callable[
-    [pb.SaveStagedRequest, Sequence[memoryview], Deadline], list[pb.SaveResult]
+    [pb.SaveStagedRequest, Sequence[FlatBytes], Deadline], list[pb.SaveResult]
 ]
-
-#: What a message needs beside its header, and for a part of each item, generously.
-_FRAMING_BYTES, _PART_BYTES = 64, 32
 
 
 class RemoteTransport:
@@ -72,7 +75,7 @@ class RemoteTransport:
         self._counters = counters
         self._keeper = SessionKeeper(
             default_address() if address is None else normalize_address(address),
-            _hello(name),
+            hello_of(name),
             counters=counters,
             connect_timeout_ms=connect_timeout_ms,
             backoff=backoff,
@@ -106,6 +109,12 @@ class RemoteTransport:
 
     def close(self, within_s: float) -> None:
         self._keeper.close(within_s)
+
+    def share(self, tier: Tier, deadline: Deadline) -> Share | None:
+        for limits in self._keeper.link(deadline).welcome.tiers:
+            if limits.tier == int(tier) and limits.max_reserved_bytes and limits.slab_bytes:
+                return Share(limits.max_reserved_bytes, limits.slab_bytes)
+        return None
 
     # ---- read side
 
@@ -257,6 +266,31 @@ class RemoteTransport:
     def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
         return [found.present for found in self.lookup(keys, 0, deadline)]
 
+    def peek(self, _keys: Sequence[Key]) -> list[bool] | None:
+        return None
+
+    def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
+        run = 0
+        for batch in self._batches(keys):
+            request = pb.LookupRequest(keys=batch, stop_at_first_absent=True)
+            _, response = self._call("Lookup", deadline, partial(_lookup, request))
+            present = [each.presence == pb.PRESENCE_PRESENT for each in response.results]
+            run += present.index(False) if False in present else len(present)
+            if len(present) < len(batch) or not all(present):
+                break
+        return run
+
+    def delete(self, keys: Sequence[Key], deadline: Deadline) -> list[DeleteStatus]:
+        request = pb.DeleteRequest(keys=keys)
+
+        def ask(link: Link, timeout_s: float) -> pb.DeleteResponse:
+            request.session.CopyFrom(link.ref)
+            return link.connection.stub.Delete(request, timeout=timeout_s)
+
+        _, response = self._call("Delete", deadline, ask)
+        with messages.understanding():
+            return [DeleteStatus(status) for _, status in zip(keys, response.results, strict=True)]
+
     def touch(self, keys: Sequence[Key]) -> None:
         link = self._keeper.current
         if link is not None:
@@ -269,7 +303,7 @@ class RemoteTransport:
         return None
 
     def copy(
-        self, entries: Sequence[Entry], _targets: Sequence[memoryview], _check: Sequence[bool]
+        self, entries: Sequence[Entry], _targets: Sequence[FlatBytes], _check: Sequence[bool]
     ) -> list[Copied]:
         return [Copied.GONE] * len(entries)
 
@@ -320,7 +354,7 @@ class RemoteTransport:
     def write(
         self,
         reservations: Sequence[tuple[Holding, Key]],
-        payloads: Sequence[memoryview],
+        payloads: Sequence[FlatBytes],
         deadline: Deadline,
     ) -> list[SaveOutcome]:
         link = self._writer(reservations, deadline)
@@ -350,7 +384,7 @@ class RemoteTransport:
         def send(link: Link, timeout_s: float) -> pb.SaveResponse | pb.SaveWholeResponse:
             header.session.CopyFrom(link.ref)
             opening = pb.SaveRequest(header=header).SerializeToString()
-            _check_header(header, link)
+            check_header(header, _max_message_bytes(link))
             packed = pack(
                 opening,
                 labels,
@@ -386,7 +420,7 @@ class RemoteTransport:
             if link.ref != ref:
                 raise UnknownStaging("the session that it was handed to has ended")
             header.session.CopyFrom(ref)
-            _check_header(header, link)
+            check_header(header, _max_message_bytes(link))
             return stage(pb.SaveStagedRequest(header=header), payloads, deadline)
 
         _, results = self._call("SaveStaged", deadline, send)
@@ -401,7 +435,7 @@ class RemoteTransport:
         stage: Stage,
         ref: pb.SessionRef,
         reservations: Sequence[tuple[Holding, Key]],
-        payloads: Sequence[memoryview],
+        payloads: Sequence[FlatBytes],
         deadline: Deadline,
     ) -> list[SaveOutcome]:
         """`write`, in the same way."""
@@ -469,6 +503,10 @@ class RemoteTransport:
         return claim.link
 
 
+def _lookup(request: pb.LookupRequest, link: Link, timeout_s: float) -> pb.LookupResponse:
+    return link.calls.Lookup(request, timeout=timeout_s)
+
+
 def _unanswered(problem: grpc.RpcError) -> bool:
     """Is the deadline what ended the call, and not the daemon?"""
     metadata = dict(cast("Iterable[tuple[str, str]]", problem.trailing_metadata() or ()))
@@ -478,23 +516,3 @@ def _unanswered(problem: grpc.RpcError) -> bool:
 
 def _max_message_bytes(link: Link) -> int:
     return link.welcome.max_message_bytes or MAX_MESSAGE_BYTES
-
-
-def _check_header(header: pb.SaveHeader, link: Link) -> None:
-    """A header is one message, or part of one. Raises InvalidBatch."""
-    framing_bytes = _FRAMING_BYTES + _PART_BYTES * len(header.items)
-    header_bytes, max_bytes = header.ByteSize() + framing_bytes, _max_message_bytes(link)
-    if header_bytes > max_bytes:
-        raise InvalidBatch(
-            f"keys and token ids of {len(header.items)} items are {header_bytes} bytes, more "
-            f"than the {max_bytes} of a message: save them in several calls"
-        )
-
-
-def _hello(name: str | None) -> pb.Hello:
-    """Who this client is. Without a name: the program."""
-    if name is None:
-        name = Path(sys.argv[0]).name[:MAX_CLIENT_NAME_CHARS] or "client"
-    if not 0 < len(name) <= MAX_CLIENT_NAME_CHARS:
-        raise InvalidSize(f"a name has 1 ... {MAX_CLIENT_NAME_CHARS} characters, not {len(name)}")
-    return pb.Hello(client_name=name, pid=os.getpid(), host=socket.gethostname())

@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
+import socket
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Final
 
 from ...proto import prefixd_pb2 as pb
@@ -21,8 +25,10 @@ from ...proto.errors import (
     DaemonUnavailable,
     DeadlineExceeded,
     Draining,
+    InvalidSize,
     PrefixdError,
 )
+from ...proto.limits import MAX_CLIENT_NAME_CHARS
 from ..counters import Counters
 from .backoff import Backoff
 from .connection import Connection
@@ -240,3 +246,12 @@ def check_answering(link: Link) -> None:
         raise DaemonUnavailable(link.why_ended)
     if link.suspect:
         raise DaemonUnavailable("the daemon did not answer the last call in time")
+
+
+def hello_of(name: str | None) -> pb.Hello:
+    """Who this client is. Without a name: the program. Raises InvalidSize."""
+    if name is None:
+        name = Path(sys.argv[0]).name[:MAX_CLIENT_NAME_CHARS] or "client"
+    if not 0 < len(name) <= MAX_CLIENT_NAME_CHARS:
+        raise InvalidSize(f"a name has 1 ... {MAX_CLIENT_NAME_CHARS} characters, not {len(name)}")
+    return pb.Hello(client_name=name, pid=os.getpid(), host=socket.gethostname())

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol, TypeAlias
 
+from ...proto.entry import content_bytes
 from ...proto.keys import Key
+from ...proto.pieces import FlatBytes
 from ...proto.vocabulary import SaveReason, Tier
-from ..results import ClaimMode, Entry, Found, ReserveStatus, SaveOutcome
+from ..results import ClaimMode, DeleteStatus, Entry, Found, ReserveStatus, SaveOutcome
 from .deadline import Deadline
 from .link import Holding
 
@@ -59,10 +61,10 @@ class ReserveItem(NamedTuple):
 
 
 class Saving(NamedTuple):
-    """One key with its payload as flat bytes."""
+    """One key with its payload as flat bytes, in one piece or several."""
 
     item: ReserveItem
-    payload: memoryview
+    payload: FlatBytes
 
 
 class Copied(Enum):
@@ -89,6 +91,18 @@ class SaveTerms(NamedTuple):
     ttl_ms: int = 0
     #: What was read in place and not told yet, to count before the save makes room.
     touched: Sequence[Key] = ()
+
+
+class Share(NamedTuple):
+    """What a session may have reserved in a tier at once. A single entry may be larger."""
+
+    stored_bytes: int
+    slab_bytes: int
+
+    def stored_bytes_of(self, item: ReserveItem) -> int:
+        """What an entry takes of it."""
+        content = content_bytes(item.payload_bytes, len(item.token_ids))
+        return -(-content // self.slab_bytes) * self.slab_bytes
 
 
 class Granted(NamedTuple):
@@ -120,6 +134,9 @@ class Transport(Protocol):
     def wait(self, deadline: Deadline) -> bool:
         """Wait for a session. False: closed. Raises DeadlineExceeded."""
 
+    def share(self, tier: Tier, deadline: Deadline) -> Share | None:
+        """What this session may reserve; None: the daemon does not say. Waits for a session."""
+
     # ---- in place: without asking the daemon, where that is possible
 
     def find(
@@ -129,7 +146,7 @@ class Transport(Protocol):
         can't be said without asking. Takes no more keys than it needs."""
 
     def copy(
-        self, entries: Sequence[Entry], targets: Sequence[memoryview], check: Sequence[bool]
+        self, entries: Sequence[Entry], targets: Sequence[FlatBytes], check: Sequence[bool]
     ) -> list[Copied]:
         """Copy whole payloads, claimed or not, into `targets`, each as long as its payload.
         `check`: whose CRC32C is compared. Never raises PrefixdError."""
@@ -145,6 +162,12 @@ class Transport(Protocol):
 
     def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
         """Which keys are published. In place if possible, else by asking."""
+
+    def peek(self, keys: Sequence[Key]) -> list[bool] | None:
+        """Which keys are published, in place and at once; None: that needs more than a look."""
+
+    def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
+        """How many keys from the first on are published. In place if possible, else by asking."""
 
     # ---- by asking
 
@@ -169,6 +192,9 @@ class Transport(Protocol):
     def forget(self, claim: Holding) -> None:
         """Give a claim back some time soon, without waiting. Callable from a finalizer."""
 
+    def delete(self, keys: Sequence[Key], deadline: Deadline) -> list[DeleteStatus]:
+        """Drop entries; at most `max_batch_keys`."""
+
     def suspect(self, keys: Sequence[Key]) -> None:
         """Tell the daemon of bytes that did not match their checksum, without waiting."""
 
@@ -183,7 +209,7 @@ class Transport(Protocol):
     def write(
         self,
         reservations: Sequence[tuple[Holding, Key]],
-        payloads: Sequence[memoryview],
+        payloads: Sequence[FlatBytes],
         deadline: Deadline,
     ) -> list[SaveOutcome]:
         """Send the payloads of granted reservations."""

@@ -3,9 +3,12 @@ slices: nothing here keeps a client waiting, however much there is."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from itertools import islice
+from typing import Final
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
@@ -15,13 +18,14 @@ from ...proto.vocabulary import Tier
 from ...tiers.ledger import Admission, Ledger
 from ..core.answers import EvictAnswer
 from ..core.checking import MAX_PROBLEMS
-from ..core.entries import Entry
+from ..core.entries import EntryTable
 from ..core.events import EvictAsked, Tick
 from ..runtime.loop import Core
 from ..runtime.recounting import recount
 from ..runtime.recovery import collect_garbage
+from ..runtime.scrubbing import Scrub
 from ..runtime.slices import Slices
-from ..runtime.verification import Reading
+from ..runtime.verification import Reading, Swept, Verifications
 from . import messages
 from .calls import Caller
 from .lists import Lists
@@ -30,9 +34,8 @@ from .sessions import ServiceConfig
 
 #: Entries that one event evicts, about a millisecond.
 _EVICTED_AT_ONCE = 128
-#: Payloads that a worker thread reads in one go; others wait for such a thread, too.
-_VERIFIED_AT_ONCE = 32
-_VERIFIED_BYTES_AT_ONCE = 2**22
+#: How often the client of a Verify hears how far it is.
+_PROGRESS_EVERY_S = 0.2
 _DEFAULT_QUARTERS = (1, 2, 4, 8, 16)
 
 
@@ -40,10 +43,16 @@ class AdminService(Lists):
     """See prefixd.proto for what each rpc promises."""
 
     def __init__(
-        self, core: Core, config: ServiceConfig, in_flight: Callable[[], Mapping[str, int]]
+        self,
+        core: Core,
+        config: ServiceConfig,
+        in_flight: Callable[[], Mapping[str, int]],
+        scrubs: Mapping[Tier, Scrub],
     ) -> None:
-        """`in_flight`: what calls take of the daemon's memory, by name."""
+        """`in_flight`: what calls take of the daemon's memory, by name. `scrubs`: how the tiers
+        are doing that are read back in the background."""
         super().__init__(core)
+        self._scrubs = scrubs
         self._config = config
         self._in_flight = in_flight
         self._started_ns = core.clock.now_ns()
@@ -66,6 +75,7 @@ class AdminService(Lists):
             waiters=len(t.waiting),
             counters=counters_dict(core.state) | lag_dict(core.lag),
             in_flight=self._in_flight(),
+            notices=core.notices(),
             health="; ".join(f"{name}: {why}" for name, why in unhealthy.items()) or "serving",
         )
 
@@ -96,6 +106,24 @@ class AdminService(Lists):
             recovered_entries=counters.recovered_entries,
             recovered_bytes=counters.recovered_bytes,
             dropped_at_start=counters.dropped_at_start,
+            limit_bytes=ledger.limit_bytes,
+            state=self._core.devices.state(ledger.tier).value,
+            oldest_io_ms=self._core.devices.oldest_ns(ledger.tier) // 1_000_000,
+            scrub=self._scrub_stats(ledger.tier),
+        )
+
+    def _scrub_stats(self, tier: Tier) -> pb.ScrubStats | None:
+        scrub = self._scrubs.get(tier)
+        if scrub is None:
+            return None
+        return pb.ScrubStats(
+            entries=scrub.entries,
+            payload_bytes=scrub.payload_bytes,
+            damaged_entries=scrub.damaged_entries,
+            unreadable_entries=scrub.unreadable_entries,
+            passes=scrub.passes,
+            last_pass_unix_ns=scrub.last_pass_unix_ns,
+            progress_permille=int(1_000 * scrub.progress),
         )
 
     async def inspect(self, request: pb.InspectRequest, _caller: Caller) -> pb.InspectResponse:
@@ -127,7 +155,11 @@ class AdminService(Lists):
         admission = ledger.admission(needed_bytes, count)
         victims = []
         if admission is Admission.AFTER_EVICTION:
-            victims = list(self._preview_victims(ledger, needed_bytes, count))
+            # The first of them, where they are many.
+            leaving = ledger.foretell(
+                needed_bytes // count, count, lambda key: t.entries[key].stored_bytes
+            )
+            victims = [t.entries[key] for key in islice(leaving, limits.MAX_PAGE_ENTRIES)]
         return pb.PreviewResponse(
             admissible=admission in (Admission.FITS, Admission.AFTER_EVICTION),
             retryable=admission is Admission.NO_ROOM,
@@ -140,17 +172,6 @@ class AdminService(Lists):
             evicted_bytes=sum(entry.stored_bytes for entry in victims),
             victims=map(messages.entry_detail, victims),
         )
-
-    def _preview_victims(self, ledger: Ledger, needed_bytes: int, count: int) -> Iterator[Entry]:
-        """The first of them, where they are many."""
-        entries = self._core.state.tables.entries
-        freed_bytes = 0
-        for freed_entries, key in enumerate(islice(ledger.victims(), limits.MAX_PAGE_ENTRIES)):
-            if ledger.fits_after(needed_bytes, count, freed_bytes, freed_entries):
-                return
-            entry = entries[key]
-            freed_bytes += entry.stored_bytes
-            yield entry
 
     async def curve(self, request: pb.CurveRequest, _caller: Caller) -> pb.CurveResponse:
         t = self._core.state.tables
@@ -228,8 +249,6 @@ class AdminService(Lists):
         problems, count = await recount(core.state)
         found.add(problems, count)
         await self._check_index(found)
-        if request.deep:
-            await self._verify_all(found)
         response.entries = len(core.state.tables.entries)
         return response
 
@@ -252,38 +271,76 @@ class AdminService(Lists):
             if not start:
                 break
             await slices.pause()
+            if index is not self._core.index:
+                return  # it was replaced, and is closed
         if len(index) + index.stats().unlisted < len(entries):
             found.add([f"the index lacks {len(entries) - len(index)} entries"])
 
-    async def _verify_all(self, found: _Problems) -> None:
-        for shard in self._core.state.tables.entries.shards:
-            batch: list[Entry] = []
-            batch_bytes = 0
-            for entry in list(shard.values()):
-                batch.append(entry)
-                batch_bytes += entry.payload_bytes
-                if len(batch) >= _VERIFIED_AT_ONCE or batch_bytes >= _VERIFIED_BYTES_AT_ONCE:
-                    await self._verify_some(batch, found)
-                    batch, batch_bytes = [], 0
-            if batch:
-                await self._verify_some(batch, found)
+    async def verify(
+        self, request: pb.VerifyRequest, _caller: Caller
+    ) -> AsyncGenerator[pb.VerifyResponse, None]:
+        core = self._core
+        tiers = messages.tiers_of(request.tiers, core.stores) or tuple(core.stores)
+        counters = core.state.tables.tier_counters
+        report = _Verified({tier: counters[tier].payload_bytes for tier in tiers})
+        # A task of its own: the client hears of us also while a device takes its time.
+        reading = asyncio.create_task(report.through(core.verifications, core.state.tables.entries))
+        try:
+            while not reading.done():
+                await asyncio.wait({reading}, timeout=_PROGRESS_EVERY_S)
+                if not reading.done():
+                    yield report.message()
+            reading.result()
+            yield report.message(done=True)
+        finally:
+            reading.cancel()
 
-    async def _verify_some(self, entries: list[Entry], found: _Problems) -> None:
-        there = [entry for entry in entries if entry.published]
-        response = found.response
-        for entry, verdict in zip(
-            there, await self._core.verifications.verify_all(there), strict=True
-        ):
-            if verdict is None:
-                continue
+
+class _Verified:
+    """What a Verify has found so far."""
+
+    def __init__(self, tier_bytes: Mapping[Tier, int]) -> None:
+        """`tier_bytes`: what each tier holds, by which its part of the progress is weighed."""
+        self._weights: Final = {tier: max(1, size) for tier, size in tier_bytes.items()}
+        self._behind = 0
+        self._told = 0
+        self._totals: Final = pb.VerifyResponse()
+
+    async def through(self, verifications: Verifications, entries: EntryTable) -> None:
+        total = sum(self._weights.values())
+        for tier, weight in self._weights.items():
+            async with aclosing(verifications.sweep(entries, tier)) as steps:
+                async for swept in steps:
+                    self._add(swept)
+                    behind = self._behind + swept.share * weight
+                    self._totals.progress_permille = int(1_000 * behind / total)
+            self._behind += weight
+
+    def _add(self, swept: Swept) -> None:
+        totals = self._totals
+        totals.payload_bytes += swept.read_bytes
+        for entry, verdict in swept.judged:
+            name = f"entry {entry.key.hex()}"
             if verdict.reading is Reading.FAILED:
-                response.payloads_unreadable += 1
-                found.add([f"entry {entry.key.hex()} could not be read: {verdict.why}"])
+                totals.unreadable_entries += 1
+                self._say(f"{name} could not be read: {verdict.why}")
                 continue
-            if verdict.why:
-                found.add([f"entry {entry.key.hex()}: {verdict.why}"])
-            response.payloads_verified += 1
-            response.payload_bytes_verified += entry.payload_bytes
+            totals.entries += 1
+            if verdict.reading is Reading.DAMAGED:
+                totals.damaged_entries += 1
+                self._say(f"{name}: {verdict.why}")
+
+    def _say(self, problem: str) -> None:
+        if self._told < MAX_PROBLEMS:
+            self._told += 1
+            self._totals.problems.append(problem)
+
+    def message(self, *, done: bool = False) -> pb.VerifyResponse:
+        message = pb.VerifyResponse()
+        message.CopyFrom(self._totals)
+        message.done = done
+        del self._totals.problems[:]
+        return message
 
 
 class _Problems:

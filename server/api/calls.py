@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import structlog
 
+from ...proto import prefixd_pb2 as pb
 from ...proto.errors import DeviceFull, PrefixdError, StoreFailed
 from ...tiers.store import StoreError, StoreFull
 
@@ -54,6 +56,22 @@ def cut_off_with(cancelled: asyncio.CancelledError) -> PrefixdError:
     if not isinstance(error, PrefixdError):
         raise cancelled
     return error
+
+
+def remove_leftover(path: Path) -> None:
+    """What a daemon that was killed left at the path of its socket. Raises FileExistsError for
+    anything but a socket."""
+    if path.is_socket():
+        path.unlink()
+    elif path.exists():
+        raise FileExistsError(f"{path} is there and is no socket; it is not replaced")
+
+
+def failure_of(name: str, problem: Exception) -> pb.LocalResponse:
+    """`error_of` in the words of the local socket."""
+    error = error_of(name, problem)
+    failure = pb.Failure(error=error.name, message=str(error), retry=error.retryable)
+    return pb.LocalResponse(failure=failure)
 
 
 def error_of(name: str, problem: Exception) -> PrefixdError:

@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ..runtime.loop import Core
+from ..runtime.scrubbing import Scrubber
 from ..runtime.staging import StagingPool
 from .admin import AdminService
 from .grpc_adapter import Method, OneMessage, Streaming, Unary, add_service
@@ -51,7 +52,9 @@ class Front:
         self.local: Final = LocalServer(
             config, self.sessions, self.service, self.saves, self.hand_over
         )
-        self.admin: Final = AdminService(core, config, self.in_flight)
+        #: does not work before it is started
+        self.scrubber: Final = Scrubber(core, config.scrub_bytes_per_second)
+        self.admin: Final = AdminService(core, config, self.in_flight, self.scrubber.scrubs)
         self.health: Final = health.aio.HealthServicer()
         #: gRPC for workers and, apart from them, for operators; neither listens yet
         self.workers: Final = self._server({_CACHE.full_name: self._cache_methods()})
@@ -88,6 +91,7 @@ class Front:
             "Read": Streaming(service.read),
             "Reserve": Unary(saves.reserve),
             "Cancel": Unary(saves.cancel),
+            "Delete": Unary(service.delete),
             "Save": Unary(saves.save),
             "SaveWhole": OneMessage(saves.save_whole),
             "Write": Unary(saves.write),
@@ -107,6 +111,7 @@ class Front:
             "Curve": Unary(admin.curve),
             "Gc": Unary(admin.gc),
             "Check": Unary(admin.check),
+            "Verify": Streaming(admin.verify),
         }
 
     def _server(self, services: Mapping[str, Mapping[str, Method]]) -> grpc.aio.Server:

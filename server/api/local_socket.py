@@ -14,8 +14,8 @@ import select
 import socket
 import struct
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -26,7 +26,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import CallerError, InvalidSize, LimitReached, MalformedMessage, PrefixdError
 from ...proto.local import Frames, frame
 from ..runtime.quota import Quota
-from .calls import Caller, Process, error_of
+from .calls import Caller, Process, failure_of, remove_leftover
 from .hand_over import Handoff
 from .saves import Saves
 from .service import CacheService
@@ -113,15 +113,6 @@ class LocalServer:
     def _detach_all(self, session: int) -> None:
         for connection in self.attached.pop(session, ()):
             connection.detach()
-
-
-def remove_leftover(path: Path) -> None:
-    """What a daemon that was killed left at the path of its socket. Raises FileExistsError for
-    anything but a socket."""
-    if path.is_socket():
-        path.unlink()
-    elif path.exists():
-        raise FileExistsError(f"{path} is there and is no socket; it is not replaced")
 
 
 class _Call:
@@ -391,7 +382,9 @@ class _Connection(asyncio.BufferedProtocol):
     async def _next(self) -> pb.LocalRequest:
         """The next request, once the client has read its answers but for a few. Raises
         LimitReached of one that does not."""
-        self._release()
+        request = self._take_next()
+        if request is not None:
+            return request
         if not self._writable.is_set():
             try:
                 async with asyncio.timeout(self._stall_s):
@@ -402,6 +395,14 @@ class _Connection(asyncio.BufferedProtocol):
         while not self._requests:
             self._waiter = self._loop.create_future()
             await self._waiter
+        return self._pop()
+
+    def _take_next(self) -> pb.LocalRequest | None:
+        """The next request, if it is there and may be taken."""
+        self._release()
+        return self._pop() if self._requests and self._writable.is_set() else None
+
+    def _pop(self) -> pb.LocalRequest:
         request, size_bytes = self._requests.popleft()
         self._ahead_bytes -= size_bytes
         self._answering_bytes = size_bytes
@@ -434,28 +435,26 @@ class _Connection(asyncio.BufferedProtocol):
                     asked = getattr(request, kind)
                     answer = await self._server.methods[kind](asked, self._call)
                 except Exception as problem:
-                    self._send(_failure(kind, problem))
+                    self._send(failure_of(kind, problem))
                 else:
                     self._send(pb.LocalResponse(**{kind: answer}))
 
     async def _save_staged(self, first: pb.SaveStagedRequest) -> None:
-        async def requests() -> AsyncGenerator[pb.SaveStagedRequest, None]:
-            request = first
-            yield request
-            while not request.last:
-                following = await self._next()
-                if following.WhichOneof("kind") != "save_staged":
-                    raise MalformedMessage("another request came before the end of a staged save")
-                request = following.save_staged
-                yield request
-
         try:
-            async with aclosing(requests()) as following:
-                await self._server.saves.save_staged(following, self._call, self._tell_saved)
+            await self._server.saves.save_staged(first, self, self._call, self._tell_saved)
         except Exception as problem:
-            self._send(_failure("save_staged", problem))
+            self._send(failure_of("save_staged", problem))
             # What else was sent of this save would be taken for a new one.
             raise LimitReached("a staged save ended early") from None
+
+    # `saves.StagedRequests`
+
+    def take_staged(self) -> pb.SaveStagedRequest | None:
+        request = self._take_next()
+        return None if request is None else _staged(request)
+
+    async def wait_staged(self) -> pb.SaveStagedRequest:
+        return _staged(await self._next())
 
     def _hand_over(self, request: pb.HandOverRequest) -> None:
         if self._transport.get_write_buffer_size():
@@ -463,7 +462,7 @@ class _Connection(asyncio.BufferedProtocol):
         try:
             session = self._server.sessions.prove(request.session, self._call).number
         except PrefixdError as problem:
-            self._send(_failure("hand_over", problem))
+            self._send(failure_of("hand_over", problem))
             return
         package = self._server.hand_over.pack(session)
         try:
@@ -487,13 +486,13 @@ class _Connection(asyncio.BufferedProtocol):
         """Say why, and hang up."""
         log.warning("local_connection_ended", why=str(problem))
         if isinstance(problem, PrefixdError):
-            self._send(_failure("local", problem))
+            self._send(failure_of("local", problem))
         self._transport.close()
         # That waits until the client has read what it was told.
         self._loop.call_later(_PATIENCE_S, self._transport.abort)
 
 
-def _failure(name: str, problem: Exception) -> pb.LocalResponse:
-    error = error_of(name, problem)
-    failure = pb.Failure(error=error.name, message=str(error), retry=error.retryable)
-    return pb.LocalResponse(failure=failure)
+def _staged(request: pb.LocalRequest) -> pb.SaveStagedRequest:
+    if request.WhichOneof("kind") != "save_staged":
+        raise MalformedMessage("another request came before the end of a staged save")
+    return request.save_staged

@@ -7,6 +7,7 @@ sentence; what comes out is well-formed.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import cast
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
@@ -19,10 +20,18 @@ from ...proto.errors import (
 )
 from ...proto.keys import Key
 from ...proto.vocabulary import SaveReason, Tier
-from ..core.answers import ClaimAnswer, FlightInfo, Found, LookupAnswer, Reserved, WriteOrder
+from ..core.answers import (
+    ClaimAnswer,
+    Closed,
+    FlightInfo,
+    Found,
+    LookupAnswer,
+    Reserved,
+    WriteOrder,
+)
 from ..core.effects import SaveEnded
 from ..core.entries import Entry
-from ..core.events import SaveItem, SaveOutcome
+from ..core.events import SaveItem, SaveOutcome, TierState
 
 _KEY_BYTES = limits.KEY_BYTES
 
@@ -43,10 +52,11 @@ def keys_of(name: str, raw: Sequence[bytes], *, may_be_empty: bool = False) -> t
     """A batch of keys."""
     if raw or not may_be_empty:
         batch_of(name, raw)
-    for index, key in enumerate(raw):
-        if len(key) != _KEY_BYTES:
-            raise InvalidKey(f"{name}[{index}] has {len(key)} bytes; a key has {_KEY_BYTES}")
-    return tuple(map(Key, raw))
+    keys = tuple(raw)
+    if set(map(len, keys)) - {_KEY_BYTES}:
+        index, key = next((n, key) for n, key in enumerate(keys) if len(key) != _KEY_BYTES)
+        raise InvalidKey(f"{name}[{index}] has {len(key)} bytes; a key has {_KEY_BYTES}")
+    return cast("tuple[Key, ...]", keys)
 
 
 def tier_of(number: int, configured: Collection[Tier]) -> Tier:
@@ -180,23 +190,36 @@ _RESERVE_STATUS = {
 }
 
 
+_WHY_CLOSED = {
+    TierState.RECOVERING: "it looks through what an earlier start left",
+    TierState.HUNG: "its device does not answer",
+}
+
+
 def reserve_result(reserved: Reserved) -> pb.ReserveResult:
     if isinstance(reserved, WriteOrder):
         return pb.ReserveResult(status=pb.RESERVE_STATUS_GRANTED, token=reserved.token)
     if isinstance(reserved, FlightInfo):
         return pb.ReserveResult(status=pb.RESERVE_STATUS_IN_FLIGHT, in_flight=flight_of(reserved))
+    if isinstance(reserved, Closed):
+        return pb.ReserveResult(status=pb.RESERVE_STATUS_NO_ROOM)
     return pb.ReserveResult(status=_RESERVE_STATUS[reserved])
 
 
 _WHY_NOT = {
     SaveOutcome.PRESENT: "it is published already",
-    SaveOutcome.TOO_LARGE: "it is larger than the tier's budget; retrying can't help",
+    SaveOutcome.TOO_LARGE: "it is larger than the tier; retrying can't help",
     SaveOutcome.NO_ROOM: "everything in the tier is pinned or reserved; retrying may help",
 }
 
 
-def refused_save(reserved: FlightInfo | SaveOutcome) -> pb.SaveResult:
+def refused_save(reserved: FlightInfo | SaveOutcome | Closed) -> pb.SaveResult:
     """The result of an item that was not granted."""
+    if isinstance(reserved, Closed):
+        why = f"the {reserved.tier.label} tier takes no saves now: {_WHY_CLOSED[reserved.state]}"
+        return pb.SaveResult(
+            status=pb.SAVE_STATUS_NO_ROOM, message=f"{why}; retrying later may help"
+        )
     if isinstance(reserved, FlightInfo):
         return pb.SaveResult(
             status=pb.SAVE_STATUS_IN_FLIGHT,

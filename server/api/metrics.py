@@ -26,10 +26,13 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ... import __version__
+from ...proto.vocabulary import Tier
 from ...tiers.ledger import Ledger
+from ..core.events import TierState
 from ..core.state import MetaState
 from ..core.tables import Tables, TierCounters
 from ..runtime.lag import BUCKETS_US, LoopLag
+from ..runtime.scrubbing import Scrub
 
 #: What the daemon counts: the fields of `tables.Counters`.
 COUNTERS: Final = {
@@ -47,6 +50,7 @@ COUNTERS: Final = {
     "too_large_refusals": "Saves that no eviction could make room for.",
     "no_room_refusals": "Saves refused because everything was pinned or reserved.",
     "quota_refusals": "Claims and saves refused because a session had its share of a tier.",
+    "closed_refusals": "Saves refused because their tier recovers, or its device hangs.",
     "reservations_lost": "Reservations that expired, were cancelled, or lost their session.",
     "crc_mismatches": "Saves whose bytes were not those that were meant.",
     "length_mismatches": "Saves with fewer or more bytes than reserved.",
@@ -55,6 +59,7 @@ COUNTERS: Final = {
     "waits_timed_out": "Waits that ended without the save.",
     "touches": "Uses that clients reported afterwards.",
     "suspects": "Entries that a client reported as damaged.",
+    "deletes": "Entries that a client deleted.",
     "sessions_opened": "Sessions that were opened.",
     "sessions_lost": "Sessions that ended, however they did.",
 }
@@ -83,6 +88,14 @@ TIER_GAUGES: Final = {
     "pinned_entries": "Published entries that are claimed.",
     "reservations": "Saves in flight.",
     "max_entries": "Entries at most; 0: not capped.",
+}
+#: How scrubbing goes: fields of `Scrub`, in tiers that are scrubbed.
+SCRUB_COUNTERS: Final = {
+    "entries": "Entries that were read back in the background.",
+    "payload_bytes": "Payload bytes that were read back in the background.",
+    "damaged_entries": "Entries that were found damaged so, and dropped.",
+    "unreadable_entries": "Entries that could not be read when it was their turn.",
+    "passes": "Times that the whole tier was read back.",
 }
 _PAYLOAD: Final = ("payload_bytes", "Payload bytes of published entries.")
 #: What the tables hold at this moment.
@@ -118,11 +131,19 @@ def _nothing() -> dict[str, Any]:
     return {}
 
 
+def _no_io(_tier: Tier) -> int:
+    return 0
+
+
+_NO_SCRUBS: Final[Mapping[Tier, Scrub]] = {}
+
+
 class StateCollector(Collector):
     """The metrics of one `MetaState`. Changes nothing; `collect` may run on any thread.
 
-    `unhealthy` says what of the daemon does not work, by name, and `in_flight` what calls take of
-    its memory (`front.Front.in_flight`); they are called on that thread, too.
+    `unhealthy` says what of the daemon does not work, by name, `notices` what is less than it could
+    be, `in_flight` what calls take of its memory (`front.Front.in_flight`), and `oldest_ns` since
+    when a device owes an answer; they are called on that thread, too.
     """
 
     def __init__(
@@ -131,7 +152,13 @@ class StateCollector(Collector):
         unhealthy: Callable[[], Mapping[str, str]],
         lag: LoopLag | None = None,
         in_flight: Callable[[], Mapping[str, int]] = _nothing,
+        notices: Callable[[], Mapping[str, str]] = _nothing,
+        oldest_ns: Callable[[Tier], int] = _no_io,
+        scrubs: Mapping[Tier, Scrub] = _NO_SCRUBS,
     ) -> None:
+        self._notices = notices
+        self._oldest_ns = oldest_ns
+        self._scrubs = scrubs
         self._state = state
         self._unhealthy = unhealthy
         self._lag = lag
@@ -146,6 +173,7 @@ class StateCollector(Collector):
         for name, (about, size) in TABLE_SIZES.items():
             yield GaugeMetricFamily(f"prefixd_{name}", about, size(tables))
         yield from self._collect_tiers(tables)
+        yield from self._collect_scrubs()
         yield from self._collect_health()
         if self._lag is not None:
             yield _lag_histogram(self._lag)
@@ -181,6 +209,27 @@ class StateCollector(Collector):
                 column.add_metric(labels, value)
         yield from columns
 
+    def _collect_scrubs(self) -> Iterator[Metric]:
+        for name, about in SCRUB_COUNTERS.items():
+            counter = CounterMetricFamily(f"prefixd_scrub_{name}", about, labels=["tier"])
+            for tier, scrub in self._scrubs.items():
+                counter.add_metric([tier.label], getattr(scrub, name))
+            yield counter
+        ended = GaugeMetricFamily(
+            "prefixd_scrub_last_pass_timestamp_seconds",
+            "When the whole tier had last been read back; 0: not since the start.",
+            labels=["tier"],
+        )
+        progress = GaugeMetricFamily(
+            "prefixd_scrub_progress_ratio",
+            "The part of the tier that the current pass has behind it.",
+            labels=["tier"],
+        )
+        for tier, scrub in self._scrubs.items():
+            ended.add_metric([tier.label], scrub.last_pass_unix_ns / 1e9)
+            progress.add_metric([tier.label], scrub.progress)
+        yield from (ended, progress)
+
     def _collect_health(self) -> Iterator[Metric]:
         unhealthy = self._unhealthy()
         yield GaugeMetricFamily(
@@ -192,6 +241,29 @@ class StateCollector(Collector):
         for part in unhealthy:
             parts.add_metric([part], 1)
         yield parts
+        notices = GaugeMetricFamily(
+            "prefixd_notices",
+            "1 for each part that is less than it could be while the daemon serves.",
+            labels=["part"],
+        )
+        for part in self._notices():
+            notices.add_metric([part], 1)
+        yield notices
+        closed = GaugeMetricFamily(
+            "prefixd_tier_closed", "1: it takes no saves now.", labels=["tier", "state"]
+        )
+        oldest = GaugeMetricFamily(
+            "prefixd_tier_oldest_io_seconds",
+            "For how long its device has not answered; 0: it owes no answer.",
+            labels=["tier"],
+        )
+        for tier in list(self._state.tables.ledgers):
+            state = self._state.tables.closed.get(tier)
+            for one in (TierState.RECOVERING, TierState.HUNG):
+                closed.add_metric([tier.label, one.value], int(one is state))
+            oldest.add_metric([tier.label], self._oldest_ns(tier) / 1e9)
+        yield closed
+        yield oldest
 
 
 def _lag_histogram(lag: LoopLag) -> Metric:
@@ -230,6 +302,9 @@ def serve_metrics(
     unhealthy: Callable[[], Mapping[str, str]] = _nothing,
     lag: LoopLag | None = None,
     in_flight: Callable[[], Mapping[str, int]] = _nothing,
+    notices: Callable[[], Mapping[str, str]] = _nothing,
+    oldest_ns: Callable[[Tier], int] = _no_io,
+    scrubs: Mapping[Tier, Scrub] = _NO_SCRUBS,
 ) -> Iterator[str]:
     """Answer `GET /metrics` on `host:port` from a thread of its own until the context ends.
 
@@ -237,7 +312,8 @@ def serve_metrics(
     `StateCollector` there are the usual `process_` metrics. Raises OSError.
     """
     registry = CollectorRegistry()
-    registry.register(StateCollector(state, unhealthy, lag, in_flight))
+    collector = StateCollector(state, unhealthy, lag, in_flight, notices, oldest_ns, scrubs)
+    registry.register(collector)
     ProcessCollector(registry=registry)
     host, _, port = address.rpartition(":")
     try:

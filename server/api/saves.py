@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, Protocol, TypeAlias, TypeVar
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
@@ -18,8 +18,9 @@ from ...proto.errors import (
     UnknownSession,
 )
 from ..core.answers import CancelAnswer, ReserveAnswer, WriteOrder
-from ..core.events import CancelAsked, KeysTouched, ReserveAsked, WriteBegan
-from ..runtime.incoming import MAX_WAITING_MESSAGES, Incoming, Piece
+from ..core.effects import SaveEnded
+from ..core.events import CancelAsked, KeysTouched, ReserveAsked, SaveOutcome, WriteBegan
+from ..runtime.incoming import MAX_WAITING_MESSAGES, Incoming, Piece, nothing
 from ..runtime.loop import Core
 from ..runtime.quota import Quota, Room
 from ..runtime.staging import StagingPool
@@ -28,6 +29,18 @@ from .calls import Caller
 from .sessions import Membership, ServiceConfig, Sessions, first_message
 
 Q = TypeVar("Q")
+
+
+class StagedRequests(Protocol):
+    """What follows the first request of a staged save. Raises PrefixdError."""
+
+    def take_staged(self) -> pb.SaveStagedRequest | None:
+        """The next one, if it is there."""
+
+    async def wait_staged(self) -> pb.SaveStagedRequest:
+        """The next one."""
+
+
 #: Of each item of a save, why it is not written; None: it is.
 Refusals: TypeAlias = "list[pb.SaveResult | None]"
 #: The first message of a save.
@@ -56,10 +69,18 @@ class Saves:
     async def reserve(self, request: pb.ReserveRequest, caller: Caller) -> pb.ReserveResponse:
         membership = self._sessions.prove(request.header.session, caller)
         answer = await self._reserve(request.header, membership, begin=False)
+        caller.when_done(partial(self._cancel_unseen, membership.number, answer))
         return pb.ReserveResponse(
             results=map(messages.reserve_result, answer.results),
             ttl_ms=answer.ttl_ns // 1_000_000,
         )
+
+    def _cancel_unseen(self, session: int, answer: ReserveAnswer, gone: bool) -> None:
+        """Others would wait for what a client that gave up was granted."""
+        tokens = tuple(r.token for r in answer.results if isinstance(r, WriteOrder))
+        if tokens and gone:
+            core = self._core
+            core.post(CancelAsked(core.next_request(), session, tokens, core.clock.now_ns()))
 
     async def _reserve(
         self, header: pb.SaveHeader, membership: Membership, *, begin: bool
@@ -174,13 +195,12 @@ class Saves:
 
     async def save_staged(
         self,
-        requests: AsyncIterator[pb.SaveStagedRequest],
+        first: pb.SaveStagedRequest,
+        following: StagedRequests,
         caller: Caller,
         tell: Callable[[pb.SaveStagedResponse], None],
     ) -> None:
-        """For clients on this host (`local_socket`), who are told of every copy. `requests` ends
-        with its last one."""
-        first = await first_message(requests)
+        """For clients on this host (`local_socket`), who are told of every copy."""
         reserved = first.reserved if first.HasField("reserved") else None
         membership = self._sessions.prove((reserved or _header(first)).session, caller)
         with self._stagings.using(membership.number) as staging, self._core.working():
@@ -202,8 +222,11 @@ class Saves:
                     for p in request.parts
                     if _granted(p.item, refusals)
                 ]
-                copied = pb.SaveStagedResponse(parts_copied=len(request.parts))
-                incoming.begin(pieces, partial(tell, copied))
+                if request.quiet:
+                    incoming.begin(pieces, nothing)
+                else:
+                    copied = pb.SaveStagedResponse(parts_copied=len(request.parts))
+                    incoming.begin(pieces, partial(tell, copied))
                 if incoming.waiting > MAX_WAITING_MESSAGES:
                     await incoming.idle()
 
@@ -213,8 +236,14 @@ class Saves:
                     await take(request)
                     if request.last:
                         break
-                    request = await self._next(requests, membership)
-            tell(pb.SaveStagedResponse(results=await _results(refusals, incoming)))
+                    request = following.take_staged()
+                    if request is None:
+                        if not incoming.waiting:
+                            incoming.tell_sealed()
+                        request = await self._awaited(following.wait_staged(), membership)
+                    else:
+                        await asyncio.sleep(0)  # others have their turn
+            tell(_staged_results(refusals, await incoming.ended()))
 
     # ---- how streams begin
 
@@ -281,7 +310,12 @@ class Saves:
         """The next message; None: that was all. Raises UnknownSession or Draining when the session
         has ended, and with it every reservation, and LimitReached of a client that is silent for
         too long."""
-        coming = asyncio.ensure_future(_following(requests))
+        return await self._awaited(_following(requests), membership)
+
+    async def _awaited(
+        self, message: Coroutine[None, None, Q | None], membership: Membership
+    ) -> Q | None:
+        coming = asyncio.ensure_future(message)
         try:
             done, _ = await asyncio.wait(
                 (coming, membership.ended),
@@ -329,8 +363,19 @@ def _pieces(parts: Iterable[pb.WritePart], refusals: Refusals) -> list[Piece]:
     ]
 
 
+def _staged_results(refusals: Refusals, ended: Mapping[int, SaveEnded]) -> pb.SaveStagedResponse:
+    if len(ended) == len(refusals):  # all of them were granted
+        saved = SaveOutcome.SAVED
+        if all(end.outcome is saved for end in ended.values()):
+            return pb.SaveStagedResponse(all_saved=len(refusals))
+    return pb.SaveStagedResponse(results=_results_of(refusals, ended))
+
+
 async def _results(refusals: Refusals, incoming: Incoming) -> list[pb.SaveResult]:
-    ended = await incoming.ended()
+    return _results_of(refusals, await incoming.ended())
+
+
+def _results_of(refusals: Refusals, ended: Mapping[int, SaveEnded]) -> list[pb.SaveResult]:
     return [
         messages.ended_save(ended[number]) if refused is None else refused
         for number, refused in enumerate(refusals)

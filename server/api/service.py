@@ -22,9 +22,16 @@ from ...proto.errors import (
     UnknownSession,
 )
 from ...tiers.store import Damaged, StoreError
-from ..core.answers import ClaimAnswer, LookupAnswer, ReleaseAnswer
+from ..core.answers import ClaimAnswer, DeleteAnswer, LookupAnswer, ReleaseAnswer
 from ..core.entries import Entry
-from ..core.events import BytesRead, ClaimAsked, ClaimMode, LookupAsked, ReleaseAsked
+from ..core.events import (
+    BytesRead,
+    ClaimAsked,
+    ClaimMode,
+    DeleteAsked,
+    LookupAsked,
+    ReleaseAsked,
+)
 from ..runtime.loop import Core
 from ..runtime.quota import Quota
 from . import messages
@@ -36,6 +43,9 @@ log = structlog.get_logger("prefixd.service")
 #: What a read takes of the daemon's memory: the chunk that is being read, as bytes, as a message
 #: and as what gRPC holds of it until the client takes it.
 READ_BYTES: Final = 4 * limits.CHUNK_BYTES
+
+#: Keys of one event: between two, others have their turn.
+_DELETED_AT_ONCE: Final = 256
 
 _CLAIM_MODES = {
     pb.CLAIM_MODE_RUN: ClaimMode.RUN,
@@ -123,6 +133,21 @@ class CacheService:
         )
         answer = await core.ask(question, ReleaseAnswer)
         return pb.ReleaseResponse(results=[r.value for r in answer.results])  # type: ignore[misc]
+
+    async def delete(self, request: pb.DeleteRequest, caller: Caller) -> pb.DeleteResponse:
+        core = self._core
+        keys = messages.keys_of("keys", request.keys)
+        response = pb.DeleteResponse()
+        for start in range(0, len(keys), _DELETED_AT_ONCE):
+            question = DeleteAsked(
+                request=core.next_request(),
+                session=self._session(request.session, caller),
+                keys=keys[start : start + _DELETED_AT_ONCE],
+                now_ns=core.clock.now_ns(),
+            )
+            answer = await core.ask(question, DeleteAnswer)
+            response.results.extend(r.value for r in answer.results)  # type: ignore[misc]
+        return response
 
     async def read(
         self, request: pb.ReadRequest, caller: Caller
@@ -225,15 +250,17 @@ class CacheService:
             raise StoreError("the entry was found damaged, and dropped")
 
         def take() -> bytes:
-            if wanted.token_ids:
-                ids = store.token_ids(entry)
-                return ids[offset : offset + length_bytes]
-            views = store.read(entry, offset, length_bytes)
-            return b"".join(views)
+            with core.devices.under_way(entry.tier):
+                if wanted.token_ids:
+                    ids = store.token_ids(entry)
+                    return ids[offset : offset + length_bytes]
+                views = store.read(entry, offset, length_bytes)
+                return b"".join(views)
 
         if not store.blocking:
             return take()
-        return await asyncio.get_running_loop().run_in_executor(core.executor, take)
+        executor = core.devices.executor(entry.tier)
+        return await asyncio.get_running_loop().run_in_executor(executor, take)
 
 
 def _bounds(number: int, wanted: pb.ReadRange, entry: Entry) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from ...proto.errors import (
     StaleIncarnation,
     UnknownSession,
 )
+from ...tiers.ledger import Ledger
 from ..core.answers import Opened
 from ..core.effects import TellClaimLost, TellReservationLost
 from ..core.events import (
@@ -31,7 +32,9 @@ from ..core.events import (
     SessionLost,
     SessionOpened,
 )
-from ..runtime.loop import Core, SessionNote
+from ..core.save_rules import most_reserved_bytes
+from ..runtime.listeners import SessionNote
+from ..runtime.loop import Core
 from . import messages
 from .calls import Caller, CallerGone, Process, cut_off
 
@@ -72,6 +75,8 @@ class ServiceConfig:
     staging_total_bytes: int = 2**30
     #: how long a client may leave a call without progress
     stall_timeout_s: float = 30.0
+    #: read back in the background from each tier that is scrubbed; 0: no tier is
+    scrub_bytes_per_second: int = 0
 
 
 class Membership:
@@ -212,14 +217,19 @@ class SessionStream:
             chunk_bytes=limits.CHUNK_BYTES,
             daemon_version=config.daemon_version,
             local_socket=config.local_socket,
-            tiers=[
-                pb.TierLimits(
-                    tier=tier.value,  # type: ignore[arg-type]
-                    budget_bytes=ledger.budget_bytes,
-                    max_payload_bytes=min(ledger.budget_bytes, limits.MAX_PAYLOAD_BYTES),
-                )
-                for tier, ledger in self._core.state.tables.ledgers.items()
-            ],
+            tiers=map(self._tier_limits, self._core.state.tables.ledgers.values()),
+        )
+
+    def _tier_limits(self, ledger: Ledger) -> pb.TierLimits:
+        core = self._core
+        share_bytes = most_reserved_bytes(core.state.tables.config, ledger)
+        return pb.TierLimits(
+            tier=ledger.tier.value,  # type: ignore[arg-type]
+            budget_bytes=ledger.budget_bytes,
+            max_payload_bytes=min(ledger.budget_bytes, limits.MAX_PAYLOAD_BYTES),
+            # The second is for all sessions together: more has no chance.
+            max_reserved_bytes=min(share_bytes, ledger.max_reserved_bytes or share_bytes),
+            slab_bytes=core.stores[ledger.tier].slab_bytes,
         )
 
     async def _listen(self, session: int, requests: AsyncIterator[pb.SessionRequest]) -> None:

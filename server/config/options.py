@@ -190,6 +190,9 @@ class Server(Section):
     off, and how long a call waits for memory that others have."""
     curve_keys: int = Field(8192, ge=0, le=10**7)
     """Keys that each tier samples for `prefixctl curve --live`, about 400 bytes each; 0: none."""
+    scrub_bytes_per_second: Size = Field(8 * 2**20, alias="scrub_rate", ge=0)
+    """Bytes a second that are read back from the shm and the disk tier each, to find damage before
+    a client does; an entry counts 16KiB beside its payload. 0: nothing is."""
     drain_timeout_ns: Duration = Field(10_000 * _MS, alias="drain_timeout", ge=0)
     """How long a stop waits for saves and reads in flight."""
 
@@ -247,6 +250,11 @@ class Disk(Section):
     again. A single entry may be larger, it is then saved alone."""
     sync: bool = True
     """fsync before a save is acknowledged. Without it a power loss takes the last saves."""
+    probe_interval_ns: Duration = Field(5_000 * _MS, alias="probe_interval", ge=10 * _MS)
+    """How often a small write of the daemon's own shows that the device answers."""
+    hung_after_ns: Duration = Field(10_000 * _MS, alias="hung_after", ge=10 * _MS)
+    """A device that has not answered a read, a write or a sync for so long hangs: the tier takes
+    no saves and gives no claims until it answers. Not below what the largest commit takes."""
 
 
 class Sessions(Section):

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ...proto.errors import PrefixdError
 from ...proto.keys import Key
 from ...proto.vocabulary import SaveReason, Tier
 from ...tiers.store import Location
 from .entries import Entry
-from .events import SaveOutcome
+from .events import SaveOutcome, TierState
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +71,26 @@ class ReleaseAnswer:
     results: tuple[ReleaseOutcome, ...]
 
 
+class DeleteOutcome(Enum):
+    """The values are those of the wire."""
+
+    DELETED = 1
+    ABSENT = 2
+    PINNED = 3
+    IN_FLIGHT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteAnswer:
+    results: tuple[DeleteOutcome, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class CancelAnswer:
     results: tuple[bool, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class WriteOrder:
+class WriteOrder(NamedTuple):
     """A granted reservation: where its bytes go, and what their record says."""
 
     token: int
@@ -92,8 +105,16 @@ class WriteOrder:
     token_ids: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The tier takes no saves at this moment."""
+
+    tier: Tier
+    state: TierState
+
+
 #: One item of a reservation: granted, or how it ended before it began.
-Reserved: TypeAlias = WriteOrder | FlightInfo | SaveOutcome
+Reserved: TypeAlias = WriteOrder | FlightInfo | SaveOutcome | Closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +138,7 @@ Answer: TypeAlias = (
     | LookupAnswer
     | ClaimAnswer
     | ReleaseAnswer
+    | DeleteAnswer
     | ReserveAnswer
     | CancelAnswer
     | WriteOrder

@@ -2,12 +2,15 @@
 
 An effect names everything that its executor needs; executors decide nothing. What a slow one
 brings about comes back as an event.
+
+Those that there are for every block are named tuples, which are made in a third of the time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ...proto.keys import Key
 from ...proto.vocabulary import Tier
@@ -25,26 +28,23 @@ class Reply:
     answer: Answer
 
 
-@dataclass(frozen=True, slots=True)
-class IndexPut:
+class IndexPut(NamedTuple):
     """Make an entry visible to readers of the index."""
 
     entry: Entry
 
 
-@dataclass(frozen=True, slots=True)
-class IndexDelete:
+class IndexDelete(NamedTuple):
     """Make an entry invisible, before anything else happens to its room."""
 
     key: Key
 
 
-@dataclass(frozen=True, slots=True)
-class Erase:
+class Erase(NamedTuple):
     """A store forgets entries: their room may be written again."""
 
     tier: Tier
-    entries: tuple[EntryRef, ...]
+    entries: Sequence[EntryRef]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,7 @@ class StopWriting:
     token: int
 
 
-@dataclass(frozen=True, slots=True)
-class SaveEnded:
+class SaveEnded(NamedTuple):
     """How the save of a reservation ended, for whoever sends its bytes."""
 
     token: int

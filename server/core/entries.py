@@ -74,8 +74,9 @@ class EntryTable(MutableMapping[Key, Entry]):
 
     def __setitem__(self, key: Key, entry: Entry) -> None:
         shard = self.shards[hash(key) >> _SHIFT & _MASK]
-        self._count += key not in shard
+        before = len(shard)
         shard[key] = entry
+        self._count += len(shard) - before
 
     def __delitem__(self, key: Key) -> None:
         del self.shards[hash(key) >> _SHIFT & _MASK][key]

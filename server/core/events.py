@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ...proto.keys import Key
 from ...proto.vocabulary import SaveReason, Tier
@@ -40,8 +40,17 @@ class SaveOutcome(Enum):
     FAILED = 10
 
 
-@dataclass(frozen=True, slots=True)
-class SaveItem:
+class TierState(Enum):
+    """What a tier can be asked for."""
+
+    SERVING = "serving"
+    #: what it holds is not all known yet: no saves, for their room may be taken
+    RECOVERING = "recovering"
+    #: its device does not answer: neither saves nor claims, for they would wait with the others
+    HUNG = "hung"
+
+
+class SaveItem(NamedTuple):
     """One key that somebody wants to save."""
 
     key: Key
@@ -118,6 +127,16 @@ class ReleaseAsked:
     request: int
     session: int
     claims: tuple[int, ...]
+    now_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteAsked:
+    """A client wants entries gone that it can name."""
+
+    request: int
+    session: int
+    keys: tuple[Key, ...]
     now_ns: int
 
 
@@ -236,6 +255,13 @@ class ArenaGrown:
 
 
 @dataclass(frozen=True, slots=True)
+class TierChanged:
+    tier: Tier
+    state: TierState
+    now_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class BytesRead:
     """Payload bytes were read through the daemon."""
 
@@ -247,7 +273,8 @@ class BytesRead:
 @dataclass(frozen=True, slots=True)
 class TierRecovered:
     """Some of what a store found at start: the least recently used first, also from one event
-    to the next. What there is no room for takes the place of what came before it."""
+    to the next. What there is no room for takes the place of what came before it. The tier takes
+    no saves until all of it has come (`TierChanged`)."""
 
     tier: Tier
     entries: tuple[StoredEntry, ...]
@@ -280,6 +307,7 @@ Question: TypeAlias = (
     | LookupAsked
     | ClaimAsked
     | ReleaseAsked
+    | DeleteAsked
     | ReserveAsked
     | CancelAsked
     | WriteBegan
@@ -298,6 +326,7 @@ Event: TypeAlias = (
     | CommitFailed
     | EntryDamaged
     | ArenaGrown
+    | TierChanged
     | BytesRead
     | TierRecovered
     | Tick

@@ -7,17 +7,28 @@ from collections.abc import Sequence
 from ...proto.errors import LimitReached
 from ...proto.keys import Key
 from ...proto.vocabulary import Tier
-from .answers import ClaimAnswer, FlightInfo, Found, LookupAnswer, ReleaseAnswer, ReleaseOutcome
+from .answers import (
+    ClaimAnswer,
+    DeleteAnswer,
+    DeleteOutcome,
+    FlightInfo,
+    Found,
+    LookupAnswer,
+    ReleaseAnswer,
+    ReleaseOutcome,
+)
 from .effects import Verify
 from .entries import Entry
 from .events import (
     ClaimAsked,
     ClaimMode,
+    DeleteAsked,
     KeysSuspected,
     KeysTouched,
     LookupAsked,
     ReleaseAsked,
     ReserveAsked,
+    TierState,
 )
 from .tables import Claim, Session, Timer, WaitMode
 from .transition import Refusal, Transition
@@ -49,6 +60,15 @@ def find(transition: Transition, key: Key) -> Found:
     return FlightInfo(owner, transition.served_ns - flight.reserved_ns)
 
 
+def _readable(transition: Transition, key: Key) -> Found:
+    """The same for somebody who wants its bytes: what lies in a tier that hangs is not there."""
+    found = find(transition, key)
+    closed = transition.tables.closed
+    if closed and isinstance(found, Entry) and closed.get(found.tier) is TierState.HUNG:
+        return None
+    return found
+
+
 def awaited(transition: Transition, keys: Sequence[Key], mode: WaitMode) -> dict[int, int]:
     """The saves in flight that can change the answer to a question about `keys`: token ->
     position."""
@@ -72,7 +92,7 @@ def lookup(transition: Transition, asked: LookupAsked) -> LookupAnswer | None:
     results: list[Found] = []
     hits = 0
     for key in asked.keys:
-        found = find(transition, key)
+        found = _readable(transition, key)
         results.append(found)
         if isinstance(found, Entry):
             hits += 1
@@ -151,7 +171,7 @@ def _select(transition: Transition, keys: Sequence[Key], mode: ClaimMode) -> lis
     results: list[Found] = []
     at_present, at_absent = mode is ClaimMode.FIRST, mode is ClaimMode.RUN
     for key in keys:
-        found = find(transition, key)
+        found = _readable(transition, key)
         results.append(found)
         if at_present if isinstance(found, Entry) else at_absent:
             break
@@ -181,6 +201,29 @@ def release(transition: Transition, asked: ReleaseAsked) -> ReleaseAnswer:
         else:
             results.append(ReleaseOutcome.UNKNOWN)
     return ReleaseAnswer(tuple(results))
+
+
+def delete(transition: Transition, asked: DeleteAsked) -> DeleteAnswer:
+    """Drop what a client names. A key can't be guessed: who names one can compute it, or was told.
+
+    What others rely on is not taken from them: a pinned entry and a save in flight stay.
+    """
+    transition.session(asked.session)
+    t = transition.tables
+    results: list[DeleteOutcome] = []
+    for key in asked.keys:
+        entry = t.entries.find(key)
+        if entry is None:
+            flight = key in t.in_flight
+            results.append(DeleteOutcome.IN_FLIGHT if flight else DeleteOutcome.ABSENT)
+        elif entry.pins:
+            results.append(DeleteOutcome.PINNED)
+        else:
+            t.ledgers[entry.tier].remove(entry)
+            transition.forget(key)
+            t.counters.deletes += 1
+            results.append(DeleteOutcome.DELETED)
+    return DeleteAnswer(tuple(results))
 
 
 def touched(transition: Transition, event: KeysTouched) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 
 from ...proto.errors import LimitReached, UnknownReservation, UnknownSession, UnknownTier
 from ...proto.vocabulary import Tier
-from ...tiers.ledger import Admission
+from ...tiers.ledger import Admission, Ledger
 from .answers import (
     Answer,
     CancelAnswer,
-    FlightInfo,
+    Closed,
     Refused,
     ReserveAnswer,
     Reserved,
@@ -27,7 +27,6 @@ from .events import (
     CommitFailed,
     Committed,
     ReserveAsked,
-    SaveItem,
     SaveOutcome,
     WriteBegan,
     WriteSealed,
@@ -42,10 +41,15 @@ from .tables import (
     Session,
     Signal,
     Stage,
+    StateConfig,
     Timer,
     WaitMode,
 )
 from .transition import Refusal, Transition
+
+#: For every block: Enum attribute lookup is slow.
+_SEALED, _REFUSED, _COMMITTED = Signal.SEALED, Signal.REFUSED, Signal.COMMITTED
+_DOOMED, _GONE, _SAVED = Stage.DOOMED, Stage.GONE, SaveOutcome.SAVED
 
 #: payload bytes, token id bytes -> what the tier's budget is charged
 Footprint = Callable[[int, int], int]
@@ -94,10 +98,7 @@ def go_on_reserving(
     footprint = footprints[asked.tier]
     there = t.sessions.get(session.session) is session
     if there and not job.dropped:
-        for item in asked.items[len(job.results) : len(job.results) + items]:
-            reserved = _reserve_item(transition, asked, session, item, job.batch, footprint)
-            job.results.append(reserved)
-            session.reserving -= 1
+        _reserve_items(transition, job, items, footprint)
         if len(job.results) < len(asked.items):
             return False
     session.reserving -= len(asked.items) - len(job.results)
@@ -137,79 +138,76 @@ def _observe(
     missed = [
         (item.key, item.token_count, footprint(item.payload_bytes, len(item.token_ids)))
         for item, result in zip(asked.items, results, strict=True)
-        if isinstance(result, WriteOrder) or result is SaveOutcome.NO_ROOM
+        if isinstance(result, WriteOrder | Closed) or result is SaveOutcome.NO_ROOM
     ]
     transition.observe(asked.tier, missed)
     transition.observe_entries(entries[item.key] for item in asked.items if item.key in entries)
 
 
-def _reserve_item(
-    transition: Transition,
-    asked: ReserveAsked,
-    session: Session,
-    item: SaveItem,
-    batch: SaveBatch,
-    footprint: Footprint,
-) -> Reserved:
-    t = transition.tables
-    found = find(transition, item.key)
-    if isinstance(found, Entry):
-        t.counters.duplicate_saves += 1
-        return SaveOutcome.PRESENT
-    if isinstance(found, FlightInfo):
-        t.counters.in_flight_refusals += 1
-        return found
-    entry = _entry(asked, item, batch, footprint)
-    refusal = make_room(transition, session, entry)
-    if refusal is not None:
-        return refusal
-    entry.generation = t.stamp(transition.now_ns)
-    t.ledgers[entry.tier].reserve(entry)
-    reservation = Reservation(
-        token=t.next_token,
-        entry=entry,
-        session=session.session,
-        token_ids=item.token_ids,
-        batch=batch,
-        reserved_ns=transition.served_ns,
-        expires_ns=transition.served_ns + _standing_ns(transition, asked),
-        ttl_ns=asked.ttl_ns,
-    )
-    t.next_token += 1
-    batch.unsettled.add(reservation.token)
-    t.reservations[reservation.token] = reservation
-    t.in_flight[entry.key] = reservation
-    session.tokens[reservation.token] = None
-    reserved_bytes = session.reserved_bytes.get(entry.tier, 0)
-    session.reserved_bytes[entry.tier] = reserved_bytes + entry.stored_bytes
-    t.counters.reservations += 1
-    t.set_timer(reservation.expires_ns, Timer.RESERVATION, reservation.token)
-    for recount in t.recounts:
-        recount.reserved(reservation)
-    if asked.begin:
-        advance(reservation, Signal.BEGIN)
-    return _order(reservation)
-
-
-def _entry(asked: ReserveAsked, item: SaveItem, batch: SaveBatch, footprint: Footprint) -> Entry:
-    """What there is to save, without a place so far."""
+def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: Footprint) -> None:
+    """Room for so many items more, one after the other: each may be what the next one evicts."""
+    t, asked, session, batch = transition.tables, job.asked, job.session, job.batch
+    tier, begin, results = asked.tier, asked.begin, job.results
+    ledger, counters = t.ledgers[tier], t.counters
+    served_ns, now_ns = transition.served_ns, transition.now_ns
+    expires_ns = served_ns + _standing_ns(transition, asked)
+    stage = NEXT_STAGE[Stage.RESERVED, Signal.BEGIN] if begin else Stage.RESERVED
     once = batch.numbers.setdefault
-    stored_bytes = footprint(item.payload_bytes, len(item.token_ids))
-    return Entry(
-        key=item.key,
-        stored_bytes=once(stored_bytes, stored_bytes),
-        place=(),
-        tier=asked.tier,
-        reason=asked.reason,
-        generation=0,
-        last_used_ns=0,
-        payload_bytes=once(item.payload_bytes, item.payload_bytes),
-        token_count=once(item.token_count, item.token_count),
-        payload_crc32c=0,
-        layer_count=item.layer_count,
-        token_ids_bytes=len(item.token_ids),
-        published=False,
-    )
+    start = len(results)
+    for item in asked.items[start : start + items]:
+        session.reserving -= 1
+        found = find(transition, item.key)
+        if found is not None:
+            if isinstance(found, Entry):
+                counters.duplicate_saves += 1
+                results.append(SaveOutcome.PRESENT)
+            else:
+                counters.in_flight_refusals += 1
+                results.append(found)
+            continue
+        key, payload_bytes, token_count, layer_count, token_ids = item
+        token_ids_bytes = len(token_ids)
+        stored_bytes = footprint(payload_bytes, token_ids_bytes)
+        # Without a place so far; what repeats is one object.
+        entry = Entry(
+            key,
+            once(stored_bytes, stored_bytes),
+            (),
+            tier,
+            asked.reason,
+            0,
+            0,
+            once(payload_bytes, payload_bytes),
+            once(token_count, token_count),
+            0,
+            layer_count,
+            token_ids_bytes,
+            0,
+            0,
+            False,
+        )
+        refusal = make_room(transition, session, entry)
+        if refusal is not None:
+            results.append(refusal)
+            continue
+        entry.generation = t.stamp(now_ns)
+        ledger.reserve(entry)
+        token = t.next_token
+        t.next_token = token + 1
+        reservation = Reservation(
+            token, entry, session.session, token_ids, batch, served_ns, expires_ns, asked.ttl_ns
+        )
+        batch.unsettled.add(token)
+        t.reservations[token] = reservation
+        t.in_flight[key] = reservation
+        session.tokens[token] = None
+        session.reserved_bytes[tier] = session.reserved_bytes.get(tier, 0) + stored_bytes
+        counters.reservations += 1
+        t.set_timer(expires_ns, Timer.RESERVATION, token)
+        for recount in t.recounts:
+            recount.reserved(reservation)
+        reservation.stage = stage
+        results.append(_order(reservation))
 
 
 def _over_share(transition: Transition, session: Session, coming: Entry) -> bool:
@@ -217,11 +215,18 @@ def _over_share(transition: Transition, session: Session, coming: Entry) -> bool
     others use. A single entry may be larger; it is reserved alone."""
     t = transition.tables
     reserved_bytes = session.reserved_bytes.get(coming.tier, 0)
-    most_bytes = int(t.ledgers[coming.tier].budget_bytes * t.config.max_reserved_share)
+    most_bytes = most_reserved_bytes(t.config, t.ledgers[coming.tier])
     return reserved_bytes > 0 and reserved_bytes + coming.stored_bytes > most_bytes
 
 
-def make_room(transition: Transition, session: Session, coming: Entry) -> SaveOutcome | None:
+def most_reserved_bytes(config: StateConfig, ledger: Ledger) -> int:
+    """What one session may have reserved in a tier at once."""
+    return int(ledger.budget_bytes * config.max_reserved_share)
+
+
+def make_room(
+    transition: Transition, session: Session, coming: Entry
+) -> SaveOutcome | Closed | None:
     """Evict exactly what an entry more needs; None when it fits, else why it doesn't."""
     t = transition.tables
     ledger = t.ledgers[coming.tier]
@@ -229,6 +234,9 @@ def make_room(transition: Transition, session: Session, coming: Entry) -> SaveOu
     if admission is Admission.TOO_LARGE:
         t.counters.too_large_refusals += 1
         return SaveOutcome.TOO_LARGE
+    if coming.tier in t.closed:
+        t.counters.closed_refusals += 1
+        return Closed(coming.tier, t.closed[coming.tier])
     if _over_share(transition, session, coming):
         t.counters.quota_refusals += 1
         return SaveOutcome.NO_ROOM
@@ -236,11 +244,9 @@ def make_room(transition: Transition, session: Session, coming: Entry) -> SaveOu
         t.counters.no_room_refusals += 1
         return SaveOutcome.NO_ROOM
     ledger.prepare(coming)
-    while ledger.wants_eviction(coming):
+    while not ledger.fits(coming.stored_bytes):
         victim = ledger.next_victim(coming)
-        if victim is None:
-            assert ledger.fits(coming.stored_bytes), "the ledger promised room"
-            break
+        assert victim is not None, "the ledger promised room"
         transition.evict(victim)
     return None
 
@@ -248,16 +254,16 @@ def make_room(transition: Transition, session: Session, coming: Entry) -> SaveOu
 def _order(r: Reservation) -> WriteOrder:
     entry = r.entry
     return WriteOrder(
-        token=r.token,
-        key=entry.key,
-        tier=entry.tier,
-        reason=entry.reason,
-        generation=entry.generation,
-        location=entry.location,
-        payload_bytes=entry.payload_bytes,
-        token_count=entry.token_count,
-        layer_count=entry.layer_count,
-        token_ids=r.token_ids,
+        r.token,
+        entry.key,
+        entry.tier,
+        entry.reason,
+        entry.generation,
+        entry.location,
+        entry.payload_bytes,
+        entry.token_count,
+        entry.layer_count,
+        r.token_ids,
     )
 
 
@@ -277,6 +283,9 @@ def began(transition: Transition, event: WriteBegan) -> WriteOrder:
         )
     if (reservation.stage, Signal.BEGIN) not in NEXT_STAGE:
         raise Refusal(UnknownReservation(f"reservation {event.token} is being written already"))
+    if reservation.tier in transition.tables.closed:
+        state = transition.tables.closed[reservation.tier].value
+        raise Refusal(UnknownReservation(f"the {reservation.tier.label} tier is {state}"))
     advance(reservation, Signal.BEGIN)
     reservation.expires_ns = reservation.reserved_ns + reservation.ttl_ns
     return _order(reservation)
@@ -285,15 +294,17 @@ def began(transition: Transition, event: WriteBegan) -> WriteOrder:
 def sealed(transition: Transition, event: WriteSealed, blocking: frozenset[Tier]) -> None:
     """Bytes are complete: publish those that are what the client sent."""
     commits: dict[Tier, list[int]] = {}
+    reservations = transition.tables.reservations
     for token, crc32c, expected in zip(
         event.tokens, event.crc32c, event.expected_crc32c, strict=True
     ):
-        reservation = transition.tables.reservations[token]
+        reservation = reservations[token]
         was = reservation.stage
-        now = advance(reservation, Signal.SEALED if crc32c == expected else Signal.REFUSED)
-        if was is Stage.DOOMED:
+        signal = _SEALED if crc32c == expected else _REFUSED
+        now = reservation.stage = NEXT_STAGE[was, signal]
+        if was is _DOOMED:
             _end(transition, reservation, SaveOutcome.LOST, "the reservation was lost meanwhile")
-        elif now is Stage.GONE:
+        elif now is _GONE:
             transition.tables.counters.crc_mismatches += 1
             why = f"the bytes that arrived have CRC32C {crc32c:08x}, {expected:08x} was sent"
             _end(transition, reservation, SaveOutcome.CRC_MISMATCH, why)
@@ -339,7 +350,7 @@ def commit_failed(transition: Transition, event: CommitFailed) -> None:
 
 def _publish(transition: Transition, reservation: Reservation) -> None:
     t = transition.tables
-    advance(reservation, Signal.COMMITTED)
+    reservation.stage = NEXT_STAGE[reservation.stage, _COMMITTED]
     entry = reservation.entry
     entry.last_used_ns = t.stamp(transition.now_ns)
     t.ledgers[entry.tier].publish(entry)
@@ -347,7 +358,7 @@ def _publish(transition: Transition, reservation: Reservation) -> None:
     counters.saves += 1
     counters.saved_bytes += entry.payload_bytes
     transition.effects.append(IndexPut(entry))
-    _settle(transition, reservation, SaveOutcome.SAVED, "")
+    _settle(transition, reservation, _SAVED, "")
 
 
 def _end(transition: Transition, reservation: Reservation, outcome: SaveOutcome, why: str) -> None:
@@ -364,23 +375,24 @@ def _settle(
     transition: Transition, reservation: Reservation, outcome: SaveOutcome, why: str
 ) -> None:
     t = transition.tables
-    entry = reservation.entry
+    entry, token = reservation.entry, reservation.token
     for recount in t.recounts:
         recount.settled(reservation)
-    del t.reservations[reservation.token]
+    del t.reservations[token]
     if t.in_flight.get(entry.key) is reservation:
         del t.in_flight[entry.key]
     session = t.sessions.get(reservation.session) or t.ending.get(reservation.session)
     if session is not None:
-        session.tokens.pop(reservation.token, None)
+        session.tokens.pop(token, None)
         session.reserved_bytes[entry.tier] -= entry.stored_bytes
-    saved = outcome is SaveOutcome.SAVED
+    saved = outcome is _SAVED
     if saved:
         transition.enter(entry)
-    transition.effects.append(SaveEnded(reservation.token, outcome, why))
-    transition.wake(reservation, saved=saved)
+    transition.effects.append(SaveEnded(token, outcome, why))
+    if reservation.waiters:
+        transition.wake(reservation, saved=saved)
     batch = reservation.batch
-    batch.unsettled.discard(reservation.token)
+    batch.unsettled.discard(token)
     if not batch.unsettled:
         for key in reversed(batch.chain):
             there = t.entries.find(key)

@@ -18,12 +18,11 @@ from ...proto.errors import LimitReached, UnknownSession, UnknownTier
 from ...proto.vocabulary import Tier
 from ...tiers.eviction.sampled import SampledCurve, position_of_bytes
 from ...tiers.ledger import Ledger
-from ...tiers.store import StoredEntry, Usage
-from . import read_rules, save_rules
+from ...tiers.store import Usage
+from . import adoption, read_rules, save_rules
 from .answers import Answer, EvictAnswer, Opened, Refused
 from .checking import ITEMS_A_STEP, Recount
-from .effects import Effect, Erase, IndexPut, RecordUsage, Reply
-from .entries import Entry
+from .effects import Effect, RecordUsage, Reply
 from .events import (
     ArenaGrown,
     BytesRead,
@@ -31,6 +30,7 @@ from .events import (
     ClaimAsked,
     CommitFailed,
     Committed,
+    DeleteAsked,
     EntryDamaged,
     Event,
     EvictAsked,
@@ -45,7 +45,9 @@ from .events import (
     SessionLost,
     SessionOpened,
     Tick,
+    TierChanged,
     TierRecovered,
+    TierState,
     WorkLeft,
     WriteBegan,
     WriteSealed,
@@ -138,6 +140,7 @@ class MetaState:
                 | LookupAsked()
                 | ClaimAsked()
                 | ReleaseAsked()
+                | DeleteAsked()
                 | ReserveAsked()
                 | CancelAsked()
                 | WriteBegan()
@@ -174,10 +177,14 @@ class MetaState:
                     transition.drop_damaged(entry)
             case ArenaGrown():
                 t.ledgers[event.tier].grow(event.secured_bytes)
+            case TierChanged():
+                t.closed.pop(event.tier, None)
+                if event.state is not TierState.SERVING:
+                    t.closed[event.tier] = event.state
             case BytesRead():
                 t.tier_counters[event.tier].read_bytes += event.payload_bytes
             case TierRecovered():
-                self._recovered(transition, event)
+                adoption.recovered(transition, event, self._footprints, self._numbers)
             case Tick():
                 self._tick(transition)
                 if event.flush and t.unrecorded:
@@ -214,6 +221,8 @@ class MetaState:
                 return read_rules.claim(transition, question)
             case ReleaseAsked():
                 return read_rules.release(transition, question)
+            case DeleteAsked():
+                return read_rules.delete(transition, question)
             case ReserveAsked():
                 save_rules.reserve(transition, question)
                 return None
@@ -429,66 +438,3 @@ class MetaState:
             entries += 1
             freed_bytes += transition.evict(victim).stored_bytes
         return EvictAnswer(entries, freed_bytes, more=True)
-
-    def _recovered(self, transition: Transition, event: TierRecovered) -> None:
-        """Adopt what survived. Each entry is more recent than all before it: where there is no
-        room for it, they make some."""
-        t = transition.tables
-        counters = t.tier_counters[event.tier]
-        counters.dropped_at_start += event.dropped
-        footprint = self._footprints[event.tier]
-        for stored in event.entries:
-            record = stored.record
-            cost = footprint(record.payload_bytes, record.token_ids_bytes)
-            if record.key in t.entries or not self._make_room(transition, event.tier, cost):
-                counters.dropped_at_start += 1
-                transition.effects.append(Erase(event.tier, (record,)))
-                continue
-            entry = _entry_of(stored, event.tier, cost, self._numbers)
-            # In its tier's order and by its stamp it is the most recent so far, also where two
-            # starts gave out the same stamp because the clock was set back in between.
-            last_ns = t.recovered_ns.get(event.tier, 0)
-            entry.last_used_ns = t.recovered_ns[event.tier] = max(entry.last_used_ns, last_ns + 1)
-            t.stamp_ns = max(t.stamp_ns, entry.last_used_ns, entry.generation)
-            t.adopted_ns = max(t.adopted_ns, entry.generation)
-            entry.location = record.location
-            t.ledgers[event.tier].adopt(entry)
-            transition.enter(entry)
-            counters.recovered_entries += 1
-            counters.recovered_bytes += entry.payload_bytes
-            transition.effects.append(IndexPut(entry))
-
-    def _make_room(self, transition: Transition, tier: Tier, cost: int) -> bool:
-        t = transition.tables
-        ledger = t.ledgers[tier]
-        unpinned_entries = ledger.entries - ledger.pinned_entries
-        if not ledger.fits_after(cost, 1, ledger.unpinned_bytes, unpinned_entries):
-            return False
-        while not ledger.fits(cost):
-            victim = ledger.next_victim()
-            assert victim is not None, "the ledger promised room"
-            counters = t.tier_counters[tier]
-            counters.recovered_entries -= 1
-            counters.recovered_bytes -= t.entries[victim].payload_bytes
-            counters.dropped_at_start += 1
-            transition.forget(victim)
-        return True
-
-
-def _entry_of(stored: StoredEntry, tier: Tier, stored_bytes: int, numbers: dict[int, int]) -> Entry:
-    head, once = stored.record, numbers.setdefault
-    return Entry(
-        key=head.key,
-        stored_bytes=once(stored_bytes, stored_bytes),
-        place=(),
-        tier=tier,
-        reason=head.reason,
-        generation=head.generation,
-        last_used_ns=max(stored.last_used_ns, head.generation),
-        payload_bytes=once(head.payload_bytes, head.payload_bytes),
-        token_count=once(head.token_count, head.token_count),
-        payload_crc32c=head.payload_crc32c,
-        layer_count=head.layer_count,
-        token_ids_bytes=head.token_ids_bytes,
-        hits=stored.hits,
-    )

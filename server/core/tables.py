@@ -19,7 +19,7 @@ from ...tiers.eviction.sampled import SampledCurve
 from ...tiers.ledger import Ledger
 from .answers import Reserved
 from .entries import Entry, EntryTable
-from .events import ClaimAsked, LookupAsked, ReserveAsked
+from .events import ClaimAsked, LookupAsked, ReserveAsked, TierState
 
 
 @dataclass(slots=True, eq=False)
@@ -278,6 +278,7 @@ class Counters:
     too_large_refusals: int = 0
     no_room_refusals: int = 0
     quota_refusals: int = 0
+    closed_refusals: int = 0
     reservations_lost: int = 0
     crc_mismatches: int = 0
     length_mismatches: int = 0
@@ -286,6 +287,7 @@ class Counters:
     waits_timed_out: int = 0
     touches: int = 0
     suspects: int = 0
+    deletes: int = 0
     sessions_opened: int = 0
     sessions_lost: int = 0
 
@@ -373,6 +375,8 @@ class Tables:
     #: been, or until there is too much of that and `sift_timers` moves over what is alive
     timers: list[tuple[int, Timer, int]] = field(default_factory=list)
     old_timers: list[tuple[int, Timer, int]] = field(default_factory=list)
+    #: the tiers that do not serve; those that do are not in it
+    closed: dict[Tier, TierState] = field(default_factory=dict)
     #: the highest generation of an earlier start; those above are of this one
     adopted_ns: int = 0
     #: by tier: the last stamp of use that was adopted at start

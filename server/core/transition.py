@@ -12,6 +12,7 @@ from typing import Final
 from ...proto.errors import PrefixdError, UnknownSession
 from ...proto.keys import Key
 from ...proto.vocabulary import Tier
+from ...tiers.store import EntryRef
 from .effects import Effect, Erase, IndexDelete, TellClaimLost
 from .entries import Entry
 from .events import ClaimAsked, LookupAsked, ReserveAsked
@@ -42,13 +43,15 @@ class Refusal(Exception):
 class Transition:
     """See the module. `now_ns` is the time of the event, `served_ns` what deadlines count in."""
 
-    __slots__ = ("effects", "now_ns", "served_ns", "tables")
+    __slots__ = ("_erased", "effects", "now_ns", "served_ns", "tables")
 
     def __init__(self, tables: Tables, now_ns: int) -> None:
         self.tables = tables
         self.now_ns = now_ns
         self.served_ns = tables.served_ns(now_ns)
         self.effects: list[Effect] = []
+        #: the entries of the one `Erase` of each tier
+        self._erased: dict[Tier, list[EntryRef]] = {}
 
     def session(self, session: int) -> Session:
         """The live session of that number. Raises Refusal."""
@@ -234,15 +237,18 @@ class Transition:
         Claims on it stay until they are released, which tells that they are lost: a read of it
         fails from now on. Its room is free when the last of them ended.
         """
-        tables = self.tables
-        ledger = tables.ledgers[entry.tier]
+        self.drop(entry)
+        self.tables.tier_counters[entry.tier].corrupt += 1
+
+    def drop(self, entry: Entry) -> None:
+        """The same of an entry that nothing is wrong with."""
+        ledger = self.tables.ledgers[entry.tier]
         ledger.remove(entry)
         self._leave(entry)
         if entry.pins:
-            tables.condemned[entry.generation] = entry
+            self.tables.condemned[entry.generation] = entry
         else:
             ledger.forget(entry)
-        tables.tier_counters[entry.tier].corrupt += 1
 
     def _leave(self, entry: Entry) -> None:
         """An entry that left the eviction order already is gone, for readers first."""
@@ -254,7 +260,12 @@ class Transition:
         tables.tier_counters[entry.tier].payload_bytes -= entry.payload_bytes
         tables.unrecorded.pop(entry.key, None)
         self.effects.append(IndexDelete(entry.key))
-        self.effects.append(Erase(entry.tier, (entry,)))
+        erased = self._erased.get(entry.tier)
+        if erased is None:
+            # Those that follow join it: what is erased sooner than it has to be is no harm.
+            erased = self._erased[entry.tier] = []
+            self.effects.append(Erase(entry.tier, erased))
+        erased.append(entry)
 
     # ---- claims
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -42,21 +43,34 @@ class Committer:
     `done` is called once for every token, whatever the store does: on the committer's thread, or
     within `commit` if the store does not block and all is well.
     `failure` says what went wrong last; None: all is well. A store that failed is tried with a
-    real write (`Store.probe`) until one succeeds: only that makes it well again.
+    real write (`Store.probe`) until one succeeds: only that makes it well again. `full` says that
+    its device has no room for a save, until it has; `usage_failure` is of the hints, which lie in
+    a file of their own. `died` is told if the thread ends before `close`, on that thread.
     """
 
     def __init__(
-        self, store: Store, done: Callable[[CommitResult], None], *, retry_s: float = _RETRY_S
+        self,
+        store: Store,
+        done: Callable[[CommitResult], None],
+        *,
+        retry_s: float = _RETRY_S,
+        under_way: Callable[[], AbstractContextManager[None]] = nullcontext,
+        died: Callable[[BaseException], None] | None = None,
     ) -> None:
+        """`under_way`: entered around every call that does I/O."""
         self._store = store
         self._done = done
         self._retry_s = retry_s
+        self._under_way = under_way
+        self._died = died
         self._pending = _Batch()
         self._wakeup = threading.Condition()
         self._closing = False
         self.failure: str | None = None
+        self.full: str | None = None
+        self.usage_failure: str | None = None
         self._thread = threading.Thread(
-            target=self._run, name=f"prefixd-{store.tier.label}-commit", daemon=True
+            target=self._live, name=f"prefixd-{store.tier.label}-commit", daemon=True
         )
         self._thread.start()
 
@@ -93,13 +107,37 @@ class Committer:
 
     # ---- on the thread
 
+    def _live(self) -> None:
+        try:
+            self._run()
+        except BaseException as problem:
+            log.critical("committer_died", tier=self._store.tier.label, exc_info=problem)
+            if self._died is not None:
+                self._died(problem)
+
     def _run(self) -> None:
         last = False
         while not last:
             batch, last = self._next_batch()
-            if batch or self.failure is not None or self._store.unerased:
-                failure = self._apply(batch) or self._record(batch.usages)
-                self.failure = None if failure is None else str(failure)
+            if batch or self._unwell or self._store.unerased:
+                self._judge(self._apply(batch))
+                self._record(batch.usages)
+
+    @property
+    def _unwell(self) -> bool:
+        return self.failure is not None or self.full is not None
+
+    def _judge(self, failure: StoreError | None) -> None:
+        """Tell of changes only: what fails, fails with every save."""
+        full = isinstance(failure, StoreFull)
+        tier = self._store.tier.label
+        if failure is not None and not self._unwell:
+            event = "device_full" if full else "commits_fail"
+            log.error(event, tier=tier, unerased=self._store.unerased, error=str(failure))
+        elif failure is None and self._unwell:
+            log.warning("commits_succeed", tier=tier)
+        self.full = str(failure) if full else None
+        self.failure = None if failure is None or full else str(failure)
 
     def _next_batch(self) -> tuple[_Batch, bool]:
         """What is to be done now, and whether it is the last. It is empty when a store that failed
@@ -107,15 +145,15 @@ class Committer:
         daemon gets no traffic."""
         with self._wakeup:
             while not self._pending and not self._closing:
-                again = self.failure is not None or self._store.unerased
+                again = self._unwell or self._store.unerased
                 if not self._wakeup.wait(self._retry_s if again else None):
                     break
             batch, self._pending = self._pending, _Batch()
             return batch, self._closing
 
     def _apply(self, batch: _Batch) -> StoreError | None:
-        """Everything at once, or each save by itself. Returns what makes the store unhealthy."""
-        if self.failure is not None:
+        """Everything at once, or each save by itself. Returns what is wrong with the store."""
+        if self.failure is not None or (self.full is not None and not batch.sealed):
             failure = self._attempt(self._store.probe)
             if failure is not None:
                 self._refuse(batch, failure)
@@ -127,26 +165,20 @@ class Committer:
         if failure is None:
             self._tell([token for token, _ in batch.sealed], None)
             return None
-        log.warning(
-            "commit_refused",
-            tier=self._store.tier.label,
-            saves=len(batch.sealed),
-            unerased=self._store.unerased,
-            error=str(failure),
-        )
         if len(batch.sealed) > 1:
             return self._apply_one_by_one(batch)
         self._refuse(batch, failure)
-        return _illness(failure)
+        return failure
 
     def _apply_one_by_one(self, batch: _Batch) -> StoreError | None:
         """One entry that doesn't fit must not take the others with it."""
-        illness: StoreError | None = None
+        worst: StoreError | None = None
         for token, writer in batch.sealed:
             failure = self._attempt(partial(self._store.apply, [writer]))
-            illness = _illness(failure) or illness
+            if failure is not None and (worst is None or isinstance(worst, StoreFull)):
+                worst = failure
             self._tell([token], failure)
-        return illness
+        return worst
 
     def _refuse(self, batch: _Batch, failure: StoreError) -> None:
         self._tell([token for token, _ in batch.sealed], failure)
@@ -154,22 +186,20 @@ class Committer:
     def _attempt(self, step: Callable[[], None]) -> StoreError | None:
         """Returns why nothing of it happened."""
         try:
-            step()
+            with self._under_way():
+                step()
         # Nothing ends this thread: saves would wait for ever, and health would stay green.
         except BaseException as problem:
             return _failure(problem)
         return None
 
-    def _record(self, usages: Sequence[Usage]) -> StoreError | None:
+    def _record(self, usages: Sequence[Usage]) -> None:
         if not usages:
-            return None
-        try:
-            self._store.record_usage(usages)
-        except BaseException as problem:
-            failure = _failure(problem)
+            return
+        failure = self._attempt(partial(self._store.record_usage, usages))
+        if failure is not None and self.usage_failure is None:
             log.warning("usage_not_recorded", tier=self._store.tier.label, error=str(failure))
-            return _illness(failure)
-        return None
+        self.usage_failure = None if failure is None else str(failure)
 
     def _tell(self, tokens: Sequence[int], error: StoreError | None) -> None:
         if tokens:
@@ -182,8 +212,3 @@ def _failure(problem: BaseException) -> StoreError:
         return problem
     log.error("store_raised", exc_info=problem)
     return StoreError(f"{type(problem).__name__}: {problem}")
-
-
-def _illness(failure: StoreError | None) -> StoreError | None:
-    """A full device is the answer to a save, not an illness of its store."""
-    return None if isinstance(failure, StoreFull) else failure

@@ -14,11 +14,13 @@ class Health:
     """Reasons to call the daemon unhealthy, by the part that they concern.
 
     A condition lasts until it is over: who enters one into `conditions` takes it out again. A
-    fault happened once, and is shown for a while, or until something like it succeeds.
+    fault happened once, and is shown for a while, or until something like it succeeds. A notice
+    is no reason: what is less than it could be while the daemon serves, by the part too.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.conditions: dict[str, str] = {}
+        self.notices: dict[str, str] = {}
         self._clock = clock
         #: the reason, and until when it is shown
         self._faults: dict[str, tuple[str, int]] = {}
@@ -36,4 +38,4 @@ class Health:
         now_ns = self._clock.now_ns()
         faults = self._faults.copy()
         shown = {part: why for part, (why, until_ns) in faults.items() if now_ns < until_ns}
-        return self.conditions | shown
+        return self.conditions.copy() | shown

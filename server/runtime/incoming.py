@@ -7,27 +7,35 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import structlog
 
+from ...proto import limits
+from ...proto.copying import RELEASE_BYTES
 from ...proto.errors import InvalidSize, MalformedMessage, PrefixdError
+from ...proto.vocabulary import Tier
 from ...tiers.store import Buffer, StoreError
 from ..core.effects import SaveEnded
 from ..core.events import SaveOutcome, WriteSealed
-from .loop import Core, Write
+from .loop import Core
+from .writes import Write
 
 log = structlog.get_logger("prefixd.incoming")
 
 #: Fewer bytes than this are copied at once, on the loop: a thread would take longer to wake.
 _INLINE_BYTES = 1 * 2**20
+#: The same of small pieces, whose copies hold the interpreter's lock in any thread.
+_INLINE_SMALL_BYTES = limits.STAGED_MESSAGE_BYTES
+#: Writes that are complete are told of at once when they are so large together.
+_SEALED_BYTES = 16 * 2**20
 #: So many messages of one stream are copied before it is another stream's turn.
 _TURN_MESSAGES = 8
 #: So many messages of one stream may wait to be copied.
 MAX_WAITING_MESSAGES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Bytes of one write, as a stream named it. `offset_bytes` None: whatever comes next."""
 
     number: int
@@ -45,8 +53,10 @@ class _Feed:
     meant_crc32c: int = 0
     #: the last piece came
     complete: bool = False
-    #: of what the store took; set when it is sealed, taken when that is told
+    #: of what the store took; set when it is sealed
     crc32c: int | None = None
+    #: the state was told so, or is to be soon
+    told: bool = False
     problem: tuple[SaveOutcome, str] | None = None
 
     def take(self, piece: Piece) -> None:
@@ -105,6 +115,11 @@ class _Message:
     pieces: Sequence[Piece]
     then: Callable[[], None]
 
+    @property
+    def tier(self) -> Tier:
+        """The slowest that it goes to. One stream brings bytes for one tier, as a rule."""
+        return max((feed.write.order.tier for feed in self.feeds), default=Tier.RAM)
+
     def take(self) -> PrefixdError | None:
         """Copy the pieces. On any thread. Returns what breaks the stream, if anything does."""
         for feed, piece in zip(self.feeds, self.pieces, strict=True):
@@ -130,12 +145,26 @@ class Incoming:
         self._feeds: dict[int, _Feed] = {}
         self._waiting: deque[_Message] = deque()
         self._copying: asyncio.Future[None] | None = None
+        #: writes whose save has not ended
+        self._open = 0
+        self._all_ended: asyncio.Future[None] | None = None
+        #: writes that are complete, which the state was not told yet
+        self._sealed: list[_Feed] = []
+        self._sealed_bytes = 0
         #: what broke the stream: a piece out of order
         self.broken: PrefixdError | None = None
 
     def add(self, number: int, write: Write) -> None:
         """`number` is how the stream's pieces name this write."""
         self._feeds[number] = _Feed(write)
+        if write.ended is None:
+            self._open += 1
+            write.when_ended = self._one_ended
+
+    def _one_ended(self) -> None:
+        self._open -= 1
+        if not self._open and self._all_ended is not None and not self._all_ended.done():
+            self._all_ended.set_result(None)
 
     @property
     def waiting(self) -> int:
@@ -150,13 +179,15 @@ class Incoming:
 
         Raises what breaks the whole stream.
         """
-        self.begin(pieces, _nothing)
+        self.begin(pieces, nothing)
         await self.idle()
+        self.tell_sealed()
         if self.broken is not None:
             raise self.broken
 
     def begin(self, pieces: Sequence[Piece], then: Callable[[], None]) -> None:
-        """`feed` without waiting; `then` is called when the pieces have been copied."""
+        """`feed` without waiting; `then` is called when the pieces have been copied. Has to be
+        followed by `tell_sealed` before anything else is waited for."""
         message = _Message([self._feeds[piece.number] for piece in pieces], pieces, then)
         if self._copying is None and self._take_at_once(message):
             self._taken(message, message.take())
@@ -170,9 +201,12 @@ class Incoming:
     def _take_at_once(self, message: _Message) -> bool:
         """On the loop: few bytes, and none for a disk."""
         stores = self._core.stores
-        return sum(len(piece.data) for piece in message.pieces) <= _INLINE_BYTES and not any(
-            stores[feed.write.order.tier].blocking for feed in message.feeds
-        )
+        tiers = {feed.write.order.tier for feed in message.feeds}
+        if any(stores[tier].blocking for tier in tiers):
+            return False
+        sizes = [len(piece.data) for piece in message.pieces]
+        small = max(sizes, default=0) < RELEASE_BYTES
+        return sum(sizes) <= (_INLINE_SMALL_BYTES if small else _INLINE_BYTES)
 
     async def idle(self) -> None:
         """Wait until nothing is being copied. A stream that is torn down meanwhile does not stop
@@ -188,7 +222,10 @@ class Incoming:
             raise cancelled
 
     def _copy(self) -> None:
-        self._copying = self._loop.run_in_executor(self._core.executor, self._copy_some)
+        # What waits for a device waits on the threads of that device.
+        devices = self._core.devices
+        executor = devices.executor(self._waiting[0].tier)
+        self._copying = self._loop.run_in_executor(executor, self._copy_some)
         self._copying.add_done_callback(self._copied_some)
 
     def _copy_some(self) -> None:
@@ -198,7 +235,8 @@ class Incoming:
                 message = self._waiting.popleft()
             except IndexError:
                 return
-            broken = message.take()
+            with self._core.devices.under_way(message.tier):
+                broken = message.take()
             self._loop.call_soon_threadsafe(self._copied, message, broken)
 
     def _copied(self, message: _Message, broken: PrefixdError | None) -> None:
@@ -210,6 +248,8 @@ class Incoming:
         self._copying = None
         if self._waiting:
             self._copy()
+        else:
+            self.tell_sealed()
 
     def _taken(self, message: _Message, broken: PrefixdError | None) -> None:
         self.broken = self.broken or broken
@@ -217,23 +257,39 @@ class Incoming:
         message.then()
 
     def _settle(self, feeds: Sequence[_Feed]) -> None:
-        """Tell the state what became of the writes of one message."""
-        sealed: list[tuple[int, int, int]] = []
-        for feed in {id(feed): feed for feed in feeds}.values():
+        """Tell the state what became of the writes of one message; of those that are complete
+        only when there are many, see `tell_sealed`."""
+        for feed in feeds:
             write = feed.write
-            if write.ended.done():
+            if write.ended is not None:
                 continue
             if write.stopping:
                 if not write.busy:
                     self._core.stop_write(write, SaveOutcome.LOST, "the reservation was lost")
             elif feed.problem is not None:
                 self._core.stop_write(write, *feed.problem)
-            elif feed.crc32c is not None:
-                sealed.append((write.order.token, feed.crc32c, feed.meant_crc32c))
-                feed.crc32c = None
+            elif feed.crc32c is not None and not feed.told:
+                feed.told = True
+                self._sealed.append(feed)
+                self._sealed_bytes += write.order.payload_bytes
+        if self._sealed_bytes >= _SEALED_BYTES:
+            self.tell_sealed()
+
+    def tell_sealed(self) -> None:
+        """Tell the state of the writes that are complete: all at once, which is one event and on a
+        disk one sync. To be called when nothing more is there to be copied."""
+        sealed, self._sealed, self._sealed_bytes = self._sealed, [], 0
+        # What was lost meanwhile has ended.
+        sealed = [feed for feed in sealed if feed.write.ended is None]
         if sealed:
-            tokens, crcs, meant = zip(*sealed, strict=True)
-            self._core.post(WriteSealed(tokens, crcs, meant, self._core.clock.now_ns()))
+            self._core.post(
+                WriteSealed(
+                    tuple([feed.write.order.token for feed in sealed]),
+                    tuple([feed.crc32c or 0 for feed in sealed]),
+                    tuple([feed.meant_crc32c for feed in sealed]),
+                    self._core.clock.now_ns(),
+                )
+            )
 
     @asynccontextmanager
     async def to_the_end(self) -> AsyncIterator[None]:
@@ -243,6 +299,7 @@ class Incoming:
                 yield
             finally:
                 await self.idle()
+                self.tell_sealed()
             if self.broken is not None:
                 raise self.broken
         except PrefixdError as error:
@@ -256,13 +313,21 @@ class Incoming:
     def _abandon(self, outcome: SaveOutcome, why: str) -> None:
         """The stream is over: whatever is not complete never will be."""
         for feed in self._feeds.values():
-            if not feed.complete:
+            if not feed.complete and feed.write.ended is None:
                 self._core.stop_write(feed.write, outcome, why)
 
     async def ended(self) -> dict[int, SaveEnded]:
         """How each write ended, once all did."""
-        return {number: await feed.write.ended for number, feed in self._feeds.items()}
+        if self._open:
+            self._all_ended = asyncio.get_running_loop().create_future()
+            await self._all_ended
+        return {number: _end_of(feed.write) for number, feed in self._feeds.items()}
 
 
-def _nothing() -> None:
-    """What follows a message that somebody waits for."""
+def _end_of(write: Write) -> SaveEnded:
+    assert write.ended is not None
+    return write.ended
+
+
+def nothing() -> None:
+    """What follows a message that nobody has to be told of."""

@@ -55,6 +55,7 @@ MAX_ENTRIES: Final = 2**30
 HEADS_PER_ENTRY: Final = 2
 #: One page of them. There is memory for these from the start.
 FIRST_HEADS: Final = 1024
+_hashed: Final = HASHED.unpack
 #: Added to the shape, it counts one change.
 _CHANGE: Final = MOVING << 1
 _SHAPE_MASK: Final = 2**64 - 1
@@ -90,6 +91,7 @@ class IndexWriter:
             raise ValueError(f"an incarnation of {len(incarnation)} bytes")
         if not 0 < max_entries <= MAX_ENTRIES:
             raise ValueError(f"an index of {max_entries} entries")
+        self._made_of: Final = incarnation, max_entries
         self.layout: Final = Layout(
             max_heads=max(FIRST_HEADS, HEADS_PER_ENTRY * max_entries),
             max_rows=_ROWS_PER_ENTRY * max_entries,
@@ -186,7 +188,8 @@ class IndexWriter:
         self._links[number] = self._heads[bucket]
         self._heads[bucket] = number
         self._entries += 1
-        for _ in range(HEADS_PER_ENTRY):
+        if self._shape & HEADS_MASK < HEADS_PER_ENTRY * self._entries:
+            self._add_head()
             if self._shape & HEADS_MASK < HEADS_PER_ENTRY * self._entries:
                 self._add_head()
         return True
@@ -201,12 +204,17 @@ class IndexWriter:
         return bool(number)
 
     def revoke(self) -> None:
-        """Make every look-up of every reader a miss, from now on and for good."""
+        """Make every look-up of every reader a miss, from now on and for good: who wants to read
+        on needs a descriptor of its successor."""
         self._header[STATE] = REVOKED
 
     @property
     def revoked(self) -> bool:
         return self._header[STATE] != LIVE
+
+    def successor(self) -> IndexWriter:
+        """An empty index for as many entries of the same start. Raises StoreError."""
+        return IndexWriter(*self._made_of)
 
     def open_reader(self) -> int:
         """A new descriptor that can only read, for a client. The caller closes it."""
@@ -227,7 +235,7 @@ class IndexWriter:
     # ---- chains
 
     def _bucket(self, key: bytes) -> int:
-        (word,) = HASHED.unpack(key)
+        (word,) = _hashed(key)
         count = self._shape & HEADS_MASK
         bit = 1 << (count - 1).bit_length()
         bucket: int = word * self._multiplier >> HASH_SHIFT & bit - 1
@@ -260,6 +268,10 @@ class IndexWriter:
         self._generations[number] = 0
         # Before its link changes: a reader that is standing there has to notice.
         self._publish(self._shape + _CHANGE)
+        if not self._continuations[number]:
+            self._links[number] = self._free_row
+            self._free_row = number
+            return
         numbers = [number]
         while number := self._continuations[number]:
             numbers.append(number)

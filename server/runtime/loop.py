@@ -19,14 +19,14 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from typing import Final, Protocol, TypeVar, assert_never
+from typing import Final, TypeVar, assert_never
 
 import structlog
 
 from ...proto.entry import EntryRecord
 from ...proto.errors import Draining, PrefixdError, UnknownSession
 from ...proto.vocabulary import Tier
-from ...tiers.store import EntryWriter, Store, StoreFull
+from ...tiers.store import Store, StoreFull
 from ..core.answers import Answer, ClaimAnswer, Refused, ReserveAnswer, WriteOrder
 from ..core.effects import (
     Commit,
@@ -64,12 +64,18 @@ from ..core.state import MetaState
 from .clock import Clock
 from .collector import Freezer
 from .committer import CommitResult
+from .devices import Devices
 from .health import Health
 from .index import IndexWriter
 from .lag import LoopLag
+from .listeners import Listener
 from .recounting import recount
+from .reindexing import Reindexing
 from .store_commands import StoreOrders
+from .supervision import Supervisor
+from .threads import ended_within
 from .verification import Verifications
+from .writes import Write
 
 log = structlog.get_logger("prefixd.loop")
 
@@ -78,7 +84,8 @@ A = TypeVar("A", bound=Answer)
 #: How often use counts are handed to the stores, so that an order survives a crash almost whole.
 FLUSH_INTERVAL_S: Final = 1.0
 
-SessionNote = TellClaimLost | TellReservationLost
+#: How long a stop waits for the threads that write.
+CLOSED_WITHIN_S: Final = 3.0
 
 #: Saves that one `Committed` tells of at most.
 _COMMITTED_AT_ONCE: Final = 512
@@ -87,37 +94,10 @@ _COMMITTED_AT_ONCE: Final = 512
 _ENDINGS: Final = (ReleaseAsked, CancelAsked, WriteBegan)
 
 
-class Listener(Protocol):
-    """What the core tells the stream of a session. Neither may raise."""
-
-    def told(self, note: SessionNote) -> None:
-        """Something of its session was lost."""
-
-    def ended(self, why: PrefixdError | None) -> None:
-        """The session is over, or (None) the daemon stops. Told again until it unsubscribes."""
-
-
-class Write:
-    """The bytes of one reservation on their way into a store.
-
-    `busy` counts the messages that other threads copy into its room, now or soon: a lost
-    reservation then keeps its room until that ended.
-    """
-
-    __slots__ = ("busy", "ended", "order", "stopping", "writer")
-
-    def __init__(self, order: WriteOrder, writer: EntryWriter, ended: asyncio.Future[SaveEnded]):
-        self.order = order
-        self.writer = writer
-        self.ended = ended
-        self.busy = 0
-        self.stopping = False
-
-
 class Core:
     """The running state: `MetaState`, its stores, its index and its clock.
 
-    Owned by the event loop. `stores` and `index` are given, and closed by whoever made them.
+    Owned by the event loop. `stores` are closed by whoever made them, the index with the core.
     """
 
     def __init__(
@@ -135,12 +115,15 @@ class Core:
         self.clock = clock
         self.writes: dict[int, Write] = {}
         self.health = Health(clock)
-        self.verifications = Verifications(self.stores, executor, self.health, self.damaged)
+        self.devices = Devices(self.stores, executor, clock, self.health, self.post)
+        self.verifications = Verifications(self.stores, self.devices, self.health, self.damaged)
+        self.supervisor = Supervisor(self.health, self.give_up)
         self.draining = False
         #: an event failed, and the state is being recounted: nothing is taken on meanwhile
         self.recounting = False
-        #: set when the state can't be trusted any more: the daemon has to stop
+        #: set when the daemon has to stop, and why
         self.broken = asyncio.Event()
+        self.broken_why = ""
         self._closed = False
         self._working = 0
         self._idle = asyncio.Event()
@@ -153,11 +136,14 @@ class Core:
         self._listeners: dict[int, Listener] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns: int | None = None
-        self.orders = StoreOrders(self.stores, self._commit_done)
+        self.orders = StoreOrders(
+            self.stores, self._commit_done, self.devices.under_way, self._committer_died
+        )
         self._freezer = Freezer()
         self.lag = LoopLag(clock)
         self._going_on = False
         self._recount: asyncio.Task[None] | None = None
+        self._reindexing = Reindexing(state.tables.entries, self.health, self._reindexed)
         self._flusher = self._loop.call_later(FLUSH_INTERVAL_S, self._flush)
 
     # ---- in
@@ -243,21 +229,34 @@ class Core:
         what = f"{kind} failed: {problem!r}"
         log.critical("event_failed", event_kind=kind, exc_info=problem)
         self.health.fault("state", what)
-        self._revoke_index(what)
+        self._reindexing.revoke(self.index, what, replace=False)
         request = getattr(event, "request", None)
         if request in self._replies:
             self._replies.pop(request).set_result(Refused(PrefixdError(what)))
         if not self.recounting:
             self.recounting = True
-            self._recount = self._loop.create_task(self._recount_after_failure())
+            work = self._recount_after_failure()
+            self._recount = self.supervisor.task("recount", work, vital=True)
 
     async def _recount_after_failure(self) -> None:
         problems, _ = await recount(self.state)
         self.recounting = False
         if problems:
             log.critical("state_broken", problems=problems[:10])
-            self.draining = self._closed = True
-            self.broken.set()
+            self._closed = True
+            self.give_up(f"the state does not add up: {self.unhealthy()['state']}")
+        else:
+            self._reindexing.start(self.index)
+
+    def give_up(self, why: str) -> None:
+        """The daemon can't go on, and stops."""
+        self.draining = True
+        self.broken_why = self.broken_why or why
+        self.broken.set()
+
+    def _committer_died(self, tier: Tier, problem: BaseException) -> None:
+        """On its thread. Saves would wait for it for ever."""
+        self.supervisor.died_threadsafe(f"{tier.label} committer", problem, vital=True)
 
     def post_threadsafe(self, event: Event) -> None:
         """`post`, from any thread; nothing happens any more once the loop is closed."""
@@ -304,33 +303,31 @@ class Core:
 
         If it was lost since it was granted, the write has ended already.
         """
-        ended: asyncio.Future[SaveEnded] = self._loop.create_future()
         record = EntryRecord(
-            key=order.key,
-            tier=order.tier,
-            reason=order.reason,
-            generation=order.generation,
-            created_ns=order.generation,
-            payload_bytes=order.payload_bytes,
-            token_count=order.token_count,
-            layer_count=order.layer_count,
-            token_ids_bytes=len(order.token_ids),
-            location=order.location,
+            order.key,
+            order.tier,
+            order.reason,
+            order.generation,
+            order.generation,
+            order.payload_bytes,
+            order.token_count,
+            order.layer_count,
+            len(order.token_ids),
+            order.location,
         )
-        writer = self.stores[order.tier].writer(record, order.token_ids)
-        write = Write(order, writer, ended)
+        write = Write(order, self.stores[order.tier].writer(record, order.token_ids))
         if order.token in self.state.tables.reservations:
             self.writes[order.token] = write
         else:
             why = "the reservation was lost before its bytes came"
             # Its room may be somebody else's by now: what still comes is not written there.
             write.stopping = True
-            ended.set_result(SaveEnded(order.token, SaveOutcome.LOST, why))
+            write.end(SaveEnded(order.token, SaveOutcome.LOST, why))
         return write
 
     def stop_write(self, write: Write, outcome: SaveOutcome, why: str) -> None:
         """The bytes will not be complete, or are wrong."""
-        if not write.ended.done():
+        if write.ended is None:
             self.post(WriteStopped(write.order.token, outcome, why, self.clock.now_ns()))
 
     # ---- out
@@ -349,7 +346,8 @@ class Core:
     def _change_index(self, effects: list[Effect]) -> None:
         index = self.index
         try:
-            for effect in effects:
+            # Of one that was revoked nobody believes anything.
+            for effect in () if index.revoked else effects:
                 match effect:
                     case IndexPut():
                         index.put(effect.entry)
@@ -358,12 +356,14 @@ class Core:
         except Exception as problem:
             # A row that should be gone may stand.
             log.critical("index_failed", exc_info=problem)
-            self._revoke_index(f"a change of it failed: {problem!r}")
+            why = f"a change of it failed: {problem!r}"
+            self._reindexing.revoke(index, why, replace=not self.recounting)
+        else:
+            self._reindexing.follow(effects)
 
-    def _revoke_index(self, why: str) -> None:
-        """Clients read over gRPC from now on: that needs no index."""
-        self.index.revoke()
-        self.health.conditions["index"] = f"revoked, {why}; restart the daemon to have it back"
+    def _reindexed(self, index: IndexWriter) -> None:
+        self.index.close()
+        self.index = index
 
     def _do(self, effect: Effect) -> None:
         match effect:
@@ -389,8 +389,8 @@ class Core:
                     self.post(WriteStopped(effect.token, SaveOutcome.LOST, why, now_ns))
             case SaveEnded():
                 ended = self.writes.pop(effect.token, None)
-                if ended is not None and not ended.ended.done():
-                    ended.ended.set_result(effect)
+                if ended is not None:
+                    ended.end(effect)
             case Verify():
                 self.verifications.request(effect.entry)
             case RecordUsage():
@@ -452,7 +452,9 @@ class Core:
         """What does not work, with the reason; empty when everything does. On any thread."""
         return self.health.unhealthy() | self.orders.unhealthy()
 
-    # ---- end
+    def notices(self) -> dict[str, str]:
+        """What is less than it could be while the daemon serves. On any thread."""
+        return self.orders.notices() | self.health.notices.copy()
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more questions and let what moves bytes finish. False: some did not."""
@@ -466,24 +468,29 @@ class Core:
             return False
         return True
 
-    async def close(self) -> None:
-        """Hand everything durable over and end the threads. No questions after this."""
+    async def close(self, within_s: float = CLOSED_WITHIN_S) -> bool:
+        """Hand everything durable over and end the threads; no questions after this. False: some
+        are stuck in I/O, and what they use must stay open until the process ends."""
         self.draining = True
         self._flusher.cancel()
         self.lag.close()
+        self.devices.stop()
         self._tick(flush=True)
         while self.state.busy and not self._closed:
             self._go_on()
         if self._recount is not None:
             self._recount.cancel()
-        await self._loop.run_in_executor(None, self.verifications.close)
-        await self._loop.run_in_executor(None, self.orders.close)
+        self._reindexing.abandon()
+        closings = (*self.orders.closings(), self.verifications.close, self.devices.close)
+        ended = await ended_within(within_s, closings)
         self._closed = True
+        self.index.close()
         if self._timer is not None:
             self._timer.cancel()
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_result(Refused(_stopping()))
+        return ended
 
 
 def _stopping() -> PrefixdError:

@@ -12,8 +12,8 @@ import structlog
 from ...proto.entry import EntryRecord
 from ...proto.index import unpack_row
 from ...proto.vocabulary import Tier
-from ...tiers.store import RecoveryBatch, Store
-from ..core.events import TierRecovered
+from ...tiers.store import RecoveryBatch, Store, StoreError
+from ..core.events import TierRecovered, TierState
 from .loop import Core
 from .slices import Slices
 
@@ -21,6 +21,8 @@ log = structlog.get_logger("prefixd.recovery")
 
 #: Entries in one event, about a millisecond.
 _ADOPTED_AT_ONCE: Final = 256
+#: What a store could not read is asked for again this often.
+_AGAIN_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,37 +36,86 @@ class TierReport:
 
 
 async def recover(core: Core, incarnation: bytes) -> list[TierReport]:
-    """Adopt what survived in every store, then take its arena over for this start.
+    """Bring every tier back, and let it serve."""
+    recovery = Recovery(core, incarnation)
+    reports = []
+    for store in core.stores.values():
+        reports.append(await recovery.recover(store))
+        recovery.end(store)
+    return reports
+
+
+class Recovery:
+    """Adopts what survived, tier by tier, while the daemon serves: from the moment that this is
+    made, tiers with records take no saves until `end`.
 
     An entry is adopted only if its store vouches for it; what does not fit into the budget any
-    more is dropped, least recently used first. Nothing is written to an arena before that:
-    readers of the earlier start still look at it.
+    more is dropped, least recently used first. What was adopted is found and read at once.
+
+    The arena's header comes first. It lies in a slab that belongs to no entry, and nothing else
+    of the arena is written before `end`. Readers of an earlier start, whose index is dead with
+    its daemon, take no hit from then on; those of this start can read in place what is adopted,
+    which they believe because the header and their index are of one incarnation.
     """
-    return [await _recover_tier(core, store, incarnation) for store in core.stores.values()]
 
+    def __init__(self, core: Core, incarnation: bytes) -> None:
+        self._core = core
+        self._incarnation = incarnation
+        for store in core.stores.values():
+            if store.recorded:
+                self._say(store.tier, 0)
+                core.devices.recovering(store.tier, True)
 
-async def _recover_tier(core: Core, store: Store, incarnation: bytes) -> TierReport:
-    loop, tier = asyncio.get_running_loop(), store.tier
-    batches = store.recover()
-    while (batch := await loop.run_in_executor(core.executor, _next, batches)) is not None:
-        for key, why in batch.dropped:
-            log.warning("entry_dropped", tier=tier.label, key=key.hex(), why=why)
-        await _adopt(core, tier, batch)
-    await loop.run_in_executor(core.executor, store.set_incarnation, incarnation)
-    # What the store dropped, and forgot by itself, is erased soon.
-    core.orders.forget(tier, ())
-    counters = core.state.tables.tier_counters[tier]
-    report = TierReport(
-        tier, counters.recovered_entries, counters.recovered_bytes, counters.dropped_at_start
-    )
-    log.info(
-        "tier_recovered",
-        tier=tier.label,
-        entries=report.entries,
-        payload_bytes=report.payload_bytes,
-        dropped=report.dropped,
-    )
-    return report
+    async def recover(self, store: Store) -> TierReport:
+        """Adopt all of one tier. What a store can't read now is asked for again: until then the
+        tier takes no saves, and health says why."""
+        core, tier = self._core, store.tier
+        part = f"{tier.label} recovery"
+        while True:
+            try:
+                await self._recover(store)
+                break
+            except StoreError as problem:
+                if part not in core.health.conditions:
+                    log.error("recovery_failed", tier=tier.label, error=str(problem))
+                core.health.conditions[part] = f"{problem}; it is tried again"
+                await asyncio.sleep(_AGAIN_S)
+        core.health.conditions.pop(part, None)
+        # What the store dropped, and forgot by itself, is erased soon.
+        core.orders.forget(tier, ())
+        counters = core.state.tables.tier_counters[tier]
+        report = TierReport(
+            tier, counters.recovered_entries, counters.recovered_bytes, counters.dropped_at_start
+        )
+        log.info(
+            "tier_recovered",
+            tier=tier.label,
+            entries=report.entries,
+            payload_bytes=report.payload_bytes,
+            dropped=report.dropped,
+        )
+        return report
+
+    def end(self, store: Store) -> None:
+        """The tier takes saves."""
+        self._core.health.notices.pop(f"{store.tier.label} tier", None)
+        self._core.devices.recovering(store.tier, False)
+
+    def _say(self, tier: Tier, entries: int) -> None:
+        said = f"recovers: {entries:,} entries adopted"
+        self._core.health.notices[f"{tier.label} tier"] = said
+
+    async def _recover(self, store: Store) -> None:
+        core, tier = self._core, store.tier
+        loop, executor = asyncio.get_running_loop(), core.devices.executor(tier)
+        await loop.run_in_executor(executor, store.set_incarnation, self._incarnation)
+        batches = store.recover()
+        while (batch := await loop.run_in_executor(executor, _next, batches)) is not None:
+            for key, why in batch.dropped:
+                log.warning("entry_dropped", tier=tier.label, key=key.hex(), why=why)
+            await _adopt(core, tier, batch)
+            if store.recorded:
+                self._say(tier, core.state.tables.tier_counters[tier].recovered_entries)
 
 
 async def _adopt(core: Core, tier: Tier, batch: RecoveryBatch) -> None:
@@ -92,7 +143,9 @@ async def collect_garbage(core: Core) -> tuple[int, int]:
     try:
         records = 0
         for store in core.stores.values():
-            records += await _sweep_records(core, store)
+            # Of one that recovers the records are of entries that come yet.
+            if core.devices.state(store.tier) is TierState.SERVING:
+                records += await _sweep_records(core, store)
         return records, await _sweep_index(core)
     finally:
         core.orders.forgotten = None
@@ -102,7 +155,8 @@ async def _sweep_records(core: Core, store: Store) -> int:
     loop = asyncio.get_running_loop()
     swept = 0
     found = store.scan()
-    while (batch := await loop.run_in_executor(core.executor, _next_scan, found)) is not None:
+    executor = core.devices.executor(store.tier)
+    while (batch := await loop.run_in_executor(executor, _next_scan, found)) is not None:
         orphans = [record for record in batch if not _owned(core, record)]
         swept += len(orphans)
         if orphans:

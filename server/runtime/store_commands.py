@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from ...proto.vocabulary import Tier
 from ...tiers.store import EntryRef, EntryWriter, Store, Usage
@@ -17,13 +19,22 @@ class StoreOrders:
     """
 
     def __init__(
-        self, stores: Mapping[Tier, Store], committed: Callable[[CommitResult], None]
+        self,
+        stores: Mapping[Tier, Store],
+        committed: Callable[[CommitResult], None],
+        under_way: Callable[[Tier], AbstractContextManager[None]] = lambda _: nullcontext(),
+        died: Callable[[Tier, BaseException], None] = lambda _tier, _problem: None,
     ) -> None:
+        """`under_way`: around all I/O of a tier. `died`: told on the thread of a committer."""
         self._stores = stores
         #: while garbage is looked for: the generations of what was forgotten meanwhile
         self.forgotten: set[int] | None = None
         self._committers = {
-            tier: Committer(store, committed) for tier, store in stores.items() if store.recorded
+            tier: Committer(
+                store, committed, under_way=partial(under_way, tier), died=partial(died, tier)
+            )
+            for tier, store in stores.items()
+            if store.recorded
         }
 
     def commit(self, tier: Tier, writes: Sequence[tuple[int, EntryWriter]]) -> None:
@@ -52,7 +63,21 @@ class StoreOrders:
             if committer.failure is not None
         }
 
+    def notices(self) -> dict[str, str]:
+        """What is less than it could be, by name."""
+        found = {}
+        for tier, committer in self._committers.items():
+            if committer.full is not None:
+                found[f"{tier.label} device"] = f"full: {committer.full}"
+            if committer.usage_failure is not None:
+                found[f"{tier.label} usage"] = committer.usage_failure
+        return found
+
+    def closings(self) -> list[Callable[[], None]]:
+        """For each thread: finish what was ordered, and end it. Each blocks."""
+        return [committer.close for committer in self._committers.values()]
+
     def close(self) -> None:
-        """Finish what was ordered and end the threads. Blocks."""
-        for committer in self._committers.values():
-            committer.close()
+        """All of them, one after the other."""
+        for closing in self.closings():
+            closing()

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import structlog
 
 from ...proto.vocabulary import Tier
 from ...tiers.store import Damaged, Store, StoreError
-from ..core.entries import Entry
+from ..core.entries import SHARDS, Entry, EntryTable
+from .devices import Devices
 from .health import Health
+from .slices import Slices
 
 
 class Reading(Enum):
@@ -42,6 +43,10 @@ log = structlog.get_logger("prefixd.verification")
 #: Entries that wait to be verified. A client that suspects another one says so again when it meets
 #: it again.
 MAX_PENDING: Final = 4096
+#: Read in one go, some milliseconds; others wait for the thread meanwhile.
+READ_AT_ONCE_BYTES: Final = 4 * 2**20
+#: To read an entry, however small, takes as long as so many bytes.
+ENTRY_BYTES: Final = 2**14
 
 
 def read_back(store: Store, entry: Entry) -> Verdict:
@@ -58,32 +63,84 @@ def read_back(store: Store, entry: Entry) -> Verdict:
     return Verdict(Reading.GOOD)
 
 
-def _read_back_all(stores: Mapping[Tier, Store], entries: Sequence[Entry]) -> list[Verdict]:
-    return [read_back(stores[entry.tier], entry) for entry in entries]
+class _Batch:
+    """Entries of one tier that are read back in turn, a bounded part at a time."""
+
+    def __init__(self, store: Store, entries: Iterable[Entry]) -> None:
+        self._store = store
+        self._left = deque(entries)
+        #: of the first of them, once it is being read
+        self._steps: Iterator[int] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    def go_on(self, most_bytes: int) -> tuple[int, list[tuple[Entry, Verdict]]]:
+        """Read about so many bytes, each entry counting `ENTRY_BYTES` beside its payload. On a
+        worker thread. Returns the payload bytes that were read, and what was read to its end."""
+        read_bytes = 0
+        read: list[tuple[Entry, Verdict]] = []
+        while self._left and read_bytes + ENTRY_BYTES * len(read) < most_bytes:
+            entry = self._left[0]
+            verdict = None
+            # What was evicted is not read on: its room may be another's by now.
+            if entry.published:
+                try:
+                    if self._steps is None:
+                        self._steps = self._store.verify_steps(entry, entry.payload_crc32c)
+                    step_bytes = next(self._steps, None)
+                    if step_bytes is not None:
+                        read_bytes += step_bytes
+                        continue
+                    verdict = Verdict(Reading.GOOD)
+                except Damaged as problem:
+                    verdict = Verdict(Reading.DAMAGED, str(problem))
+                except StoreError as problem:
+                    verdict = Verdict(Reading.FAILED, str(problem))
+            self._left.popleft()
+            self._steps = None
+            if verdict is not None:
+                read.append((entry, verdict))
+        return read_bytes, read
+
+
+class Swept(NamedTuple):
+    """One step of reading a whole tier back."""
+
+    #: The part of the tier that is behind, from 0 to 1.
+    share: float
+    read_bytes: int
+    #: What was read to its end, and is still published.
+    judged: list[tuple[Entry, Verdict]]
 
 
 class Verifications:
-    """Verifies entries on worker threads, for the event loop.
+    """Verifies entries, for the event loop, on one thread for each tier: saves and reads are not
+    delayed, and a tier whose device hangs holds up no other.
 
     `damaged` is told, on the loop, of entries that have to go. One that its store could not read
     stays, and makes the reads of its tier unhealthy until one succeeds. What clients suspect is
-    read once, one entry at a time, on a thread of its own: saves are not delayed however many
-    there are.
+    read once, one entry at a time. Nothing is pinned: of an entry that is evicted while it is
+    read nothing is said.
     """
 
     def __init__(
         self,
         stores: Mapping[Tier, Store],
-        executor: Executor,
+        devices: Devices,
         health: Health,
         damaged: Callable[[Entry, str], None],
     ) -> None:
         self._stores = stores
-        self._executor = executor
+        self._devices = devices
         self._health = health
         self._damaged = damaged
         self._loop = asyncio.get_running_loop()
-        self._thread = ThreadPoolExecutor(1, "prefixd-verifier")
+        self._threads = {
+            tier: ThreadPoolExecutor(1, f"prefixd-verify-{tier.label}") for tier in stores
+        }
+        #: tiers whose last read failed: that is logged once
+        self._failing: set[Tier] = set()
         self._waiting: deque[Entry] = deque()
         #: by generation: suspects that wait, and the one that is being read
         self._known: set[int] = set()
@@ -92,28 +149,54 @@ class Verifications:
         self.dropped = 0
 
     async def verify(self, entry: Entry) -> Verdict | None:
-        """Read a whole entry and compare its checksum. None: it left meanwhile, and nothing is
+        """Read a whole entry and compare its checksums. None: it left meanwhile, and nothing is
         known of it."""
-        return (await self.verify_all([entry]))[0]
+        batch = _Batch(self._stores[entry.tier], [entry])
+        while batch:
+            for _, verdict in (await self._go_on_with(batch, entry.tier, READ_AT_ONCE_BYTES))[1]:
+                return verdict
+        return None
 
-    async def verify_all(self, entries: Sequence[Entry]) -> list[Verdict | None]:
-        """`verify` of several, read one after the other."""
-        read = partial(_read_back_all, self._stores, entries)
-        verdicts = await self._loop.run_in_executor(self._executor, read)
-        return [
-            self._judged(entry, verdict) if entry.published else None
-            for entry, verdict in zip(entries, verdicts, strict=True)
-        ]
+    async def sweep(
+        self, entries: EntryTable, tier: Tier, most_bytes: int = READ_AT_ONCE_BYTES
+    ) -> AsyncGenerator[Swept, None]:
+        """Read a whole tier back, about `most_bytes` a step. An entry that is there from the first
+        step to the last is read exactly once, whatever comes and goes meanwhile. Reads nothing
+        while nobody asks for the next step."""
+        slices = Slices()
+        for number, shard in enumerate(entries.shards):
+            batch = _Batch(self._stores[tier], (e for e in shard.values() if e.tier is tier))
+            while batch:
+                read_bytes, judged = await self._go_on_with(batch, tier, most_bytes)
+                yield Swept((number + (not batch)) / SHARDS, read_bytes, judged)
+            await slices.pause()
+        yield Swept(1.0, 0, [])
+
+    async def _go_on_with(
+        self, batch: _Batch, tier: Tier, most_bytes: int
+    ) -> tuple[int, list[tuple[Entry, Verdict]]]:
+        def go_on() -> tuple[int, list[tuple[Entry, Verdict]]]:
+            with self._devices.under_way(tier):
+                return batch.go_on(most_bytes)
+
+        read_bytes, read = await self._loop.run_in_executor(self._threads[tier], go_on)
+        return read_bytes, [(e, self._judged(e, verdict)) for e, verdict in read if e.published]
 
     def _judged(self, entry: Entry, verdict: Verdict) -> Verdict:
-        reads = f"{entry.tier.label} reads"
-        if verdict.reading is Reading.DAMAGED:
-            self._damaged(entry, verdict.why)
-        elif verdict.reading is Reading.FAILED:
-            log.warning("entry_unreadable", key=entry.key.hex(), why=verdict.why)
-            self._health.fault(reads, verdict.why)
-        else:
-            self._health.succeeded(reads)
+        tier = entry.tier
+        reads = f"{tier.label} reads"
+        match verdict.reading:
+            case Reading.DAMAGED:
+                self._damaged(entry, verdict.why)
+            case Reading.FAILED:
+                # A device that is gone fails for every entry: said once, until a read succeeds.
+                if tier not in self._failing:
+                    log.warning("entry_unreadable", key=entry.key.hex(), why=verdict.why)
+                self._failing.add(tier)
+                self._health.fault(reads, verdict.why)
+            case Reading.GOOD:
+                self._failing.discard(tier)
+                self._health.succeeded(reads)
         return verdict
 
     # ---- suspects
@@ -134,9 +217,10 @@ class Verifications:
         self._go_on()
 
     def close(self) -> None:
-        """Wait for the entry that is being read, and forget the others."""
+        """Wait for what is being read, and forget the others."""
         self._waiting.clear()
-        self._thread.shutdown(cancel_futures=True)
+        for thread in self._threads.values():
+            thread.shutdown(cancel_futures=True)
 
     def _go_on(self) -> None:
         if self._reading or not self._waiting:
@@ -147,8 +231,8 @@ class Verifications:
             self._loop.call_soon(self._go_on)
             return
         self._reading = True
-        store = self._stores[entry.tier]
-        reading = self._loop.run_in_executor(self._thread, read_back, store, entry)
+        store, thread = self._stores[entry.tier], self._threads[entry.tier]
+        reading = self._loop.run_in_executor(thread, read_back, store, entry)
         reading.add_done_callback(lambda read: self._read(entry, read))
 
     def _read(self, entry: Entry, read: asyncio.Future[Verdict]) -> None:

@@ -1,6 +1,6 @@
 """prefixd keeps the KV state of LLM prompt prefixes and gives it back at memory speed.
 
-The four sub-packages live at the top of the repository and are linked in here, so that
+The sub-packages live at the top of the repository and are linked in here, so that
 nothing called ``server`` or ``client`` lands in anyone's site-packages.
 """
 

@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final, cast
 
 from prefixd.client.bench.run import wait_until_secured
 from prefixd.client.client import Client
@@ -37,6 +37,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.api.admin import AdminService
+from prefixd.server.api.calls import Caller
 from prefixd.server.api.sessions import ServiceConfig
 from prefixd.server.core.answers import (
     ClaimAnswer,
@@ -61,6 +62,7 @@ from prefixd.server.core.events import (
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
 from prefixd.server.runtime.clock import Clock
+from prefixd.server.runtime.index import IndexWriter
 from prefixd.server.runtime.loop import Core
 from prefixd.server.runtime.recounting import recount
 from prefixd.tiers.eviction import LRU
@@ -115,22 +117,6 @@ def row_of(
 # ---- in this process
 
 
-class NoIndex:
-    """In the place of the index, which has a benchmark of its own."""
-
-    problem: str | None = None
-    revoked = False
-
-    def change(self, changes: object) -> None: ...
-    def apply(self, changes: object) -> None: ...
-    def forget_dead_readers(self) -> None: ...
-    def differences(self, _: object) -> Iterator[list[Any]]:
-        return iter(())
-
-    def orphans(self, _: object) -> Iterator[tuple[Any, ...]]:
-        return iter(())
-
-
 class Inside:
     """The core of a daemon with one RAM tier."""
 
@@ -142,11 +128,12 @@ class Inside:
         extents = ExtentAllocator(0, SLAB_BYTES)
         ledger = Ledger(Tier.RAM, budget_bytes, LRU(budget_bytes), extents=extents)
         ledger.grow(budget_bytes)
+        index = IndexWriter(bytes(16), entries + 4 * WAITERS)
         state = MetaState(
             StateConfig(), {Tier.RAM: ledger}, {Tier.RAM: store.stored_bytes}, frozenset(), 1
         )
-        self.core = Core(state, {Tier.RAM: store}, NoIndex(), executor, Clock())  # type: ignore[arg-type]
-        self.admin = AdminService(self.core, ServiceConfig(b"", "", 0, 0, 0, ""))
+        self.core = Core(state, {Tier.RAM: store}, index, executor, Clock())
+        self.admin = AdminService(self.core, ServiceConfig(b"", "", 0, 0, 0), dict, {})
         self.keys: list[Key] = []
         self.session = 0
 
@@ -242,14 +229,14 @@ class Inside:
         problems, _ = await recount(self.core.state)
         assert not problems, problems[:3]
 
-    async def check_deep(self) -> None:
-        response = await self.admin.Check(pb.CheckRequest(deep=True), None)  # type: ignore[arg-type]
-        assert not response.problems, response.problems[:3]
+    async def verify(self) -> None:
+        async for found in self.admin.verify(pb.VerifyRequest(), CALLER):
+            assert not found.problems, found.problems[:3]
 
     async def list_all(self) -> None:
         request = pb.ListEntriesRequest(tier=pb.TIER_RAM, page_entries=1_000)
         while True:
-            page = await self.admin.ListEntries(request, None)  # type: ignore[arg-type]
+            page = await self.admin.list_entries(request, CALLER)
             await asyncio.sleep(0)
             if not page.next_cursor:
                 return
@@ -287,13 +274,15 @@ class Inside:
             await asyncio.sleep(0)
 
     async def sweep(self) -> None:
-        await self.admin.Gc(pb.GcRequest(), None)  # type: ignore[arg-type]
+        await self.admin.gc(pb.GcRequest(), CALLER)
 
     async def evict_all(self) -> None:
         request = pb.EvictRequest(free_bytes=2**62, tiers=[pb.TIER_RAM])
-        await self.admin.Evict(request, None)  # type: ignore[arg-type]
+        await self.admin.evict(request, CALLER)
 
 
+#: The service asks nothing of it.
+CALLER: Final = cast(Caller, None)
 #: Of a slab of zeros, which is what an arena holds where nothing was copied.
 ZEROS_CRC32C: Final = 0x98F94189
 
@@ -305,7 +294,7 @@ async def inside(entries: int) -> list[Row]:
         rows = [await side.measure("nothing", side.nothing)]
         for name, work in (
             ("check", side.check),
-            ("check --deep", side.check_deep),
+            ("verify", side.verify),
             ("ls of everything", side.list_all),
             ("1,000 waiters", side.wake),
             ("a large session ends", side.lose_session),
@@ -352,8 +341,8 @@ def operations(admin: AdminConnection) -> list[tuple[str, Callable[[], object]]]
 
     return [
         ("nothing", lambda: threading.Event().wait(QUIET_S)),
-        ("check", lambda: admin.check(deep=False)),
-        ("check --deep", lambda: admin.check(deep=True)),
+        ("check", lambda: admin.check()),
+        ("verify", lambda: list(admin.verify())),
         ("ls of everything", all_entries),
         ("claims", admin.claims),
         ("gc", admin.gc),

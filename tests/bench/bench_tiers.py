@@ -24,14 +24,16 @@ from pathlib import Path
 from prefixd.proto.copying import copy, copy_crc32c
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
-from prefixd.proto.record import crc32c
+from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.tiers.arena_store import RecordedStore
 from prefixd.tiers.disk import DiskStore
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.heap import keep_large_blocks
+from prefixd.tiers.lmdb_rows import LmdbRows
 from prefixd.tiers.ram import RamStore
 from prefixd.tiers.records import Records
+from prefixd.tiers.row_table import RowFile
 from prefixd.tiers.shm import ShmStore
 from prefixd.tiers.store import Store, Usage
 
@@ -222,35 +224,69 @@ def bench_disk(entries: int, repeats: int, parent: Path | None) -> None:
                 shutil.rmtree(directory)
 
 
-def bench_records(count: int, parent: Path | None) -> None:
-    """Recovery of so many entries, with the peak of memory that it adds."""
-    directory = Path(tempfile.mkdtemp(prefix="prefixd-bench-", dir=parent))
+def record_at(slab: int, slab_bytes: int) -> EntryRecord:
+    return EntryRecord(
+        *(Key(os.urandom(32)), Tier.DISK, SaveReason.COLD, slab, slab),
+        *(slab_bytes, 512, 0, 0, (slab * slab_bytes, slab_bytes), 1),
+    )
+
+
+def children_kib() -> int:
+    """The largest peak of memory of a process that ended."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+
+
+def bench_records(count: int, repeats: int, parent: Path | None) -> None:
+    """Rows in a flat file and in LMDB, by turns: batches of records, and a start with so many."""
     slab_bytes = 2**16
-    records = Records(directory, Tier.DISK, count + 1, slab_bytes, sync=True)
+    kinds: list[type[RowFile] | type[LmdbRows]] = [RowFile, LmdbRows]
+    directories = {kind: Path(tempfile.mkdtemp(prefix="prefixd-", dir=parent)) for kind in kinds}
+
+    def opened(kind: type[RowFile] | type[LmdbRows]) -> Records:
+        table = kind(directories[kind], count + 1, sync=True)
+        return Records(directories[kind], Tier.DISK, count + 1, slab_bytes, table)
+
     try:
-        records.secure(count + 1)
-        start = time.perf_counter()
-        for first in range(1, count + 1, 10_000):
-            records.put(
-                [
-                    EntryRecord(
-                        *(Key(os.urandom(32)), Tier.DISK, SaveReason.COLD, slab, slab),
-                        *(slab_bytes, 512, 0, 0, (slab * slab_bytes, slab_bytes), 1),
-                    )
-                    for slab in range(first, min(first + 10_000, count + 1))
-                ]
-            )
-        report("records", "put, 10,000 a batch", time.perf_counter() - start, count)
-        before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        start = time.perf_counter()
-        found = sum(len(batch.entries) for batch in records.recover((count + 1) * slab_bytes))
-        assert found == count
-        report("records", "recover", time.perf_counter() - start, count)
-        added_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
-        print(json.dumps({"what": "records", "peak_bytes_an_entry": added_kib * 1024 // count}))
+        tables = {kind: opened(kind) for kind in kinds}
+        for kind, records in tables.items():
+            records.secure(count + 1)
+            start = time.perf_counter()
+            for first in range(1, count + 1, 10_000):
+                upto = min(first + 10_000, count + 1)
+                records.put([record_at(slab, slab_bytes) for slab in range(first, upto)])
+            report(kind.__name__, "fill, 10,000 a batch", time.perf_counter() - start, count)
+        rng = random.Random(5)
+        for batch in (1, 48, 10_000):
+            seconds: dict[str, list[float]] = {kind.__name__: [] for kind in kinds}
+            for _ in range(max(repeats, 2_000 // batch)):
+                slabs = rng.sample(range(1, count + 1), min(batch, count))
+                entries = [record_at(slab, slab_bytes) for slab in slabs]
+                for kind, records in tables.items():
+                    start = time.perf_counter()
+                    records.put(entries)
+                    seconds[kind.__name__].append(time.perf_counter() - start)
+            for name, took in seconds.items():
+                report(name, f"put of {batch}, median", statistics.median(took), 1)
+                report(name, f"put of {batch}, mean", statistics.mean(took), 1)
+                report(name, f"put of {batch}, longest", max(took), 1)
+        for kind, records in tables.items():
+            records.close()
+            before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            start = time.perf_counter()
+            records = opened(kind)
+            records.table.read(1)
+            report(kind.__name__, "open", time.perf_counter() - start, 1)
+            start = time.perf_counter()
+            found = sum(len(batch.entries) for batch in records.recover((count + 1) * slab_bytes))
+            assert found == count
+            report(kind.__name__, "recover", time.perf_counter() - start, 1)
+            added_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
+            records.close()
+            line = {"what": kind.__name__, "peak_kib_of_children": children_kib()}
+            print(json.dumps(line | {"recover_peak_bytes_an_entry": added_kib * 1024 // count}))
     finally:
-        records.close()
-        shutil.rmtree(directory)
+        for directory in directories.values():
+            shutil.rmtree(directory)
 
 
 def bench_extents(slabs: int) -> None:
@@ -304,7 +340,7 @@ def main() -> None:
             case "disk":
                 bench_disk(options.entries, options.repeats, options.directory)
             case "records":
-                bench_records(options.records, options.directory)
+                bench_records(options.records, options.repeats, options.directory)
             case "extents":
                 bench_extents(options.slabs)
             case _:

@@ -172,7 +172,7 @@ def test_closing_does_not_stop_the_loop(daemon: FakeDaemon) -> None:
         client = AsyncClient(daemon.address, local=False, deadline_ms=LONG_MS)
         gate = daemon.hold("Save")
         save = asyncio.create_task(
-            client.save(ONE, b"abc", tier=Tier.RAM, reason=SaveReason.COLD, deadline_ms=LONG_MS)
+            client.save_async(ONE, b"abc", tier=Tier.RAM, deadline_ms=LONG_MS)
         )
         await until(lambda: daemon.rpcs["Save"], daemon)
         closing = asyncio.create_task(client.close(deadline_ms=LONG_MS))

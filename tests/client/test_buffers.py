@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixd.client.buffers import byte_view
+from prefixd.client.buffers import MAX_PIECES, flat_bytes
+from prefixd.proto.copying import copy
 from prefixd.proto.errors import CallerError, InvalidSize
+from prefixd.proto.pieces import Pieces
 
 BUFFERS: list[Any] = [
     bytearray(12),
@@ -36,7 +38,7 @@ def raw_bytes(buffer: Any) -> bytes:
 
 @pytest.mark.parametrize("buffer", BUFFERS, ids=lambda buffer: type(buffer).__name__)
 def test_any_contiguous_buffer_is_seen_as_bytes_in_place(buffer: Any) -> None:
-    view = byte_view(buffer, writable=True)
+    view = flat_bytes(buffer, writable=True)
     assert (view.format, view.ndim, view.itemsize) == ("B", 1, 1)
     assert view.nbytes == len(raw_bytes(buffer))
     view[0], view[-1] = 7, 9
@@ -45,36 +47,69 @@ def test_any_contiguous_buffer_is_seen_as_bytes_in_place(buffer: Any) -> None:
 
 
 def test_bytes_are_a_payload_but_nothing_to_restore_into() -> None:
-    assert byte_view(b"abc").tobytes() == b"abc"
+    assert flat_bytes(b"abc").tobytes() == b"abc"
     with pytest.raises(InvalidSize, match="read-only"):
-        byte_view(b"abc", writable=True)
+        flat_bytes(b"abc", writable=True)
     with pytest.raises(InvalidSize, match="read-only"):
-        byte_view(np.broadcast_to(np.uint8(1), (1,)), writable=True)
+        flat_bytes(np.broadcast_to(np.uint8(1), (1,)), writable=True)
 
 
 @pytest.mark.parametrize(
     "buffer",
-    [np.zeros((4, 4))[:, :2], np.zeros(8)[::2], np.asfortranarray(np.zeros((3, 4)))],
-    ids=["columns", "every second", "Fortran order"],
+    [
+        np.zeros(8)[::2],
+        np.asfortranarray(np.zeros((3, 4))),
+        memoryview(np.zeros((4, 4)))[::2],
+        [b"abc", np.zeros(8)[::2]],
+    ],
+    ids=["every second", "Fortran order", "a memoryview", "one of several"],
 )
-def test_a_payload_lies_together_in_c_order(buffer: Any) -> None:
+def test_the_rows_of_a_payload_lie_together_in_c_order(buffer: Any) -> None:
     with pytest.raises(InvalidSize, match="contiguous"):
-        byte_view(buffer)
+        flat_bytes(buffer)
 
 
 def test_a_payload_is_not_empty() -> None:
-    with pytest.raises(InvalidSize, match="at least one byte"):
-        byte_view(b"")
+    for empty in (b"", [], [b"", ()], np.zeros((0, 4))[:, :2]):
+        with pytest.raises(InvalidSize, match="at least one byte"):
+            flat_bytes(empty)
 
 
-@pytest.mark.parametrize("thing", [None, 5, "text", [1, 2], object()])
+PIECES: list[Any] = [
+    np.arange(16, dtype=np.uint8).reshape(4, 4)[:, :2],
+    np.arange(64, dtype=np.uint16).reshape(4, 4, 4)[::2, 1:3],
+    np.arange(64, dtype=np.uint8).reshape(4, 4, 4)[:, ::2, ::-1][:, :, ::-1],
+]
+
+
+@pytest.mark.parametrize("array", PIECES, ids=lambda array: str(array.strides))
+def test_an_array_that_does_not_lie_together_is_its_rows(array: Any) -> None:
+    view = flat_bytes(array, writable=True)
+    assert isinstance(view, Pieces)
+    assert (len(view), view.tobytes()) == (array.nbytes, array.tobytes())
+    copy(view, bytes(len(view)))
+    assert not array.any()
+
+
+def test_several_buffers_are_one_payload() -> None:
+    parts = [bytearray(b"abc"), np.arange(4, dtype=np.uint8), (b"", array("B", b"xyz"))]
+    view = flat_bytes(parts)
+    assert view.tobytes() == b"abc\0\1\2\3xyz"
+    assert flat_bytes([b"", [b"alone"]]).tobytes() == b"alone"
+    with pytest.raises(InvalidSize, match="read-only"):
+        flat_bytes([bytearray(1), b"a"], writable=True)
+    with pytest.raises(InvalidSize, match="pieces"):
+        flat_bytes([b"a"] * (MAX_PIECES + 1))
+
+
+@pytest.mark.parametrize("thing", [None, 5, "text", object()])
 def test_anything_else_is_the_callers_mistake(thing: object) -> None:
     with pytest.raises(CallerError, match=type(thing).__name__):
-        byte_view(thing)
+        flat_bytes(thing)
 
 
 class FakeTensor:
-    """What `byte_view` needs of a tensor. Numbers that numpy lacks have no `numpy()`."""
+    """What `flat_bytes` needs of a tensor. Numbers that numpy lacks have no `numpy()`."""
 
     def __init__(self, data: np.ndarray[Any, Any], *, has_numpy: bool = False) -> None:
         self._data = data
@@ -109,7 +144,7 @@ def fake_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fake_torch")
 def test_a_tensor_of_numbers_that_numpy_lacks_is_seen_as_bytes() -> None:
     data = np.zeros((2, 3), np.uint16)
-    view = byte_view(FakeTensor(data), writable=True)
+    view = flat_bytes(FakeTensor(data), writable=True)
     view[0] = 1
     assert view.nbytes == 12
     assert data[0, 0] == 1
@@ -117,21 +152,21 @@ def test_a_tensor_of_numbers_that_numpy_lacks_is_seen_as_bytes() -> None:
 
 @pytest.mark.usefixtures("fake_torch")
 def test_a_tensor_of_one_number_is_seen_as_bytes() -> None:
-    assert byte_view(FakeTensor(np.zeros((), np.uint16))).nbytes == 2
+    assert flat_bytes(FakeTensor(np.zeros((), np.uint16))).nbytes == 2
 
 
 @pytest.mark.usefixtures("fake_torch")
 def test_a_tensor_that_does_not_lie_together_is_refused() -> None:
     with pytest.raises(CallerError, match="contiguous buffer in CPU memory"):
-        byte_view(FakeTensor(np.zeros((4, 4), np.uint16)[:, :2]))
+        flat_bytes(FakeTensor(np.zeros((4, 4), np.uint16)[:, :2]))
 
 
 def test_torch_tensors() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
         tensor = torch.zeros(2, 4, dtype=dtype, requires_grad=dtype is torch.float32)
-        view = byte_view(tensor, writable=True)
+        view = flat_bytes(tensor, writable=True)
         view[:] = bytes(range(view.nbytes))
         assert bytes(tensor.detach().view(torch.uint8).numpy()) == bytes(range(view.nbytes))
     with pytest.raises(CallerError):
-        byte_view(torch.zeros(2, device="meta"))
+        flat_bytes(torch.zeros(2, device="meta"))

@@ -63,7 +63,7 @@ def test_a_request_of_64_blocks_costs_one_rpc_of_each_kind(daemon: FakeDaemon) -
         with client.longest_run(chain) as hit:
             targets = [bytearray(4_096) for _ in hit.entries]
             assert hit.restore_into(targets)
-            saving = client.save_many(
+            saving = client.save_many_async(
                 [
                     SaveItem(key, payload, 16)
                     for key, payload in zip(chain[40:], data[40:], strict=True)
@@ -165,7 +165,7 @@ def test_waiting_for_a_connection_is_bounded(address: str) -> None:
         ({"name": "n" * 200}, InvalidSize),
         ({"deadline_ms": 0}, InvalidSize),
         ({"connect_timeout_ms": 0}, InvalidSize),
-        ({"evict_save_timeout_ms": -1}, InvalidSize),
+        ({"save_timeout_ms": -1}, InvalidSize),
         ({"lease_ms": 3_600_001}, InvalidSize),
         ({"max_pending_saves": -1}, InvalidSize),
         ({"prefill_tokens_per_s": 0}, InvalidSize),
@@ -209,7 +209,7 @@ def test_a_closed_client_says_so(daemon: FakeDaemon) -> None:
 def test_closing_leaves_no_thread_and_no_session(daemon: FakeDaemon) -> None:
     before = set(threading.enumerate())
     with Client(daemon.address, local=False) as client:
-        saving = client.save(ONE, b"abc", tier=Tier.RAM, reason=SaveReason.COLD)
+        saving = client.save_async(ONE, b"abc", tier=Tier.RAM)
         assert saving.result(PATIENCE_S).ok
         with client.claim([ONE]) as hit:
             assert hit.read(0) == b"abc"

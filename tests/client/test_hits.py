@@ -97,16 +97,29 @@ def test_fewer_buffers_take_the_first_entries(daemon: FakeDaemon, hit: Hit) -> N
     assert daemon.rpcs["Read"] == 1
 
 
+@pytest.mark.parametrize("size", [2_999, 3_001])
+def test_a_buffer_of_another_size_is_a_miss_of_its_entry_alone(
+    daemon: FakeDaemon, client: Client, hit: Hit, size: int
+) -> None:
+    buffers = [bytearray(3_000), bytearray(size), bytearray(hit.entries[2].payload_bytes)]
+    result = hit.restore_into(buffers)
+    assert result.misses == (None, MissReason.WRONG_SIZE, None)
+    assert (result.run, result.miss) == (1, MissReason.WRONG_SIZE)
+    assert not any(buffers[1])
+    assert daemon.rpcs["Read"] == 1
+    counted = client.counters["misses"]
+    assert isinstance(counted, dict)
+    assert counted["wrong_size"] == 1
+
+
 @pytest.mark.parametrize(
     "targets",
     [
-        [bytearray(2_999)],
-        [bytearray(3_001)],
         [bytes(3_000)],
         [bytearray(3_000)] * 4,
-        [np.zeros((6_000, 2), np.uint8)[::2, :1]],
+        [np.zeros(6_000, np.uint8)[::2]],
     ],
-    ids=["too short", "too long", "read-only", "too many", "with gaps"],
+    ids=["read-only", "too many", "with gaps"],
 )
 def test_wrong_buffers_are_the_callers_mistake(
     daemon: FakeDaemon, hit: Hit, targets: list[Any]

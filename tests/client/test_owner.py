@@ -160,7 +160,7 @@ from prefixd.client import Client, SaveReason, Tier
 atexit.register(lambda: print([saving.result(60).status.label for saving in savings]))
 client = Client(sys.argv[1], local=False)
 terms = {"tier": Tier.RAM, "reason": SaveReason.COLD, "deadline_ms": 60_000}
-savings = [client.save(bytes([number]) * 32, b"abc", **terms) for number in range(3)]
+savings = [client.save_async(bytes([number]) * 32, b"abc", **terms) for number in range(3)]
 while not savings[0].running():
     pass
 """
@@ -185,8 +185,9 @@ def work():
     payload = bytes(range(256)) * 2**16
     keys = [bytes([number]) * 32 for number in range(3)]
     for reason in (SaveReason.EVICT, SaveReason.COLD):
-        saving = [client.save(key, payload, tier=Tier.RAM, reason=reason) for key in keys]
-        outcomes = saving if reason is SaveReason.EVICT else [s.result(60) for s in saving]
+        saving = [client.save_async(key, payload, tier=Tier.RAM, reason=reason) for key in keys]
+        outcomes = [s.result(60) for s in saving]
+        outcomes += [client.save(key, payload, tier=Tier.RAM, reason=reason) for key in keys]
         assert all(outcome.ok for outcome in outcomes), outcomes
     buffers = [bytearray(len(payload)) for _ in keys]
     for claim in (True, False):

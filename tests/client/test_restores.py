@@ -14,7 +14,7 @@ from prefixd.client import restores
 from prefixd.client.benefit import LoadSpeeds
 from prefixd.client.failures import Failures
 from prefixd.client.restores import Collect, Copier, Restore, Verify
-from prefixd.client.results import Entry, MissReason
+from prefixd.client.results import Entry, MissReason, RestoreResult, restore_result
 from prefixd.client.wire.transport import Copied
 from prefixd.proto.errors import PrefixdError
 from prefixd.proto.keys import Key
@@ -46,6 +46,9 @@ class Restoring:
             self.entries, [memoryview(b) for b in self.buffers], verify, lambda: next(seconds)
         )
 
+    def result(self, token_counts: list[int], stopped: MissReason | None) -> RestoreResult:
+        return restore_result(self.entries, token_counts, self.restore.misses(stopped))
+
     def send(self, number: int, chunk_bytes: int = 1 << 20) -> None:
         for offset in range(0, len(self.data[number]), chunk_bytes):
             self.restore(number, offset, self.data[number][offset : offset + chunk_bytes])
@@ -56,7 +59,7 @@ def test_parts_of_any_size_make_the_payloads(sizes_bytes: list[int], chunk_bytes
     restoring = Restoring(payloads(sizes_bytes))
     for number in range(len(sizes_bytes)):
         restoring.send(number, chunk_bytes)
-    result = restoring.restore.result([10] * len(sizes_bytes), None)
+    result = restoring.result([10] * len(sizes_bytes), None)
     assert result
     assert [bytes(buffer) for buffer in restoring.buffers] == restoring.data
     assert restoring.restore.whole == restoring.entries
@@ -69,7 +72,7 @@ def test_a_wrong_checksum_is_a_miss_of_that_buffer() -> None:
     restoring.data[1] = b"\xff" + restoring.data[1][1:]
     for number in range(3):
         restoring.send(number)
-    result = restoring.restore.result([10, 20, 30], None)
+    result = restoring.result([10, 20, 30], None)
     assert result.restored == (True, False, True)
     assert (result.run, result.token_count, result.payload_bytes) == (1, 10, 100)
     assert result.miss is MissReason.CORRUPT
@@ -85,7 +88,7 @@ def test_what_is_verified_is_a_choice(verify: Verify, noticed: list[bool]) -> No
     for number in range(2):
         restoring.data[number] = bytes(100)
         restoring.send(number)
-    result = restoring.restore.result([10, 10], None)
+    result = restoring.result([10, 10], None)
     assert [not restored for restored in result.restored] == noticed
 
 
@@ -93,21 +96,21 @@ def test_a_read_that_stops_keeps_what_it_had() -> None:
     restoring = Restoring(payloads([100, 100, 100]))
     restoring.send(0)
     restoring.restore(1, 0, restoring.data[1][:40])
-    result = restoring.restore.result([10, 10, 10], MissReason.UNAVAILABLE)
+    result = restoring.result([10, 10, 10], MissReason.UNAVAILABLE)
     assert result.restored == (True, False, False)
     assert result.miss is MissReason.UNAVAILABLE
 
 
 def test_a_read_that_ends_early_without_saying_why_is_a_miss_too() -> None:
     restoring = Restoring(payloads([100]))
-    assert restoring.restore.result([10], None).miss is MissReason.UNREADABLE
+    assert restoring.result([10], None).miss is MissReason.UNREADABLE
 
 
 def test_what_the_daemon_cannot_read_is_told_per_entry() -> None:
     restoring = Restoring(payloads([100, 100]))
     restoring.restore(0, 0, None)
     restoring.send(1)
-    result = restoring.restore.result([10, 10], None)
+    result = restoring.result([10, 10], None)
     assert result.restored == (False, True)
     assert (result.run, result.miss) == (0, MissReason.UNREADABLE)
 
@@ -121,7 +124,7 @@ def test_bytes_in_the_wrong_place_break_the_read(offset: int, length: int) -> No
 
 
 def restored(restoring: Restoring) -> tuple[bool, ...]:
-    return restoring.restore.result([10] * len(restoring.data), MissReason.LOST).restored
+    return restoring.result([10] * len(restoring.data), MissReason.LOST).restored
 
 
 @pytest.mark.parametrize(
@@ -219,7 +222,7 @@ def test_a_large_copy_is_shared_by_bytes(
     assert sorted(in_place.calls) == calls
     copier.close()
     assert copier.copy(restoring.restore) == []  # by this thread alone
-    assert restoring.restore.result([1] * len(sizes), None).run == len(sizes)
+    assert restoring.result([1] * len(sizes), None).run == len(sizes)
 
 
 @pytest.mark.parametrize("broken", [0, 1])

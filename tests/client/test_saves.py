@@ -21,6 +21,7 @@ from prefixd.client import (
     SaveStatus,
     Tier,
 )
+from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
     CallerError,
     DaemonUnavailable,
@@ -61,7 +62,7 @@ def saves(client: Client) -> dict[str, int]:
 # ---- synchronous saves
 
 
-@pytest.mark.parametrize("reason", [SaveReason.EVICT, SaveReason.SHUTDOWN])
+@pytest.mark.parametrize("reason", SaveReason)
 def test_a_synchronous_save_is_published_when_it_returns(
     daemon: FakeDaemon, client: Client, reason: SaveReason
 ) -> None:
@@ -134,7 +135,7 @@ def test_a_save_that_fails_is_an_outcome(
 
 def test_a_synchronous_save_blocks_no_longer_than_it_may(daemon: FakeDaemon) -> None:
     daemon.hold("Save")
-    with Client(daemon.address, local=False, evict_save_timeout_ms=20) as client:
+    with Client(daemon.address, local=False, save_timeout_ms=20) as client:
         outcome = client.save(ONE, b"abc", tier=Tier.RAM, reason=SaveReason.EVICT)
         assert outcome.status is SaveStatus.DEADLINE
 
@@ -143,19 +144,19 @@ def test_without_a_daemon_a_save_is_an_outcome_at_once(tmp_path: Path) -> None:
     with Client(f"unix:{tmp_path}/nobody.sock") as client:
         outcome = client.save(ONE, b"abc", tier=Tier.RAM, reason=SaveReason.SHUTDOWN)
         assert outcome.status is SaveStatus.UNAVAILABLE
-        future = client.save(ONE, b"abc", tier=Tier.RAM, reason=SaveReason.FINISH)
+        future = client.save_async(ONE, b"abc", tier=Tier.RAM, reason=SaveReason.FINISH)
         assert future.result(PATIENCE_S).status is SaveStatus.UNAVAILABLE
 
 
 # ---- asynchronous saves
 
 
-@pytest.mark.parametrize("reason", [SaveReason.COLD, SaveReason.CONTINUED, SaveReason.FINISH])
+@pytest.mark.parametrize("reason", SaveReason)
 def test_an_asynchronous_save_is_a_future(
     daemon: FakeDaemon, client: Client, reason: SaveReason
 ) -> None:
     gate = daemon.hold("Save")
-    future = client.save(ONE, b"abc", tier=Tier.RAM, reason=reason)
+    future = client.save_async(ONE, b"abc", tier=Tier.RAM, reason=reason)
     assert isinstance(future, Future)
     assert not future.done()
     assert not client.flush(deadline_ms=1)
@@ -167,13 +168,11 @@ def test_an_asynchronous_save_is_a_future(
 
 def test_asynchronous_saves_that_do_not_fit_are_dropped(daemon: FakeDaemon, client: Client) -> None:
     gate = daemon.hold("Save")
-    futures = [
-        client.save(Key(key), b"abc", tier=Tier.RAM, reason=SaveReason.COLD) for key in keys(5)
-    ]
+    futures = [client.save_async(Key(key), b"abc", tier=Tier.RAM) for key in keys(5)]
     assert [future.done() for future in futures] == [False, False, False, True, True]
     assert futures[3].result().status is SaveStatus.DROPPED
     assert (
-        not client.save_many(
+        not client.save_many_async(
             [SaveItem(ONE, b"abc"), SaveItem(TWO, b"abc")], tier=Tier.RAM, reason=SaveReason.COLD
         )
         .result(0)[1]
@@ -185,11 +184,26 @@ def test_asynchronous_saves_that_do_not_fit_are_dropped(daemon: FakeDaemon, clie
     assert list(daemon.entries) == keys(3)
 
 
+def test_what_would_be_dropped_is_told_before(daemon: FakeDaemon) -> None:
+    gate = daemon.hold("Save")
+    with Client(daemon.address, local=False, max_pending_bytes=10) as client:
+        assert not client.would_drop(1_000)
+        future = client.save_async(ONE, b"abcdef", tier=Tier.RAM)
+        assert (client.pending_saves, client.pending_save_bytes) == (1, 6)
+        assert (client.would_drop(4), client.would_drop(5)) == (False, True)
+        dropped = client.save_async(TWO, b"abcde", tier=Tier.RAM)
+        assert dropped.result(0).status is SaveStatus.DROPPED
+        gate.set()
+        assert future.result(PATIENCE_S).ok
+        assert client.flush()
+        assert (client.pending_saves, client.pending_save_bytes) == (0, 0)
+
+
 def test_a_synchronous_save_does_not_wait_for_the_asynchronous(
     daemon: FakeDaemon, client: Client
 ) -> None:
     gate = daemon.hold("Save")
-    future = client.save(ONE, b"abc", tier=Tier.RAM, reason=SaveReason.COLD)
+    future = client.save_async(ONE, b"abc", tier=Tier.RAM, reason=SaveReason.COLD)
     daemon.wait_until(lambda: daemon.rpcs["Save"])
     daemon.hold("Save").set()
     assert client.save(TWO, b"abc", tier=Tier.RAM, reason=SaveReason.EVICT).ok
@@ -200,10 +214,7 @@ def test_a_synchronous_save_does_not_wait_for_the_asynchronous(
 
 def test_closing_finishes_what_is_pending(daemon: FakeDaemon) -> None:
     with Client(daemon.address, local=False) as client:
-        futures = [
-            client.save(Key(key), b"abc", tier=Tier.RAM, reason=SaveReason.FINISH)
-            for key in keys(10)
-        ]
+        futures = [client.save_async(Key(key), b"abc", tier=Tier.RAM) for key in keys(10)]
     assert all(future.result(0).ok for future in futures)
     assert len(daemon.entries) == 10
 
@@ -211,9 +222,7 @@ def test_closing_finishes_what_is_pending(daemon: FakeDaemon) -> None:
 def test_closing_waits_no_longer_than_it_may(daemon: FakeDaemon) -> None:
     client = Client(daemon.address, local=False)
     daemon.hold("Save")
-    futures = [
-        client.save(Key(key), b"abc", tier=Tier.RAM, reason=SaveReason.FINISH) for key in keys(3)
-    ]
+    futures = [client.save_async(Key(key), b"abc", tier=Tier.RAM) for key in keys(3)]
     daemon.wait_until(lambda: daemon.rpcs["Save"])
     client.close(deadline_ms=5)
     statuses = [future.result(PATIENCE_S).status for future in futures]
@@ -226,7 +235,7 @@ def test_closing_waits_no_longer_than_it_may(daemon: FakeDaemon) -> None:
 
 def test_what_only_the_daemon_knows_is_an_outcome(daemon: FakeDaemon, client: Client) -> None:
     daemon.fail("Save", UnknownTier("there is no shm tier here"), UnknownTier("still not"))
-    future = client.save(ONE, b"abc", tier=Tier.SHM, reason=SaveReason.COLD)
+    future = client.save_async(ONE, b"abc", tier=Tier.SHM, reason=SaveReason.COLD)
     queued = future.result(PATIENCE_S)
     waited_for = client.save(ONE, b"abc", tier=Tier.SHM, reason=SaveReason.EVICT)
     assert [outcome.status for outcome in (queued, waited_for)] == [SaveStatus.FAILED] * 2
@@ -236,14 +245,16 @@ def test_what_only_the_daemon_knows_is_an_outcome(daemon: FakeDaemon, client: Cl
 # ---- the caller's own mistakes
 
 
-@pytest.mark.parametrize("reason", [SaveReason.COLD, SaveReason.EVICT])
+@pytest.mark.parametrize("how", ["save", "save_async"])
 @pytest.mark.parametrize(
     ("changed", "error"),
     [
         ({"key": b"short"}, InvalidKey),
         ({"payload": b""}, InvalidSize),
         ({"payload": "text"}, CallerError),
-        ({"payload": np.zeros((4, 4))[:, :1]}, InvalidSize),
+        ({"payload": np.zeros(8)[::2]}, InvalidSize),
+        ({"payload": []}, InvalidSize),
+        ({"payload": [b"abc", 5]}, CallerError),
         ({"token_count": -1}, InvalidSize),
         ({"token_count": 2**32}, InvalidSize),
         ({"layer_count": 2}, InvalidSize),
@@ -261,18 +272,18 @@ def test_what_only_the_daemon_knows_is_an_outcome(daemon: FakeDaemon, client: Cl
 def test_mistakes_raise_at_once(
     daemon: FakeDaemon,
     client: Client,
-    reason: SaveReason,
+    how: str,
     changed: dict[str, Any],
     error: type[CallerError],
 ) -> None:
-    right: dict[str, Any] = {"key": ONE, "payload": b"abc", "tier": Tier.RAM, "reason": reason}
+    right: dict[str, Any] = {"key": ONE, "payload": b"abc", "tier": Tier.RAM}
     with pytest.raises(error):
-        client.save(**{**right, **changed})
+        getattr(client, how)(**{**right, **changed})
     assert not daemon.rpcs["Save"]
 
 
 def test_nothing_to_save_is_saved_at_once(daemon: FakeDaemon, client: Client) -> None:
-    queued = client.save_many([], tier=Tier.RAM, reason=SaveReason.COLD)
+    queued = client.save_many_async([], tier=Tier.RAM, reason=SaveReason.COLD)
     assert queued.result(PATIENCE_S) == []
     assert client.save_many([], tier=Tier.RAM, reason=SaveReason.EVICT) == []
     assert client.reserve([], tier=Tier.RAM, reason=SaveReason.COLD) == []
@@ -303,6 +314,35 @@ def test_more_token_ids_than_a_message_takes_go_in_several(
     outcomes = client.save_many(items, tier=Tier.RAM, reason=SaveReason.EVICT)
     assert all(outcome.ok for outcome in outcomes)
     assert [len(header.items) for header in daemon.saves] == [2, 1]
+
+
+def test_more_than_a_session_may_reserve_goes_in_several_calls(daemon: FakeDaemon) -> None:
+    """By what the daemon says: stored bytes, in whole slabs, token ids included."""
+    limits = pb.TierLimits(tier=pb.TIER_RAM, max_reserved_bytes=3 * 4096, slab_bytes=4096)
+    evict = SaveReason.EVICT
+
+    def say(event: pb.SessionEvent) -> pb.SessionEvent:
+        event.welcome.tiers.append(limits)
+        return event
+
+    daemon.mangle("Session", say)
+    sizes = (1, 4096, 4095, 4096, 5 * 4096, 1, 1)
+    items = [
+        SaveItem(Key(key), payload)
+        for key, payload in zip(keys(len(sizes)), payloads(sizes), strict=True)
+    ]
+    items[3] = SaveItem(items[3].key, items[3].payload, 1, token_ids=[7])
+    with Client(daemon.address, local=False) as client:
+        # Also before there is a session: what it may reserve has to be known.
+        outcomes = client.save_many(items, tier=Tier.RAM, reason=evict, deadline_ms=60_000)
+        assert {outcome.status for outcome in outcomes} == {SaveStatus.SAVED}
+        assert [len(header.items) for header in daemon.saves] == [3, 1, 1, 2]
+        assert [len(header.ancestors) for header in daemon.saves] == [0, 3, 4, 5]
+        # Where nothing is said, and of reservations, which are held together, nothing is cut.
+        client.save_many(items[:4], tier=Tier.SHM, reason=evict, deadline_ms=60_000)
+        wanted = [ReserveItem(Key(key), 4096) for key in keys(5, start=100)]
+        assert all(r.granted for r in client.reserve(wanted, tier=Tier.RAM, reason=evict))
+        assert [len(header.items) for header in daemon.saves[4:]] == [4, 5]
 
 
 def test_a_key_named_twice_is_saved_once(client: Client) -> None:

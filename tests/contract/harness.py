@@ -15,7 +15,7 @@ from faulty import FaultyStore
 
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
-from prefixd.proto.record import crc32c
+from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.tiers.disk import DiskStore
 from prefixd.tiers.extents import ExtentAllocator
@@ -59,14 +59,15 @@ class Harness:
 
     def _open(self) -> Store:
         store: Store
-        # The header, and the records of all slabs.
-        budget_bytes = (self.slabs + 1) * (SLAB + 160)
+        slabs_bytes = (self.slabs + 1) * SLAB  # the header, too
         match self.kind:
             case "ram":
                 store = RamStore(self.slabs * SLAB, SLAB)
             case "shm":
+                budget_bytes = slabs_bytes + ShmStore.record_bytes(self.slabs + 1)
                 store = ShmStore(self.directory / "shm", budget_bytes, SLAB)
             case _:
+                budget_bytes = slabs_bytes + DiskStore.record_bytes(self.slabs + 1)
                 store = DiskStore(self.directory / "disk", budget_bytes, SLAB, sync=self.sync)
         self._starts += 1
         store.set_incarnation(self._starts.to_bytes(16, "big"))

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
-from prefixd.proto.record import crc32c
+from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.tiers.disk import DiskStore
 from prefixd.tiers.disk_arena import PIECE_BYTES
@@ -312,7 +312,7 @@ def test_a_writer_of_another_kind_or_unsealed_is_refused(surviving: Harness) -> 
 
 
 def test_nothing_is_written_before_the_incarnation(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, 100 * SLAB, SLAB)
+    store = DiskStore(tmp_path, 200 * SLAB, SLAB)
     with pytest.raises(ValueError, match="set_incarnation"):
         store.writer(
             EntryRecord(key(1), Tier.DISK, SaveReason.COLD, 1, 1, 1, 0, 0, 0, (SLAB, SLAB))

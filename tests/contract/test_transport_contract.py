@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -264,12 +264,13 @@ def test_an_entry_that_was_replaced_is_read_right_or_not_at_all(
 @pytest.mark.parametrize("reason", SaveReason, ids=lambda reason: reason.label)
 def test_every_reason_saves(client: Client, tier: Tier, reason: SaveReason) -> None:
     (key,) = fresh_keys(1)
-    for expected in (SaveStatus.SAVED, SaveStatus.PRESENT):
-        saving = client.save(key, b"bytes", tier=tier, reason=reason)
-        assert isinstance(saving, Future) == reason.asynchronous
-        outcome = saving.result(PATIENCE_S) if isinstance(saving, Future) else saving
-        assert (outcome.key, outcome.status) == (key, expected)
-        assert client.flush()
+    first = client.save_async(key, b"bytes", tier=tier, reason=reason).result(PATIENCE_S)
+    assert client.flush()
+    second = client.save(key, b"bytes", tier=tier, reason=reason)
+    (third,) = client.save_many_async([SaveItem(key, b"bytes")], tier=tier).result(PATIENCE_S)
+    assert {first.key, second.key, third.key} == {key}
+    expected = [SaveStatus.SAVED, SaveStatus.PRESENT, SaveStatus.PRESENT]
+    assert [first.status, second.status, third.status] == expected
 
 
 def test_a_reservation_is_written_or_given_back(client: Client, tier: Tier) -> None:
@@ -328,7 +329,12 @@ MISTAKES: dict[str, tuple[Callable[[Client, Hit], object], type[CallerError]]] =
     "a view of none": (lambda _, h: h.views(4), InvalidSize),
     "token ids of none": (lambda _, h: h.token_ids(-1), InvalidSize),
     "no such layer": (lambda _, h: h.layer(0, 4), InvalidSize),
-    "a buffer too small": (lambda _, h: h.restore_into([bytearray(1)]), InvalidSize),
+    "an entry to restore that is none": (
+        lambda _, h: h.restore_into([bytearray(1)], indices=[4]),
+        InvalidSize,
+    ),
+    "an entry without a buffer": (lambda _, h: h.restore_into([], indices=[0]), InvalidSize),
+    "a release of none": (lambda _, h: h.release_some([4]), InvalidSize),
     "a buffer too many": (lambda _, h: h.restore_into([bytearray(1)] * 5), InvalidSize),
     "a buffer to read only": (lambda _, h: h.restore_into([bytes(4_096)]), InvalidSize),
     "an empty payload": (
@@ -408,6 +414,54 @@ def test_a_claim_that_was_lost_unseen_is_told_at_its_release(
     assert not hit.release()
 
 
+def test_a_batch_larger_than_a_sessions_share_is_saved_whole(
+    make: Callable[..., Client], tier: Tier
+) -> None:
+    """Into an empty tier: what was reserved first is free again when the rest comes."""
+    with private_daemon("--disk.max_in_flight=1MiB") as daemon:
+        client = make(daemon.address)
+        keys = fresh_keys(60)
+        items = [SaveItem(key, payload_of(key, 100_000), 7) for key in keys]
+        outcomes = client.save_many(items, tier=tier, reason=EVICT, deadline_ms=60_000)
+        assert {outcome.status for outcome in outcomes} == {SaveStatus.SAVED}
+        with client.claim(keys) as hit:
+            assert restore(hit)[1] == [item.payload for item in items]
+
+
+def test_what_is_granted_to_a_call_that_gave_up_is_given_back(
+    daemon: PrivateDaemon, client: Client
+) -> None:
+    keys, _ = save_some(client)
+    (free,) = fresh_keys(1)
+    with daemon.admin() as admin:
+
+        def granted() -> tuple[int, int]:
+            counters = admin.stats().counters
+            return counters["prefixd_claims_total"], counters["prefixd_reservations_total"]
+
+        claims, reservations = granted()
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            assert client.claim(keys, deadline_ms=100).miss is MissReason.DEADLINE
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        eventually(lambda: granted()[0] > claims and not admin.claims())
+        assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
+        reservations = granted()[1]
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            (late,) = client.reserve(
+                [ReserveItem(free, 3)], tier=Tier.RAM, reason=EVICT, deadline_ms=100
+            )
+            assert late.status is ReserveStatus.FAILED
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        eventually(lambda: granted()[1] > reservations and not admin.reservations())
+        assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
+        with client.claim(keys) as hit:
+            assert len(hit) == len(keys)
+
+
 def test_a_daemon_that_died_is_a_miss(make: Callable[..., Client]) -> None:
     with private_daemon() as daemon:
         client = make(daemon.address)
@@ -417,7 +471,7 @@ def test_a_daemon_that_died_is_a_miss(make: Callable[..., Client]) -> None:
             [ReserveItem(fresh_keys(1)[0], 3)], tier=Tier.RAM, reason=EVICT
         )
         daemon.kill()
-        eventually(lambda: held.lost)
+        eventually(lambda: held.lost and not client.connected)
         # In place the arena of a daemon that died is still mapped, and its rows stand.
         result, restored = restore(held)
         assert restored == payloads if in_place(client) else result.miss is MissReason.LOST
@@ -432,7 +486,7 @@ def test_a_daemon_that_died_is_a_miss(make: Callable[..., Client]) -> None:
         assert client.resume(keys[0], TOKENS, namespace=fresh_namespace()) is None
         assert not reservation.write(b"abc").ok
         assert not reservation.cancel()
-        saving = client.save(keys[0], b"abc", tier=Tier.RAM, reason=SaveReason.COLD)
+        saving = client.save_async(keys[0], b"abc", tier=Tier.RAM)
         assert saving.result(PATIENCE_S).status is SaveStatus.UNAVAILABLE
         daemon.start()
         assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
@@ -450,9 +504,18 @@ USES: dict[str, Callable[[Client, Hit, Reservation], object]] = {
     "claim": lambda c, h, _r: c.claim(h.keys),
     "probe": lambda c, h, _r: c.probe(h.keys),
     "exists": lambda c, h, _r: c.exists(h.keys),
+    "exists_one": lambda c, h, _r: c.exists_one(h.keys[0], in_place_only=True),
+    "leading_run": lambda c, h, _r: c.leading_run(h.keys),
+    "touch": lambda c, h, _r: c.touch(h.keys),
+    "delete": lambda c, h, _r: c.delete(h.keys),
+    "claim_async": lambda c, h, _r: c.claim_async(h.keys),
+    "restore_async": lambda c, h, _r: c.restore_async(h, [bytearray(SIZES[0])]),
     "restore_into": lambda c, h, _r: c.restore_into(h, [bytearray(SIZES[0])]),
     "release_many": lambda c, h, _r: c.release_many([h]),
     "save": lambda c, h, _r: c.save(h.keys[0], b"a", tier=Tier.RAM, reason=EVICT),
+    "save_async": lambda c, h, _r: c.save_async(h.keys[0], b"a", tier=Tier.RAM),
+    "save_many_async": lambda c, _h, _r: c.save_many_async([], tier=Tier.RAM),
+    "would_drop": lambda c, _h, _r: c.would_drop(),
     "save_many": lambda c, _h, _r: c.save_many([], tier=Tier.RAM, reason=EVICT),
     "reserve": lambda c, _h, _r: c.reserve([], tier=Tier.RAM, reason=EVICT),
     "write": lambda c, _h, r: c.write([(r, b"abc")]),

@@ -14,7 +14,7 @@ import pytest
 from prefixd.client import Client, Key, Presence, SaveItem, SaveReason, SaveStatus, Tier
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
-from tests.support.daemon import eventually, private_daemon
+from tests.support.daemon import eventually, private_daemon, problems_of
 
 HEARTBEAT_S = 4.0
 PUBLISHED = [Key(bytes([number]) * 32) for number in range(1, 6)]
@@ -100,7 +100,7 @@ def test_what_a_killed_client_held_is_free_within_two_heartbeats(
     after = admin.stats()
     assert [tier.pinned_entries for tier in after.tiers] == [0, 0, 0]
     assert after.tiers[1].reserved_bytes == 0
-    assert admin.check(deep=True).problems == []
+    assert problems_of(admin) == []
 
 
 @pytest.mark.parametrize("daemon", [0.1], indirect=True)
@@ -110,7 +110,7 @@ def test_what_a_silent_client_held_is_free_as_well(
     """Its connection stands and nobody is at the other end: only the heartbeats tell."""
     holder.send_signal(signal.SIGSTOP)
     eventually(lambda: holds_nothing(admin))
-    assert admin.check(deep=True).problems == []
+    assert problems_of(admin) == []
 
 
 def test_whoever_waits_for_its_save_is_answered_at_once(
@@ -135,7 +135,7 @@ def test_whoever_waits_for_its_save_is_answered_at_once(
     assert answer.presence is Presence.ABSENT
     assert not hit
     assert admin.stats().waiters == 0
-    assert admin.check(deep=False).problems == []
+    assert admin.check().problems == []
 
 
 def test_its_reservation_goes_to_whoever_waits_to_save(

@@ -16,7 +16,7 @@ from prefixd.client.lab.generate import generate
 from prefixd.client.lab.live import LiveReplay
 from prefixd.client.lab.outcome import Totals
 from prefixd.client.lab.worker import LiveOptions
-from tests.support.daemon import eventually, private_daemon
+from tests.support.daemon import eventually, private_daemon, problems_of
 
 BLOCK_BYTES = 20_000
 PAYLOADS = BlockPayloads(BLOCK_BYTES)
@@ -116,7 +116,7 @@ def test_a_killed_daemon_in_the_middle_of_a_replay(daemon: PrivateDaemon, in_pla
         assert tiers["ram"].recovered_entries == 0
         assert tiers["shm"].recovered_entries > 0
         assert tiers["disk"].recovered_entries >= counted_by_the_dead[0]
-        assert admin.check(deep=True).problems == []
+        assert problems_of(admin) == []
         eventually(lambda: holds_nothing(admin))
 
     with Client(daemon.address) as client:
@@ -154,7 +154,7 @@ def test_an_idle_daemon_comes_back_as_it_was_killed(daemon: PrivateDaemon) -> No
             after = admin.next_victims(tier, 1_000)
             assert [e.key for e in after] == [e.key for e in before[tier]]
             assert [e.info for e in after] == [e.info for e in before[tier]]
-        assert admin.check(deep=True).problems == []
+        assert problems_of(admin) == []
 
 
 def test_a_daemon_killed_again_and_again_serves_only_whole_entries(daemon: PrivateDaemon) -> None:
@@ -167,7 +167,7 @@ def test_a_daemon_killed_again_and_again_serves_only_whole_entries(daemon: Priva
             daemon.kill()
             daemon.start()
             with daemon.admin() as admin:
-                assert admin.check(deep=True).problems == []
+                assert problems_of(admin) == []
     finally:
         witness.stop()
     with Client(daemon.address) as client, daemon.admin() as admin:

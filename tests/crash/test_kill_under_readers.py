@@ -9,7 +9,7 @@ from prefixd.client import Client, Hit, MissReason, Tier
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.restores import Verify
 from prefixd.proto.limits import MAX_WAIT_MS
-from tests.support.daemon import eventually, private_daemon
+from tests.support.daemon import eventually, private_daemon, problems_of
 from tests.support.entries import payload_of, restore, save
 from tests.support.moments import disrupt
 
@@ -51,7 +51,7 @@ def test_a_view_of_shm_is_good_until_the_next_daemon_takes_the_arena() -> None:
         assert not overwritten.release()
         assert (early.lost, untouched.lost, overwritten.lost) == (False, True, True)
         with daemon.admin() as admin:
-            assert admin.check(deep=True).problems == []
+            assert problems_of(admin) == []
 
 
 def test_a_view_of_ram_is_good_as_long_as_it_is_looked_at() -> None:

@@ -19,7 +19,7 @@ from prefixd.client import Client, MissReason, SaveReason, Tier
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto.arena_header import ARENA_HEADER_BYTES
-from tests.support.daemon import eventually, private_daemon
+from tests.support.daemon import eventually, private_daemon, problems_of
 from tests.support.entries import items_of, payload_of, restore, save
 from tests.support.moments import MOMENTS
 from tests.support.stopping_worker import NAMES
@@ -90,7 +90,7 @@ def daemon_and_two_entries(
 ) -> Iterator[tuple[PrivateDaemon, Client, AdminConnection]]:
     with (
         private_daemon(HEARTBEAT) as daemon,
-        Client(daemon.address, local=False, evict_save_timeout_ms=60_000) as client,
+        Client(daemon.address, local=False, save_timeout_ms=60_000) as client,
         daemon.admin() as admin,
     ):
         saved(client, [*NAMES], tier)
@@ -120,7 +120,7 @@ def test_a_view_over_a_stop_is_not_released_as_held(tier: Tier, how: str) -> Non
             if reused:
                 admin.evict(BUDGET_BYTES, [tier])
                 saved(client, [*NAMES], tier)
-        assert admin.check(deep=True).problems == []
+        assert problems_of(admin) == []
 
 
 @pytest.mark.parametrize("tier", Tier)

@@ -23,7 +23,7 @@ from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.ledger import Admission, Ledger
 from prefixd.tiers.store import StoredEntry
 from tests.model.twin import Twin, TwinLimits, TwinTier
-from tests.model.witness import NAMES, Witness, key_of, keys_of, name_of, plain
+from tests.model.witness import NAMES, Witness, facts_of, key_of, keys_of, name_of
 
 LIMITS = TwinLimits(
     sessions=3,
@@ -100,6 +100,7 @@ class MetaStateMachine(RuleBasedStateMachine):
         self.broken = False
         self.requests = 0
         self.commits: list[tuple[int, ...]] = []
+        self.found = self.found_bytes = 0
         ledgers = {
             Tier.RAM: Ledger(
                 Tier.RAM,
@@ -157,7 +158,7 @@ class MetaStateMachine(RuleBasedStateMachine):
         effects = self.applied(event)
         self.witness.sees(event, effects)
         expected = self.twin.happens(self.now, twin)
-        said = [*map(plain, effects)]
+        said = [fact for effect in effects for fact in facts_of(effect)]
         assert sorted(one_usage(said), key=repr) == sorted(expected, key=repr)
         self.commits += [e.tokens for e in effects if isinstance(e, fx.Commit)]
         self.compare_state(event)
@@ -266,26 +267,30 @@ class MetaStateMachine(RuleBasedStateMachine):
     )
     def start(self, found: list[tuple[str, str, int, int, int]], batch: int) -> None:
         for tier in (Tier.SHM, Tier.DISK):
+            self.begin_recovery(tier)
             self.recover(tier, [one for one in found if one[1] == tier.label], batch)
         self.open()
         self.open()
 
+    def begin_recovery(self, tier: Tier) -> None: ...
+
     def recover(self, tier: Tier, found: list[tuple[str, str, int, int, int]], batch: int) -> None:
-        stored, expected, end = [], [], 0
-        for number, (key, _, payload, used, ids) in enumerate(found):
+        stored, expected = [], []
+        for key, _, payload, used, ids in found:
             location: tuple[int, ...] = ()
             if tier is Tier.SHM:
-                location = (SHM_HEADER_BYTES + end, shm_cost(payload, ids))
-                end += location[1]
-                if end > SHM_BYTES:
+                location = (SHM_HEADER_BYTES + self.found_bytes, shm_cost(payload, ids))
+                if self.found_bytes + location[1] > SHM_BYTES:
                     break
+                self.found_bytes += location[1]
+            self.found += 1
             # Ages in any order, no two the same; generations of an earlier start.
-            used_ns = 100 + 10 * used + number
+            used_ns = 100 + 100 * used + self.found
             record = EntryRecord(
                 key=key_of(key),
                 tier=tier,
                 reason=SaveReason.COLD,
-                generation=number + 10 * tier,
+                generation=self.found,
                 created_ns=7,
                 payload_bytes=payload,
                 token_count=2 * payload,

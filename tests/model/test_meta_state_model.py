@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
+from tests.model.closing import ClosingMachine
 from tests.model.machine import MetaStateMachine
 
 
@@ -26,3 +27,5 @@ TestMetaState = MetaStateMachine.TestCase
 TestMetaState.settings = SETTINGS
 TestMetaStateInSmallSteps = SmallStepsMachine.TestCase
 TestMetaStateInSmallSteps.settings = SETTINGS
+TestMetaStateWhoseTiersClose = ClosingMachine.TestCase
+TestMetaStateWhoseTiersClose.settings = SETTINGS

@@ -23,7 +23,7 @@ def driver_with(policy: type[EvictionPolicy[Key]], max_ghosts: int | None) -> Dr
     driver = Driver(session_lost_after_ns=10**9)
     for ledger in driver.tables.ledgers.values():
         ledger.policy = order_by(policy(BUDGET_BYTES, max_ghosts=max_ghosts))
-        ledger.budget_bytes = ledger.limit_bytes = BUDGET_BYTES
+        ledger.budget_bytes = ledger.arena_bytes = ledger.limit_bytes = BUDGET_BYTES
         if ledger.extents is not None:
             ledger.extents.grow(BUDGET_BYTES)
     driver.tables.ledgers[Tier.SHM].max_entries = 5

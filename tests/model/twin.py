@@ -2,7 +2,7 @@
 with the first one.
 
 It counts by looking at everything again, each time. What it says has the form of plain tuples;
-`machine.plain` brings what `MetaState` says into the same form.
+`witness.plain` brings what `MetaState` says into the same form.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Twin:
         self.credit = 0
         self.entries: dict[str, dict[str, Any]] = {}
         self.condemned: list[dict[str, Any]] = []  # found damaged while they were claimed
+        self.closed: dict[str, str] = {}  # tiers that do not serve, and what they do
         self.order: dict[str, list[str]] = {tier: [] for tier in tiers}  # next victim first
         self.dirty: list[str] = []
         self.sessions: dict[int, dict[str, Any]] = {}
@@ -129,6 +130,12 @@ class Twin:
                 return save
         return None
 
+    def readable(self, key: str) -> bool:
+        return key in self.entries and self.closed.get(self.entries[key]["tier"]) != "hung"
+
+    def look(self, key: str) -> tuple[Any, ...] | None:
+        return None if key in self.entries and not self.readable(key) else self.find(key)
+
     def find(self, key: str) -> tuple[Any, ...] | None:
         entry = self.entries.get(key)
         if entry is not None:
@@ -160,9 +167,9 @@ class Twin:
         seen = []
         for key in keys:
             seen.append(key)
-            if stop and key not in self.entries:
+            if stop and not self.readable(key):
                 break
-        return ("lookup", [self.find(key) for key in seen])
+        return ("lookup", [self.look(key) for key in seen])
 
     def claim(self, session: int, keys: list[str], mode: str, lease: int, patient: bool) -> Any:
         if session not in self.sessions:
@@ -175,11 +182,11 @@ class Twin:
         seen = []
         for key in keys:
             seen.append(key)
-            present = key in self.entries
+            present = self.readable(key)
             if (mode == "first" and present) or (mode == "run" and not present):
                 break
-        found = [self.find(key) for key in seen]
-        mine = [key for key in seen if key in self.entries]
+        found = [self.look(key) for key in seen]
+        mine = [key for key in seen if self.readable(key)]
         if not mine:
             return ("claim", 0, lease, found, [False] * len(seen))
         self.claimed += 1
@@ -301,10 +308,12 @@ class Twin:
         self.say("delete", key)
         self.say("erase", entry["tier"], key)
 
-    def make_room(self, tier: str, cost: int) -> str | None:
+    def make_room(self, tier: str, cost: int) -> Any:
         rules = self.tiers[tier]
         if cost > rules.budget:
             return "too large"
+        if tier in self.closed:
+            return ("closed", tier, self.closed[tier])
         used, entries = self.used(tier)
         free, gone = self.unpinned(tier)
         reserved = [save["cost"] for save in self.saves.values() if save["tier"] == tier]
@@ -408,7 +417,12 @@ class Twin:
         save = self.saves.get(token)
         if session not in self.sessions:
             answer: Any = ("refused", "unknown_session")
-        elif save is None or save["session"] != session or save["stage"] != "reserved":
+        elif (
+            save is None
+            or save["session"] != session
+            or save["stage"] != "reserved"
+            or save["tier"] in self.closed
+        ):
             answer = ("refused", "unknown_reservation")
         else:
             save["stage"] = "writing"
@@ -537,12 +551,25 @@ class Twin:
 
     # ---- starts
 
+    def gives_way(self, tier: str, key: str) -> bool:
+        """What is found counts more than what was saved since in a tier that survives less."""
+        lesser = list(self.tiers)[: list(self.tiers).index(tier)]
+        if key in self.entries:
+            if self.entries[key]["tier"] not in lesser:
+                return False
+            self.leave(key)
+        save = self.saver_of(key)
+        return save is None or (save["tier"] in lesser and self.lose(save["token"], tell=True))
+
     def recover(self, tier: str, found: list[dict[str, Any]]) -> None:
         """`found`: key, payload, token_ids, tokens, crc, used, hits; least recent first."""
         rules = self.tiers[tier]
         for one in found:
             cost = rules.cost(one["payload"], one["token_ids"])
-            if one["key"] in self.entries or cost > rules.limit:
+            pinned = self.used(tier)[0] - self.unpinned(tier)[0]
+            pinned_entries = self.used(tier)[1] - self.unpinned(tier)[1]
+            full = cost + pinned > rules.limit or (rules.cap and pinned_entries >= rules.cap)
+            if full or not self.gives_way(tier, one["key"]):
                 self.say("erase", tier, one["key"])
                 continue
             while self.used(tier)[0] + cost > rules.limit or (

@@ -59,7 +59,8 @@ class Witness:
         if isinstance(event, ev.SessionLost):
             self.end_claims_of(event.session)
         starting = isinstance(event, ev.TierRecovered)
-        for effect in effects:
+        # As the loop does them: every change of the index before any erasure.
+        for effect in sorted(effects, key=lambda effect: isinstance(effect, fx.Erase)):
             self.sees_one(effect, event, starting)
         for number in set(self.claims) - self.state.tables.claims.keys():
             del self.claims[number]
@@ -96,14 +97,15 @@ class Witness:
                 # gone from the tables at its end.
                 live = self.state.tables.claims.keys() & self.claims.keys()
                 pinned = any(entry.generation in self.claims[number] for number in live)
-                assert not pinned or isinstance(event, ev.EntryDamaged), "pinned"
-                if isinstance(event, ev.EntryDamaged) and entry.pins:
+                dropped = isinstance(event, ev.EntryDamaged | ev.TierRecovered)
+                assert not pinned or dropped, "pinned"
+                if dropped and entry.pins:
                     self.condemned[entry.generation] = entry
                     self.take(entry.tier, entry.location, ("condemned", entry.generation))
             case fx.Erase():
                 for entry in effect.entries:
                     there = self.index.get(entry.key)
-                    assert there is None or (starting and there.tier is not effect.tier)
+                    assert there is None or (starting and there.generation != entry.generation)
             case fx.Commit():
                 assert set(effect.tokens) <= self.orders.keys()
                 assert isinstance(event, ev.WriteSealed)
@@ -183,6 +185,13 @@ def units(location: Location) -> list[int]:
 # ---- what was said, as the twin says it
 
 
+def facts_of(effect: fx.Effect) -> list[tuple[Any, ...]]:
+    """One as a rule; of an erasure one for each entry."""
+    if isinstance(effect, fx.Erase):
+        return [("erase", effect.tier.label, name_of(entry.key)) for entry in effect.entries]
+    return [plain(effect)]
+
+
 def plain(effect: fx.Effect) -> tuple[Any, ...]:
     match effect:
         case fx.Reply(request, answer):
@@ -191,9 +200,6 @@ def plain(effect: fx.Effect) -> tuple[Any, ...]:
             return ("put", name_of(entry.key))
         case fx.IndexDelete(key):
             return ("delete", name_of(key))
-        case fx.Erase(tier, entries):
-            (entry,) = entries
-            return ("erase", tier.label, name_of(entry.key))
         case fx.Commit(tier, tokens):
             return ("commit", tier.label, list(tokens))
         case fx.StopWriting(token):
@@ -261,5 +267,7 @@ def plain_reserved(reserved: an.Reserved) -> Any:
             return ("order", token, name_of(key), tier.label, payload_bytes, token_count)
         case an.FlightInfo():
             return plain_found(reserved)
+        case an.Closed(tier, state):
+            return ("closed", tier.label, state.value)
         case _:
             return reserved.name.lower().replace("_", " ")

@@ -14,7 +14,7 @@ from tests.support.entries import key_of, payload_of
 #: the others do, so that none of them may ever be missing.
 ENTRIES: Final = {Tier.RAM: 400, Tier.SHM: 120, Tier.DISK: 120}
 #: Budgets for these entries.
-BUDGETS: Final = {"ram": "8MiB", "shm": "64MiB", "disk": "64MiB"}
+BUDGETS: Final = {"ram": "8MiB", "shm": "16MiB", "disk": "16MiB"}
 #: Tiers whose acknowledged entries survive the daemon.
 DURABLE: Final = (Tier.SHM, Tier.DISK)
 

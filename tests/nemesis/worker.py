@@ -24,6 +24,8 @@ DEADLINE_MS = 2_000
 #: A worker's C code keeps the GIL at most so long: longer than a session lives without a
 #: heartbeat.
 _LONGEST_HOLD_S = 2.0
+#: Bytes of an entry that differ where bits were flipped in it; of another entry's nearly all do.
+_MOST_FLIPPED = 20
 
 
 class Worker:
@@ -88,18 +90,22 @@ class Worker:
             ctypes.PyDLL(None).usleep(int(waited_s * 1e6))
         seen = [None if view is None else b"".join(view) for view in views]
         held = hit.release()
-        wrong = [
-            number
-            for (number, data), copy in zip(_right(hit, tier, numbers), seen, strict=True)
-            if held and copy is not None and copy != data
-        ]
-        gone = sum(
-            copy is not None and copy != data
-            for (_, data), copy in zip(_right(hit, tier, numbers), seen, strict=True)
-        )
         outcomes = ["held" if held else "lost"] if hit else ["miss"]
-        outcomes += ["other bytes, and told so"] * (0 if held else gone)
+        wrong = []
+        for (number, data), copy in zip(_right(hit, tier, numbers), seen, strict=True):
+            if copy is None or copy == data:
+                continue
+            if not held:
+                outcomes.append("other bytes, and told so")
+            elif len(copy) == len(data) and _differing_bytes(copy, data) <= _MOST_FLIPPED:
+                outcomes.append("flipped bits")  # nobody checks a view
+            else:
+                wrong.append(number)
         return {"op": "view", "outcomes": outcomes, "wrong": wrong, "waited_s": waited_s}
+
+
+def _differing_bytes(one: bytes, other: bytes) -> int:
+    return sum(a != b for a, b in zip(one, other, strict=True))
 
 
 def _right(hit: Hit, tier: Tier, numbers: Sequence[int]) -> list[tuple[int, bytes]]:

@@ -24,7 +24,7 @@ NUMBERS = {
     FieldDescriptor.TYPE_FIXED64,
 }
 
-UNITS = ("_bytes", "_ms", "_ns", "_tokens")
+UNITS = ("_bytes", "_ms", "_ns", "_tokens", "_permille")
 #: Numbers without a unit: they count things, name them or say where they are in a list.
 COUNTS = {
     "token_count",
@@ -53,10 +53,10 @@ COUNTS = {
     "orphan_index_rows",
     "sampled_keys",
     "parts_copied",
-    "payloads_verified",
-    "payloads_unreadable",
-    "payload_bytes_verified",
     "problem_count",
+    "damaged_entries",
+    "unreadable_entries",
+    "passes",
 }
 NAMES = {
     "session_id",

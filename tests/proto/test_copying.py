@@ -10,7 +10,7 @@ import pytest
 
 from prefixd.proto import copying
 from prefixd.proto.copying import RELEASE_BYTES, address_of, copy, copy_crc32c, unset_bytearray
-from prefixd.proto.record import crc32c
+from prefixd.proto.layout import crc32c
 
 SIZES = [0, 1, RELEASE_BYTES - 1, RELEASE_BYTES, 512 * 2**10 + 1, 3 * 2**20 + 5]
 

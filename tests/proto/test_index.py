@@ -7,7 +7,7 @@ import mmap
 import os
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -29,11 +29,14 @@ from prefixd.proto.index import (
     STATE,
     IndexReader,
     Layout,
+    Placed,
     generation_of,
     pack_header,
     pack_row,
+    place_of,
     unpack_row,
 )
+from prefixd.proto.index import entry_of as entry_of_row
 from prefixd.proto.keys import Key
 from prefixd.server.runtime.index import IndexWriter
 
@@ -158,18 +161,27 @@ def test_what_was_put_is_found_and_nothing_else(reader: IndexReader) -> None:
     assert reader.contains([KEYS[0], ABSENT[0]]) == [True, False]
 
 
-def test_a_run_ends_at_the_first_miss_and_takes_one_key_beyond(reader: IndexReader) -> None:
+def found_of(reader: IndexReader, keys: Sequence[Key]) -> list[Placed]:
+    """What is there of the keys."""
+    return [found for found in reader.find(keys) if found is not None]
+
+
+def test_a_search_takes_no_key_before_the_row_of_the_one_before(reader: IndexReader) -> None:
     keys = iter([*KEYS[:5], ABSENT[0], ABSENT[1], KEYS[5]])
-    assert [unpack_row(row).key for row in reader.run(keys)] == KEYS[:5]
+    run = [found[1] for found in iter(reader.find(keys).__next__, None)]
+    assert [unpack_row(row).key for row in run] == KEYS[:5]
     assert list(keys) == [ABSENT[1], KEYS[5]]
-    assert reader.run([]) == []
+    assert list(reader.find([])) == []
 
 
-def test_first_says_where_it_was(reader: IndexReader) -> None:
-    assert reader.first(ABSENT) is None
-    found = reader.first([*ABSENT[:3], *KEYS])
-    assert found is not None
-    assert (found[0], unpack_row(found[1]).key) == (3, KEYS[0])
+def test_a_row_is_found_with_its_place(reader: IndexReader) -> None:
+    for number, row in found_of(reader, KEYS):
+        place = reader.row_at(number)
+        assert place is not None
+        assert place == row
+        found = unpack_row(row)
+        assert place_of(row) == (found.generation, found.tier, found.location)
+        assert entry_of_row(row) == (*found[:2], found[2], *found[3:-1])
 
 
 def test_a_key_of_another_length_is_the_callers_mistake(reader: IndexReader) -> None:
@@ -180,31 +192,42 @@ def test_a_key_of_another_length_is_the_callers_mistake(reader: IndexReader) -> 
 
 def test_unchanged_means_the_same_generation(writer: IndexWriter, reader: IndexReader) -> None:
     keys = KEYS[:8]
-    rows = reader.run(keys)
-    assert reader.unchanged(keys, rows)
-    # Listed anew, with its continuation rows in other places.
+    rows = found_of(reader, keys)
+    assert reader.unchanged(rows)
+    # Listed anew, with its rows in other places.
     for key, row in zip(keys, rows, strict=True):
         writer.delete(key)
-        assert not reader.unchanged([key], [row])
-    for key, row in zip(keys, rows, strict=True):
-        writer.put(unpack_row(row))
-        assert reader.unchanged([key], [row])
-    assert reader.run(keys) != rows
-    assert reader.unchanged(keys, rows)
+        assert not reader.unchanged([row])
+    for row in rows:
+        writer.put(unpack_row(row[1]))
+        assert reader.unchanged([row])
+    assert found_of(reader, keys) != rows
+    assert reader.unchanged(rows)
     writer.put(entry_of(keys[3], 99))
-    assert not reader.unchanged(keys, rows)
-    assert reader.unchanged(keys[:3], rows[:3])
+    assert not reader.unchanged(rows)
+    assert reader.unchanged(rows[:3])
+
+
+def test_a_place_that_another_entry_has_now_does_not_speak_for_the_old_one(
+    writer: IndexWriter, reader: IndexReader
+) -> None:
+    (old,) = found_of(reader, KEYS[:1])
+    writer.delete(KEYS[0])
+    writer.put(entry_of(ABSENT[0], 99))
+    (new,) = found_of(reader, ABSENT[:1])
+    assert new[0] == old[0], "the same place"
+    assert not reader.unchanged([old])
+    assert reader.unchanged([new])
 
 
 def test_nothing_of_a_revoked_index_is_believed(writer: IndexWriter, reader: IndexReader) -> None:
-    rows = reader.run(KEYS)
+    rows = found_of(reader, KEYS)
     assert reader.live
     writer.revoke()
     assert not reader.live
     assert reader.get(KEYS) == [None] * ENTRIES
-    assert reader.run(KEYS) == []
-    assert reader.first(KEYS) is None
-    assert not reader.unchanged(KEYS, rows)
+    assert found_of(reader, KEYS) == []
+    assert not reader.unchanged(rows)
 
 
 def test_closing_gives_the_mapping_back(writer: IndexWriter) -> None:

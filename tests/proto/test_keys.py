@@ -1,5 +1,6 @@
 """Keys: golden vectors, one pass against many, what may never collide, what is refused."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -28,6 +29,7 @@ from prefixd.proto.errors import (
 from prefixd.proto.keys import (
     MAX_TOKEN_ID,
     Adapter,
+    ForeignNamespace,
     Key,
     Namespace,
     block_key,
@@ -541,3 +543,52 @@ def test_every_refusal_is_the_callers_mistake() -> None:
     for refusal in (InvalidKey, InvalidNamespace, InvalidSize, InvalidTokens):
         assert issubclass(refusal, CallerError)
         assert not refusal.retryable
+
+
+# ---- other programs' hashes
+
+
+def foreign_key(engine: bytes, context: bytes, kind: bytes, raw: bytes) -> bytes:
+    """As `proto/keys.py` says it, with hashlib alone."""
+    label = b"prefixd/foreign/v1\0" + len(engine).to_bytes(4, "little")
+    root = hashlib.sha256(label + engine + context).digest()
+    return hashlib.sha256(root + kind + raw).digest()
+
+
+def test_foreign_keys_are_made_as_it_is_written() -> None:
+    fields = {"model": "m", "page": 64}
+    namespace = ForeignNamespace("sglang", fields)
+    context = context_hash(fields)
+    assert namespace.key(b"abc") == foreign_key(b"sglang", context, b"y", b"abc")
+    assert namespace.key(-17) == foreign_key(b"sglang", context, b"i", b"-17")
+    assert namespace.keys(["616263", "616263".upper(), b"abc"]) == [namespace.key(b"abc")] * 3
+    assert namespace.keys([]) == []
+
+
+def test_two_that_differ_in_anything_share_no_key() -> None:
+    ids: list[bytes | int] = [b"1", b"\1", 1, b"i1", b"y1", 256, b"\0"]
+    namespaces = [
+        ForeignNamespace("a", {}),
+        ForeignNamespace("ab", {}),
+        ForeignNamespace("a", {"b": None}),
+        ForeignNamespace("a", {"b": 1}),
+        ForeignNamespace("a", {"b": "1"}),
+        ForeignNamespace("a", {"b": True}),
+    ]
+    made = [key for namespace in namespaces for key in namespace.keys(ids)]
+    assert len(set(made)) == len(namespaces) * len(ids)
+    assert ForeignNamespace("a", {"x": 1, "y": 2}) == ForeignNamespace("a", {"y": 2, "x": 1})
+    assert len(set(namespaces)) == len(namespaces)
+
+
+@pytest.mark.parametrize("wrong", [b"", "", "abc", "xy", "ab cd", None, 1.0, True, [1]])
+def test_what_is_no_foreign_hash_is_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidKey):
+        ForeignNamespace("a", {}).key(wrong)
+
+
+def test_a_foreign_namespace_names_its_engine() -> None:
+    with pytest.raises(InvalidNamespace):
+        ForeignNamespace("", {})
+    with pytest.raises(InvalidNamespace):
+        ForeignNamespace("a", {"b": float("nan")})

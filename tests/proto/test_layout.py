@@ -122,5 +122,9 @@ def importers_of(package: str, paths: Iterable[Path]) -> set[str]:
 
 def test_the_checksum_has_one_source() -> None:
     root = Path(__file__).resolve().parents[2]
-    paths = [p for d in ("proto", "tiers", "server", "client") for p in (root / d).rglob("*.py")]
+    paths = [
+        p
+        for d in ("proto", "tiers", "server", "client", "connectors")
+        for p in (root / d).rglob("*.py")
+    ]
     assert importers_of("crc32c", paths) == {"layout.py"}

@@ -5,15 +5,10 @@ from google.protobuf.message import Message
 
 from prefixd.proto import limits
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.proto.keys import Namespace
-from prefixd.proto.record import (
-    ALIGNMENT_BYTES,
-    MAX_METADATA_BYTES,
-    RecordHead,
-    decode_head,
-    encode_head,
-    head_bytes_for,
-)
+from prefixd.proto.entry import EntryRecord, content_bytes
+from prefixd.proto.keys import Key, Namespace
+from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.tiers.rows import decode_entry, encode_rows
 
 U32, U64 = 2**32 - 1, 2**64 - 1
 KEY = b"\xff" * limits.KEY_BYTES
@@ -103,23 +98,28 @@ def test_whatever_the_limits_allow_fits_into_a_message(name: str) -> None:
 
 def test_a_message_holds_several_chunks() -> None:
     assert 2 * limits.CHUNK_BYTES <= limits.MAX_MESSAGE_BYTES
-    assert limits.CHUNK_BYTES % ALIGNMENT_BYTES == 0
 
 
 def test_what_the_wire_allows_a_record_can_hold() -> None:
-    head = RecordHead(
-        key=KEY,
+    slab_bytes = 2**20
+    payload_bytes = limits.MAX_PAYLOAD_BYTES // limits.MAX_LAYERS * limits.MAX_LAYERS
+    token_ids_bytes = limits.MAX_TOKEN_IDS_BYTES
+    room_bytes = -(-content_bytes(payload_bytes, token_ids_bytes) // slab_bytes) * slab_bytes
+    entry = EntryRecord(
+        key=Key(KEY),
+        tier=Tier.DISK,
+        reason=SaveReason.SHUTDOWN,
         generation=U64,
-        payload_bytes=limits.MAX_PAYLOAD_BYTES // limits.MAX_LAYERS * limits.MAX_LAYERS,
+        created_ns=2**63 - 1,
+        payload_bytes=payload_bytes,
         token_count=U32,
         layer_count=limits.MAX_LAYERS,
-        reason=pb.SAVE_REASON_SHUTDOWN,
-        tier=pb.TIER_DISK,
-        created_ns=2**63 - 1,
-        token_ids=bytes(limits.MAX_TOKEN_IDS_BYTES),
+        token_ids_bytes=token_ids_bytes,
+        location=(slab_bytes, room_bytes),
+        payload_crc32c=U32,
     )
-    assert decode_head(encode_head(head)) == (head, head_bytes_for(limits.MAX_TOKEN_IDS_BYTES))
-    assert limits.MAX_TOKEN_IDS_BYTES < MAX_METADATA_BYTES
+    ((slab, row),) = encode_rows(entry, slab_bytes)
+    assert decode_entry(row, slab, slab_bytes, lambda _: b"") == entry
     assert limits.MAX_PAYLOAD_BYTES <= U64
 
 
@@ -142,7 +142,7 @@ def test_times_are_ordered() -> None:
     # save that somebody still waits for has not lost its reservation.
     assert 0 < limits.DEFAULT_WAIT_MS < limits.DEFAULT_DEADLINE_MS
     assert limits.DEFAULT_WAIT_MS <= limits.MAX_WAIT_MS
-    assert limits.DEFAULT_EVICT_SAVE_TIMEOUT_MS < limits.DEFAULT_RESERVATION_TTL_MS
+    assert limits.DEFAULT_SAVE_TIMEOUT_MS < limits.DEFAULT_RESERVATION_TTL_MS
 
 
 def test_one_batch_never_fills_a_table() -> None:

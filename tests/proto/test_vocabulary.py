@@ -27,8 +27,3 @@ def test_labels_are_lower_case_names() -> None:
         "evict",
         "shutdown",
     ]
-
-
-def test_the_engine_waits_for_evict_and_shutdown_only() -> None:
-    waits = [reason for reason in SaveReason if not reason.asynchronous]
-    assert waits == [SaveReason.EVICT, SaveReason.SHUTDOWN]

@@ -16,14 +16,17 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
 
 from prefixd.client.ctl.connection import Health
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto import prefixd_pb2_grpc as rpc
+from prefixd.proto.units import format_bytes
 from prefixd.proto.vocabulary import Tier
 from prefixd.server import daemon as module
 from prefixd.server.config.budgets import resolve
 from prefixd.server.config.loading import load_config
+from prefixd.server.runtime import securing
 from prefixd.tiers.arena import Arena, BaseArena
 from prefixd.tiers.arena_store import ARENA_FILE, ArenaStore
 from prefixd.tiers.disk_arena import DiskArena
@@ -178,12 +181,12 @@ async def test_whoever_waits_is_answered_when_the_daemon_stops(daemon: DaemonPro
 STOPPED_EARLY = """
 import os, signal, sys
 from prefixd.server import daemon
-from prefixd.server.runtime import recovery
-recover = recovery.recover
+from prefixd.server.runtime.recovery import Recovery
+recover = Recovery.recover
 async def stopped_early(*args):
     os.kill(os.getpid(), signal.SIGTERM)
     return await recover(*args)
-recovery.recover = stopped_early
+Recovery.recover = stopped_early
 daemon.main(sys.argv[1:])
 """
 
@@ -400,28 +403,33 @@ async def test_memory_that_there_is_no_room_for_yet_is_asked_for_again(
     monkeypatch.setattr(os, "posix_fallocate", with_little_room)
     in_small_segments(Arena)
     in_small_segments(DiskArena)
-    monkeypatch.setattr(module, "_SECURE_AGAIN_S", 0.001)
+    monkeypatch.setattr(securing, "SECURE_AGAIN_S", 0.001)
     places = [f"--{name}.directory={tmp_path / name}" for name in ("shm", "disk")]
     plan = resolve(load_config([*FLAGS, *places], {}), MACHINE)
-    async with module._running_core(plan, bytes(16)) as core:
-        ledgers = core.state.tables.ledgers
-        stores = [store for store in core.stores.values() if isinstance(store, ArenaStore)]
-        assert len(stores) == len(Tier)
-        for store in stores:
-            secured_bytes = store.secured_bytes
-            assert room_bytes - segment_bytes < secured_bytes <= room_bytes
-            assert ledgers[store.tier].limit_bytes == secured_bytes - store.header_bytes
-            why = core.unhealthy()[f"{store.tier.label} arena"]
-            assert f"secure more than {secured_bytes} of the {store.arena.size_bytes} " in why
-        assert core.state.check() == []
-        room_bytes = 512 * 1024
-        while ledgers[Tier.SHM].limit_bytes < room_bytes - stores[1].header_bytes:
-            await asyncio.sleep(0)
-        assert "shm arena" in core.unhealthy()
-        room_bytes = 4 * 2**20
-        while core.unhealthy():
-            await asyncio.sleep(0)
-        for store in stores:
-            room = store.arena.size_bytes - store.header_bytes
-            assert ledgers[store.tier].limit_bytes == room
-        assert core.state.check() == []
+    with capture_logs() as logs:
+        async with module._running_core(plan, bytes(16)) as core:
+            ledgers = core.state.tables.ledgers
+            stores = [store for store in core.stores.values() if isinstance(store, ArenaStore)]
+            assert len(stores) == len(Tier)
+            for store in stores:
+                secured_bytes = store.secured_bytes
+                assert room_bytes - segment_bytes < secured_bytes <= room_bytes
+                assert ledgers[store.tier].limit_bytes == secured_bytes - store.header_bytes
+                why = core.notices()[f"{store.tier.label} arena"]
+                assert why.startswith(f"{format_bytes(secured_bytes)} of ")
+                assert "no more room" in why
+            assert core.unhealthy() == {}, "what it has, it serves"
+            assert core.state.check() == []
+            room_bytes = 512 * 1024
+            while ledgers[Tier.SHM].limit_bytes < room_bytes - stores[1].header_bytes:
+                await asyncio.sleep(0)
+            assert "shm arena" in core.notices()
+            room_bytes = 4 * 2**20
+            while core.notices():
+                await asyncio.sleep(0)
+            for store in stores:
+                room = store.arena.size_bytes - store.header_bytes
+                assert ledgers[store.tier].limit_bytes == room
+            assert core.state.check() == []
+    smaller = [line for line in logs if line["event"] == "arena_smaller"]
+    assert sorted(line["tier"] for line in smaller) == ["disk", "ram", "shm"], "one warning each"

@@ -107,6 +107,12 @@ def _cancel(*tokens: int) -> Attempt:
     )
 
 
+def _delete(keys: list[bytes]) -> Attempt:
+    return lambda daemon, session: answer(
+        daemon.cache.Delete(pb.DeleteRequest(session=session.ref, keys=keys))
+    )
+
+
 def _say(**kind: Any) -> Attempt:
     """On the session stream, which ends with the error."""
 
@@ -132,6 +138,9 @@ def _batches() -> Iterator[Mistake]:
     )
     yield Mistake(empty, "Cancel", "invalid_batch", _cancel())
     yield Mistake(over, "Cancel", "invalid_batch", _cancel(*range(4097)))
+    yield Mistake(short, "Delete", "invalid_key", _delete([SHORT]))
+    yield Mistake(empty, "Delete", "invalid_batch", _delete([]))
+    yield Mistake(over, "Delete", "invalid_batch", _delete(TOO_MANY))
     yield Mistake(empty, "Read", "invalid_batch", _read_request())
     yield Mistake(
         over, "Read", "invalid_batch", _read_request(*(pb.ReadRange() for _ in range(4097)))
@@ -242,6 +251,7 @@ def _calls(daemon: Running, ref: pb.SessionRef, claim: int = 1) -> dict[str, Cal
         "Release": lambda: cache.Release(pb.ReleaseRequest(session=ref, claim_ids=[1])),
         "Reserve": lambda: cache.Reserve(pb.ReserveRequest(header=header)),
         "Cancel": lambda: cache.Cancel(pb.CancelRequest(session=ref, tokens=[1])),
+        "Delete": lambda: cache.Delete(pb.DeleteRequest(session=ref, keys=keys)),
         "Read": lambda: cache.Read(
             pb.ReadRequest(session=ref, claim_id=claim, ranges=[pb.ReadRange()])
         ),
@@ -273,7 +283,8 @@ def _sessions() -> Iterator[Mistake]:
 
         return attempt
 
-    for rpc in ("Claim", "Release", "Reserve", "Cancel", "Read", "Write", "Save", "SaveWhole"):
+    calls = ("Claim", "Release", "Reserve", "Cancel", "Read", "Write", "Save", "SaveWhole")
+    for rpc in (*calls, "Delete"):
         stale, unknown = as_whom(rpc, incarnation=bytes(16)), as_whom(rpc, session_id=77)
         yield Mistake("a session of another incarnation", rpc, "stale_incarnation", stale)
         yield Mistake("a session that ended or never was", rpc, "unknown_session", unknown)
@@ -449,6 +460,7 @@ def _operators() -> Iterator[Mistake]:
             ("Preview", pb.PreviewRequest(tier=tier, payload_bytes=1)),
             ("Evict", pb.EvictRequest(free_bytes=1, tiers=[tier])),
             ("Curve", pb.CurveRequest(tier=tier)),
+            ("Verify", pb.VerifyRequest(tiers=[tier])),
         ):
             yield admin(what, rpc, "unknown_tier", request)
     yield admin("no bytes", "Evict", "invalid_size", pb.EvictRequest())

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
+from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
 
 T = TypeVar("T")
@@ -42,6 +43,12 @@ def temporary_directories() -> Iterator[tuple[Path, Path]]:
     finally:
         shutil.rmtree(directory)
         shutil.rmtree(shm_directory)
+
+
+def problems_of(admin: AdminConnection) -> list[str]:
+    """What does not add up in a daemon, and what can't be read back from it."""
+    *_, verified = admin.verify()
+    return [*admin.check().problems, *verified.problems]
 
 
 def eventually(what: Callable[[], T], within_s: float = WITHIN_S) -> T:

@@ -29,7 +29,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto import prefixd_pb2_grpc as rpc
 from prefixd.proto.errors import BY_NAME, ERROR_METADATA, RETRY_METADATA
 from prefixd.proto.keys import Key
-from prefixd.proto.record import crc32c
+from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server import assembly
 from prefixd.server.api.front import Front
@@ -94,6 +94,10 @@ class ManualClock(Clock):
     def stall(self, seconds: float) -> None:
         """Time passes in which the loop does nothing."""
         self.forward(seconds)
+        self.forward_monotonic(seconds)
+
+    def forward_monotonic(self, seconds: float) -> None:
+        """For what measures durations; nothing runs out."""
         self._monotonic_ns += round(seconds * 1e9)
 
 
@@ -380,6 +384,20 @@ class Outside:
             (await answer(self.cache.Lookup(pb.LookupRequest(keys=keys, **fields)))).results
         )
 
+    async def verify(self, *tiers: Tier) -> pb.VerifyResponse:
+        """All that reading these tiers back found, all tiers if none is named."""
+        messages = await answer(self.admin.Verify(pb.VerifyRequest(tiers=tiers)))
+        assert [message.done for message in messages] == [False] * (len(messages) - 1) + [True]
+        last = messages[-1]
+        assert isinstance(last, pb.VerifyResponse)
+        last.problems[:] = [problem for message in messages for problem in message.problems]
+        return last
+
+    async def problems(self) -> list[str]:
+        """What does not add up, and what can't be read back."""
+        checked = await answer(self.admin.Check(pb.CheckRequest()))
+        return [*checked.problems, *(await self.verify()).problems]
+
     async def presence(self, *keys: bytes) -> list[int]:
         return [result.presence for result in await self.lookup(*keys)]
 
@@ -420,11 +438,10 @@ class Running(Outside):
         while not what():
             await self.admin.Stats(pb.StatsRequest())
 
-    async def assert_sound(self, *, deep: bool = True) -> None:
+    async def assert_sound(self) -> None:
         """The books balance, the index agrees, nobody writes or waits, every byte is right."""
         assert self.core.state.check() == []
-        checked = await self.admin.Check(pb.CheckRequest(deep=deep))
-        assert list(checked.problems) == []
+        assert await self.problems() == []
         assert self.core.unhealthy() == {}
 
     async def assert_idle(self) -> None:

@@ -267,5 +267,8 @@ class Driver:
             ev.EntryDamaged(entry.key, entry.generation, "a bit flipped", self.now_ns)
         )
 
+    def close_tier(self, tier: Tier, state: ev.TierState) -> None:
+        assert self.happens(ev.TierChanged(tier, state, self.now_ns)) == []
+
     def recover(self, tier: Tier, *entries: StoredEntry, dropped: int = 0) -> list[fx.Effect]:
         return self.happens(ev.TierRecovered(tier, entries, dropped, self.now_ns))

@@ -12,17 +12,39 @@ from prefixd.proto.vocabulary import SaveReason
 from prefixd.tiers.arena_store import RecordedStore
 from prefixd.tiers.disk import DiskStore
 from prefixd.tiers.extents import ExtentAllocator
-from prefixd.tiers.records import SLAB_RECORD_BYTES
+from prefixd.tiers.row_table import RECORDS_FILE
 from prefixd.tiers.shm import ShmStore
-from prefixd.tiers.store import SEGMENT_BYTES, EntryWriter, Location, RecoveryBatch, StoredEntry
+from prefixd.tiers.store import (
+    SEGMENT_BYTES,
+    EntryWriter,
+    Location,
+    RecoveryBatch,
+    StoredEntry,
+    StoreFull,
+)
 
 SLAB = 4096
 PAYLOAD = 5 * SLAB
 
 
-def budget(slabs: int) -> int:
+def budget(slabs: int, kind: type[RecordedStore]) -> int:
     """For so many slabs, that of the header included."""
-    return slabs * (SLAB + SLAB_RECORD_BYTES)
+    return slabs * SLAB + kind.record_bytes(slabs)
+
+
+def records_file(directory: Path) -> Path:
+    """The file that has the rows of a store: the flat one, or the LMDB environment that holds."""
+    found = list(directory.glob("records-*.mdb"))
+    if not found:
+        return directory / RECORDS_FILE
+    return max(found, key=lambda path: int(path.stem.partition("-")[2]))
+
+
+def place_of(directory: Path, row: bytes) -> int:
+    """Where the one copy of a row lies in the file that has it."""
+    data = records_file(directory).read_bytes()
+    assert data.count(row) == 1
+    return data.index(row)
 
 
 def key(number: int) -> Key:
@@ -45,13 +67,21 @@ class Placed:
         slabs: int = 64,
         **options: bool,
     ) -> None:
-        self.store: RecordedStore = kind(directory, budget(slabs), SLAB, **options)
-        self.store.set_incarnation(bytes(16))
-        for _ in self.store.secure_segments(self.segment_bytes):
-            pass
+        self.store: RecordedStore = kind(directory, budget(slabs, kind), SLAB, **options)
+        try:
+            self.store.set_incarnation(bytes(16))
+            for _ in self.store.secure_segments(self.segment_bytes):
+                pass
+        except StoreFull:
+            self.close_unfilled()
+            raise
         self.extents = ExtentAllocator(
             self.store.arena.secured_bytes, SLAB, self.store.header_bytes
         )
+
+    def close_unfilled(self) -> None:
+        """The device did not have all the room."""
+        self.store.close()
 
     def entry(
         self, number: int, payload_bytes: int = PAYLOAD, location: Location | None = None

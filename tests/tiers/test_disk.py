@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from helpers import SLAB, Placed, budget, numbers_of, payload_of
 from prefixd.tiers import disk_arena
 from prefixd.tiers.disk import DiskStore
 from prefixd.tiers.disk_arena import PIECE_BYTES, DiskArena
+from prefixd.tiers.row_table import Erasure
 from prefixd.tiers.store import Damaged, StoreError, StoreFull
 
 MIB = 2**20
@@ -92,33 +93,34 @@ def test_records_are_written_when_their_payload_was_synced(
     disk: Callable[..., Placed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placed = disk()
-    arena, records = placed.store.arena.fd, placed.store._records._fd
-    names = {arena: "payload", records: "records"}
-    calls: list[tuple[str, str]] = []
-    real_pwrite, real_sync = os.pwrite, os.fdatasync
+    table = placed.store._records.table
+    calls: list[str] = []
+    real_pwrite, real_sync, real_apply = os.pwrite, os.fdatasync, table.apply
 
     def pwrite(fd: int, data: bytes, offset: int) -> int:
-        calls.append(("write", names.get(fd, "usage")))
+        calls.append("write payload")
         return real_pwrite(fd, data, offset)
 
     def sync(fd: int) -> None:
-        calls.append(("sync", names[fd]))
+        calls.append("sync payload")
         real_sync(fd)
+
+    def apply(erasures: Sequence[Erasure], rows: Sequence[tuple[int, bytes]]) -> None:
+        calls.append(f"erase {len(erasures)} and put {len(rows)}")
+        real_apply(erasures, rows)
 
     (old,) = placed.save(1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", pwrite)
         patch.setattr(os, "fdatasync", sync)
+        patch.setattr(table, "apply", apply)
         placed.store.forget([old])
         assert calls == []
         writer = placed.written(placed.entry(2, payload_bytes=SLAB))
-        assert calls == [
-            *(("write", "records"), ("sync", "records")),
-            *(("write", "payload"), ("write", "payload")),
-        ]
+        assert calls == ["erase 1 and put 0", "write payload", "write payload"]
         calls.clear()
         placed.store.apply([writer])
-    assert calls == [("sync", "payload"), ("write", "records"), ("sync", "records")]
+    assert calls == ["sync payload", "erase 0 and put 1"]
 
 
 def test_nothing_waits_for_the_device_without_sync(
@@ -208,6 +210,8 @@ class Small(Placed):
             super().__init__(DiskStore, directory, 1024)
         except StoreFull:
             print("full", end=" ")
+    def close_unfilled(self):
+        pass
 
 small = Small()
 store = small.store
@@ -435,16 +439,15 @@ def test_a_failed_batch_leaves_no_record_when_its_room_is_used_again(
     placed = disk(64)
     placed.save(0)
     writers = [placed.written(placed.entry(number)) for number in (1, 2)]
-    records = placed.store._records
-    real = os.fdatasync
+    table = placed.store._records.table
+    real = table.apply
 
-    def broken(fd: int) -> None:
-        if fd == records._fd:
-            raise OSError(5, "Input/output error")
-        real(fd)
+    def broken(erasures: Sequence[Erasure], rows: Sequence[tuple[int, bytes]]) -> None:
+        real(erasures, rows)
+        raise StoreError("can't write records: Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fdatasync", broken)
+        patch.setattr(table, "apply", broken)
         with pytest.raises(StoreError, match="can't write records"):
             placed.store.apply(writers)
         assert placed.store.unerased == 2
@@ -508,7 +511,7 @@ def test_what_is_no_file_of_ours_is_refused(tmp_path: Path) -> None:
         DiskArena(tmp_path / "arena", 100)
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="can't make the disk tier"):
-        DiskStore(tmp_path / "file" / "below", budget(64), SLAB)
+        DiskStore(tmp_path / "file" / "below", budget(64, DiskStore), SLAB)
 
 
 def test_a_readers_descriptor_can_only_read(disk: Callable[..., Placed]) -> None:

@@ -106,7 +106,7 @@ class Machine(RuleBasedStateMachine):
         coming = resident(self.number, stored_bytes)
         self.number += 1
         self.ledger.prepare(coming)
-        while self.ledger.wants_eviction(coming):
+        while not self.ledger.fits(stored_bytes):
             assert self.ledger.admission(stored_bytes) is Admission.AFTER_EVICTION
             self.evict()
         self.ledger.reserve(coming)

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from prefixd.proto.entry import EntryRecord, Location
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.tiers.lmdb_rows import LmdbRows
 from prefixd.tiers.records import Records, decode_usage, encode_usage
+from prefixd.tiers.row_table import RowFile, RowTable
 from prefixd.tiers.rows import (
     CONTINUATION_EXTENTS,
     ENTRY_EXTENTS,
@@ -43,9 +45,10 @@ def entry_of(number: int, location: Location, payload_bytes: int = 0) -> EntryRe
     )
 
 
-@pytest.fixture
-def records(tmp_path: Path) -> Iterator[Records]:
-    made = Records(tmp_path, Tier.DISK, 60_000, SLAB, sync=False)
+@pytest.fixture(params=[RowFile, LmdbRows])
+def records(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Records]:
+    table: RowTable = request.param(tmp_path, 60_000, sync=False)
+    made = Records(tmp_path, Tier.DISK, 60_000, SLAB, table)
     made.secure(60_000)
     yield made
     made.close()

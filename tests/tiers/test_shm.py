@@ -79,4 +79,4 @@ def test_what_was_saved_survives_a_kill(shm: Path) -> None:
 def test_what_can_be_no_store_is_refused(shm: Path) -> None:
     (shm / "file").write_text("")
     with pytest.raises(StoreError, match="can't make the shm tier"):
-        ShmStore(shm / "file" / "below", budget(64), SLAB)
+        ShmStore(shm / "file" / "below", budget(64, ShmStore), SLAB)

@@ -170,6 +170,12 @@ class ARC(EvictionPolicy[K]):
             excess -= weight
         yield from frequent
 
+    def rehearsal(self) -> ARC[K]:
+        twin: ARC[K] = ARC(self.capacity, max_ghosts=0)
+        twin.p, twin.used, twin._recent_weight = self.p, self.used, self._recent_weight
+        twin._recent, twin._frequent = self._recent.copy(), self._frequent.copy()
+        return twin  # pinned keys count in the weights, and never leave
+
     def access_run(self, keys: Sequence[K]) -> int:
         if not self._is_classic():
             return super().access_run(keys)

@@ -14,8 +14,8 @@ Who decides what: the *caller* decides when room is needed (its budget arithmeti
     policy.admit(key, weight)
 
 `access()` is that sequence for a caller whose only budget is the policy's own capacity. A
-caller that never asks `crowded` stays within its own budget, but not within the shares that
-a policy gives its queues (S3FIFO has such shares): it gets a slightly different policy.
+running tier never asks `crowded`, for it evicts only when it is full: the queues to which a
+policy gives shares (S3FIFO does) lend each other what the others leave free.
 """
 
 from __future__ import annotations
@@ -23,9 +23,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import takewhile
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 K = TypeVar("K", bound=Hashable)
+
+
+class Rehearsal(Protocol[K]):
+    """The part of a policy that an admission uses, on what is not the policy itself.
+
+    For keys that were never there: what a policy remembers of them plays no part.
+    """
+
+    def prepare(self, key: K, weight: int) -> None: ...
+    def evict(self, incoming: K | None = None) -> K | None: ...
+    def admit(self, key: K, weight: int) -> None: ...
+    def pin(self, key: K) -> None: ...
 
 
 class EvictionPolicy(ABC, Generic[K]):
@@ -129,6 +141,14 @@ class EvictionPolicy(ABC, Generic[K]):
     def victims(self) -> Iterator[K]:
         """The keys that `evict()` would return, in that order, changing nothing. May be O(n)."""
 
+    def rehearsal(self) -> Rehearsal[K]:
+        """Try out what the coming of new keys would do: this policy is left as it is, and must
+        not change meanwhile. May be O(n).
+
+        Policies whose order does not depend on what comes need no more than their victims.
+        """
+        return InOrder(self.victims())
+
     def access(self, key: K, weight: int = 1) -> bool:
         """Access a key and admit it if it is new: the whole protocol, within `capacity`.
 
@@ -157,3 +177,19 @@ class EvictionPolicy(ABC, Generic[K]):
     def resident_run(self, keys: Sequence[K]) -> int:
         """How many of `keys` are resident before the first that is not. Changes nothing."""
         return sum(1 for _ in takewhile(self.__contains__, keys))
+
+
+class InOrder(Generic[K]):
+    """A rehearsal where nothing that comes changes who leaves."""
+
+    def __init__(self, victims: Iterator[K]) -> None:
+        self._victims = victims
+
+    def prepare(self, key: K, weight: int) -> None: ...
+
+    def evict(self, incoming: K | None = None) -> K | None:  # noqa: ARG002
+        return next(self._victims, None)
+
+    def admit(self, key: K, weight: int) -> None: ...
+
+    def pin(self, key: K) -> None: ...

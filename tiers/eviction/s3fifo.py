@@ -28,9 +28,10 @@ class S3FIFO(EvictionPolicy[K]):
     - What is heavier than all of M is evicted when it leaves S, hit or not. (With no main
       queue at all that is everything.)
 
-    S and M keep to their shares even when the other has room: `crowded` says so. A key that
-    is heavier than S's share may have S for itself. When all of a full queue is pinned,
-    the other has to give. A pinned key keeps its place and counts in its queue's share.
+    S and M keep to their shares even when the other has room: `crowded` says so. (A running tier
+    does not ask that, and evicts only when it is full.) A key that is heavier than S's share may
+    have S for itself. When all of a full queue is pinned, the other has to give. A pinned key
+    keeps its place and counts in its queue's share.
 
     libCacheSim's S3FIFO differs in seven rules: see `tests/tiers/eviction/test_peers.py`.
     """
@@ -193,14 +194,18 @@ class S3FIFO(EvictionPolicy[K]):
         return key in self._pinned
 
     def victims(self) -> Iterator[K]:
+        twin = self.rehearsal()
+        while (key := twin.evict()) is not None:
+            yield key
+
+    def rehearsal(self) -> S3FIFO[K]:
         twin: S3FIFO[K] = S3FIFO(self.capacity, max_ghosts=0)
         twin.used = self.used
         twin._pinned |= self._pinned
         twin._small = self._small.copy(twin._pinned)
         twin._main = self._main.copy(twin._pinned)
         twin._frequency = self._frequency.copy()
-        while (key := twin.evict()) is not None:
-            yield key
+        return twin
 
     def access_run(self, keys: Sequence[K]) -> int:
         if not self._is_classic():

@@ -113,13 +113,19 @@ class SampledCurve(Generic[K]):
         """Access a run: `values` is what a hit of each key is worth (tokens; None: 1 each),
         `weights` what each takes of the capacity (bytes; None: 1 each)."""
         threshold, position = self._threshold, self._position
-        inside = [index for index, key in enumerate(keys) if position(key) < threshold]
-        self._total += len(keys) if values is None else sum(values)
-        if not inside:
+        sample, sample_values, sample_weights = keys, values, weights
+        if sample_values is None:
+            sample_values = [1] * len(keys)
+        if sample_weights is None:
+            sample_weights = [1] * len(keys)
+        self._total += sum(sample_values)
+        if threshold < POSITIONS:  # else all of them are in the sample
+            inside = [index for index, key in enumerate(keys) if position(key) < threshold]
+            sample = [keys[index] for index in inside]
+            sample_values = [sample_values[index] for index in inside]
+            sample_weights = [sample_weights[index] for index in inside]
+        if not sample:
             return
-        sample = [keys[index] for index in inside]
-        sample_values = [1 if values is None else values[index] for index in inside]
-        sample_weights = [1 if weights is None else weights[index] for index in inside]
         scale = POSITIONS / threshold
         self._sampled += sum(sample_values) * scale
         if self._max_keys is not None:

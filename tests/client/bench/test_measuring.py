@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,11 +17,12 @@ from prefixd.client.bench.samples import Row
 from prefixd.client.bench.walking import CHAIN_BLOCKS, HASHING, Walks, questions_of, rpcs_of
 from prefixd.client.client import Client
 from prefixd.client.counters import Counters
+from prefixd.client.ctl.bench import bench
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.wire.remote import RemoteTransport
 from prefixd.proto.errors import InvalidSize, PrefixdError
 from prefixd.proto.vocabulary import SaveReason, Tier
-from tests.support.daemon import private_daemon
+from tests.support.daemon import private_daemon, problems_of
 
 BLOCK_BYTES = 700_000
 BLOCKS = 3
@@ -247,7 +249,7 @@ def test_a_plan_is_measured(daemon: PrivateDaemon) -> None:
     notes: list[str] = []
     with daemon.admin() as admin:
         rows = list(measure(daemon.address, admin, plan, notes.append))
-        assert admin.check(deep=True).problems == []
+        assert problems_of(admin) == []
     assert len({(row.peer, row.op, row.blocks) for row in rows}) == len(rows)
     moved = {"prefixd-ram": 4, "prefixd-shm": 4, "prefixd-disk": 3, "prefixd-grpc": 3, "memcpy": 1}
     for blocks in plan.batches:
@@ -299,3 +301,9 @@ def test_a_tier_has_room_for_what_is_measured_in_it() -> None:
     assert (
         Plan(("ram", "walk"), (1, 4), 100_000).entries_bytes(65_536) == (3 * 4 * 2 + 513) * 65_536
     )
+
+
+def test_what_is_measured_is_what_clients_do_unless_told_otherwise() -> None:
+    default = inspect.signature(Client).parameters["verify"].default
+    assert Plan().verify == default
+    assert inspect.signature(bench).parameters["verify"].default == default

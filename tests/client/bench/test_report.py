@@ -45,15 +45,17 @@ PEERS = Rows(
 
 def test_a_batch_beside_the_peers() -> None:
     batch = tables(OURS, PEERS, 5 * 2**20)[0]
-    assert batch.title == "48 blocks of 5MiB (x memcpy of the same run)"
-    assert batch.columns == ("", "save, GB/s", "restore, GB/s", "view, us", "exists, us")
+    assert batch.title == "48 blocks of 5MiB (x, +: beside the memcpy of the same run)"
+    assert batch.columns == (
+        "", "save, GB/s", "+ us a block", "restore, GB/s", "+ us a block", "view, us", "exists, us",
+    )  # fmt: skip
     assert batch.rows == [
-        ("memcpy", "-", "16.00", "-", "-"),
-        ("prefixd-ram", "5.00 (0.32x)", "12.80 (0.80x)", "640 (25x)", "16.0"),
-        ("prefixd-disk", "-", "6.40 (0.40x)", "-", "-"),
-        ("memcpy, beside these", "-", "12.80", "-", "-"),
-        ("redis-unix", "1.30 (0.10x)", "1.00 (0.08x)", "-", "64.0"),
-        ("mooncake-shm", "0.30 (0.03x)", "8.90 (0.67x)", "-", "-"),
+        ("memcpy", "-", "-", "16.00", "-", "-", "-"),
+        ("prefixd-ram", "5.00 (0.32x)", "708", "12.80 (0.80x)", "83", "640 (25x)", "16.0"),
+        ("prefixd-disk", "-", "-", "6.40 (0.40x)", "500", "-", "-"),
+        ("memcpy, beside these", "-", "-", "12.80", "-", "-", "-"),
+        ("redis-unix", "1.30 (0.10x)", "3,750", "1.00 (0.08x)", "4,792", "-", "64.0"),
+        ("mooncake-shm", "0.30 (0.03x)", "16,250", "8.90 (0.67x)", "208", "-", "-"),
     ]
 
 
@@ -76,7 +78,7 @@ def test_searches_evictions_and_crowds() -> None:
 
 
 def test_what_is_wanted() -> None:
-    found = {one.what: (round(one.value, 3), one.good) for one in wanted(OURS, PEERS)}
+    found = {one.what: (round(one.value, 3), one.good) for one in wanted(OURS, PEERS, 5 * 2**20)}
     assert found == {
         "restore of 48 blocks, prefixd-ram / memcpy": (0.8, True),
         "restore of 48 blocks, prefixd-ram / mooncake-shm": (1.5, True),
@@ -97,6 +99,15 @@ def test_what_is_wanted() -> None:
         "view of 48 blocks, prefixd-ram / memcpy", "at least 20x", "25x", "yes",
     )  # fmt: skip
     assert table.rows[4][1:] == ("at least 0.6x", "0.40x", "no")
+
+
+def test_small_blocks_have_goals_of_their_own() -> None:
+    ram_save = Row("prefixd-disk", "save", 48, 100.0, 2.5)
+    rows = Rows([*OURS.of("restore"), *OURS.of("save"), *OURS.of("view"), ram_save])
+    found = {one.what: (one.value, one.limit, one.good) for one in wanted(rows, PEERS, 192 * 2**10)}
+    assert found["view of 48 blocks, prefixd-ram"] == (640.0, 250, False)
+    assert found["restore of 48 blocks, prefixd-ram / mooncake-shm"] == (1.5, 2, False)
+    assert found["save of 48 blocks, prefixd-disk / prefixd-ram"] == (0.5, 0.35, True)
 
 
 def test_what_was_not_measured_is_left_out() -> None:

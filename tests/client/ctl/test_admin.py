@@ -13,12 +13,14 @@ from typer.testing import CliRunner, Result
 from prefixd.client.client import Client
 from prefixd.client.ctl.admin import find_key
 from prefixd.client.ctl.command import ExitCode
+from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.lab.blocks import BlockPayloads, keys_of_ids, replay_namespace
 from prefixd.client.results import SaveStatus
 from prefixd.client.saves import SaveItem
 from prefixd.client.wire.transport import ReserveItem
+from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import InvalidKey, UnknownEntry
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
@@ -39,7 +41,7 @@ def daemon(running: PrivateDaemon) -> Iterator[PrivateDaemon]:
     """Empty at first; its state adds up at the end."""
     with running.admin() as admin:
         yield running
-        assert admin.check(deep=False).problems == []
+        assert admin.check().problems == []
         admin.evict(2**40, [])
         assert [tier.entries for tier in admin.stats().tiers] == [0, 0, 0]
 
@@ -239,20 +241,51 @@ def test_gc_and_check_find_nothing_to_do(
 ) -> None:
     assert set(run_json(daemon, "gc").values()) == {0}
     assert "expired claims" in run(daemon, "gc").stdout
-    shallow = run_json(daemon, "check")
-    assert shallow["problems"] == []
-    assert shallow["entries"] == 3 * PER_TIER
-    deep = run_json(daemon, "check", "--deep")
-    assert deep["payloads_verified"] == 3 * PER_TIER
-    assert deep["payload_bytes_verified"] == 3 * PER_TIER * 4096
-    assert "everything adds up" in run(daemon, "check", "--deep").stdout
+    checked = run_json(daemon, "check")
+    assert checked["problems"] == []
+    assert checked["entries"] == 3 * PER_TIER
+    assert "everything adds up" in run(daemon, "check").stdout
     assert keys
 
 
-def test_check_reports_a_flipped_bit_on_the_shm_tier(
+def test_verify_reads_everything_or_the_tiers_that_are_named(
     daemon: PrivateDaemon, keys: dict[Tier, list[Key]]
 ) -> None:
-    """Found by --deep and by inspect --verify, with an exit code that scripts see."""
+    for flags, tiers in (([], 3), (["--tier", "shm"], 1), (["--tier", "shm", "--tier", "ram"], 2)):
+        found = run_json(daemon, "verify", *flags)
+        assert (found["problems"], found["done"], found["progress_permille"]) == ([], True, 1_000)
+        assert found["entries"] == tiers * PER_TIER
+        assert found["payload_bytes"] == tiers * PER_TIER * 4096
+    assert "every byte is right" in run(daemon, "verify").stdout
+    assert keys
+
+
+@pytest.mark.parametrize(("heard", "says"), [(0, "stopped at 0%"), (1, "stopped at 50%: 1 ent")])
+def test_ctrl_c_ends_a_verification_and_shows_what_was_done(
+    daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch, heard: int, says: str
+) -> None:
+    closed = []
+
+    def verify(*_args: object) -> Iterator[pb.VerifyResponse]:
+        try:
+            for _ in range(heard):
+                yield pb.VerifyResponse(entries=1, progress_permille=500)
+            raise KeyboardInterrupt
+        finally:
+            closed.append(True)
+
+    monkeypatch.setattr(AdminConnection, "verify", verify)
+    result = run(daemon, "verify")
+    assert (result.exit_code, closed) == (ExitCode.INTERRUPTED, [True])
+    assert says in result.stdout
+    found = run_json(daemon, "verify", code=ExitCode.INTERRUPTED)
+    assert (found["entries"], found["done"]) == (heard, False)
+
+
+def test_verify_reports_a_flipped_bit_on_the_shm_tier(
+    daemon: PrivateDaemon, keys: dict[Tier, list[Key]]
+) -> None:
+    """Found by verify and by inspect --verify, with an exit code that scripts see."""
     data = run_json(daemon, "inspect", keys[Tier.SHM][7].hex())
     arena = max(daemon.shm_directory.glob("**/*"), key=lambda path: path.stat().st_size)
     with arena.open("r+b") as file:
@@ -260,10 +293,11 @@ def test_check_reports_a_flipped_bit_on_the_shm_tier(
         byte = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([byte[0] ^ 1]))
-    report = run_json(daemon, "check", "--deep", code=ExitCode.PROBLEM)
+    report = run_json(daemon, "verify", code=ExitCode.PROBLEM)
+    assert report["damaged_entries"] == 1
     assert any(keys[Tier.SHM][7].hex() in problem for problem in report["problems"])
     assert run(daemon, "inspect", keys[Tier.SHM][7].hex()).exit_code == ExitCode.PROBLEM
-    assert run_json(daemon, "check", "--deep")["problems"] == [], "it was dropped"
+    assert run_json(daemon, "verify")["problems"] == [], "it was dropped"
 
 
 def test_health_for_probes(daemon: PrivateDaemon) -> None:
@@ -274,7 +308,7 @@ def test_health_for_probes(daemon: PrivateDaemon) -> None:
 
 def test_nobody_there_is_an_exit_code_of_its_own(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/nobody"
-    for command in ("health", "stats", "ls", "check", "gc", "version"):
+    for command in ("health", "stats", "ls", "check", "verify", "gc", "version"):
         gone = CliRunner().invoke(app, [command, "--address", address])
         assert gone.exit_code == ExitCode.UNREACHABLE, command
         assert address in gone.stderr

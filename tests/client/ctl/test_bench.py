@@ -86,9 +86,9 @@ def test_a_table_beside_peers_and_rows_in_a_file(
     shown = [line for line in lines if line[:1] == ["prefixd-ram"]]
     assert f"{restore['gb_per_s']:.2f}" in shown[1], "in the table of two blocks"
     text = " ".join(result.stdout.split())
-    assert "redis-unix - 1.00 (0.01x) - 60.0" in text
+    assert "redis-unix - - 1.00 (0.01x) 99,000 - 60.0" in text
     ratio = 200.0 / restore["p50_ms"]
-    assert f"restore of 2 blocks, prefixd-ram / redis-unix at least 1.5x {ratio:.0f}x yes" in text
+    assert f"restore of 2 blocks, prefixd-ram / redis-unix at least 2x {ratio:.0f}x yes" in text
     assert "look-ups that all searches cost the daemon at most 0 0 yes" in text
     assert "memcpy beside the peers, of memcpy here" in text
     assert "Python 3." in text
@@ -100,11 +100,28 @@ def test_markdown(daemon: PrivateDaemon, peers: Path) -> None:
     assert result.stdout.startswith("- ")
     headings = [line for line in result.stdout.splitlines() if line.startswith("### ")]
     assert headings == [
-        "### 1 block of 20KiB (x memcpy of the same run)",
-        "### 2 blocks of 20KiB (x memcpy of the same run)",
-        "### what is wanted",
+        "### 1 block of 20KiB (x, +: beside the memcpy of the same run)",
+        "### 2 blocks of 20KiB (x, +: beside the memcpy of the same run)",
+        "### what is wanted, blocks of 20KiB",
     ]
-    assert "| redis-unix | - | 1.00 (0.01x) | - | 60.0 |" in result.stdout
+    assert "| redis-unix | - | - | 1.00 (0.01x) | 99,000 | - | 60.0 |" in result.stdout
+
+
+def test_of_smaller_blocks_the_largest_batch_is_measured_too(
+    daemon: PrivateDaemon, peers: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    flags = ("--batches", "1,2", "--repeats", "1", "--block-bytes", "20KiB,8KiB")
+    result = ctl("ram", *flags, "--address", daemon.address, "--compare", peers, "--json", file)
+    assert result.exit_code == 0, result.output
+    measured = {(row["block_bytes"], row["blocks"]) for row in rows_of(file.read_text())}
+    assert measured == {(20480, 1), (20480, 2), (8192, 2)}
+    titles = [line.strip() for line in result.stdout.splitlines() if " of " in line]
+    assert [title.split(" (")[0] for title in titles if "(x" in title] == [
+        "1 block of 20KiB", "2 blocks of 20KiB", "2 blocks of 8KiB",
+    ]  # fmt: skip
+    small = result.stdout.partition("2 blocks of 8KiB")[2]
+    assert "redis-unix" not in small, "they don't say how large their blocks were"
 
 
 def test_rows_before_the_name(daemon: PrivateDaemon) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ class Made(pb_grpc.AdminServicer):
     def __init__(self, entries: int = 0) -> None:
         self.entries = [pb.EntryDetail(key=number.to_bytes(32)) for number in range(entries)]
         self.pages: list[int] = []
+        self.verify_ended = threading.Event()
 
     def ListEntries(self, request: Any, context: Any) -> Any:  # noqa: ARG002 (grpc's)
         self.pages.append(request.page_entries)
@@ -53,6 +55,13 @@ class Made(pb_grpc.AdminServicer):
         error = InvalidSize("too small")
         context.set_trailing_metadata(metadata_of(error))
         context.abort(error.code, str(error))
+
+    def Verify(self, request: Any, context: Any) -> Any:  # noqa: ARG002 (grpc's)
+        """Says two things, and nothing more until the caller is gone."""
+        context.add_callback(self.verify_ended.set)
+        yield pb.VerifyResponse(problems=["one"])
+        yield pb.VerifyResponse(problems=["two"])
+        self.verify_ended.wait()
 
     def Check(self, request: Any, context: Any) -> Any:  # noqa: ARG002 (grpc's)
         """Answers when the caller is gone."""
@@ -152,7 +161,35 @@ def test_no_answer_says_how_long_it_waited() -> None:
         AdminConnection(address, 0.05) as daemon,
         pytest.raises(DeadlineExceeded, match=r"0\.05 s"),
     ):
-        daemon.check(deep=False)
+        daemon.check()
+
+
+def test_a_verification_that_falls_silent_is_given_up_and_cancelled() -> None:
+    made = Made()
+    with serving(made) as address, AdminConnection(address, 0.5) as daemon:
+        steps = daemon.verify([Tier.SHM])
+        assert list(next(steps).problems) == ["one"]
+        assert list(next(steps).problems) == ["one", "two"], "all so far"
+        with pytest.raises(DeadlineExceeded, match=r"0\.5 s"):
+            next(steps)
+        assert made.verify_ended.wait(10)
+
+
+def test_whoever_stops_listening_cancels_a_verification() -> None:
+    made = Made()
+    with serving(made) as address, AdminConnection(address, 10) as daemon:
+        steps = daemon.verify()
+        next(steps)
+        steps.close()
+        assert made.verify_ended.wait(10)
+
+
+def test_a_verification_of_nobody_says_so() -> None:
+    with (
+        AdminConnection("unix:/nowhere/at-all", 10) as daemon,
+        pytest.raises(DaemonUnavailable, match="no daemon answers"),
+    ):
+        next(daemon.verify())
 
 
 @pytest.mark.parametrize(

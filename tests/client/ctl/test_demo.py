@@ -55,11 +55,12 @@ def test_it_shows_what_it_does_and_ends_with_no_mismatches(directory: Path) -> N
     assert process.returncode == 0, shown + complaints
     assert shown.splitlines()[-1] == "0 mismatches"
     for words in (
-        "A private daemon with three small tiers",
+        "prefixd demo",
         "60 of 60",
         "everything adds up",
-        "hit rate by tokens",
-        "hit tokens",
+        "kill -9",
+        "of before",
+        "tokens not prefilled",
     ):
         assert words in shown
     for tier in ("ram", "shm", "disk"):
@@ -75,7 +76,20 @@ def test_it_can_be_read_by_a_program(directory: Path) -> None:
     assert data["replay"]["mismatches"] == 0
     assert data["replay"]["requests"] == 20
     assert data["check"]["problems"] == []
+    assert data["crash"]["away_seconds"] > 0
+    assert data["replay"]["reconnects"] == 2, "each of the workers found the next daemon"
     assert [tier["tier"] for tier in data["stats"]["tiers"]] == ["ram", "shm", "disk"]
+
+
+def test_it_can_be_drawn(directory: Path) -> None:
+    picture = directory / "demo.svg"
+    with demo(directory, "--requests", "20", "--picture", str(picture)) as process:
+        process.communicate()
+    assert process.returncode == 0
+    drawn = picture.read_text()
+    assert drawn.startswith("<svg")
+    for words in ("0&#160;mismatches", "kill&#160;-9", "20&#160;of&#160;20"):
+        assert words in drawn
 
 
 @pytest.mark.parametrize(

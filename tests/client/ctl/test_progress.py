@@ -3,6 +3,7 @@
 import sys
 from io import StringIO
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -53,6 +54,27 @@ def test_rereading_reads_again_each_time(tmp_path: Path, monkeypatch: pytest.Mon
         assert list(again) == requests
     assert "one pass" in terminal.getvalue()
     assert "another" in terminal.getvalue()
+
+
+class Step(NamedTuple):
+    progress_permille: int
+
+
+def test_a_whole_has_a_bar_where_a_person_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = looked_at(monkeypatch)
+    steps = [Step(250), Step(1_000)]
+    assert list(progress.of_a_whole(iter(steps), "verifying", repr)) == steps
+    assert "verifying" in terminal.getvalue()
+    assert "100%" in terminal.getvalue()
+
+
+def test_a_whole_has_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = StringIO()
+    monkeypatch.setattr(sys, "stderr", pipe)
+    monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.0)
+    steps = [Step(250), Step(1_000)]
+    assert list(progress.of_a_whole(iter(steps), "verifying", lambda _: "so far")) == steps
+    assert pipe.getvalue() == "verifying: 25%, so far\nverifying: 100%, so far\n"
 
 
 def test_a_pipe_sees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

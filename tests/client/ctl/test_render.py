@@ -179,6 +179,29 @@ def test_a_preview_has_a_verdict(admissible: bool, retryable: bool, verdict: str
 
 def test_a_check_lists_its_problems() -> None:
     bad = pb.CheckResponse(problems=["bytes do not add up"], entries=3)
-    assert "- bytes do not add up" in drawn(render.check_view(bad, deep=False))
-    good = pb.CheckResponse(entries=3, payloads_verified=3, payload_bytes_verified=4096)
-    assert "3 payloads (4KiB) read and verified" in drawn(render.check_view(good, deep=True))
+    assert "- bytes do not add up" in drawn(render.check_view(bad))
+    assert "everything adds up: 3 entries" in drawn(render.check_view(pb.CheckResponse(entries=3)))
+
+
+def test_what_is_less_than_it_could_be_is_shown() -> None:
+    recovering = tier_stats(pb.TIER_DISK)
+    recovering.state = "recovering"
+    said = {"disk tier": "recovers: 240,000 entries adopted"}
+    stats = pb.StatsResponse(tiers=[tier_stats(), recovering], notices=said, health="serving")
+    shown = drawn(render.stats_view(stats, "unix:/s"), 120)
+    assert "disk tier: recovers: 240,000 entries adopted" in shown
+    assert shown.count("(recovering)") == 1
+
+
+def test_a_verification_says_how_far_it_came_and_what_is_wrong() -> None:
+    good = pb.VerifyResponse(entries=3, payload_bytes=4096, progress_permille=1_000, done=True)
+    assert "every byte is right: 3 entries (4KiB) verified" in drawn(render.verify_view(good))
+    stopped = pb.VerifyResponse(entries=3, payload_bytes=4096, progress_permille=250)
+    assert drawn(render.verify_view(stopped)).startswith("stopped at 25%: 3 entries")
+    bad = pb.VerifyResponse(
+        entries=3, damaged_entries=2, unreadable_entries=1, problems=["entry 12: bad"], done=True
+    )
+    text = drawn(render.verify_view(bad))
+    assert "3 problems in 3 entries (0B) verified, 2 damaged and dropped, 1 could not be" in text
+    assert "- entry 12: bad" in text
+    assert "... and 2 more" in text

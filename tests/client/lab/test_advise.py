@@ -101,14 +101,14 @@ def test_a_share_that_was_counted_is_found_again() -> None:
 
 def test_working_set_headroom_and_budget() -> None:
     found = advice(hit_rate=0.5)
-    # A record of 1 MiB and its head takes one slab more than 1 MiB.
-    assert found["stored_block_bytes"] == MIB + (64 << 10)
+    assert found["stored_block_bytes"] == MIB
     working_set = found["capacity_blocks"] * found["stored_block_bytes"]
     assert found["working_set_bytes"] == working_set
     assert found["headroom"] == 0.2
     assert found["budget_bytes"] % MIB == 0
     assert 1.2 * working_set <= found["budget_bytes"] < 1.2 * working_set + MIB
     assert stored_block_bytes(1) == 64 << 10
+    assert stored_block_bytes(MIB + 1) == MIB + (64 << 10)
 
 
 def test_without_limits_everything_is_ram() -> None:

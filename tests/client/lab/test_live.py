@@ -21,7 +21,7 @@ from prefixd.client.lab.trace import Request
 from prefixd.client.lab.worker import LiveOptions
 from prefixd.proto.errors import CallerError
 from prefixd.proto.vocabulary import SaveReason, Tier
-from tests.support.daemon import eventually, private_daemon
+from tests.support.daemon import eventually, private_daemon, problems_of
 
 SLOTS = 300
 
@@ -39,7 +39,7 @@ def daemon(running: PrivateDaemon) -> Iterator[PrivateDaemon]:
     """Empty at first; in the end nobody holds anything and everything adds up."""
     with running.admin() as admin:
         yield running
-        assert admin.check(deep=True).problems == []
+        assert problems_of(admin) == []
         eventually(lambda: holds_nothing(admin))
         admin.evict(2**40, [])
 

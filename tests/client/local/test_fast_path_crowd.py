@@ -14,7 +14,7 @@ import pytest
 from prefixd.client import Client, Tier
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto.errors import ClientClosed
-from tests.support.daemon import eventually, private_daemon
+from tests.support.daemon import eventually, private_daemon, problems_of
 from tests.support.entries import payload_of, restore, save
 
 PAYLOAD_BYTES = 300_000
@@ -88,7 +88,7 @@ from tests.support.entries import *
 address, seed, verify = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 random_ = random.Random(seed)
 good = wrong = missed = lost = 0
-with Client(address, verify=verify, deadline_ms=60_000, evict_save_timeout_ms=60_000) as client:
+with Client(address, verify=verify, deadline_ms=60_000, save_timeout_ms=60_000) as client:
     while good < 600:
         tier = random_.choice(list(Tier))
         run = random_.randrange(12)
@@ -143,4 +143,4 @@ def test_processes_that_evict_each_others_entries_all_the_time(verify: str) -> N
         with daemon.admin() as admin:
             eventually(lambda: admin.stats().sessions == 0)
             assert all(tier.evictions > 50 for tier in admin.stats().tiers)
-            assert admin.check(deep=True).problems == []
+            assert problems_of(admin) == []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.daemon import private_daemon
+from tests.support.daemon import private_daemon, problems_of
 
 #: A client that saves, views and restores; what it could do, and how, as JSON.
 CLIENT = """
@@ -41,7 +41,7 @@ def run_in(*namespaces: str, before: str = "true") -> dict[str, Any]:
         command = [unshare, *namespaces, *inside, daemon.address]
         said = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
         with daemon.admin() as admin:
-            assert admin.check(deep=True).problems == []
+            assert problems_of(admin) == []
         answer: dict[str, Any] = json.loads(said)
         return answer
 

@@ -154,7 +154,7 @@ def by_the_daemon(client: Client, hit: Hit) -> None:
     """The daemon gives it up, and the client does not hear of it."""
     transport = transport_of(client)
     assert transport._node is not None
-    numbers = [claim.number for claim in hit._claims]
+    numbers = [claim.number for claim in hit._pins.claims]
     transport._node.calls.give_back(transport._node.ref, numbers)
 
 

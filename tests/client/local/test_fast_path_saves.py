@@ -23,11 +23,12 @@ from prefixd.client.local.transport import LocalTransport
 from prefixd.client.wire.connection import Connection
 from prefixd.client.wire.deadline import Deadline
 from prefixd.client.wire.link import Link
+from prefixd.client.wire.messages import results_of
 from prefixd.proto import local
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import PrefixdError
-from prefixd.proto.record import crc32c
-from tests.support.daemon import eventually, private_daemon
+from prefixd.proto.layout import crc32c
+from tests.support.daemon import eventually, private_daemon, problems_of
 from tests.support.entries import items_of, key_of, payload_of, restore, rpcs, save
 
 STAGING_BYTES = 2**20
@@ -116,10 +117,7 @@ def test_without_a_slot_asynchronous_saves_are_dropped_and_counted(client: Clien
     """Those that don't fit into the queue; it never blocks."""
     items = items_of([f"waiting {n}" for n in range(5)], PAYLOAD_BYTES)
     slot = memory_of(client).take(Deadline(0))
-    futures = [
-        client.save_many([item], tier=Tier.RAM, reason=SaveReason.COLD, deadline_ms=60_000)
-        for item in items
-    ]
+    futures = [client.save_many_async([item], tier=Tier.RAM, deadline_ms=60_000) for item in items]
     assert [future.result()[0].status for future in futures[2:]] == [SaveStatus.DROPPED] * 3
     assert not any(future.done() for future in futures[:2])
     memory_of(client).give(slot)
@@ -250,7 +248,7 @@ class Call:
     def result(self) -> SaveStatus:
         """Nothing more comes."""
         self.send(last=True)
-        while not (results := self._line.receive(60).save_staged.results):
+        while not (results := results_of(self._line.receive(60).save_staged)):
             pass
         self._line.close()
         (result,) = results
@@ -313,7 +311,7 @@ def unharmed(admin: AdminConnection, raw: Raw) -> Iterator[AdminConnection]:
     assert [tier.entries for tier in after.tiers] == entries, "nothing was published"
     assert [tier.reserved_bytes for tier in after.tiers] == [0, 0, 0]
     assert after.health == "serving"
-    assert admin.check(deep=True).problems == []
+    assert problems_of(admin) == []
 
 
 def test_bytes_that_change_while_they_are_copied_are_not_published(
@@ -464,7 +462,7 @@ def test_what_was_never_reserved_is_lost(
     line = Line(raw.link.welcome.local_socket, raw.link.ref, 60)
     line.send(pb.LocalRequest(save_staged=request), 60)
     assert line.receive(60).save_staged.parts_copied == 1
-    results = line.receive(60).save_staged.results
+    results = results_of(line.receive(60).save_staged)
     assert {result.status for result in results} == {pb.SAVE_STATUS_LOST}
     assert len(results) == len(tokens)
     line.close()
@@ -506,4 +504,4 @@ def test_a_client_that_is_killed_in_the_middle_of_a_save(
     after = admin.stats()
     assert [tier.entries for tier in after.tiers] == [tier.entries for tier in before.tiers]
     assert after.tiers[1].reserved_bytes == 0
-    assert admin.check(deep=True).problems == []
+    assert problems_of(admin) == []

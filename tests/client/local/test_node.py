@@ -23,7 +23,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.arena_header import ARENA_HEADER_BYTES, encode_arena_header
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
-from prefixd.proto.record import crc32c
+from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.runtime.index import IndexWriter
 
@@ -242,7 +242,7 @@ def test_a_range_of_a_payload(made: Made) -> None:
 def test_views_are_good_as_long_as_their_rows_stand(made: Made) -> None:
     payload = payload_of(2 * SLAB - 1)
     entry = made.put(1, (SLAB, SLAB, 3 * SLAB, SLAB), payload)
-    found = made.node.views([entry])
+    found = made.node.views([entry], {})
     if made.tier is Tier.DISK:
         assert found is None
         return
@@ -259,7 +259,7 @@ def test_views_are_good_as_long_as_their_rows_stand(made: Made) -> None:
 def test_views_and_claims_outlive_what_the_client_holds_of_a_node(made: Made) -> None:
     payload = payload_of(100)
     entry = made.put(1, (SLAB, SLAB), payload)
-    found = made.node.views([entry])
+    found = made.node.views([entry], {})
     if found is None:
         return
     (views,), rows = found

@@ -23,7 +23,7 @@ from prefixd.proto.errors import (
     PrefixdError,
     UnknownSession,
 )
-from prefixd.proto.record import crc32c
+from prefixd.proto.layout import crc32c
 
 SLOT = 4096
 HEADER = pb.SaveHeader(tier=pb.TIER_RAM)
@@ -78,7 +78,9 @@ class Daemon:
             self.copied.append((part.item, bytes(place)))
             if part.last:
                 self.crcs[part.item] = part.payload_crc32c
-        responses = [pb.SaveStagedResponse(parts_copied=len(request.parts))]
+        responses = []
+        if request.parts and not request.quiet:
+            responses.append(pb.SaveStagedResponse(parts_copied=len(request.parts)))
         if request.last:
             responses.append(pb.SaveStagedResponse(results=[RESULT]))
         return [*responses]

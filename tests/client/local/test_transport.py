@@ -7,6 +7,7 @@ import fcntl
 import gc
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -306,6 +307,77 @@ def test_a_hand_over_that_takes_too_long_is_tried_again(
         assert client.exists([key_of("nobody")]) == [False]
         assert rpcs(client) == {"Lookup": 3}
         assert client._transport.refused() == {}
+
+
+def test_a_call_waits_no_longer_than_it_may_for_the_hand_over_of_another(
+    daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, may_go_on = threading.Event(), threading.Event()
+    hand_over = Line.hand_over
+
+    def slow(line: Line, session: pb.SessionRef, timeout_s: float) -> Any:
+        asked.set()
+        assert may_go_on.wait(PATIENCE_S)
+        return hand_over(line, session, timeout_s)
+
+    monkeypatch.setattr(Line, "hand_over", slow)
+    with Client(daemon.address) as client:
+        assert client.wait_connected()
+        transport = transport_of(client)
+        first = threading.Thread(target=transport._current, args=(Deadline(PATIENCE_S * 1e3),))
+        first.start()
+        assert asked.wait(PATIENCE_S)
+        assert client.exists([key_of("nobody")]) == [False]
+        assert rpcs(client) == {"Lookup": 1}, "it had time for that"
+        assert transport._lock.locked(), "the other is still at it"
+        may_go_on.set()
+        first.join(PATIENCE_S)
+        assert client.exists([key_of("nobody")]) == [False]
+        assert rpcs(client) == {"Lookup": 1}
+
+
+def test_closing_waits_for_no_hand_over(
+    daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, may_go_on = threading.Event(), threading.Event()
+    hand_over = Line.hand_over
+
+    def slow(line: Line, session: pb.SessionRef, timeout_s: float) -> Any:
+        asked.set()
+        assert may_go_on.wait(PATIENCE_S)
+        return hand_over(line, session, timeout_s)
+
+    monkeypatch.setattr(Line, "hand_over", slow)
+    client = Client(daemon.address)
+    assert client.wait_connected()
+    transport = transport_of(client)
+    before = descriptors_of(daemon)
+    other = threading.Thread(target=transport._current)
+    other.start()
+    assert asked.wait(PATIENCE_S)
+    client.close()
+    may_go_on.set()
+    other.join(PATIENCE_S)
+    assert transport._node is None
+    eventually(lambda: descriptors_of(daemon) < before)
+
+
+def test_what_a_daemon_that_died_has_left_is_restored_in_place() -> None:
+    """Its rows stand, and its arena is mapped, until there is a session with another start."""
+    with private_daemon() as daemon, Client(daemon.address) as client:
+        assert client.wait_connected()
+        keys = save(client, "abc", 5_000, Tier.RAM)
+        hit = client.claim(keys)
+        transport = transport_of(client)
+        daemon.kill()
+        eventually(lambda: transport._remote.current is None)
+        result, restored = restore(hit)
+        assert (result.run, restored) == (3, [payload_of(key, 5_000) for key in keys])
+        assert client.exists(keys) == [False] * 3, "nobody looks for anything there"
+        assert hit.release()
+        daemon.start()
+        assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
+        assert client.exists(keys) == [False] * len(keys)
 
 
 def test_a_process_without_room_for_descriptors_goes_on_over_grpc(daemon: PrivateDaemon) -> None:

@@ -382,3 +382,43 @@ def test_somebody_elses_save_in_flight_is_named(remote: RemoteTransport) -> None
     (outcome,) = remote.save([saving(ONE, b"abc")], TERMS, long())
     assert (outcome.status, outcome.owner) == (SaveStatus.IN_FLIGHT, granted.owner)
     assert not outcome.ok
+
+
+def test_a_claim_that_is_granted_too_late_is_given_back(
+    daemon: FakeDaemon, remote: RemoteTransport
+) -> None:
+    """It would be held as long as the session: nobody knows its number."""
+    daemon.put(ONE, b"abc")
+    gate = daemon.hold("Claim")
+    with pytest.raises(DeadlineExceeded):
+        remote.claim([ONE], ClaimMode.ANY, 0, 0, Deadline(50))
+    assert not daemon.rpcs["Release"]
+    gate.set()
+    daemon.wait_until(lambda: daemon.rpcs["Release"] and not daemon.claims)
+    assert remote.wait(long())
+    held = remote.claim([ONE], ClaimMode.ANY, 0, 0, long()).holding
+    assert held is not None
+    assert set(daemon.claims) == {held.number}
+
+
+def test_a_reservation_that_is_granted_too_late_is_given_back(
+    daemon: FakeDaemon, remote: RemoteTransport
+) -> None:
+    gate = daemon.hold("Reserve")
+    with pytest.raises(DeadlineExceeded):
+        remote.reserve([ReserveItem(ONE, 3), ReserveItem(TWO, 3)], TERMS, Deadline(50))
+    gate.set()
+    daemon.wait_until(lambda: daemon.rpcs["Cancel"] and not daemon.reservations)
+
+
+def test_what_is_granted_too_late_ends_with_the_session(
+    daemon: FakeDaemon, remote: RemoteTransport
+) -> None:
+    daemon.put(ONE, b"abc")
+    gate = daemon.hold("Claim")
+    with pytest.raises(DeadlineExceeded):
+        remote.claim([ONE], ClaimMode.ANY, 0, 0, Deadline(50))
+    remote.close(PATIENCE_S)
+    gate.set()
+    daemon.wait_until(lambda: not daemon.sessions)
+    assert not daemon.rpcs["Release"]

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from prefixd.client.wire.messages import results_of
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.proto.record import crc32c
+from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api.local_socket import LocalServer
 from prefixd.server.runtime import incoming
@@ -212,16 +213,16 @@ async def test_a_save_is_answered_by_every_copy_and_its_results(tmp_path: Path, 
         ]
         copied = [(await connection.ask(save_staged=each)).save_staged for each in requests]
         assert [each.parts_copied for each in copied] == [1, 2, 1]
-        assert not any(each.results for each in copied)
+        assert not any(results_of(each) for each in copied)
         ended = (await connection.response()).save_staged
-        assert [result.status for result in ended.results] == [pb.SAVE_STATUS_SAVED] * 3
+        assert [result.status for result in results_of(ended)] == [pb.SAVE_STATUS_SAVED] * 3
         assert ended.parts_copied == 0
         for number, data in enumerate(payloads):
             assert await session.restore(key(number)) == data
         # Another one, and something else, on the same connection.
         await connection.ask(save_staged=Save(header=header, parts=[third], last=True))
         again = (await connection.response()).save_staged
-        assert [result.status for result in again.results] == [pb.SAVE_STATUS_PRESENT] * 3
+        assert [result.status for result in results_of(again)] == [pb.SAVE_STATUS_PRESENT] * 3
         assert (await connection.ask(lookup=LOOKUP)).HasField("lookup")
         await daemon.assert_idle()
 
@@ -241,7 +242,7 @@ async def test_requests_of_a_save_may_all_be_sent_ahead(tmp_path: Path) -> None:
             copied = [(await connection.response()).save_staged for _ in requests]
             assert [each.parts_copied for each in copied] == [1] * len(requests)
             ended = (await connection.response()).save_staged
-            assert {each.status for each in ended.results} == {pb.SAVE_STATUS_SAVED}
+            assert {each.status for each in results_of(ended)} == {pb.SAVE_STATUS_SAVED}
             (found,) = (await connection.response()).lookup.results
             assert found.presence == pb.PRESENCE_PRESENT
         await daemon.assert_idle()
@@ -312,7 +313,7 @@ async def test_a_save_that_is_refused_is_a_result(tmp_path: Path) -> None:
             last=True,
         )
         assert (await connection.ask(save_staged=request)).save_staged.parts_copied == 2
-        ended = (await connection.response()).save_staged.results
+        ended = results_of((await connection.response()).save_staged)
         statuses = [result.status for result in ended]
         assert statuses == [pb.SAVE_STATUS_PRESENT, pb.SAVE_STATUS_LENGTH_MISMATCH]
         assert (await connection.ask(lookup=LOOKUP)).HasField("lookup")

@@ -26,6 +26,7 @@ from prefixd.server.core.events import (
     ClaimMode,
     CommitFailed,
     Committed,
+    DeleteAsked,
     EntryDamaged,
     Event,
     KeysSuspected,
@@ -38,13 +39,16 @@ from prefixd.server.core.events import (
     SessionLost,
     SessionOpened,
     Tick,
+    TierChanged,
     TierRecovered,
+    TierState,
     WriteBegan,
     WriteSealed,
     WriteStopped,
 )
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import Counters, StateConfig, TierCounters
+from prefixd.server.runtime.scrubbing import Scrub
 from prefixd.tiers.eviction import make_policy
 from prefixd.tiers.ledger import Ledger
 from prefixd.tiers.store import StoredEntry
@@ -263,6 +267,7 @@ def reports_of_clients(daemon: Daemon) -> None:
     daemon.save(daemon.session(), 1)
     daemon.apply(KeysTouched((key(1), key(9)), daemon.now_ns))
     daemon.apply(KeysSuspected((key(1), key(9)), daemon.now_ns))
+    daemon.apply(DeleteAsked(next(daemon.requests), 1, (key(1), key(9)), daemon.now_ns))
 
 
 def more_than_a_share(daemon: Daemon) -> None:
@@ -270,6 +275,11 @@ def more_than_a_share(daemon: Daemon) -> None:
     session = daemon.session()
     daemon.reserve(session, 1, 10)
     daemon.reserve(session, 2, 10)
+
+
+def a_tier_that_recovers(daemon: Daemon) -> None:
+    daemon.apply(TierChanged(Tier.RAM, TierState.RECOVERING, daemon.now_ns))
+    daemon.reserve(daemon.session(), 1, 10)
 
 
 MOVES: list[tuple[Callable[[Daemon], None], dict[str, int]]] = [
@@ -290,7 +300,8 @@ MOVES: list[tuple[Callable[[Daemon], None], dict[str, int]]] = [
     (wrong_bytes, {"crc_mismatches": 1, "length_mismatches": 1, "failed_saves": 1}),
     (waits, {"waits": 2, "waits_timed_out": 1}),
     (more_than_a_share, {"quota_refusals": 1}),
-    (reports_of_clients, {"touches": 1, "suspects": 1}),
+    (a_tier_that_recovers, {"closed_refusals": 1}),
+    (reports_of_clients, {"touches": 1, "suspects": 1, "deletes": 1}),
 ]
 
 
@@ -523,3 +534,19 @@ def test_scrapes_while_everything_moves_never_show_more_than_the_budget(daemon: 
         sys.setswitchinterval(interval)
     assert not failures
     assert 0 < min(seen) <= max(seen) <= BUDGET_BYTES
+
+
+def test_how_scrubbing_goes_is_shown() -> None:
+    scrub = Scrub(payload_bytes=5, damaged_entries=2, passes=1, progress=0.5)
+    scrub.last_pass_unix_ns = 3_000_000_000
+    registry = CollectorRegistry()
+    registry.register(StateCollector(Daemon().state, dict, scrubs={Tier.DISK: scrub}))
+    for name, value in (
+        ("payload_bytes_total", 5),
+        ("damaged_entries_total", 2),
+        ("unreadable_entries_total", 0),
+        ("passes_total", 1),
+        ("progress_ratio", 0.5),
+        ("last_pass_timestamp_seconds", 3),
+    ):
+        assert registry.get_sample_value(f"prefixd_scrub_{name}", {"tier": "disk"}) == value

@@ -78,6 +78,7 @@ GOOD: dict[str, Callable[[OpenSession, int], Message]] = {
     "SaveWhole": lambda session, _: pb.SaveWholeRequest(
         header=_header(session), parts=[part(0, DATA)]
     ),
+    "Delete": lambda session, _: pb.DeleteRequest(session=session.ref, keys=[key(1)]),
     "Cancel": lambda session, _: pb.CancelRequest(session=session.ref, tokens=[1]),
     "Read": lambda session, claim: pb.ReadRequest(
         session=session.ref, claim_id=claim, ranges=[pb.ReadRange()]
@@ -93,6 +94,7 @@ GOOD: dict[str, Callable[[OpenSession, int], Message]] = {
     "Curve": lambda *_: pb.CurveRequest(tier=pb.TIER_RAM, budget_bytes=[2**20]),
     "Gc": lambda *_: pb.GcRequest(),
     "Check": lambda *_: pb.CheckRequest(),
+    "Verify": lambda *_: pb.VerifyRequest(tiers=[pb.TIER_RAM]),
 }
 
 

@@ -212,7 +212,7 @@ async def assert_same(daemon: Running) -> None:
 
 @pytest.mark.parametrize("tier", [Tier.SHM, Tier.DISK], ids=lambda tier: tier.label)
 @in_loop
-async def test_use_that_cannot_be_recorded_is_an_illness_and_no_more(
+async def test_use_that_cannot_be_recorded_is_a_notice_and_no_more(
     tmp_path: Path, tier: Tier
 ) -> None:
     async with faulty(tmp_path) as daemon:
@@ -221,12 +221,13 @@ async def test_use_that_cannot_be_recorded_is_an_illness_and_no_more(
         await daemon.until(lambda: not daemon.core.unhealthy())
         store.arm(Fault.USAGE_ERROR)
         daemon.core._flush()
-        await daemon.until(daemon.core.unhealthy)
-        (why,) = daemon.core.unhealthy().values()
-        assert why == "use that is not recorded, on purpose"
+        await daemon.until(daemon.core.notices)
+        why = "use that is not recorded, on purpose"
+        assert daemon.core.notices() == {f"{tier.label} usage": why}
+        assert daemon.core.unhealthy() == {}
         assert await session.restore(key(1)) == DATA
         daemon.core._flush()
-        await daemon.until(lambda: not daemon.core.unhealthy())
+        await daemon.until(lambda: not daemon.core.notices())
         await daemon.assert_idle()
 
 

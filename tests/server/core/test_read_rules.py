@@ -306,3 +306,42 @@ def test_a_suspicion_is_looked_into_before_anything_is_dropped(driver: Driver) -
     assert driver.effects == [fx.Verify(driver.entry("a")), fx.Verify(driver.entry("b"))]
     assert driver.counters.suspects == 2
     assert driver.order() == "c b a"
+
+
+# ---- deletes
+
+
+def delete(driver: Driver, session: int, words: str) -> list[an.DeleteOutcome]:
+    answer = driver.ask(ev.DeleteAsked(driver.request(), session, tuple(keys(words)), 0))
+    assert isinstance(answer, an.DeleteAnswer)
+    return list(answer.results)
+
+
+def test_a_delete_takes_what_nobody_holds(driver: Driver) -> None:
+    claim = driver.claim(2, "b").claim
+    out = an.DeleteOutcome
+    said = [out.DELETED, out.PINNED, out.ABSENT, out.IN_FLIGHT, out.ABSENT]
+    assert delete(driver, 1, "a b z x a") == said
+    assert seen(driver.lookup("a b c x").results) == "-ppf"
+    assert driver.order() == "c"
+    assert driver.counters.deletes == 1
+    assert driver.tables.tier_counters[Tier.RAM].evictions == 0
+    assert driver.state.check() == []
+    assert driver.release(2, claim) == "released"
+    assert delete(driver, 1, "b c") == [out.DELETED] * 2
+    assert driver.state.check() == []
+    driver.save(1, "a")
+    assert seen(driver.lookup("a").results) == "p"
+
+
+def test_a_delete_is_told_to_readers_before_the_store(driver: Driver) -> None:
+    delete(driver, 1, "a")
+    kinds = [type(effect) for effect in driver.effects]
+    assert kinds.index(fx.IndexDelete) < kinds.index(fx.Erase)
+
+
+def test_a_session_that_ended_deletes_nothing(driver: Driver) -> None:
+    driver.lose(2)
+    answer = driver.ask(ev.DeleteAsked(driver.request(), 2, keys("a"), 0))
+    assert isinstance(answer, an.Refused)
+    assert seen(driver.lookup("a").results) == "p"

@@ -142,7 +142,8 @@ def test_exactly_what_is_needed_is_evicted(driver: Driver) -> None:
     driver.reserve(1, "d", payload_bytes=1)
     assert driver.of_kind(fx.Erase) == [], "one byte was free"
     driver.reserve(1, "e", payload_bytes=4)
-    assert names(e.entries[0].key for e in driver.of_kind(fx.Erase)) == "c b"
+    (erased,) = driver.of_kind(fx.Erase)
+    assert names(entry.key for entry in erased.entries) == "c b"
     ram = driver.tables.tier_counters[Tier.RAM]
     assert (ram.evictions, ram.evicted_bytes) == (2, 6)
 

@@ -373,7 +373,8 @@ def test_a_damaged_entry_that_is_claimed_is_gone_at_once_and_its_room_later() ->
 def test_an_arena_grows() -> None:
     driver = Driver()
     session = driver.open()
-    driver.tables.ledgers[Tier.RAM].budget_bytes = 12
+    ram = driver.tables.ledgers[Tier.RAM]
+    ram.budget_bytes = ram.arena_bytes = 12
     assert driver.reserve(session, "a", payload_bytes=12).results == (ev.SaveOutcome.NO_ROOM,)
     driver.happens(ev.ArenaGrown(Tier.RAM, 12, 0))
     assert len(driver.granted(session, "a", payload_bytes=12)) == 1
@@ -419,15 +420,87 @@ def test_what_is_beyond_the_budget_is_erased_oldest_first() -> None:
     assert driver.tables.tier_counters[Tier.DISK].dropped_at_start == 1
 
 
-def test_a_key_that_two_tiers_have_stays_where_it_was_found_first() -> None:
+def test_a_key_that_two_tiers_have_stays_where_more_of_it_survives() -> None:
     driver = Driver()
     driver.recover(Tier.SHM, stored("a", used_ns=1, generation=1, tier=Tier.SHM, location=(4, 1)))
     driver.recover(Tier.DISK, stored("a", used_ns=9, generation=2))
-    assert erased(driver.effects) == [(Tier.DISK, "a")]
+    assert erased(driver.effects) == [(Tier.SHM, "a")]
+    assert driver.entry("a").tier is Tier.DISK
+    driver.recover(Tier.SHM, stored("a", used_ns=1, generation=3, tier=Tier.SHM, location=(5, 1)))
+    assert erased(driver.effects) == [(Tier.SHM, "a")]
     assert len(driver.effects) == 1, "its row stays"
-    assert driver.entry("a").location == (4, 1)
-    (token,) = driver.granted(driver.open(), "b", tier=Tier.SHM, payload_bytes=9)
-    assert sum(driver.tables.reservations[token].entry.location[1::2]) == 9, "all but a's byte"
+    assert driver.entry("a").tier is Tier.DISK
+    (token,) = driver.granted(driver.open(), "b", tier=Tier.SHM, payload_bytes=10)
+    assert sum(driver.tables.reservations[token].entry.location[1::2]) == 10, "all of it is free"
+
+
+def test_what_was_saved_while_a_tier_recovers_gives_way_to_what_is_found_there() -> None:
+    """It survives more; nobody loses the bytes that they look at."""
+    driver = Driver()
+    session = driver.open()
+    driver.close_tier(Tier.DISK, ev.TierState.RECOVERING)
+    driver.save(session, "free claimed")
+    held = driver.claim(session, "claimed").claim
+    reserved, writing = driver.granted(session, "reserved writing")
+    one, *others = (
+        stored(name, used_ns=9, generation=n, location=())
+        for n, name in enumerate(["free", "claimed", "reserved", "writing"], 1)
+    )
+    driver.recover(Tier.DISK, one, *others)
+    for name in ("free", "claimed", "reserved", "writing"):
+        assert driver.entry(name).tier is Tier.DISK
+    ram = driver.tables.ledgers[Tier.RAM]
+    assert (ram.entries, ram.pinned_entries) == (1, 1), "its claim holds its bytes"
+    assert driver.release(session, held) == "lost"
+    assert driver.stop(reserved)
+    assert driver.stop(writing)
+    assert (ram.published_bytes, ram.reserved_bytes) == (0, 0)
+
+
+def test_a_recovery_that_begins_again_drops_nothing() -> None:
+    driver = Driver()
+    one = stored("a", used_ns=1, generation=1)
+    driver.recover(Tier.DISK, one)
+    assert driver.recover(Tier.DISK, one) == []
+    assert driver.entry("a").tier is Tier.DISK
+
+
+def test_a_tier_that_recovers_is_read_and_not_saved_into() -> None:
+    driver = Driver()
+    session = driver.open()
+    driver.close_tier(Tier.DISK, ev.TierState.RECOVERING)
+    driver.recover(Tier.DISK, stored("a", used_ns=1, generation=1))
+    refused = an.Closed(Tier.DISK, ev.TierState.RECOVERING)
+    assert driver.reserve(session, "b", tier=Tier.DISK).results == (refused,)
+    too_large = driver.reserve(session, "b", tier=Tier.DISK, payload_bytes=11)
+    assert too_large.results == (ev.SaveOutcome.TOO_LARGE,)
+    assert driver.counters.closed_refusals == 1
+    assert driver.claim(session, "a").claim
+    # What is used meanwhile and what still comes make one order.
+    driver.touch("a")
+    driver.recover(Tier.DISK, stored("c", used_ns=2, generation=2))
+    driver.close_tier(Tier.DISK, ev.TierState.SERVING)
+    driver.save(session, "b", tier=Tier.DISK)
+
+
+def test_a_tier_that_hangs_is_neither_read_nor_saved_into() -> None:
+    driver = Driver()
+    session = driver.open()
+    driver.save(session, "a", tier=Tier.DISK)
+    driver.save(session, "r")
+    held = driver.claim(session, "a").claim
+    answer = driver.reserve(session, "b", tier=Tier.DISK)
+    driver.close_tier(Tier.DISK, ev.TierState.HUNG)
+    refused = an.Closed(Tier.DISK, ev.TierState.HUNG)
+    assert driver.reserve(session, "c", tier=Tier.DISK).results == (refused,)
+    assert isinstance(driver.begin(session, answer.results[0].token), an.Refused)
+    assert driver.claim(session, "a").claim == 0
+    assert driver.lookup("a").results == (None,)
+    assert driver.claim(session, "r").claim, "the others go on"
+    assert driver.reserve(session, "a").results == (ev.SaveOutcome.PRESENT,), "it is not gone"
+    assert driver.release(session, held) == "released"
+    driver.close_tier(Tier.DISK, ev.TierState.SERVING)
+    assert driver.claim(session, "a").claim
 
 
 def test_batches_are_adopted_as_if_they_were_one() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
+from structlog.testing import capture_logs
 
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.entry import EntryRecord
@@ -242,23 +243,70 @@ def test_a_full_device_is_an_answer_and_does_not_make_the_store_unhealthy(bench:
 
 @pytest.mark.parametrize(
     ("problem", "failure"),
-    [(KeyError("a bug"), "KeyError: 'a bug'"), (StoreFull("no room"), None)],
+    [(KeyError("a bug"), "KeyError: 'a bug'"), (StoreFull("no room"), "no room")],
     ids=["bug", "full"],
 )
-def test_use_that_cannot_be_recorded_is_judged_alike(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, problem: Exception, failure: str | None
+def test_use_that_cannot_be_recorded_is_judged_by_itself(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, problem: Exception, failure: str
 ) -> None:
+    """It lies in a file of its own: a probe of another one says nothing of it."""
     (entry,) = bench.saved(key(1))
-    tried = threading.Event()
+    tried, problems = SimpleQueue[None](), [problem]
 
-    def fail(_usages: object) -> None:
-        tried.set()
-        raise problem
+    def record(_usages: object) -> None:
+        tried.put(None)
+        if problems:
+            raise problems.pop()
 
-    monkeypatch.setattr(bench.store, "record_usage", fail)
+    monkeypatch.setattr(bench.store, "record_usage", record)
     bench.committer.record_usage([Usage(entry, 1, 1)])
-    assert tried.wait(PATIENCE_S)
-    assert bench.failure() == failure
+    tried.get(timeout=PATIENCE_S)
+    assert bench.failure() is None
+    assert bench.committer.usage_failure == failure
+    bench.saved(key(2))
+    assert bench.committer.usage_failure == failure, "a save says nothing of it"
+    bench.committer.record_usage([Usage(entry, 1, 1)])
+    tried.get(timeout=PATIENCE_S)
+    assert bench.failure() is None
+    assert bench.committer.usage_failure is None
+
+
+def test_a_full_device_is_told_once_until_it_has_room(bench: Bench) -> None:
+    """Not once for every save."""
+    with capture_logs() as logs:
+        bench.raises += [StoreFull("no room"), StoreFull("no room")]
+        for number in (1, 2):
+            bench.commit(key(number))
+            assert isinstance(bench.result().error, StoreFull)
+        bench.saved(key(3))
+        bench.saved(key(4))
+    assert bench.committer.full is None
+    assert [line["event"] for line in logs] == ["device_full", "commits_succeed"]
+
+
+def test_that_there_is_room_again_is_found_out_without_a_save(new: Callable[..., Bench]) -> None:
+    bench = new(retry_s=0.001)
+    bench.raises.append(StoreFull("no room"))
+    bench.commit(key(1))
+    assert isinstance(bench.result().error, StoreFull)
+    eventually(lambda: bench.committer.full is None)
+
+
+def test_a_committer_that_dies_says_so(tmp_path: Path) -> None:
+    """Whoever waits for it would wait for ever."""
+    store = DiskStore(tmp_path, 2**20, SLAB)
+    make_ready(store)
+    died = SimpleQueue[BaseException]()
+
+    def told(_result: CommitResult) -> None:
+        raise KeyError("a bug in what is told")
+
+    committer = Committer(store, told, died=died.put)
+    record = record_of(store, key(1), len(DATA), 1, (SLAB, SLAB))
+    committer.commit([(1, sealed(store, record, DATA))])
+    assert isinstance(died.get(timeout=PATIENCE_S), KeyError)
+    committer.close()
+    store.close()
 
 
 # ---- until it works again

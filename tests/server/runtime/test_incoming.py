@@ -13,11 +13,18 @@ import pytest
 
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import InvalidSize, MalformedMessage
-from prefixd.proto.record import crc32c
+from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.core.answers import ReserveAnswer, WriteOrder
-from prefixd.server.core.events import ReserveAsked, SaveItem, SaveOutcome, SessionLost
-from prefixd.server.runtime.incoming import Incoming, Piece
+from prefixd.server.core.events import (
+    Event,
+    ReserveAsked,
+    SaveItem,
+    SaveOutcome,
+    SessionLost,
+    WriteSealed,
+)
+from prefixd.server.runtime.incoming import Incoming, Piece, nothing
 from prefixd.tiers.store import Store
 from tests.contract.faulty import FaultyStore
 from tests.support.running import (
@@ -122,6 +129,74 @@ async def test_no_byte_goes_to_a_disk_on_the_thread_of_the_loop(
         await daemon.assert_sound()
         assert threads
         assert (threading.get_ident() in threads) == (tier is not Tier.DISK)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "size_bytes", "on_loop"),
+    [(24, 128 * 2**10, True), (1, 3 * 2**20, False), (34, 128 * 2**10, False)],
+    ids=["many small", "one large", "too many"],
+)
+@in_loop
+async def test_a_thread_copies_what_takes_longer_than_to_wake_it(
+    tmp_path: Path, pieces: int, size_bytes: int, on_loop: bool
+) -> None:
+    threads: set[int] = set()
+
+    def on_call(operation: str) -> None:
+        if operation == "write":
+            threads.add(threading.get_ident())
+
+    wrap = {Tier.RAM: lambda store: FaultyStore(store, on_call=on_call)}
+    async with running(tmp_path, "--ram.budget=8MiB", wrap=wrap) as daemon:
+        session = await daemon.open()
+        data = bytes(size_bytes)
+        incoming = await begin(daemon, session, *[data] * pieces)
+        async with incoming.to_the_end():
+            parts = [Piece(n, data, True, crc32c(data)) for n in range(pieces)]
+            await incoming.feed(parts)
+        assert await outcome(incoming) == [SaveOutcome.SAVED] * pieces
+        assert (threads == {threading.get_ident()}) == on_loop
+
+
+# ---- events
+
+
+@TIERS
+@in_loop
+async def test_what_comes_at_once_is_sealed_in_one_event(
+    tmp_path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        incoming = await begin(daemon, session, DATA, DATA, DATA, tier=tier)
+        sealed: list[tuple[int, ...]] = []
+        post = daemon.core.post
+
+        def posted(event: Event) -> None:
+            if isinstance(event, WriteSealed):
+                sealed.append(event.tokens)
+            post(event)
+
+        monkeypatch.setattr(daemon.core, "post", posted)
+        async with incoming.to_the_end():
+            for number in range(3):
+                incoming.begin([piece(DATA, number, last=True)], nothing)
+        assert await outcome(incoming) == [SaveOutcome.SAVED] * 3
+        assert [len(tokens) for tokens in sealed] == [3]
+        await daemon.assert_idle()
+
+
+@in_loop
+async def test_a_save_that_is_lost_before_its_seal_is_told_stays_lost(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        incoming = await begin(daemon, session, DATA, DATA)
+        async with incoming.to_the_end():
+            incoming.begin([piece(DATA, 0, last=True)], nothing)
+            daemon.core.post(SessionLost(session.number, "it went", daemon.core.clock.now_ns()))
+            incoming.begin([piece(DATA, 1, last=True)], nothing)
+        assert await outcome(incoming) == [SaveOutcome.LOST] * 2
+        await daemon.assert_sound()
 
 
 # ---- order

@@ -13,7 +13,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import Draining, PrefixdError
 from prefixd.proto.index import Listed
 from prefixd.proto.keys import Key
-from prefixd.proto.record import crc32c
+from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.core.answers import (
     CancelAnswer,
@@ -35,7 +35,7 @@ from prefixd.server.core.events import (
     Tick,
     WriteBegan,
 )
-from prefixd.server.runtime import loop
+from prefixd.server.runtime import loop, reindexing
 from prefixd.server.runtime.clock import Clock
 from prefixd.server.runtime.health import FAULT_SHOWN_NS
 from prefixd.server.runtime.incoming import Incoming, Piece
@@ -56,6 +56,12 @@ from tests.support.running import (
 
 DATA = payload(1)
 MINUTE_NS = 60_000_000_000
+
+
+@pytest.fixture(autouse=True)
+def no_other_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index that was revoked stays for these tests; `test_reindexing` is about the next."""
+    monkeypatch.setattr(reindexing, "FIRST_S", 3_600.0)
 
 
 class Questions:

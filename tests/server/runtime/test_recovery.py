@@ -14,11 +14,11 @@ from prefixd.proto.arena_header import ARENA_HEADER_BYTES, decode_arena_header
 from prefixd.proto.index import Listed
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
-from prefixd.server.runtime import recovery
+from prefixd.server.runtime import recovery, reindexing
 from prefixd.server.runtime.index import IndexWriter
-from prefixd.tiers import records
+from prefixd.tiers import records, row_table
 from prefixd.tiers.arena_store import ARENA_FILE
-from prefixd.tiers.records import RECORDS_FILE
+from prefixd.tiers.row_table import RECORDS_FILE
 from prefixd.tiers.rows import ROW_BYTES
 from prefixd.tiers.store import Location, RecoveryBatch, Store
 from tests.contract.faulty import FaultyStore
@@ -274,17 +274,20 @@ async def test_a_key_in_two_tiers_comes_back_once(tmp_path: Path) -> None:
         await session.save({key(1): DATA}, Tier.SHM)
         put(daemon, Tier.DISK, key(1), 1)
     async with running(tmp_path) as daemon:
-        assert daemon.tables.entries[key(1)].tier is Tier.SHM
-        assert daemon.tables.tier_counters[Tier.DISK].dropped_at_start == 1
-        await daemon.until(lambda: not held(daemon.core.stores[Tier.DISK]))
+        assert daemon.tables.entries[key(1)].tier is Tier.DISK
+        assert daemon.tables.tier_counters[Tier.DISK].dropped_at_start == 0
+        await daemon.until(lambda: not held(daemon.core.stores[Tier.SHM]))
         session = await daemon.open()
         assert await session.restore(key(1)) == DATA
         await daemon.assert_idle()
 
 
 @in_loop
-async def test_an_index_that_cannot_be_filled_is_handed_to_no_client(tmp_path: Path) -> None:
+async def test_an_index_that_cannot_be_filled_is_handed_to_no_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The daemon serves all the same."""
+    monkeypatch.setattr(reindexing, "FIRST_S", 3_600.0)
 
     class FailingIndex(IndexWriter):
         def put(self, entry: Listed) -> bool:  # noqa: ARG002  # of every index
@@ -344,7 +347,7 @@ def incarnation_of(file: Path) -> bytes:
 async def test_orphans_are_swept_out_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "_CHUNK_ROWS", 8)
+    monkeypatch.setattr(row_table, "CHUNK_SLABS", 8)
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         for tier in Tier:

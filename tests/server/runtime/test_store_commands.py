@@ -100,12 +100,11 @@ def test_a_store_that_fails_is_unhealthy_by_its_name(told: Told, tier: Tier) -> 
     entry = told.saved(tier)
     told.stores[tier].arm(Fault.USAGE_ERROR)
     told.orders.record_usage(tier, (Usage(entry, 77, 5),))
-    eventually(told.orders.unhealthy)
-    assert told.orders.unhealthy() == {
-        f"{tier.label} commit": "use that is not recorded, on purpose"
-    }
+    eventually(told.orders.notices)
+    assert told.orders.notices() == {f"{tier.label} usage": "use that is not recorded, on purpose"}
+    assert told.orders.unhealthy() == {}, "they are hints"
     told.orders.record_usage(tier, (Usage(entry, 77, 5),))
-    eventually(lambda: not told.orders.unhealthy())
+    eventually(lambda: not told.orders.notices())
 
 
 def test_a_shm_tier_whose_files_were_deleted_is_unhealthy(told: Told) -> None:

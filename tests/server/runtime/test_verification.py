@@ -54,10 +54,10 @@ async def test_a_disk_file_that_was_cut_short_is_damage(tmp_path: Path) -> None:
         entries = sorted(daemon.tables.entries.values(), key=lambda entry: entry.location)
         *whole, cut = entries
         os.truncate(tmp_path / "disk" / "arena", cut.location[0] + 100)
-        checked = await daemon.admin.Check(pb.CheckRequest(deep=True))
-        (problem,) = checked.problems
+        found = await daemon.verify()
+        (problem,) = found.problems
         assert problem.startswith(f"entry {cut.key.hex()}: ")
-        assert checked.payloads_unreadable == 0
+        assert (found.damaged_entries, found.unreadable_entries) == (1, 0)
         assert await daemon.presence(cut.key) == [pb.PRESENCE_ABSENT]
         assert daemon.tables.tier_counters[Tier.DISK].corrupt == 1
         assert set(daemon.tables.entries) == {entry.key for entry in whole}
@@ -142,11 +142,11 @@ async def test_an_entry_that_cannot_be_read_now_stays_and_is_reported(
         assert daemon.core.unhealthy() == {f"{tier.label} reads": why}
         assert await session.restore(key(1)) == DATA
         assert daemon.tables.tier_counters[tier].corrupt == 0
-        # What a check can't read it tells, and drops neither.
+        # What can't be read back is told, and not dropped either.
         store.arm(Fault.READ_ERROR)
-        checked = await daemon.admin.Check(pb.CheckRequest(deep=True))
-        (problem,) = checked.problems
-        assert (why in problem, checked.payloads_unreadable) == (True, 1)
+        found = await daemon.verify()
+        (problem,) = found.problems
+        assert (why in problem, found.unreadable_entries) == (True, 1)
         assert await daemon.presence(key(1)) == [pb.PRESENCE_PRESENT]
         daemon.forward(FAULT_SHOWN_NS / 1e9)
         await daemon.assert_idle()

@@ -1,0 +1,298 @@
+"""SGLang: a HiCache storage backend, for its `dynamic` kind.
+
+    --hicache-storage-backend dynamic --hicache-storage-backend-extra-config
+    '{"backend_name": "prefixd", "module_path": "prefixd.connectors.sglang",
+      "class_name": "PrefixdStorage", "interface_v1": 1, "tier": "shm"}'
+
+A page is one entry, whatever pieces it lies in: saved and restored where they lie. Whatever goes
+wrong is a page that is not there (False), never an exception.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+from ..client.client import Client
+from ..client.results import ClaimMode
+from ..client.saves import SaveItem
+from ..proto.errors import ConfigError
+from ..proto.keys import ForeignNamespace
+from ..proto.vocabulary import Tier
+from . import compat
+
+ENGINE: Final = "SGLang"
+PACKAGE: Final = "sglang"
+TESTED: Final = "0.5.23"
+
+#: The name of the pool that version 1 means.
+_ANCHOR: Final = "kv"
+
+T = TypeVar("T")
+logger = logging.getLogger("prefixd.connectors")
+
+
+class Pages:
+    """Pages by the engine's hashes, as lists of pieces. No method raises."""
+
+    def __init__(self, client: Client, namespace: ForeignNamespace, tier: Tier) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._tier = tier
+
+    def leading_run(self, hashes: Sequence[str]) -> int:
+        """Pages that are there, up to the first that is not."""
+        return _or(0, lambda: self._client.leading_run(self._namespace.keys(hashes)))
+
+    def get(self, hashes: Sequence[str], targets: Sequence[Any]) -> list[bool]:
+        """Restore pages into their pieces; each for itself."""
+
+        def work() -> list[bool]:
+            good = [False] * len(hashes)
+            with self._client.claim(self._namespace.keys(hashes), mode=ClaimMode.ANY) as hit:
+                result = hit.restore_into([targets[position] for position in hit.positions])
+                for position, restored in zip(hit.positions, result.restored, strict=True):
+                    good[position] = restored
+            return good
+
+        return _or([False] * len(hashes), work)
+
+    def set(self, hashes: Sequence[str], pages: Sequence[Any]) -> list[bool]:
+        """Save pages; what is there already, or on its way, counts as saved."""
+
+        def work() -> list[bool]:
+            keys = self._namespace.keys(hashes)
+            items = [SaveItem(key, page) for key, page in zip(keys, pages, strict=True)]
+            return [each.ok for each in self._client.save_many(items, tier=self._tier)]
+
+        return _or([False] * len(hashes), work)
+
+    @property
+    def counters(self) -> Mapping[str, Any]:
+        return self._client.counters
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def pieces(pointers: Sequence[int], sizes: Sequence[int], pages: int) -> list[list[memoryview]]:
+    """The memory of each page, from `get_page_buffer_meta`: as many pieces for each.
+
+    Raises ValueError unless they can be shared out evenly. The memory is the pool's: it has to
+    outlive the views."""
+    if not pages or len(pointers) != len(sizes) or len(pointers) % pages:
+        raise ValueError(f"{len(pointers)} pieces, {len(sizes)} sizes for {pages} pages")
+    views = [
+        memoryview((ctypes.c_uint8 * size).from_address(pointer)).cast("B")
+        for pointer, size in zip(pointers, sizes, strict=True)
+    ]
+    each = len(views) // pages
+    return [views[start : start + each] for start in range(0, len(views), each)]
+
+
+def namespace_of(config: Any, extra: Mapping[str, Any], pool: Any) -> ForeignNamespace:
+    """Of everything that the bytes of a page depend on beside its hash."""
+    fields: dict[str, Any] = {
+        name: getattr(config, name, None)
+        for name in (
+            *("model_name", "tp_rank", "tp_size", "pp_rank", "pp_size"),
+            *("is_mla_model", "attn_cp_rank", "attn_cp_size"),
+        )
+    }
+    for name in ("layout", "page_size", "dtype", "layer_num", "head_num", "head_dim"):
+        fields[f"pool_{name}"] = getattr(pool, name, None)
+    fields["extra"] = extra.get("salt")
+    plain = {
+        name: value if value is None or isinstance(value, bool | int | float | str) else str(value)
+        for name, value in fields.items()
+    }
+    return ForeignNamespace("sglang", plain)
+
+
+def _or(otherwise: T, work: Callable[[], T]) -> T:
+    try:
+        return work()
+    except Exception:
+        logger.exception("the cache failed, which is a miss")
+        return otherwise
+
+
+# ---- the adapter
+
+
+def _backend() -> type:
+    base = compat.require(
+        ENGINE,
+        PACKAGE,
+        TESTED,
+        "sglang.srt.mem_cache.hicache_storage",
+        ["HiCacheStorage", "PoolTransferResult"],
+    )
+
+    class PrefixdStorage(base.HiCacheStorage):  # type: ignore[misc, name-defined]
+        """Extra configuration: `interface_v1` (1, required), `address`, `tier`, `deadline_ms`,
+        `salt`."""
+
+        def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+            del kwargs
+            extra = dict(getattr(storage_config, "extra_config", None) or {})
+            if extra.get("interface_v1") != 1:
+                raise ConfigError('the extra configuration of prefixd has "interface_v1": 1')
+            self._config = storage_config
+            self._extra = extra
+            self._client = Client(
+                extra.get("address"),
+                name="sglang",
+                deadline_ms=int(extra.get("deadline_ms", 5_000)),
+            )
+            self._tier = Tier[str(extra.get("tier", "ram")).upper()]
+            self._pools: dict[str, tuple[Any, Pages]] = {}
+
+        # ---- pools
+
+        def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+            self.mem_pool_host = mem_pool_host
+            self.register_mem_host_pool_v2(mem_pool_host, _ANCHOR)
+
+        def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
+            extra = {**self._extra, "salt": f"{self._extra.get('salt')}/{host_pool_name}"}
+            namespace = namespace_of(self._config, extra, host_pool)
+            pages = Pages(self._client, namespace, self._tier)
+            self._pools[str(host_pool_name)] = host_pool, pages
+
+        def on_host_pools_registered(self) -> None:
+            pass
+
+        def _move(self, name: str, keys: Sequence[str], host_indices: Any, how: str) -> list[bool]:
+            def work() -> list[bool]:
+                pool, pages = self._pools[name]
+                pointers, sizes = pool.get_page_buffer_meta(host_indices)
+                moved: list[bool] = getattr(pages, how)(keys, pieces(pointers, sizes, len(keys)))
+                return moved
+
+            return _or([False] * len(keys), work) if keys else []
+
+        # ---- version 1
+
+        def batch_exists(self, keys: Sequence[str], extra_info: object = None) -> int:
+            del extra_info
+            return self._run(_ANCHOR, keys)
+
+        def _run(self, name: str, keys: Sequence[str]) -> int:
+            return self._pools[name][1].leading_run(keys) if name in self._pools else 0
+
+        def batch_get_v1(
+            self, keys: Sequence[str], host_indices: Any, extra_info: object = None
+        ) -> list[bool]:
+            del extra_info
+            return self._move(_ANCHOR, keys, host_indices, "get")
+
+        def batch_set_v1(
+            self, keys: Sequence[str], host_indices: Any, extra_info: object = None
+        ) -> list[bool]:
+            del extra_info
+            return self._move(_ANCHOR, keys, host_indices, "set")
+
+        # ---- version 2: several pools
+
+        def batch_exists_v2(
+            self,
+            keys: Sequence[str],
+            pool_transfers: Sequence[Any] | None = None,
+            extra_info: object = None,
+        ) -> Any:
+            """Pools of which only the last pages are needed count as absent: what of them may be
+            restored is more than a run says."""
+            del extra_info
+            run = self._run(_ANCHOR, keys)
+            pages: dict[str, int] = {}
+            for each in pool_transfers or ():
+                name, policy = str(each.name), str(getattr(each.hit_policy, "value", ""))
+                known = policy == "all_pages"
+                pages[name] = self._run(name, (each.keys or keys)[:run]) if known else 0
+                run = min(run, pages[name])
+            return base.PoolTransferResult(run, pages)
+
+        def batch_get_v2(
+            self, transfers: Sequence[Any], extra_info: object = None
+        ) -> dict[str, list[bool]]:
+            del extra_info
+            return self._move_all(transfers, "get")
+
+        def batch_set_v2(
+            self, transfers: Sequence[Any], extra_info: object = None
+        ) -> dict[str, list[bool]]:
+            del extra_info
+            return self._move_all(transfers, "set")
+
+        def _move_all(self, transfers: Sequence[Any], how: str) -> dict[str, list[bool]]:
+            return {
+                str(each.name): self._move(str(each.name), each.keys, each.host_indices, how)
+                for each in transfers
+            }
+
+        # ---- one by one: what is abstract in the base, and slow
+
+        def exists(self, key: str) -> bool:
+            return self.batch_exists([key]) == 1
+
+        def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+            del target_sizes
+            pages = self._pools[_ANCHOR][1] if _ANCHOR in self._pools else None
+            if pages is None or target_location is None:
+                return None
+            return target_location if pages.get([key], [target_location])[0] else None
+
+        def batch_get(
+            self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
+        ) -> list[Any]:
+            del target_sizes
+            targets = target_locations or [None] * len(keys)
+            return [self.get(key, target) for key, target in zip(keys, targets, strict=True)]
+
+        def set(
+            self,
+            key: str,
+            value: Any = None,
+            target_location: Any = None,
+            target_sizes: Any = None,
+        ) -> bool:
+            del target_sizes
+            page = value if value is not None else target_location
+            pages = self._pools[_ANCHOR][1] if _ANCHOR in self._pools else None
+            return pages is not None and page is not None and pages.set([key], [page])[0]
+
+        def batch_set(
+            self,
+            keys: Sequence[str],
+            values: Any = None,
+            target_locations: Any = None,
+            target_sizes: Any = None,
+        ) -> bool:
+            del target_sizes
+            pages = values if values is not None else target_locations
+            if pages is None:
+                return False
+            return all(self.set(key, page) for key, page in zip(keys, pages, strict=True))
+
+        def clear(self) -> None:
+            """Nothing: the daemon is shared, and keys tell nobody whose they are."""
+            logger.warning("prefixd keeps what it has: evict it with prefixctl")
+
+        def get_stats(self) -> None:
+            return None
+
+        def close(self) -> None:
+            self._client.close()
+
+    compat.check_abstract(ENGINE, PACKAGE, TESTED, PrefixdStorage)
+    return PrefixdStorage
+
+
+def __getattr__(name: str) -> Any:
+    if name != "PrefixdStorage":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    made = globals()["PrefixdStorage"] = _backend()
+    return made

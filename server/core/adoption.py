@@ -1,0 +1,114 @@
+"""What a start finds in a store becomes entries again, while the daemon serves. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...proto.entry import EntryRecord
+from ...proto.vocabulary import Tier
+from ...tiers.ledger import Ledger
+from ...tiers.order import Recency
+from ...tiers.store import StoredEntry
+from . import save_rules
+from .effects import Erase, IndexPut
+from .entries import Entry
+from .events import TierRecovered
+from .save_rules import Footprint
+from .transition import Transition
+
+
+def recovered(
+    transition: Transition,
+    event: TierRecovered,
+    footprints: Mapping[Tier, Footprint],
+    numbers: dict[int, int],
+) -> None:
+    """Adopt what survived. Each entry is more recent than all before it: where there is no room
+    for it, they make some. `numbers`: those of adopted entries that repeat, see `SaveBatch`."""
+    t, tier = transition.tables, event.tier
+    counters, ledger = t.tier_counters[tier], t.ledgers[tier]
+    counters.dropped_at_start += event.dropped
+    for stored in event.entries:
+        record = stored.record
+        there = t.entries.find(record.key)
+        if there is not None and (there.tier, there.generation) == (tier, record.generation):
+            continue  # a recovery that failed begins again
+        cost = footprints[tier](record.payload_bytes, record.token_ids_bytes)
+        if not _has_room(ledger, cost) or not _gives_way(transition, record, tier):
+            counters.dropped_at_start += 1
+            transition.effects.append(Erase(tier, (record,)))
+            continue
+        _make_room(transition, ledger, cost)
+        entry = _entry_of(stored, tier, cost, numbers)
+        # In its tier's order and by its stamp it is the most recent so far, also where two starts
+        # gave out the same stamp because the clock was set back in between, and where some of
+        # what came before it was used since.
+        last_ns = _last_used_ns(transition, ledger)
+        entry.last_used_ns = t.recovered_ns[tier] = max(entry.last_used_ns, last_ns + 1)
+        t.stamp_ns = max(t.stamp_ns, entry.last_used_ns, entry.generation)
+        t.adopted_ns = max(t.adopted_ns, entry.generation)
+        entry.location = record.location
+        ledger.adopt(entry)
+        transition.enter(entry)
+        counters.recovered_entries += 1
+        counters.recovered_bytes += entry.payload_bytes
+        transition.effects.append(IndexPut(entry))
+
+
+def _gives_way(transition: Transition, record: EntryRecord, tier: Tier) -> bool:
+    """What was saved again before its record was read goes, if it is where less survives. False:
+    it stays, and the record goes."""
+    t = transition.tables
+    there = t.entries.find(record.key)
+    if there is not None:
+        if there.tier >= tier:
+            return False
+        transition.drop(there)
+    flight = t.in_flight.get(record.key)
+    why = f"the same entry was found in the {tier.label} tier"
+    return flight is None or (
+        flight.tier < tier and save_rules.lose(transition, flight, why, tell=True)
+    )
+
+
+def _last_used_ns(transition: Transition, ledger: Ledger) -> int:
+    """Of the entry that would be evicted last."""
+    last_ns = transition.tables.recovered_ns.get(ledger.tier, 0)
+    latest = ledger.policy.latest() if isinstance(ledger.policy, Recency) else None
+    return max(last_ns, latest.last_used_ns) if isinstance(latest, Entry) else last_ns
+
+
+def _has_room(ledger: Ledger, cost: int) -> bool:
+    unpinned_entries = ledger.entries - ledger.pinned_entries
+    return ledger.fits_after(cost, 1, ledger.unpinned_bytes, unpinned_entries)
+
+
+def _make_room(transition: Transition, ledger: Ledger, cost: int) -> None:
+    t = transition.tables
+    while not ledger.fits(cost):
+        victim = ledger.next_victim()
+        assert victim is not None, "the ledger promised room"
+        counters = t.tier_counters[ledger.tier]
+        counters.recovered_entries -= 1
+        counters.recovered_bytes -= t.entries[victim].payload_bytes
+        counters.dropped_at_start += 1
+        transition.forget(victim)
+
+
+def _entry_of(stored: StoredEntry, tier: Tier, stored_bytes: int, numbers: dict[int, int]) -> Entry:
+    head, once = stored.record, numbers.setdefault
+    return Entry(
+        key=head.key,
+        stored_bytes=once(stored_bytes, stored_bytes),
+        place=(),
+        tier=tier,
+        reason=head.reason,
+        generation=head.generation,
+        last_used_ns=max(stored.last_used_ns, head.generation),
+        payload_bytes=once(head.payload_bytes, head.payload_bytes),
+        token_count=once(head.token_count, head.token_count),
+        payload_crc32c=head.payload_crc32c,
+        layer_count=head.layer_count,
+        token_ids_bytes=head.token_ids_bytes,
+        hits=stored.hits,
+    )

@@ -1,0 +1,141 @@
+"""Reads what is stored back in the background, slowly, so that damage is found before it is met.
+
+Pass after pass over the shm and disk tiers, each at the configured rate. A pass covers every entry
+that is there from its beginning to its end; what is saved meanwhile is covered by the next one at
+the latest. Nothing is pinned, and damage is dropped as if a client had met it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from ...proto.vocabulary import Tier
+from .loop import Core
+from .verification import ENTRY_BYTES, Reading, Swept
+
+log = structlog.get_logger("prefixd.scrubbing")
+
+#: The tiers whose bytes outlive a daemon, and with it whoever computed their checksums.
+SCRUBBED: Final = (Tier.SHM, Tier.DISK)
+#: Read at once: a part of a millisecond from memory.
+_STEP_BYTES: Final = 2**20
+#: A pass begins so long after the one before at the earliest: a small tier is not read for ever.
+MIN_PASS_S: Final = 600.0
+#: While saves arrive a step is put off, by so long at most: however busy, a pass comes to its end.
+_GIVE_WAY_S: Final = 1.0
+_LOOK_AGAIN_S: Final = 0.05
+#: What a slow device was late for is caught up, but no more of it.
+_CATCH_UP_NS: Final = 1_000_000_000
+#: A store that fails is tried again after so long.
+_FAILED_S: Final = 5.0
+
+
+@dataclass(slots=True)
+class Scrub:
+    """How the scrubbing of one tier goes; everything since the start of the daemon."""
+
+    entries: int = 0
+    payload_bytes: int = 0
+    damaged_entries: int = 0
+    unreadable_entries: int = 0
+    #: that were completed
+    passes: int = 0
+    #: when the last of them ended; 0: none did
+    last_pass_unix_ns: int = 0
+    #: the part of the tier that the current pass has behind it, from 0 to 1
+    progress: float = 0.0
+
+
+class Pace:
+    """When the next bytes may be read, so that on average there are so many a second."""
+
+    def __init__(self, bytes_per_second: int) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._due_ns = 0
+
+    def wait_s(self, read_bytes: int, now_ns: int) -> float:
+        """So many were read: how long to wait until the next."""
+        due_ns = max(self._due_ns, now_ns - _CATCH_UP_NS)
+        self._due_ns = due_ns + read_bytes * 1_000_000_000 // self._bytes_per_second
+        return max(0, self._due_ns - now_ns) / 1e9
+
+
+class Scrubber:
+    """Owned by the event loop. `scrubs` says how it goes; empty when it is switched off."""
+
+    def __init__(
+        self,
+        core: Core,
+        bytes_per_second: int,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        """`bytes_per_second`: for each tier, counting `ENTRY_BYTES` for each entry beside its
+        payload; 0: nothing is scrubbed."""
+        self._core = core
+        self._bytes_per_second = bytes_per_second
+        self._sleep = sleep
+        tiers = [tier for tier in SCRUBBED if tier in core.stores and bytes_per_second]
+        self.scrubs: Final[Mapping[Tier, Scrub]] = {tier: Scrub() for tier in tiers}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin, once there is something to serve."""
+        self._tasks = [asyncio.create_task(self._scrub(tier)) for tier in self.scrubs]
+
+    async def close(self) -> None:
+        """Stop; what is being read at this moment is read to its end by its thread."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+
+    async def _scrub(self, tier: Tier) -> None:
+        clock = self._core.clock
+        try:
+            while True:
+                began_ns = clock.monotonic_ns()
+                await self._pass(tier)
+                took_s = (clock.monotonic_ns() - began_ns) / 1e9
+                await self._sleep(max(0.0, MIN_PASS_S - took_s))
+        except Exception as problem:
+            # A bug. Everything else goes on, and health says that this does not.
+            log.critical("scrubber_failed", tier=tier.label, exc_info=problem)
+            self._core.health.conditions[f"{tier.label} scrubber"] = f"it failed: {problem!r}"
+
+    async def _pass(self, tier: Tier) -> None:
+        core, scrub = self._core, self.scrubs[tier]
+        pace = Pace(self._bytes_per_second)
+        entries = core.state.tables.entries
+        async with aclosing(core.verifications.sweep(entries, tier, _STEP_BYTES)) as steps:
+            async for swept in steps:
+                failed = self._count(scrub, swept)
+                cost_bytes = swept.read_bytes + ENTRY_BYTES * len(swept.judged)
+                wait_s = pace.wait_s(cost_bytes, core.clock.monotonic_ns())
+                await self._sleep(max(wait_s, _FAILED_S if failed else 0.0))
+                await self._give_way()
+        scrub.passes += 1
+        scrub.last_pass_unix_ns = core.clock.now_ns()
+
+    def _count(self, scrub: Scrub, swept: Swept) -> bool:
+        """Returns whether the store failed."""
+        scrub.progress = swept.share
+        scrub.payload_bytes += swept.read_bytes
+        failed = 0
+        for _, verdict in swept.judged:
+            failed += verdict.reading is Reading.FAILED
+            scrub.damaged_entries += verdict.reading is Reading.DAMAGED
+        scrub.entries += len(swept.judged) - failed
+        scrub.unreadable_entries += failed
+        return failed > 0
+
+    async def _give_way(self) -> None:
+        waited_s = 0.0
+        while self._core.writes and waited_s < _GIVE_WAY_S:
+            await self._sleep(_LOOK_AGAIN_S)
+            waited_s += _LOOK_AGAIN_S

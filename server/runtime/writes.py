@@ -1,0 +1,35 @@
+"""Saves under way: what their bytes go through, and who is told when they end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...tiers.store import EntryWriter
+from ..core.answers import WriteOrder
+from ..core.effects import SaveEnded
+
+
+class Write:
+    """The bytes of one reservation on their way into a store.
+
+    `busy` counts the messages that other threads copy into its room, now or soon: a lost
+    reservation then keeps its room until that ended. `ended` says how the save did, once it has;
+    `when_ended` is called then.
+    """
+
+    __slots__ = ("busy", "ended", "order", "stopping", "when_ended", "writer")
+
+    def __init__(self, order: WriteOrder, writer: EntryWriter) -> None:
+        self.order = order
+        self.writer = writer
+        self.busy = 0
+        self.stopping = False
+        self.ended: SaveEnded | None = None
+        self.when_ended: Callable[[], None] | None = None
+
+    def end(self, ended: SaveEnded) -> None:
+        """The save ended."""
+        if self.ended is None:
+            self.ended = ended
+            if self.when_ended is not None:
+                self.when_ended()

@@ -1,0 +1,161 @@
+"""The queue of the calls that wait for their turn."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError, Future
+
+import pytest
+
+from prefixd.client.call_queue import CallQueue
+from tests.support.fakes import PATIENCE_S
+
+
+class Saves:
+    """Saves that wait to be let go; each returns its number, or is dropped."""
+
+    def __init__(self, queue: CallQueue) -> None:
+        self.queue = queue
+        self.let_go = threading.Event()
+        self.begun = threading.Semaphore(0)
+        self.order: list[int] = []
+
+    def submit(self, number: int) -> Future[str]:
+        def save() -> str:
+            self.begun.release()
+            assert self.let_go.wait(PATIENCE_S)
+            self.order.append(number)
+            return f"saved {number}"
+
+        return self.queue.submit(save, lambda: f"dropped {number}")
+
+
+@pytest.fixture
+def saves() -> Saves:
+    return Saves(CallQueue(3))
+
+
+def test_saves_are_done_in_order_and_dropped_when_too_many_wait(saves: Saves) -> None:
+    futures = [saves.submit(number) for number in range(5)]
+    assert [future.done() for future in futures] == [False, False, False, True, True]
+    assert futures[3].result() == "dropped 3"
+    saves.let_go.set()
+    assert [future.result(PATIENCE_S) for future in futures[:3]] == [
+        "saved 0",
+        "saved 1",
+        "saved 2",
+    ]
+    assert saves.order == [0, 1, 2]
+    assert saves.queue.flush(PATIENCE_S)
+    assert saves.submit(6).result(PATIENCE_S) == "saved 6"
+    saves.queue.close(PATIENCE_S)
+
+
+def test_flush_waits_only_so_long(saves: Saves) -> None:
+    saves.submit(0)
+    assert not saves.queue.flush(0.001)
+    saves.let_go.set()
+    assert saves.queue.flush(PATIENCE_S)
+    saves.queue.close(PATIENCE_S)
+
+
+def test_pending_saves_can_be_dropped(saves: Saves) -> None:
+    futures = [saves.submit(number) for number in range(3)]
+    assert saves.begun.acquire(timeout=PATIENCE_S)
+    saves.queue.drop_pending()
+    assert saves.submit(3).result(0) == "dropped 3"
+    saves.let_go.set()
+    assert [future.result(PATIENCE_S) for future in futures] == [
+        "saved 0",
+        "dropped 1",
+        "dropped 2",
+    ]
+    saves.queue.close(PATIENCE_S)
+
+
+def test_a_save_that_is_cancelled_in_time_is_not_done(saves: Saves) -> None:
+    first, second = saves.submit(0), saves.submit(1)
+    assert saves.begun.acquire(timeout=PATIENCE_S)
+    assert second.cancel()
+    assert not first.cancel()
+    saves.let_go.set()
+    assert saves.queue.flush(PATIENCE_S)
+    assert saves.order == [0]
+    with pytest.raises(CancelledError):
+        second.result()
+    saves.queue.close(PATIENCE_S)
+
+
+def test_what_a_save_raises_is_the_futures(saves: Saves) -> None:
+    def fail() -> str:
+        raise ValueError("broken")
+
+    future = saves.queue.submit(fail, lambda: "dropped")
+    with pytest.raises(ValueError, match="broken"):
+        future.result(PATIENCE_S)
+    saves.let_go.set()
+    assert saves.submit(1).result(PATIENCE_S) == "saved 1"
+    saves.queue.close(PATIENCE_S)
+
+
+def test_a_queue_may_take_nothing() -> None:
+    queue = CallQueue(0)
+    assert queue.submit(lambda: "saved", lambda: "dropped").result(0) == "dropped"
+    queue.close(PATIENCE_S)
+
+
+def test_no_thread_is_left(saves: Saves) -> None:
+    saves.let_go.set()
+    saves.submit(0).result(PATIENCE_S)
+    saves.queue.close(PATIENCE_S)
+    assert not [t for t in threading.enumerate() if t.name.startswith("prefixd-saver")]
+
+
+@pytest.mark.parametrize("act", ["flush", "close"])
+def test_a_done_callback_may_flush_and_close(saves: Saves, act: str) -> None:
+    """Both would otherwise wait for the thread that they are in."""
+    flushed: list[bool] = []
+
+    def in_callback(_: Future[str]) -> None:
+        flushed.append(saves.queue.flush(PATIENCE_S))
+        if act == "close":
+            saves.queue.drop_pending()
+            flushed.append(saves.queue.close(PATIENCE_S))
+
+    futures = [saves.submit(number) for number in range(3)]
+    futures[0].add_done_callback(in_callback)
+    saves.let_go.set()
+    assert [future.result(PATIENCE_S) for future in futures] == ["saved 0", "saved 1", "saved 2"]
+    assert saves.order == [0, 1, 2]
+    assert saves.queue.flush(PATIENCE_S)
+    assert all(flushed)
+    saves.queue.close(PATIENCE_S)
+
+
+def test_what_waits_is_bounded_in_bytes_too() -> None:
+    queue = CallQueue(10, 100)
+    go = threading.Event()
+
+    def save() -> str:
+        assert go.wait(PATIENCE_S)
+        return "saved"
+
+    assert queue.takes(10**9), "alone, anything"
+    first = queue.submit(save, lambda: "dropped", 60)
+    assert queue.pending == (1, 60)
+    assert (queue.takes(40), queue.takes(41)) == (True, False)
+    assert queue.submit(save, lambda: "dropped", 41).result(0) == "dropped"
+    second = queue.submit(save, lambda: "dropped", 40)
+    go.set()
+    assert [each.result(PATIENCE_S) for each in (first, second)] == ["saved"] * 2
+    assert queue.flush(PATIENCE_S)
+    assert queue.pending == (0, 0)
+    queue.close(PATIENCE_S)
+
+
+def test_several_threads_work_side_by_side() -> None:
+    queue = CallQueue(10, threads=2)
+    both = threading.Barrier(2)
+    futures = [queue.submit(lambda: both.wait(PATIENCE_S), lambda: -1) for _ in range(2)]
+    assert sorted(each.result(PATIENCE_S) for each in futures) == [0, 1]
+    queue.close(PATIENCE_S)

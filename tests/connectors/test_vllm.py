@@ -1,0 +1,192 @@
+"""The vLLM tier against hand-written twins of its few types, and a real daemon."""
+
+from __future__ import annotations
+
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.connectors import vllm
+from prefixd.connectors.compat import UnsupportedEngine
+from tests.support.daemon import eventually, private_daemon
+
+CHUNKS, CHUNK_BYTES = 6, 4_096
+
+
+class LookupResult(Enum):
+    MISS, HIT, HIT_PENDING, RETRY = range(4)
+
+
+class SecondaryTierManager(ABC):
+    def __init__(self, _spec: Any, _view: memoryview, tier_type: str, _of: Any = None) -> None:
+        self.tier_type = tier_type
+
+    @abstractmethod
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult: ...
+    @abstractmethod
+    def drain_jobs(self) -> None: ...
+
+
+class FileMapper:
+    @classmethod
+    def from_offloading_spec(cls, root_dir: str, offloading_spec: Any) -> FileMapper:
+        assert not root_dir
+        made = cls()
+        made.fields = {"model_name": offloading_spec.model, "groups": [1, 2]}
+        return made
+
+    def get_run_config(self) -> dict[str, Any]:
+        return self.fields
+
+
+def install(monkeypatch: pytest.MonkeyPatch, base: type = SecondaryTierManager) -> None:
+    contents: dict[str, dict[str, Any]] = {
+        "vllm.v1.kv_offload.tiering.base": {
+            "SecondaryTierManager": base,
+            "JobResult": lambda **fields: SimpleNamespace(**fields),
+            "LookupResult": LookupResult,
+        },
+        "vllm.v1.kv_offload.file_mapper": {"FileMapper": FileMapper},
+        "vllm.v1.kv_offload.base": {"RequestOffloadingContext": SimpleNamespace},
+    }
+    for name, values in contents.items():
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            each = ".".join(parts[:end])
+            if each not in sys.modules or end == len(parts):
+                monkeypatch.setitem(sys.modules, each, ModuleType(each))
+        for attribute, value in values.items():
+            setattr(sys.modules[name], attribute, value)
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    install(monkeypatch)
+    yield
+    vars(vllm).pop("PrefixdTier", None)
+
+
+@pytest.fixture
+def daemon() -> Iterator[PrivateDaemon]:
+    with private_daemon() as daemon:
+        yield daemon
+
+
+def spec(model: str = "m", rank: int = 0) -> Any:
+    parallel = SimpleNamespace(rank=rank)
+    return SimpleNamespace(model=model, config=SimpleNamespace(parallel=parallel))
+
+
+@pytest.fixture
+def memory() -> Any:
+    made = np.zeros((CHUNKS, CHUNK_BYTES), np.int8)
+    made[:3] = [[1], [2], [3]]
+    return made
+
+
+def tier_of(address: str, memory: Any, of: Any = None, **options: Any) -> Any:
+    view = memoryview(memory)
+    return vllm.PrefixdTier(of or spec(), view, "prefixd", address=address, **options)
+
+
+def job(number: int, keys: list[bytes], chunks: list[int]) -> Any:
+    return SimpleNamespace(job_id=number, keys=keys, chunk_ids=np.array(chunks))
+
+
+def ended(tier: Any) -> Any:
+    tier.drain_jobs()
+    (result,) = tier.get_finished_jobs()
+    assert not tier.has_pending_work()
+    return result
+
+
+def keys_of(count: int) -> list[bytes]:
+    return [os.urandom(36) for _ in range(count)]
+
+
+def test_store_look_up_promote(daemon: PrivateDaemon, memory: Any) -> None:
+    tier, keys = tier_of(daemon.address, memory), keys_of(3)
+    assert tier.lookup(keys[0], None) is LookupResult.MISS
+    tier.submit_store(job(1, keys[:2], [0, 2]))
+    result = ended(tier)
+    assert (result.job_id, result.success, result.successful_keys) == (1, True, keys[:2])
+    assert result.transfer_bytes == 2 * CHUNK_BYTES
+    looked = [tier.lookup(key, None) for key in keys]
+    assert looked == [LookupResult.HIT, LookupResult.HIT, LookupResult.MISS]
+    tier.touch(keys[:2], None)
+    tier.submit_load(job(2, keys[:2], [4, 5]))
+    assert ended(tier).success
+    assert (memory[4] == 1).all()
+    assert (memory[5] == 3).all()
+    tier.submit_load(job(3, keys, [3, 4, 5]))
+    result = ended(tier)
+    assert (result.success, result.successful_keys) == (False, keys[:2])
+    assert tier.on_new_request(None) is not None
+    tier.shutdown()
+
+
+def test_from_another_host_a_lookup_is_asked_again(daemon: PrivateDaemon, memory: Any) -> None:
+    """Here: with a client that is told to do nothing in place."""
+    tier, keys = tier_of(daemon.address, memory), keys_of(2)
+    tier.submit_store(job(1, keys[:1], [0]))
+    assert ended(tier).success
+    core = tier._core
+    core._client._transport.peek = lambda _keys: None
+    assert [tier.lookup(key, None) for key in keys] == [LookupResult.RETRY] * 2
+    eventually(lambda: core.look_up(keys[0]) is not None and core.look_up(keys[1]) is not None)
+    assert [tier.lookup(key, None) for key in keys] == [LookupResult.HIT, LookupResult.MISS]
+    tier.shutdown()
+
+
+@pytest.mark.parametrize("other", [spec("n"), spec(rank=1)], ids=["model", "rank"])
+def test_another_model_or_rank_is_another_namespace(
+    daemon: PrivateDaemon, memory: Any, other: Any
+) -> None:
+    tier, keys = tier_of(daemon.address, memory), keys_of(1)
+    tier.submit_store(job(1, keys, [0]))
+    assert ended(tier).success
+    stranger = tier_of(daemon.address, memory, other)
+    assert stranger.lookup(keys[0], None) is LookupResult.MISS
+    tier.shutdown()
+    stranger.shutdown()
+
+
+def test_a_chunk_that_is_none_fails_its_job(daemon: PrivateDaemon, memory: Any) -> None:
+    tier, keys = tier_of(daemon.address, memory), keys_of(1)
+    for submit in (tier.submit_store, tier.submit_load):
+        for chunk in (-1, CHUNKS):
+            submit(job(1, keys, [chunk]))
+            assert not ended(tier).success
+    tier.shutdown()
+    tier.submit_store(job(2, keys, [0]))
+    tier.submit_load(job(3, keys, [0]))
+    assert [each.success for each in tier.get_finished_jobs()] == [False, False]
+
+
+def test_a_daemon_that_is_killed_fails_the_jobs(daemon: PrivateDaemon, memory: Any) -> None:
+    tier, keys = tier_of(daemon.address, memory, deadline_ms=500), keys_of(1)
+    daemon.kill()
+    tier.submit_store(job(1, keys, [0]))
+    assert not ended(tier).success
+    tier.submit_load(job(2, keys, [0]))
+    assert not ended(tier).success
+    assert tier.lookup(keys[0], None) in (LookupResult.RETRY, LookupResult.MISS)
+    tier.shutdown()
+
+
+def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Later(SecondaryTierManager):
+        @abstractmethod
+        def submit_swap(self) -> None: ...
+
+    install(monkeypatch, Later)
+    with pytest.raises(UnsupportedEngine, match="it asks for submit_swap; it was made for"):
+        _ = vllm.PrefixdTier

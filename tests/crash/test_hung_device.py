@@ -1,0 +1,127 @@
+"""A disk that does not answer any more, under a real daemon: the other tiers go on, health says
+so, and a stop ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import grpc
+import pytest
+
+from prefixd.client.ctl.connection import Health
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.vocabulary import Tier
+from tests.support.daemon import eventually
+from tests.support.outside import daemon_process
+from tests.support.running import Refused, in_loop, key, payload
+
+DATA = payload(1, 100_000)
+#: Above what is copied on the loop itself.
+LARGE = payload(2, 2**21)
+#: A sync waits for a pipe that nobody writes to, as long as a file says so.
+HANGS = """
+import os, sys
+from prefixd.server import daemon
+from prefixd.tiers.disk_arena import DiskArena
+sync = DiskArena.sync
+def hang(self):
+    place = self.path.parent.parent
+    if (place / "hangs").exists():
+        os.close(os.open(place / "pipe", os.O_RDONLY))
+    sync(self)
+DiskArena.sync = hang
+daemon.main(sys.argv[1:])
+"""
+FLAGS = (
+    "--disk.probe_interval=10ms",
+    "--disk.hung_after=300ms",
+    "--server.drain_timeout=100ms",
+    "--ram.budget=16MiB",
+)
+
+
+@pytest.mark.parametrize("how", ["waits", "second signal"])
+@in_loop
+async def test_a_disk_that_hangs_takes_nothing_with_it(how: str) -> None:
+    patience = {"waits": "100ms", "second signal": "1h"}[how]
+    with daemon_process(*FLAGS, f"--server.drain_timeout={patience}") as daemon:
+        os.mkfifo(daemon.directory / "pipe")
+        daemon.run_with(HANGS)
+        daemon.start()
+        async with daemon.client() as client:
+            session = await client.open()
+            assert await session.save({key(1): DATA}, Tier.DISK) == [pb.SAVE_STATUS_SAVED]
+            (daemon.directory / "hangs").touch()
+            # More than there are threads.
+            stuck = [
+                asyncio.ensure_future(session.save({key(10 + n): LARGE[: 2**18]}, Tier.DISK))
+                for n in range(8)
+            ]
+            with daemon.admin() as admin:
+                hung = lambda: "disk device" in admin.stats().health  # noqa: E731
+                await asyncio.to_thread(eventually, hung)
+                disk = next(t for t in admin.stats().tiers if t.tier == Tier.DISK)
+                assert disk.state == "hung"
+                assert disk.oldest_io_ms >= 300
+                await asyncio.to_thread(eventually, lambda: admin.health() is Health.NOT_SERVING)
+            # What comes now is refused at once, and found nowhere.
+            assert await session.save({key(2): DATA}, Tier.DISK) == [pb.SAVE_STATUS_NO_ROOM]
+            assert (await session.claim([key(1)])).claim_id == 0
+            assert len(daemon.logged("device_hangs")) == 1
+            for tier in (Tier.RAM, Tier.SHM):
+                of = key(3 + tier)
+                data = LARGE if tier is Tier.RAM else DATA
+                assert await session.save({of: data}, tier) == [pb.SAVE_STATUS_SAVED]
+                assert await session.restore(of) == data
+            os.kill(daemon.pid, signal.SIGTERM)
+            if how == "second signal":
+                eventually(lambda: daemon.logged("stopping"))
+                os.kill(daemon.pid, signal.SIGTERM)
+            assert await asyncio.to_thread(daemon.wait) == 0
+            assert daemon.logged("threads_left")
+            for one in stuck:
+                with pytest.raises((Refused, grpc.aio.AioRpcError)):
+                    await one
+        (daemon.directory / "hangs").unlink()
+        daemon.start()
+        async with daemon.client() as client:
+            session = await client.open()
+            assert await session.restore(key(1)) == DATA
+            assert await session.restore(key(3 + Tier.SHM)) == DATA
+
+
+@in_loop
+async def test_a_disk_that_answers_again_serves_again() -> None:
+    with daemon_process(*FLAGS) as daemon:
+        pipe = daemon.directory / "pipe"
+        os.mkfifo(pipe)
+        daemon.run_with(HANGS)
+        daemon.start()
+        async with daemon.client() as client:
+            session = await client.open()
+            (daemon.directory / "hangs").touch()
+            saving = asyncio.ensure_future(session.save({key(1): DATA}, Tier.DISK))
+            with daemon.admin() as admin:
+                await asyncio.to_thread(eventually, lambda: "disk device" in admin.stats().health)
+                (daemon.directory / "hangs").unlink()
+                # Whoever waits for the pipe gets its end.
+                wake = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+                await asyncio.to_thread(eventually, lambda: admin.stats().health == "serving")
+                os.close(wake)
+            assert await saving == [pb.SAVE_STATUS_SAVED]
+            assert await session.restore(key(1)) == DATA
+            assert await session.save({key(2): DATA}, Tier.DISK) == [pb.SAVE_STATUS_SAVED]
+
+
+@in_loop
+async def test_a_hangup_signal_ends_nothing() -> None:
+    with daemon_process() as daemon:
+        daemon.start()
+        async with daemon.client() as client:
+            session = await client.open()
+            os.kill(daemon.pid, signal.SIGHUP)
+            await asyncio.to_thread(eventually, lambda: daemon.logged("nothing_to_reload"))
+            assert await session.save({key(1): DATA}, Tier.DISK) == [pb.SAVE_STATUS_SAVED]
+        assert await asyncio.to_thread(daemon.stop) == 0

@@ -1,0 +1,129 @@
+"""A daemon that has much to recover: it listens, serves what it has, and can be stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prefixd.client.ctl.connection import Health
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.vocabulary import Tier
+from tests.support.daemon import eventually
+from tests.support.outside import DaemonProcess, assert_sound, daemon_process
+from tests.support.running import in_loop, key, payload
+
+DATA = payload(1, 100_000)
+#: The disk tier comes back two entries at a time, and stops behind the first of these until a
+#: pipe has a writer.
+HALTS = """
+import os, sys
+from prefixd.server import daemon
+from prefixd.tiers import records
+from prefixd.tiers.disk import DiskStore
+records._BATCH_ENTRIES = 2
+recover = DiskStore.recover
+def halting(self):
+    for number, batch in enumerate(recover(self)):
+        if number == 1:
+            os.close(os.open(self.directory.parent / "pipe", os.O_RDONLY))
+        yield batch
+DiskStore.recover = halting
+daemon.main(sys.argv[1:])
+"""
+
+
+async def filled(daemon: DaemonProcess) -> None:
+    """Six entries on the disk, one in shared memory."""
+    daemon.start()
+    async with daemon.client() as client:
+        session = await client.open()
+        for number in range(6):
+            statuses = await session.save({key(number): payload(number)}, Tier.DISK)
+            assert statuses == [pb.SAVE_STATUS_SAVED]
+        await session.save({key(50): DATA}, Tier.SHM)
+    assert await asyncio.to_thread(daemon.stop) == 0
+
+
+@contextmanager
+def halted(daemon: DaemonProcess) -> Iterator[subprocess.Popen[bytes]]:
+    """Started, and listening in the middle of its recovery."""
+    os.mkfifo(daemon.directory / "pipe")
+    daemon.run_with(HALTS)
+    with daemon.log.open("ab") as log:
+        process = subprocess.Popen(
+            daemon._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+    try:
+        with daemon.admin(timeout_s=60) as admin:
+            # A sidecar that asks may use it.
+            assert admin.health(wait_for_ready=True) is Health.SERVING
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@in_loop
+async def test_what_came_back_is_read_and_the_rest_is_served_meanwhile() -> None:
+    with daemon_process() as daemon:
+        await filled(daemon)
+        with halted(daemon):
+            async with daemon.client() as client:
+                session = await client.open()
+                with daemon.admin() as admin:
+                    said = "recovers: 2 entries adopted"
+                    await asyncio.to_thread(
+                        eventually, lambda: admin.stats().notices.get("disk tier") == said
+                    )
+                    stats = admin.stats()
+                    assert stats.health == "serving"
+                    assert [tier.state for tier in stats.tiers] == [
+                        "serving",
+                        "serving",
+                        "recovering",
+                    ]
+                    # Found and read, in the middle of it.
+                    assert await session.restore(key(0)) == payload(0)
+                    assert await session.restore(key(50)) == DATA
+                    (refused,) = await session.reserve(
+                        [pb.SaveItem(key=key(9), payload_bytes=9)], Tier.DISK
+                    )
+                    assert refused.status == pb.RESERVE_STATUS_NO_ROOM
+                    for tier in (Tier.RAM, Tier.SHM):
+                        saved = await session.save({key(10 + tier): DATA}, tier)
+                        assert saved == [pb.SAVE_STATUS_SAVED]
+                    # It is saved again because it was not found yet.
+                    assert await session.save({key(5): payload(5)}) == [pb.SAVE_STATUS_SAVED]
+                    # Garbage is what no entry owns, and these entries come yet.
+                    collected = await client.admin.Gc(pb.GcRequest())
+                    assert collected.orphan_records == 0
+                    wake = os.open(daemon.directory / "pipe", os.O_RDWR | os.O_NONBLOCK)
+                    await asyncio.to_thread(eventually, lambda: not admin.stats().notices)
+                    os.close(wake)
+                assert await session.save({key(9): DATA}, Tier.DISK) == [pb.SAVE_STATUS_SAVED]
+                for number in range(6):
+                    assert await session.restore(key(number)) == payload(number)
+                (found,) = await client.lookup(key(5))
+                assert found.entry.tier == Tier.DISK, "what survives more counts"
+                await assert_sound(client)
+
+
+@in_loop
+async def test_a_stop_does_not_wait_for_a_recovery() -> None:
+    with daemon_process() as daemon:
+        await filled(daemon)
+        with halted(daemon) as process:
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(process.wait, 60) == 0
+        assert daemon.logged("threads_left")
+        daemon.run_with(HALTS.replace("number == 1", "False"))
+        daemon.start()
+        async with daemon.client() as client:
+            session = await client.open()
+            for number in range(6):
+                assert await session.restore(key(number)) == payload(number)
+            await assert_sound(client)

@@ -1,0 +1,134 @@
+"""llama-cpp-python itself, on a small model that the test makes. `make engines` runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixd.client import Client
+from prefixd.client.ctl.private import PrivateDaemon
+from tests.engines.tiny_models import write_gguf
+from tests.support.daemon import private_daemon
+
+llama_cpp = pytest.importorskip("llama_cpp")
+pytest.importorskip("gguf")
+
+from prefixd.connectors.llama_cpp import PrefixdCache, block_sequences  # noqa: E402
+
+PROMPT = [1] + [3 + (n * n * 31 + n * 7) % 250 for n in range(2_999)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    write_gguf(path)
+    return path
+
+
+@pytest.fixture
+def daemon() -> Iterator[PrivateDaemon]:
+    with private_daemon(ram="256MiB", shm="256MiB") as daemon:
+        yield daemon
+
+
+def make(model: Path, *, blocks: bool) -> Any:
+    options = {"n_ctx": 4096, "verbose": False, "seed": 1, "n_threads": 1, "n_threads_batch": 1}
+    if not blocks:
+        return llama_cpp.Llama(str(model), **options)
+    with block_sequences():
+        return llama_cpp.Llama(str(model), **options)
+
+
+def run(llama: Any, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
+    """The text of a greedy completion, and how many tokens were evaluated for it."""
+    evaluated = 0
+    real = type(llama).eval
+
+    def counting(self: Any, tokens: list[int]) -> Any:
+        nonlocal evaluated
+        evaluated += len(tokens)
+        return real(self, tokens)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(llama), "eval", counting)
+        out = llama.create_completion(prompt, max_tokens=16, temperature=0.0)
+    return out["choices"][0]["text"], evaluated
+
+
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "whole"])
+def test_the_same_text_from_fewer_tokens(
+    daemon: PrivateDaemon, model: Path, blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diverging = [*PROMPT[:2_600], *range(5, 205)]
+    plain = make(model, blocks=blocks)
+    expected, all_tokens = run(plain, PROMPT, monkeypatch)
+    assert all_tokens >= len(PROMPT)
+    plain.reset()
+    other, _ = run(plain, diverging, monkeypatch)
+    with Client(daemon.address) as client:
+        for number in range(2):
+            llama = make(model, blocks=blocks)
+            cache = PrefixdCache.of(llama, client)
+            assert cache._context.has_spare_sequence == blocks
+            llama.set_cache(cache)
+            text, evaluated = run(llama, PROMPT, monkeypatch)
+            assert text == expected
+            assert client.flush()
+            if number:
+                print(f"{blocks=}: the same prompt again, {evaluated} of {all_tokens}")
+                assert evaluated <= 30
+                text, evaluated = run(llama, PROMPT, monkeypatch)
+                assert (text, evaluated <= 30) == (expected, True)
+        llama = make(model, blocks=blocks)
+        llama.set_cache(PrefixdCache.of(llama, client))
+        text, evaluated = run(llama, diverging, monkeypatch)
+        print(f"{blocks=}: diverging at 2,600, {evaluated}")
+        assert text == other
+        assert evaluated <= 300 or not blocks
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from prefixd.client import Client, Tier
+from prefixd.connectors.llama_cpp import PrefixdCache
+from tests.engines.test_llama_cpp import PROMPT, make
+address, model = sys.argv[1:]
+llama = make(Path(model), blocks=True)
+client = Client(address)
+llama.set_cache(PrefixdCache.of(llama, client, tier=Tier.SHM))
+evaluated = 0
+real = llama.eval
+def counting(tokens):
+    global evaluated
+    evaluated += len(tokens)
+    return real(tokens)
+llama.eval = counting
+out = llama.create_completion(PROMPT, max_tokens=16, temperature=0.0)
+print(evaluated, repr(out["choices"][0]["text"]))
+client.flush()
+client.close()
+"""
+
+
+def test_another_process_after_a_killed_daemon(daemon: PrivateDaemon, model: Path) -> None:
+    def child() -> tuple[int, str]:
+        args = [sys.executable, "-c", CHILD, daemon.address, str(model)]
+        said = subprocess.run(args, capture_output=True, text=True, check=True).stdout
+        count, text = said.split(" ", 1)
+        return int(count), text
+
+    first, text = child()
+    daemon.kill()
+    down, while_down = child()
+    daemon.start()
+    second, again = child()
+    print(f"other process, after kill -9: {first}, {down} while it was down, {second}")
+    assert (while_down, again) == (text, text)
+    assert down >= len(PROMPT) <= first
+    assert second <= 30

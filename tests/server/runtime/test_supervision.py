@@ -1,0 +1,74 @@
+"""What works in the background does not end in silence."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from prefixd.server.runtime.health import Health
+from prefixd.server.runtime.supervision import Supervisor
+from prefixd.server.runtime.threads import ended_within
+from tests.support.running import PATIENCE_S, ManualClock, in_loop
+
+
+class Watched:
+    def __init__(self) -> None:
+        self.health = Health(ManualClock())
+        self.given_up: asyncio.Queue[str] = asyncio.Queue()
+        self.supervisor = Supervisor(self.health, self.given_up.put_nowait)
+
+
+async def dies() -> None:
+    raise KeyError("a bug")
+
+
+@in_loop
+async def test_a_task_that_dies_is_a_condition_with_its_name() -> None:
+    watched = Watched()
+    await asyncio.wait([watched.supervisor.task("some task", dies())])
+    await asyncio.sleep(0)
+    assert "KeyError('a bug')" in watched.health.unhealthy()["some task"]
+    assert watched.given_up.empty()
+
+
+@in_loop
+async def test_the_daemon_does_not_go_on_without_what_is_vital() -> None:
+    watched = Watched()
+    watched.supervisor.task("vital task", dies(), vital=True)
+    assert await watched.given_up.get() == "vital task died: KeyError('a bug')"
+
+    def thread() -> None:
+        raise KeyError("another bug")
+
+    watched.supervisor.thread("vital thread", thread, vital=True)
+    assert await watched.given_up.get() == "vital thread died: KeyError('another bug')"
+    assert watched.health.conditions.keys() == {"vital task", "vital thread"}
+
+
+@in_loop
+async def test_what_ends_or_is_cancelled_is_no_condition() -> None:
+    watched = Watched()
+    task = watched.supervisor.task("ends", asyncio.sleep(0))
+    waits = watched.supervisor.task("waits", asyncio.Event().wait())  # type: ignore[arg-type]
+    await task
+    watched.supervisor.cancel()
+    await asyncio.wait([waits])
+    assert watched.health.unhealthy() == {}
+
+
+@in_loop
+async def test_a_callback_that_raises_is_a_fault() -> None:
+    watched = Watched()
+    loop = asyncio.get_running_loop()
+    watched.supervisor.failed(loop, {"message": "in a callback", "exception": KeyError("a bug")})
+    assert watched.health.unhealthy() == {"event loop": "in a callback: KeyError('a bug')"}
+
+
+@in_loop
+async def test_what_does_not_end_is_not_waited_for() -> None:
+    gate, ended = threading.Event(), threading.Event()
+    assert await ended_within(PATIENCE_S, [ended.set, lambda: None])
+    assert ended.is_set()
+    assert not await ended_within(0, [gate.wait])  # type: ignore[list-item]
+    gate.set()
+    assert await ended_within(PATIENCE_S, [])

@@ -1,0 +1,68 @@
+"""The examples run, and the pages point at what is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import prefixd.client
+from prefixd.client import Client
+from prefixd.client.ctl.private import PrivateDaemon
+from tests.support.daemon import private_daemon
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+EXPECTED = {
+    "shared_prefix.py": "computed blocks: 24\nthe same again: 0\nanother question: 8\n",
+    "engine_hashes.py": (
+        "pages there: 3\npages restored: 3 right: True\ndeleted: deleted deleted deleted\n"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[PrivateDaemon]:
+    with private_daemon() as daemon:
+        yield daemon
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+def test_every_example_runs(daemon: PrivateDaemon, example: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(example), daemon.address], capture_output=True, text=True, check=False
+    )
+    assert (done.stderr, done.stdout) == ("", EXPECTED[example.name])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", page.read_text())
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_page_is_python_that_imports_what_there_is(page: Path) -> None:
+    for code in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        compile(code, page.name, "exec")
+        for module, names in re.findall(r"^from (prefixd[\w.]*) import (.+)$", code, re.MULTILINE):
+            found = __import__(module, fromlist=["_"])
+            assert all(hasattr(found, name.strip()) for name in names.split(","))
+
+
+def test_the_methods_that_a_connector_is_told_of_are_there() -> None:
+    text = (ROOT / "docs/write-a-connector.md").read_text()
+    named = set(re.findall(r"client\.(\w+)", text))
+    assert len(named) > 8
+    assert {name for name in named if not hasattr(Client, name)} == set()
+
+
+def test_everything_public_is_there() -> None:
+    names: dict[str, object] = {}
+    exec("from prefixd.client import *", names)
+    assert set(prefixd.client.__all__) <= names.keys()

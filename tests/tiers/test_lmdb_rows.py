@@ -1,0 +1,368 @@
+"""LMDB in a process of its own: killed, stopped, lied to, out of room; and what it never does."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+from helpers import records_file
+from test_row_table import row_of, rows_in
+
+from prefixd.tiers import lmdb_rows, lmdb_wire, rows
+from prefixd.tiers.lmdb_rows import LmdbRows
+from prefixd.tiers.store import StoreError, StoreFull
+
+SLABS = 2_000
+Opened = Callable[[], LmdbRows]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Opened]:
+    """Opens the one table of a test, closing the one before."""
+    made: list[LmdbRows] = []
+
+    def open_again() -> LmdbRows:
+        while made:
+            made.pop().close()
+        made.append(LmdbRows(tmp_path, SLABS, sync=False))
+        made[-1].secure(SLABS)
+        return made[-1]
+
+    yield open_again
+    while made:
+        made.pop().close()
+
+
+def test_both_sides_mean_the_same_rows() -> None:
+    """The process imports nothing that is heavy, so it says it again."""
+    assert lmdb_wire.ROW_BYTES == rows.ROW_BYTES
+    script = "import prefixd.tiers.lmdb_child, sys; print('grpc' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    assert done.stdout == b"False\n"
+
+
+def test_every_flipped_bit_of_a_cell_is_flipped_back() -> None:
+    cell = lmdb_wire.encode_cell(5, 7, row_of(9))
+    for bit in range(32, 8 * len(cell)):
+        flipped = bytearray(cell)
+        flipped[bit // 8] ^= 1 << bit % 8
+        assert lmdb_wire.whole_cell(bytes(flipped)) == cell
+        flipped[(bit // 8 + 40) % 148] ^= 0x41
+        assert lmdb_wire.whole_cell(bytes(flipped)) is None
+    assert lmdb_wire.whole_cell(cell[:-1]) is None
+
+
+# ---- the process ends
+
+
+def kill(table: LmdbRows) -> None:
+    assert table.pid is not None
+    os.kill(table.pid, signal.SIGKILL)
+
+
+def test_a_killed_process_costs_one_call(opened: Opened) -> None:
+    table = opened()
+    table.apply([], [(1, row_of(1))])
+    kill(table)
+    with pytest.raises(StoreError, match="ended with -9"):
+        table.apply([], [(2, row_of(2))])
+    table.apply([], [(3, row_of(3))])
+    found = rows_in(table)
+    assert found == rows_in(opened())
+    assert {slab: row for slab, row in found.items() if slab != 2} == {1: row_of(1), 3: row_of(3)}
+
+
+#: Ends itself at one step of its work. A file remembers that it did.
+ENDING = """
+import os, signal, sys
+from pathlib import Path
+import prefixd.tiers.lmdb_child as child
+left, flag = [int(sys.argv[1])], Path(sys.argv[2])
+def counted(real):
+    def call(*arguments, **options):
+        left[0] -= 1
+        if not left[0] and not flag.exists():
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **options)
+    return call
+for name in ("pread", "pwrite", "fstat"):
+    setattr(os, name, counted(getattr(os, name)))
+Path.rename, Path.unlink = counted(Path.rename), counted(Path.unlink)
+child.lmdb.open = counted(child.lmdb.open)
+for name in ("_write", "_append", "_state", "_find", "_copy", "apply"):
+    setattr(child.Table, name, counted(getattr(child.Table, name)))
+del sys.argv[1:3]
+child.main()
+"""
+
+
+@pytest.mark.parametrize("step", [*range(1, 40, 2), 60, 100, 150])
+def test_killed_at_any_step_it_has_what_was_acknowledged(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    (tmp_path / "tier").mkdir()
+    flag = tmp_path / "flag"
+    command = (sys.executable, "-c", ENDING, str(step), str(flag))
+    monkeypatch.setattr(LmdbRows, "command", command)
+    table = opened()
+    acknowledged: dict[int, bytes] = {}
+    unknown: set[int] = set()
+    for number in range(1, 40):
+        slab = number % 25
+        try:
+            table.apply([(number + 3, None)], [(slab, row_of(number))])
+        except StoreError:
+            unknown |= {slab, number + 3}
+        else:
+            unknown -= {slab, number + 3}
+            acknowledged.pop(number + 3, None)
+            acknowledged[slab] = row_of(number)
+    acknowledged.pop(0, None)
+    assert flag.exists()
+    assert len(unknown) <= 2
+    for found in (rows_in(table), rows_in(opened())):
+        assert found.keys() - unknown == acknowledged.keys() - unknown
+        assert all(found[slab] == acknowledged[slab] for slab in acknowledged.keys() - unknown)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from prefixd.tiers.lmdb_rows import LmdbRows
+table = LmdbRows(Path(sys.argv[1]), 2_000, sync=False)
+table.probe()
+print(table.pid, flush=True)
+while True:
+    table.probe()
+"""
+
+
+def test_it_ends_with_the_daemon(opened: Opened, tmp_path: Path) -> None:
+    daemon = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert daemon.stdout is not None
+    watched = os.pidfd_open(int(daemon.stdout.readline()))
+    try:
+        daemon.kill()
+        # The next one waits for its end, by itself.
+        opened().apply([], [(1, row_of(1))])
+        assert select.select([watched], [], [], 0)[0], "it is still there"
+    finally:
+        os.close(watched)
+        daemon.wait()
+        daemon.stdout.close()
+
+
+def test_it_does_not_end_with_what_ends_the_daemon(opened: Opened) -> None:
+    """A signal to the whole group, or from systemd, comes before the last writes."""
+    table = opened()
+    table.probe()
+    pid = table.pid
+    assert pid is not None
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(pid, number)
+    table.apply([], [(1, row_of(1))])
+    assert table.pid == pid
+    assert os.getsid(pid) == pid != os.getsid(0)
+
+
+# ---- a process that hangs, or says what makes no sense
+
+
+def test_a_stopped_process_holds_up_nobody_who_closes(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lmdb_rows, "CLOSE_S", 0.2)
+    table = opened()
+    table.apply([], [(1, row_of(1))])
+    assert table.pid is not None
+    watched = os.pidfd_open(table.pid)
+    os.kill(table.pid, signal.SIGSTOP)
+    failures: list[StoreError] = []
+
+    def call() -> None:
+        try:
+            table.probe()
+        except StoreError as problem:
+            failures.append(problem)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    table.close()
+    caller.join()
+    assert len(failures) == 1
+    assert select.select([watched], [], [], 60)[0]
+    os.close(watched)
+    assert rows_in(opened()) == {1: row_of(1)}
+
+
+LIAR = """
+import socket, sys
+daemon = socket.socket(fileno=int(sys.argv[2]))
+daemon.sendall(bytes.fromhex(sys.argv[1]))
+daemon.recv(1)
+"""
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["ffffffff", "01000000c0", "0100000090", "0a000000" + "c1" * 10, "00000000"],
+)
+def test_nonsense_is_an_error(opened: Opened, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    opened().apply([], [(1, row_of(1))])
+    with monkeypatch.context() as patch:
+        patch.setattr(LmdbRows, "command", (sys.executable, "-c", LIAR, said))
+        table = opened()
+        for _ in range(2):
+            with pytest.raises(StoreError, match="records"):
+                table.probe()
+    assert rows_in(table) == {1: row_of(1)}
+
+
+@pytest.mark.parametrize(
+    "said", [["ok", 5], ["ok", [0, b"abc"]], ["ok", [0, b""]], ["ok", [0, b"x" * 148]], ["ok"]]
+)
+def test_rows_that_make_no_sense_are_an_error(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, said: list[object]
+) -> None:
+    packed = [msgpack.packb(message) for message in (["ok", None], said)]
+    sent = b"".join(len(message).to_bytes(4, "little") + message for message in packed)
+    monkeypatch.setattr(LmdbRows, "command", (sys.executable, "-c", LIAR, sent.hex()))
+    with pytest.raises(StoreError, match="records"):
+        rows_in(opened())
+
+
+def test_what_killed_processes_left_is_removed(opened: Opened, tmp_path: Path) -> None:
+    opened().apply([], [(1, row_of(1))])
+    opened().close()
+    before = len(list(tmp_path.iterdir()))
+    (tmp_path / "records-0.mdb").touch()
+    (tmp_path / "records-1.mdb-lock").touch()
+    assert rows_in(opened()) == {1: row_of(1)}
+    assert len(list(tmp_path.iterdir())) == before
+
+
+def test_a_process_that_does_not_start_is_an_error(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(LmdbRows, "command", (sys.executable, "-c", "raise SystemExit(3)"))
+        table = opened()
+        with pytest.raises(StoreError, match="ended with 3"):
+            table.probe()
+    table.probe()
+
+
+# ---- the file
+
+
+def test_no_page_is_written_twice(opened: Opened, tmp_path: Path) -> None:
+    """But for the first two, which nothing is read from again. A new file is another matter."""
+    table = opened()
+    rng = random.Random(1)
+    file, before, used = records_file(tmp_path), b"", 0
+    renewed = changes = 0
+    for number in range(1, 600):
+        table.apply([(rng.randrange(1, 300), None)], [(rng.randrange(1, 300), row_of(number))])
+        now = records_file(tmp_path)
+        data = now.read_bytes()
+        # Of what was there before the last change, up to the last page that was written.
+        if now == file:
+            changes += data[2 * mmap.PAGESIZE : used] != before[2 * mmap.PAGESIZE : used]
+            differing = [
+                at
+                for at in range(0, len(data), mmap.PAGESIZE)
+                if data[at : at + mmap.PAGESIZE] != before[at : at + mmap.PAGESIZE]
+            ]
+            used = max(used, differing[-1] + mmap.PAGESIZE)
+        else:
+            renewed, file, used = renewed + 1, now, 0
+        before = data
+    assert renewed >= 2
+    assert changes == 0
+    assert rows_in(table) == rows_in(opened())
+
+
+@pytest.mark.parametrize("page", [0, 1])
+@pytest.mark.parametrize("seed", range(6))
+def test_damage_of_what_lmdb_begins_with_costs_nothing(
+    opened: Opened, tmp_path: Path, page: int, seed: int
+) -> None:
+    """While it runs: its two meta pages say where everything is, and where to write."""
+    table = opened()
+    rng = random.Random(seed)
+    acknowledged: dict[int, bytes] = {}
+    for number in range(1, 60):
+        slab = rng.randrange(1, 500)
+        try:
+            table.apply([], [(slab, row_of(number))])
+            acknowledged[slab] = row_of(number)
+        except StoreError:
+            acknowledged.pop(slab, None)
+        if number % 5 == 0:
+            with records_file(tmp_path).open("r+b") as file:
+                place = page * mmap.PAGESIZE + rng.randrange(16, 152)
+                file.seek(place)
+                (byte,) = file.read(1)
+                file.seek(place)
+                file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+    found = rows_in(opened())
+    assert {slab: found.get(slab) for slab in acknowledged} == acknowledged
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100_000, bytes(4096), b"\xff" * 5])
+def test_a_file_that_is_none_of_lmdb_is_an_empty_one(
+    opened: Opened, tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "records-7.mdb").write_bytes(content)
+    table = opened()
+    assert rows_in(table) == {}
+    table.apply([], [(1, row_of(1))])
+    assert rows_in(opened()) == {1: row_of(1)}
+
+
+def test_the_only_file_that_is_left_holds(opened: Opened, tmp_path: Path) -> None:
+    table = opened()
+    table.apply([], [(1, row_of(1))])
+    table.close()
+    kept = records_file(tmp_path)
+    for path in tmp_path.iterdir():
+        if path != kept:
+            path.unlink()
+    kept.rename(tmp_path / "records-0.mdb")
+    assert rows_in(opened()) == {1: row_of(1)}
+
+
+def test_a_device_without_room_refuses_and_goes_on(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file may grow beyond what was secured, as on a full device."""
+    table = opened()
+    script = (
+        "import resource, sys; "
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({64 * 2**10},) * 2); "
+        "import prefixd.tiers.lmdb_child as child; child.main()"
+    )
+    table.apply([], [(1, row_of(1))])
+    with monkeypatch.context() as patch:
+        patch.setattr(LmdbRows, "command", (sys.executable, "-c", script))
+        table = opened()
+        table.apply([], [(2, row_of(2))])
+        with pytest.raises(StoreFull):
+            table.apply([], [(slab, row_of(slab)) for slab in range(1, 1_000)])
+        table.apply([(slab, None) for slab in range(1, 100)], [(500, row_of(3))])
+    found = rows_in(opened())
+    assert not found.keys() & set(range(1, 100))
+    assert found[500] == row_of(3)

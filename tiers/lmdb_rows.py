@@ -1,0 +1,218 @@
+"""The rows of the disk tier: LMDB, in a process of its own (`tiers.lmdb_child`).
+
+LMDB maps its file, and damage there ends the process that looks: of 1,000 rounds of flipped bits
+under a writer 6 were killed. So it is a child that may be killed, and whose every answer may be
+wrong. What was acknowledged is in the file, in cells that need nothing of LMDB to be found
+again: the next call starts a new child, which collects them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from . import lmdb_wire as wire
+from .files import open_own_file, secure_range, sync_directory, write_errors
+from .row_table import Erasure, RowTable
+from .store import StoreError, StoreFull
+
+#: What the two files take together, whatever they hold, and for each slab.
+TABLE_FIXED_BYTES: Final = 2 * (wire.FILE_FIXED_BYTES + mmap.PAGESIZE)
+TABLE_SLAB_BYTES: Final = 2 * wire.FILE_SLAB_BYTES
+#: What a call that is under way when the table is closed has left. A process that the device holds
+#: longer, killed or not, is left to the kernel.
+CLOSE_S: Final = 5.0
+#: What a killed process may take to be gone.
+_KILLED_S: Final = 1.0
+
+
+class LmdbRows(RowTable):
+    """The table in the files `records-N.mdb` of `directory`, for `slabs` slabs.
+
+    `sync`: changes wait for the device. Nothing waits for the process before the first call,
+    which may then take long: about 6 us of CPU a row, as does now and then one whose file is full.
+    Raises StoreError if the files can't
+    be used.
+    """
+
+    #: What runs the process; its arguments follow.
+    command: ClassVar[Sequence[str]] = (sys.executable, "-m", f"{__package__}.lmdb_child")
+
+    def __init__(self, directory: Path, slabs: int, *, sync: bool) -> None:
+        self._directory: Final = directory.absolute()
+        self._slabs: Final = slabs
+        self._sync: Final = sync
+        self._lock = threading.Lock()
+        self._closed = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._ready = False
+        self._secured_bytes = 0
+        #: of both files, whatever their names are by now
+        self._fds: list[int] = []
+        with write_errors(f"open the records in {directory}"):
+            try:
+                for path in self._paths():
+                    self._fds.append(open_own_file(path, 0o600))
+                if sync:
+                    sync_directory(directory)
+                self._start()
+            except BaseException:
+                self.close()
+                raise
+
+    def _paths(self) -> list[Path]:
+        """The two files with the highest numbers, as far as there are any."""
+        numbers = sorted(
+            int(match[1])
+            for path in self._directory.iterdir()
+            if (match := wire.FILE_NAME.fullmatch(path.name))
+        )
+        if not numbers:
+            numbers = [0, 1]
+        elif len(numbers) == 1:
+            # The one that is there holds, whichever it was.
+            if not numbers[0]:
+                (self._directory / "records-0.mdb").rename(self._directory / "records-1.mdb")
+                numbers = [1]
+            numbers.insert(0, numbers[0] - 1)
+        return [self._directory / f"records-{number}.mdb" for number in numbers[-2:]]
+
+    # ---- the table
+
+    def secure(self, slabs: int) -> None:
+        upto_bytes = wire.file_bytes(slabs)
+        if upto_bytes <= self._secured_bytes:
+            return
+        with write_errors(f"make room for records in {self._directory}"):
+            if self._closed:
+                raise StoreError(f"the records in {self._directory} are closed")
+            for fd in self._fds:
+                secure_range(fd, self._secured_bytes, upto_bytes - self._secured_bytes)
+        self._secured_bytes = upto_bytes
+
+    def apply(self, erasures: Sequence[Erasure], rows: Sequence[tuple[int, bytes]]) -> None:
+        for start in range(0, len(erasures), wire.MAX_CHANGES):
+            self._call("apply", erasures[start : start + wire.MAX_CHANGES], [])
+        for start in range(0, len(rows), wire.MAX_CHANGES):
+            self._call("apply", [], rows[start : start + wire.MAX_CHANGES])
+
+    def read(self, slab: int) -> bytes:
+        row: bytes = self._call("read", slab)
+        return row
+
+    def chunks(self) -> Iterator[tuple[int, list[tuple[int, bytes]]]]:
+        first = 0
+        while (found := self._call("chunk", first)) is not None:
+            try:
+                begin, cells = found
+                rows = [
+                    wire.CELL.unpack_from(cells, start)[2:]
+                    for start in range(0, len(cells), wire.CELL_BYTES)
+                ]
+                good = first <= begin <= rows[0][0] <= rows[-1][0] < begin + wire.CHUNK_SLABS
+            except (TypeError, ValueError, IndexError, struct.error):
+                good = False
+            if not good:
+                raise StoreError(f"can't read the records in {self._directory}: nonsense")
+            yield begin, rows
+            first = begin + wire.CHUNK_SLABS
+
+    def close(self) -> None:
+        """Takes at most `CLOSE_S`, and a second. The process is killed: what it acknowledged is
+        durable, and what it does beside is done again by the next."""
+        self._closed = True
+        held = self._lock.acquire(timeout=CLOSE_S)
+        try:
+            self._end(0)
+        finally:
+            if held:
+                self._lock.release()
+        while self._fds:
+            os.close(self._fds.pop())
+
+    # ---- the process
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while there is one."""
+        return None if self._process is None else self._process.pid
+
+    def _call(self, *request: Any) -> Any:
+        """Have the process do something. Raises StoreError, StoreFull; then the next call has a
+        new process."""
+        with self._lock:
+            try:
+                if self._closed:
+                    raise StoreError(f"the records in {self._directory} are closed")
+                if self._process is None:
+                    self._start()
+                assert self._connection is not None
+                if not self._ready:
+                    self._answer(self._connection)
+                    self._ready = True
+                wire.send(self._connection, list(request))
+                return self._answer(self._connection)
+            except (OSError, EOFError, ValueError) as problem:
+                ended = self._end(_KILLED_S)
+                raise StoreError(
+                    f"can't use the records in {self._directory}: their process "
+                    + (f"ended with {ended}" if ended is not None else f"is lost: {problem}")
+                ) from None
+            except BaseException:
+                self._end(_KILLED_S)
+                raise
+
+    def _answer(self, connection: socket.socket) -> Any:
+        kind, what = wire.receive(connection)
+        if kind == "ok":
+            return what
+        error = StoreFull if kind == "full" else StoreError
+        raise error(f"can't write records in {self._directory}: {what}")
+
+    def _start(self) -> None:
+        """Raises OSError."""
+        ours, theirs = socket.socketpair()
+        try:
+            arguments = [str(theirs.fileno()), str(self._directory), str(self._slabs)]
+            self._process = subprocess.Popen(
+                [*self.command, *arguments, "sync" if self._sync else "-"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                # What ends the daemon's group is not meant for it.
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._connection, self._ready = ours, False
+
+    def _end(self, within_s: float) -> int | None:
+        """Hang up, wait so long, kill. Returns the exit status, None if there is none yet. A
+        call that another thread has under way fails."""
+        process, connection = self._process, self._connection
+        self._process = self._connection = None
+        if connection is not None:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        if process is None:
+            return None
+        for wait_s in (within_s, _KILLED_S):
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(wait_s)
+            process.kill()
+        return None
