@@ -18,6 +18,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import ClaimLost, StaleIncarnation, UnknownSession
 from prefixd.proto.index import unpack_row
 from prefixd.proto.keys import Key
+from prefixd.proto.pieces import FlatBytes, Pieces
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.api.calls import Process as CallerProcess
 from tests.sim import oracle as promises
@@ -237,7 +238,7 @@ class SimClient:
             process.stop_for_ns = self.random.choice([1_000_000, 500_000_000, 9_000_000_000])
         buffers = [bytearray(entry.payload_bytes) for entry in entries]
         check = args["check"]
-        views = [memoryview(buffer) for buffer in buffers]
+        views = [_room(buffer, args["pieces"]) for buffer in buffers]
         restore = Restore(entries, views, "always" if check else "never")
         rest = list(range(len(entries)))
         if args["place"]:
@@ -252,8 +253,9 @@ class SimClient:
         except Unreachable:
             stopped = MissReason.UNAVAILABLE
             restore.read_failed(lost=False)
-        result = restore.result([16] * len(entries), stopped)
-        for entry, buffer, good in zip(entries, buffers, result.restored, strict=True):
+        misses = restore.misses(stopped)
+        for entry, buffer, miss in zip(entries, buffers, misses, strict=True):
+            good = miss is None
             self.oracle.count(f"restored: {good}")
             if session.daemon is not self.run.daemon:
                 self.oracle.count(f"restored from an earlier start: {good}")
@@ -297,7 +299,7 @@ class SimClient:
         claim, entries = self._claimed(session, [key_of(n) for n in args["keys"]], 0)
         if not claim:
             return
-        found = session.node.views(entries)
+        found = session.node.views(entries, {})
         if found is None:
             self._release(session, claim)
             return
@@ -310,7 +312,7 @@ class SimClient:
                 self.world.operate()
                 data += bytes(piece)
             read.append(data)
-        stands = session.node.stand(rows)
+        stands = session.node.stand(rows.values())
         if self._release(session, claim) or stands:
             for entry, data in zip(entries, read, strict=True):
                 self.oracle.read(
@@ -355,6 +357,7 @@ class SimClient:
             "read": pb.ReadRequest(session=ref, claim_id=1, ranges=[pb.ReadRange()]),
             "release": pb.ReleaseRequest(session=ref, claim_ids=[1]),
             "cancel": pb.CancelRequest(session=ref, tokens=[1]),
+            "delete": pb.DeleteRequest(session=ref, keys=[key_of(0)]),
         }[args["call"]]
         call = self.begin(session.daemon, args["call"])
         call.send(request)
@@ -371,6 +374,19 @@ class SimClient:
     def _evict(self, args: dict[str, Any]) -> None:
         session = self.connected()
         self.ask(session.daemon, "evict", (Tier[args["tier"].upper()], args["entries"]))
+
+    def _delete(self, args: dict[str, Any]) -> None:
+        session = self.connected()
+        request = pb.DeleteRequest(session=session.ref, keys=[key_of(n) for n in args["keys"]])
+        answer = self.ask(session.daemon, "delete", request)
+        for number, status in zip(args["keys"], answer.results, strict=True):
+            name = pb.DeleteStatus.Name(status)
+            self.oracle.count(f"delete: {name}")
+            del number
+
+    def _scrub(self, args: dict[str, Any]) -> None:
+        session = self.connected()
+        self.ask(session.daemon, "scrub", Tier[args["tier"].upper()])
 
     def _gc(self, _args: dict[str, Any]) -> None:
         session = self.connected()
@@ -405,11 +421,22 @@ class SimClient:
         "forge": _forge,
         "evict": _evict,
         "gc": _gc,
+        "delete": _delete,
+        "scrub": _scrub,
         "touch": _touch,
         "leave": _leave,
         "die": _die,
         "stop": _stop,
     }
+
+
+def _room(buffer: bytearray, pieces: int) -> FlatBytes:
+    """All of a buffer, as so many pieces."""
+    view = memoryview(buffer)
+    size = -(-len(view) // pieces)
+    return (
+        Pieces([view[at : at + size] for at in range(0, len(view), size)]) if pieces > 1 else view
+    )
 
 
 def _entry(key: Key, info: pb.EntryInfo) -> Entry:

@@ -4,28 +4,29 @@ the sockets in front of them."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from prefixd.proto.vocabulary import Tier
-from prefixd.server import assembly
+from prefixd.server import assembly, daemon
 from prefixd.server.api.hand_over import Handoff
 from prefixd.server.api.saves import Saves
 from prefixd.server.api.service import CacheService
 from prefixd.server.api.sessions import Sessions
-from prefixd.server.config.budgets import Plan, resolve
+from prefixd.server.config.budgets import Plan, TierPlan, resolve
 from prefixd.server.config.loading import load_config
 from prefixd.server.config.machine import Machine
-from prefixd.server.core.events import ArenaGrown
-from prefixd.server.daemon import service_config
 from prefixd.server.runtime import clock as clocks
-from prefixd.server.runtime import recovery
 from prefixd.server.runtime.loop import Core
 from prefixd.server.runtime.staging import StagingPool
+from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.row_table import RowFile
+from prefixd.tiers.rows import ROW_BYTES
 from prefixd.tiers.store import Store, StoreError
 from tests.sim.files import Devices
 from tests.sim.loop import SimLoop
-from tests.sim.world import Process, SimExecutor, World
+from tests.sim.world import Killed, Process, SimExecutor, World
 
 if TYPE_CHECKING:
     from tests.sim.network import Call
@@ -38,8 +39,34 @@ TTL_S: Final = 8
 STALL_S: Final = 5
 STAGING_BYTES: Final = 2**20
 _MACHINE: Final = Machine(2**34, 2**34, 2**34, 2**34, 2**34, 0)
+HUNG_S: Final = 3
+_PROBE_S: Final = 4
 _DRAIN_S: Final = 5.0
-_SECURE_AGAIN_S: Final = 1.0
+
+
+class _FlatRows(RowFile):
+    """As LMDB's table, it has made durable what a recovery finds there, whatever became of the
+    syncs of an earlier start."""
+
+    _renewed = False
+
+    def chunks(self) -> Iterator[tuple[int, list[tuple[int, bytes]]]]:
+        if not self._renewed:
+            self.apply((), [row for _, rows in super().chunks() for row in rows])
+            self._renewed = True
+        return super().chunks()
+
+
+class FlatDiskStore(DiskStore):
+    """The disk tier, with its rows in a file: LMDB lies in a process of its own, which a world can't
+    run. What is above and below the table is as it is."""
+
+    _OLD_LAYOUTS: ClassVar[tuple[str, ...]] = ()
+    _TABLE_FIXED_BYTES: ClassVar[int] = 0
+    _TABLE_SLAB_BYTES: ClassVar[int] = ROW_BYTES
+
+    def _open_table(self, slabs: int, *, sync: bool) -> RowFile:  # type: ignore[override]
+        return _FlatRows(self.directory, slabs, sync=sync)
 
 
 def make_plan(devices: Devices, slabs: int) -> Plan:
@@ -50,6 +77,8 @@ def make_plan(devices: Devices, slabs: int) -> Plan:
         f"--server.address=unix:{devices.disk.parent / 's'}",
         f"--shm.directory={devices.shm}",
         f"--disk.directory={devices.disk}",
+        f"--disk.hung_after={HUNG_S}s",
+        f"--disk.probe_interval={_PROBE_S}s",
         f"--server.staging={STAGING_BYTES}",
         f"--server.staging_total={2 * STAGING_BYTES}",
         f"--server.stall_timeout={STALL_S}s",
@@ -63,7 +92,10 @@ def make_plan(devices: Devices, slabs: int) -> Plan:
 class SimDaemon:
     """See the module. `start` is called in any fiber; what is asked of it runs in its own."""
 
-    def __init__(self, world: World, plan: Plan, oracle: Oracle, number: int) -> None:
+    def __init__(
+        self, world: World, plan: Plan, oracle: Oracle, number: int, *, head_start_s: float
+    ) -> None:
+        """`head_start_s`: it serves after so long, whatever its tiers still have to recover."""
         self.world = world
         self.process = Process(world, f"daemon{number}")
         self.incarnation = world.entropy.randbytes(16)
@@ -83,6 +115,7 @@ class SimDaemon:
         #: calls of clients, as they see them
         self.open_calls: set[Call] = set()
         self._plan = plan
+        self._head_start_s = head_start_s
         self._oracle = oracle
         self._stop: asyncio.Event
         self.process.when_dead.append(self._died)
@@ -130,13 +163,20 @@ class SimDaemon:
         plan, world = self._plan, self.world
         clock = clocks.Clock()
         for tier, tier_plan in plan.tiers.items():
-            stores[tier] = assembly.make_store(tier_plan, verify_at_start=True, sync=True)
+            stores[tier] = _make_store(tier_plan)
         index = assembly.make_index(plan, self.incarnation)
         executor = SimExecutor(world, 2)
         state = assembly.make_state(plan, stores, clock.now_ns())
         self.core = core = Core(state, stores, index, executor, clock)
         self._oracle.watch(self)
-        config = service_config(plan.config, self.incarnation)
+        self._watch_supervisor()
+        disk = plan.config.disk
+        core.devices.watch(
+            core.supervisor,
+            probe_interval_ns=disk.probe_interval_ns,
+            hung_after_ns=disk.hung_after_ns,
+        )
+        config = daemon.service_config(plan.config, self.incarnation)
         self.sessions = Sessions(self.incarnation)
         self.stagings = StagingPool(
             config.staging_bytes, config.staging_total_bytes, executor, clock
@@ -146,11 +186,8 @@ class SimDaemon:
         self.saves = Saves(core, self.sessions, self.stagings, config)
         self.handoff = Handoff(core, self.stagings)
         try:
-            for tier, store in stores.items():
-                core.post(ArenaGrown(tier, store.secured_bytes, clock.now_ns()))
-            await recovery.recover(core, self.incarnation)
-            self._oracle.recovered(self)
-            securing = asyncio.ensure_future(self._secure(stores))
+            starts = daemon.begin_tiers(core, self.incarnation)
+            await asyncio.wait(starts, timeout=self._head_start_s)
             self._stop = asyncio.Event()
             self.serving = True
             broken = asyncio.ensure_future(core.broken.wait())
@@ -161,30 +198,39 @@ class SimDaemon:
             await core.drain(_DRAIN_S)
             core.end_sessions()
             self.serving = False
-            securing.cancel()
             # As the servers do: calls that are still under way are ended.
             for task in list(self.calls):
                 task.cancel()
             if self.calls:
                 await asyncio.wait(self.calls, timeout=1)
-            await asyncio.wait((securing,))
         finally:
             if not self.process.dead:
-                await core.close()
-                self._oracle.closed(self)
+                await self._close()
             executor.shutdown()
 
-    async def _secure(self, stores: dict[Tier, Store]) -> None:
-        core = self.core
-        loop = asyncio.get_running_loop()
-        for tier, store in stores.items():
-            while True:
-                segments = store.secure_segments(8 * SLAB)
-                try:
-                    while secured := await loop.run_in_executor(core.executor, next, segments, 0):
-                        core.post(ArenaGrown(tier, secured, core.clock.now_ns()))
-                    break
-                except StoreError:
-                    again = asyncio.Event()
-                    loop.call_later(_SECURE_AGAIN_S, again.set)
-                    await again.wait()
+    async def _close(self) -> None:
+        self.core.supervisor.cancel()
+        if not await self.core.close():
+            # Threads that are stuck in I/O are left behind with the process.
+            self._oracle.count("left behind")
+            self.process.die()
+            raise Killed
+        self._oracle.closed(self)
+
+    def _watch_supervisor(self) -> None:
+        """Faults of devices end nothing that works in the background."""
+        died = self.core.supervisor.died
+
+        def told(name: str, problem: BaseException, *, vital: bool) -> None:
+            if not self.process.dead:
+                self.world.found("nothing ends in silence", f"{name}: {problem!r}", problem)
+            died(name, problem, vital=vital)
+
+        self.core.supervisor.died = told  # type: ignore[method-assign]
+
+
+def _make_store(plan: TierPlan) -> Store:
+    if plan.tier is not Tier.DISK:
+        return assembly.make_store(plan, verify_at_start=True, sync=True)
+    assert plan.directory is not None
+    return FlatDiskStore(plan.directory, plan.budget_bytes, plan.slab_bytes, sync=True)

@@ -18,6 +18,7 @@ from prefixd.server.api.calls import CallerGone, Process, cut_off_with, error_of
 from prefixd.server.core.answers import EvictAnswer
 from prefixd.server.core.events import EvictAsked
 from prefixd.server.runtime import recovery
+from prefixd.server.runtime.verification import Reading
 from tests.sim.daemon import SimDaemon
 from tests.sim.world import Fiber, World
 
@@ -238,8 +239,10 @@ class Call:
         self._in(await method(_Requests(self._requests), self._caller), over=False)
 
     async def _staged(self) -> None:
+        following = _Requests(self._requests)
         await self.daemon.saves.save_staged(
-            _Requests(self._requests),
+            await following.wait_staged(),
+            following,
             self._caller,
             lambda response: self._in(response, over=False),
         )
@@ -262,6 +265,16 @@ class Call:
         core = self.daemon.core
         question = EvictAsked(core.next_request(), tier, 2**40, entries, core.clock.now_ns())
         self._in(await core.ask(question, EvictAnswer), over=False)
+
+    async def _scrub(self) -> None:
+        """As an operator asks for it, or the daemon itself in the background."""
+        tier = await self._requests.get()
+        core = self.daemon.core
+        bad = 0
+        async with aclosing(core.verifications.sweep(core.state.tables.entries, tier)) as steps:
+            async for swept in steps:
+                bad += sum(verdict.reading is Reading.DAMAGED for _, verdict in swept.judged)
+        self._in(bad, over=False)
 
     async def _gc(self) -> None:
         await self._requests.get()
@@ -295,6 +308,22 @@ class _Requests:
             raise StopAsyncIteration
         return request
 
+    # `prefixd.server.api.saves.StagedRequests`
+
+    def take_staged(self) -> Any:
+        if self._arrived.empty():
+            return None
+        request = self._arrived.get_nowait()
+        if request is _BROKEN or request is _END:
+            raise CallerGone
+        return request
+
+    async def wait_staged(self) -> Any:
+        request = await self._arrived.get()
+        if request is _BROKEN or request is _END:
+            raise CallerGone
+        return request
+
 
 class Handed:
     """What `Handoff` packed, with descriptors that do not go when the daemon does."""
@@ -325,6 +354,7 @@ _SERVED: Final[dict[str, Callable[[Call], Any]]] = {
     "lookup": partial(Call._unary, service="service"),
     "claim": partial(Call._unary, service="service"),
     "release": partial(Call._unary, service="service"),
+    "delete": partial(Call._unary, service="service"),
     "reserve": partial(Call._unary, service="saves"),
     "cancel": partial(Call._unary, service="saves"),
     "save": Call._upload,
@@ -335,5 +365,6 @@ _SERVED: Final[dict[str, Callable[[Call], Any]]] = {
     "read": Call._read,
     "evict": Call._evict,
     "gc": Call._gc,
+    "scrub": Call._scrub,
     "hand_over": Call._hand_over,
 }

@@ -37,6 +37,7 @@ PINNED: Final = "no pinned entry is evicted"
 ORDER: Final = "the order of eviction survives a restart"
 BOUND: Final = "no wait without a bound"
 PROOF: Final = "no call acts for a session without its secret"
+GONE: Final = "what left does not come back, unless the daemon was killed"
 LEAKS: Final = "a client that is gone holds nothing"
 
 #: A recount of everything takes 0.8 ms: after every event it would be half of all the time. The
@@ -67,6 +68,11 @@ class Oracle:
         self.attempts: dict[Key, dict[int, bytes]] = {}
         #: what the next start has to find: what was published, and not taken out since
         self.durable: dict[Key, Published] = {}
+        #: by tier that has not recovered yet: what its recovery has to find
+        self.expected: dict[Tier, dict[Key, Published]] = {}
+        #: generations whose records are gone for good, and those of which this is not known yet
+        self.buried: set[int] = set()
+        self._leaving: set[int] = set()
         #: generations that a start said, with what they stood for
         self.said: dict[tuple[bytes, int], int] = {}
         #: generations that left, and when
@@ -90,6 +96,11 @@ class Oracle:
 
     def watch(self, daemon: SimDaemon) -> None:
         """See everything that happens to its state."""
+        self.expected = {
+            tier: {key: one for key, one in self.durable.items() if one.tier is tier}
+            for tier, store in daemon.core.stores.items()
+            if store.recorded
+        }
         state = daemon.core.state
         apply = state.apply
 
@@ -141,8 +152,14 @@ class Oracle:
                 case Erase():
                     for one in effect.entries:
                         held = getattr(one, "pins", 0) and one.generation not in self.tainted
-                        if held and not isinstance(event, ev.EntryDamaged):
+                        allowed = isinstance(event, ev.EntryDamaged) or (
+                            # The same entry was found where more survives.
+                            isinstance(event, ev.TierRecovered) and one.tier < event.tier
+                        )
+                        if held and not allowed:
                             self.fail(PINNED, f"{name_of(one.key)} left under a claim")
+        if isinstance(event, ev.TierChanged) and event.state is ev.TierState.SERVING:
+            self._recovered(daemon, event.tier)
         for ledger in state.tables.ledgers.values():
             used_bytes = ledger.published_bytes + ledger.reserved_bytes
             if not 0 <= used_bytes <= ledger.limit_bytes <= ledger.budget_bytes:
@@ -169,6 +186,8 @@ class Oracle:
             and before.generation not in self.tainted
         ):
             self.fail(SURVIVES, f"{name_of(key)} came back as it was before its last save")
+        if found and entry.generation in self.buried:
+            self.fail(GONE, f"{name_of(key)} came back")
         if not found:
             self.count(f"published in {entry.tier.label}")
         self.said[daemon.incarnation, entry.generation] = crc
@@ -180,11 +199,19 @@ class Oracle:
         gone = self.durable.pop(key, None)
         if gone is not None:
             self.left_ns[daemon.incarnation, gone.generation] = self.world.now_ns
+            self._leaving.add(gone.generation)
+            expected = self.expected.get(gone.tier, {}).get(key)
+            if expected is not None and expected.generation == gone.generation:
+                del self.expected[gone.tier][key]
 
-    def recovered(self, daemon: SimDaemon) -> None:
-        """It serves from now on: everything that has to be is there."""
+    def _recovered(self, daemon: SimDaemon, tier: Tier) -> None:
+        """It takes saves from now on: everything that has to be is there. It may have served for
+        some time."""
+        expected = self.expected.pop(tier, None)
+        if expected is None:
+            return  # its device answers again
         entries = daemon.core.state.tables.entries
-        for key, published in list(self.durable.items()):
+        for key, published in expected.items():
             entry = entries.get(key)
             if entry is not None and entry.generation == published.generation:
                 self.count(f"survived in {published.tier.label}")
@@ -193,19 +220,19 @@ class Oracle:
                 if self.true_crc(daemon, entry) != published.crc32c:
                     self.fail(SURVIVES, f"{name_of(key)} is there, and its bytes are not")
             elif published.generation in self.tainted:
-                del self.durable[key]
-            else:
+                if self.durable.get(key) is published:
+                    del self.durable[key]
+            elif entry is None or entry.tier <= tier:
                 where = published.tier.label
                 self.fail(SURVIVES, f"{name_of(key)} was published in {where} and is gone")
-        # A failed write of use is a lost hint.
-        if self.order is not None and not self.devices.happened:
-            for tier, before in self.order.items():
-                there = set(before)
-                now = [key for key in self._victims(daemon, tier) if key in there]
-                if now != [key for key in before if key in set(now)]:
-                    names = [*map(name_of, before)], [*map(name_of, now)]
-                    self.fail(ORDER, f"{tier.label}: {names[0]} became {names[1]}")
-            self.order = None
+        # A failed write of use is a lost hint, and what clients use goes to the end of the order.
+        before = self.order.pop(tier, None) if self.order is not None else None
+        if before is not None and not (self.devices.happened or daemon.serving):
+            there = set(before)
+            now = [key for key in self._victims(daemon, tier) if key in there]
+            if now != [key for key in before if key in set(now)]:
+                names = [*map(name_of, before)], [*map(name_of, now)]
+                self.fail(ORDER, f"{tier.label}: {names[0]} became {names[1]}")
         self.recount(daemon)
 
     def _victims(self, daemon: SimDaemon, tier: Tier) -> list[Key]:
@@ -214,6 +241,7 @@ class Oracle:
     def died(self, daemon: SimDaemon) -> None:
         """It was killed: what was in its own memory is gone, and so are hints."""
         self.order = None
+        self._leaving.clear()
         self._forget(Tier.RAM)
         del daemon
 
@@ -221,6 +249,9 @@ class Oracle:
         """It ended in order."""
         self.order = {tier: self._victims(daemon, tier) for tier in (Tier.SHM, Tier.DISK)}
         self.count("ended in order")
+        if not self.devices.happened:
+            self.buried |= self._leaving
+        self._leaving.clear()
         self._forget(Tier.RAM)
 
     def power_lost(self) -> None:

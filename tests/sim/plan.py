@@ -36,7 +36,7 @@ class Step:
 @dataclass(frozen=True)
 class Plan:
     """`slabs`: room of each tier; `yield_rate`: how often others get in between two steps of a
-    process; `lost_rate`: of calls; `lies`: reads of files may give other bytes than there are;
+    process; `lost_rate`: of calls; `head_start_s`: of a start before it serves; `lies`: reads of files may give other bytes than there are;
     `flips`: bits of what is stored change."""
 
     seed: int
@@ -45,6 +45,7 @@ class Plan:
     slabs: int
     yield_rate: float
     lost_rate: float
+    head_start_s: float
     lies: bool
     flips: bool
 
@@ -98,6 +99,7 @@ def plan_of(seed: int, steps: int = STEPS) -> Plan:
         slabs=7 if restarts else draw.choice([7, 10, 20]),
         yield_rate=draw.choice([0.02, 0.1, 0.3]),
         lost_rate=draw.choice([0, 0, 0.05, 0.2]),
+        head_start_s=draw.choice([0, 0, 0.5]),
         lies="flipped read" in kinds,
         flips=flips,
     )
@@ -115,9 +117,9 @@ def _client_step(
     kind = draw.choices(
         [
             *("save", "restore", "views", "lookup", "forge", "evict"),
-            *("touch", "leave", "die", "stop", "gc"),
+            *("touch", "leave", "die", "stop", "gc", "delete", "scrub"),
         ],
-        [40, 30, 8, 6, 4, 4, 3, 3, 2, 2, 2],
+        [40, 30, 8, 6, 4, 4, 3, 3, 2, 2, 2, 6, 2],
     )[0]
     args: dict[str, Any] = {"pause_ms": draw.choice([0, 0, 1, 20, 300, 1500])}
     some = draw.sample(range(keys), min(keys, draw.choice([1, 1, 2, 3])))
@@ -132,6 +134,8 @@ def _client_step(
                     ["well", "wrong crc", "short", "stalls", "leaves", "scribbles", "cancels"],
                     [70, 5, 5, 4, 5, 5, 4],
                 )[0],
+                "together": draw.choice([1, 2, 99]),
+                "quiet": draw.random() < 0.5,
                 "wait_ms": draw.choice([0, 0, 500, 3000]),
             }
         case "restore":
@@ -144,6 +148,7 @@ def _client_step(
                 "stale": stale,
                 "wait_ms": draw.choice([0, 0, 500, 3000]),
                 "hold_ms": draw.choice([0, 0, 100, 3000]),
+                "pieces": draw.choice([1, 1, 3]),
                 "stop_in": draw.choice([0, 0, 0, 2, 5]),
             }
         case "views":
@@ -151,10 +156,16 @@ def _client_step(
         case "lookup":
             args |= {"keys": some, "wait_ms": draw.choice([0, 1000, 4000])}
         case "forge":
-            args |= {"call": draw.choice(["claim", "reserve", "save", "read", "release", "cancel"])}
+            args |= {
+                "call": draw.choice(
+                    ["claim", "reserve", "save", "read", "release", "cancel", "delete"]
+                )
+            }
         case "evict":
             args |= {"tier": draw.choice(tiers).label, "entries": draw.choice([1, 2, 99])}
-        case "touch":
+        case "scrub":
+            args |= {"tier": draw.choice(tiers).label}
+        case "touch" | "delete":
             args |= {"keys": some}
         case "die":
             args |= {"ops": draw.choice([1, 5, 20, 60])}

@@ -18,9 +18,14 @@ from unittest import mock
 
 import structlog
 
+from prefixd.client.local import arenas
 from prefixd.proto.vocabulary import Tier
+from prefixd.server import daemon
+from prefixd.server.api import saves
 from prefixd.server.core import checking, entries
-from prefixd.server.runtime import lag
+from prefixd.server.runtime import devices, incoming, lag, recovery, verification
+from prefixd.tiers import arena, records
+from prefixd.tiers.arena_store import ArenaStore, RecordedStore
 from prefixd.tiers.rows import ROW_BYTES
 from tests.sim import oracle as promises
 from tests.sim.client import BOUND_S, SimClient
@@ -79,7 +84,10 @@ class Run:
 
     def _new_daemon(self) -> SimDaemon:
         self._starts += 1
-        return SimDaemon(self.world, self._plan, self.oracle, self._starts)
+        head_start_s = self.plan.head_start_s
+        return SimDaemon(
+            self.world, self._plan, self.oracle, self._starts, head_start_s=head_start_s
+        )
 
     def _until(self, condition: Callable[[], object], within_s: float) -> bool:
         until_ns = self.world.now_ns + int(within_s * _SECOND)
@@ -103,6 +111,13 @@ class Run:
             self.world.fail(promises.SURVIVES, f"a daemon does not start: {daemon.refused}")
         self.devices.faults.clear()
         self.start()
+
+    def _recovered(self) -> None:
+        """Until all tiers of one that serves have recovered."""
+        if not (self.daemon.alive and self.daemon.serving):
+            self.start()
+        if not self._until(lambda: not self.oracle.expected, _START_S):
+            self.world.fail(promises.BOUND, f"a recovery takes longer than {_START_S} s")
 
     def _kill(self, args: Mapping[str, Any]) -> None:
         process = self.daemon.process
@@ -218,6 +233,7 @@ class Run:
         self._everything_is_there(True, False)
         self._end()
         self.start()
+        self._recovered()
         self._everything_is_there(True)
 
     def _all_done(self) -> bool:
@@ -225,8 +241,7 @@ class Run:
         return len(self.clients) == self.plan.clients and all(c.done for c in self.clients)
 
     def _nothing_is_left(self) -> None:
-        if not (self.daemon.alive and self.daemon.serving):
-            self.start()
+        self._recovered()
         self.world.pass_time(_GONE_S * _SECOND)
         self.oracle.left_behind(self.daemon)
         for tier, directory in ((Tier.SHM, self.devices.shm), (Tier.DISK, self.devices.disk)):
@@ -239,7 +254,7 @@ class Run:
         keys = sorted(self.oracle.attempts)
         self.plan = replace(self.plan, lost_rate=0)
         shared = {"claim": True, "check": True, "stale": False, "wait_ms": 0}
-        shared |= {"hold_ms": 0, "stop_in": 0}
+        shared |= {"hold_ms": 0, "stop_in": 0, "pieces": 1}
         steps = [
             Step(2000 + n, "reader", "restore", shared | {"keys": [number], "place": place})
             for n, (number, place) in enumerate(
@@ -282,6 +297,26 @@ def _quiet() -> Iterator[None]:
             warnings.catch_warnings(),
             # Each is a step of the simulation, and an idle second is to be cheap.
             mock.patch.object(lag, "PULSE_NS", _PULSE_NS),
+            # What is written in one go elsewhere is written in several here.
+            mock.patch.object(devices, "_LOOK_S", 1.0),
+            mock.patch.object(arenas, "RELEASE_BYTES", 1),
+            mock.patch.object(arenas, "_PIECE_BYTES", SLAB),
+            mock.patch.object(arena, "RELEASE_BYTES", 1),
+            mock.patch.multiple(
+                incoming,
+                RELEASE_BYTES=SLAB,
+                _INLINE_BYTES=2 * SLAB,
+                _INLINE_SMALL_BYTES=SLAB,
+                _SEALED_BYTES=5 * SLAB,
+                _TURN_MESSAGES=2,
+            ),
+            mock.patch.object(saves, "MAX_WAITING_MESSAGES", 1),
+            mock.patch.object(records, "_BATCH_ENTRIES", 2),
+            mock.patch.object(recovery, "_ADOPTED_AT_ONCE", 1),
+            mock.patch.object(daemon, "_SECURED_BEFORE_SERVING_BYTES", 3 * SLAB),
+            mock.patch.object(ArenaStore.secure_segments, "__defaults__", (2 * SLAB,)),
+            mock.patch.object(RecordedStore.secure_segments, "__defaults__", (2 * SLAB,)),
+            mock.patch.object(verification, "SHARDS", _SHARDS),
             # A recount walks over all shards.
             mock.patch.multiple(entries, SHARDS=_SHARDS, _MASK=_SHARDS - 1),
             mock.patch.object(checking, "SHARDS", _SHARDS),

@@ -28,6 +28,7 @@ class _Save:
     def __init__(self, client: SimClient, session: Session) -> None:
         self.client = client
         self.session = session
+        self._together, self._quiet = 1, False
 
     def go(self, args: dict[str, Any]) -> None:
         session = self.session
@@ -58,12 +59,17 @@ class _Save:
             "write": self._save_reserved,
             "staged": self._save_staged,
         }
+        self._together, self._quiet = args["together"], args["quiet"]
         results = how[args["how"]](session, header, payloads, behaves)
         for number, result in results or ():
             self.client.oracle.count(f"save: {pb.SaveStatus.Name(result.status)}")
             if result.status == pb.SAVE_STATUS_SAVED:
                 key, payload = payloads[number]
                 self.client.oracle.acknowledged(key, payload, session.ref.incarnation)
+
+    def _grouped(self, parts: Sequence[Any]) -> Iterable[Sequence[Any]]:
+        """As messages carry them."""
+        return (parts[at : at + self._together] for at in range(0, len(parts), self._together))
 
     def _crc(self, payload: bytes, behaves: str) -> int:
         return crc32c(payload) ^ (behaves == "wrong crc")
@@ -109,7 +115,8 @@ class _Save:
     ) -> Iterable[tuple[int, pb.SaveResult]]:
         call = self.client.begin(session.daemon, "save")
         parts = list(self._parts(payloads, behaves))
-        messages = [pb.SaveRequest(header=header), *(pb.SaveRequest(parts=[p]) for p in parts)]
+        messages = [pb.SaveRequest(header=header)]
+        messages += [pb.SaveRequest(parts=some) for some in self._grouped(parts)]
         return self._stream(call, messages, behaves)
 
     def _save_whole(
@@ -141,8 +148,8 @@ class _Save:
             self.client.world.pass_time(int(1.2 * TTL_S * 1e9))
         numbers = {token: number for number, token in granted}
         wanted = [payloads[number] for number, _ in granted]
-        parts = self._parts(wanted, behaves, token=[token for _, token in granted])
-        messages = [pb.WriteRequest(parts=[part]) for part in parts]
+        parts = list(self._parts(wanted, behaves, token=[token for _, token in granted]))
+        messages = [pb.WriteRequest(parts=some) for some in self._grouped(parts)]
         messages[0].session.CopyFrom(session.ref)
         call = self.client.begin(session.daemon, "write")
         for message in messages:
@@ -164,6 +171,7 @@ class _Save:
         call = self.client.begin(session.daemon, "save_staged")
         call.send(pb.SaveStagedRequest(header=header))
         offset = 0
+        parts: list[pb.StagedPart] = []
         for number, (_, payload) in enumerate(payloads):
             staging[offset : offset + len(payload)] = payload
             length = len(payload) - (behaves == "short" and len(payload) > 1)
@@ -174,7 +182,10 @@ class _Save:
                 last=True,
                 payload_crc32c=self._crc(payload, behaves),
             )
-            call.send(pb.SaveStagedRequest(parts=[part]))
+            parts.append(part)
+            if len(parts) >= self._together or number == len(payloads) - 1:
+                call.send(pb.SaveStagedRequest(parts=parts, quiet=self._quiet))
+                parts = []
             self.client.world.operate(50_000)
             if behaves == "scribbles":
                 self.client.world.pass_time(self.client.random.randrange(1_000_000))
@@ -189,5 +200,8 @@ class _Save:
         call.send(pb.SaveStagedRequest(last=True))
         results: list[pb.SaveResult] = []
         while not results and self.client.answered(call):
-            results = list(call.responses.popleft().results)
+            response = call.responses.popleft()
+            results = list(response.results)
+            if response.all_saved:
+                results = [pb.SaveResult(status=pb.SAVE_STATUS_SAVED)] * response.all_saved
         return enumerate(results)

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from prefixd.proto import copying
+from prefixd.proto.pieces import FlatBytes, Pieces, pairs
 from tests.sim.files import Devices, SimOs
 from tests.sim.world import (
     SimCondition,
@@ -101,9 +102,15 @@ class _SimSecrets:
 def _in_pieces(world: World, real: Callable[..., Any], *, crc: bool) -> Callable[..., Any]:
     """A copy that others get in between of."""
 
-    def copy(destination: memoryview, source: Any, before: int = 0) -> Any:
+    def copy(destination: FlatBytes, source: Any, before: int = 0) -> Any:
         if not world.here():
             return real(destination, source, before) if crc else real(destination, source)
+        if isinstance(destination, Pieces) or isinstance(source, Pieces):
+            result = before
+            flat = source if isinstance(source, Pieces) else memoryview(source).cast("B")
+            for room, part in pairs(destination, flat):
+                result = copy(room, part, result)
+            return result
         data = memoryview(source).cast("B")
         if len(data) != len(destination):
             raise ValueError(f"{len(data)} bytes do not fill {len(destination)}")

@@ -448,7 +448,7 @@ class SimExecutor(Executor):
         self._max_workers = max_workers
         self._name = name
         self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._workers = 0
+        self._workers: list[Fiber] = []
         self._idle: list[Fiber] = []
         self._shut = False
 
@@ -462,9 +462,9 @@ class SimExecutor(Executor):
         self._jobs.append((future, lambda: fn(*args, **kwargs)))
         if self._idle:
             self._world.wake(self._idle.pop())
-        elif self._workers < self._max_workers:
-            self._workers += 1
-            self._process.spawn(f"{self._name}{self._workers}", self._work)
+        elif len(self._workers) < self._max_workers:
+            name = f"{self._name}{len(self._workers) + 1}"
+            self._workers.append(self._process.spawn(name, self._work))
         return future
 
     def _work(self) -> None:
@@ -499,10 +499,15 @@ class SimExecutor(Executor):
             if future.set_running_or_notify_cancel():
                 future.set_exception(RuntimeError("the process died"))
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        world = self._world
         self._shut = True
         if cancel_futures or self._process.dead:
             while self._jobs:
                 self._jobs.popleft()[0].cancel()
         while self._idle:
-            self._world.wake(self._idle.pop())
+            world.wake(self._idle.pop())
+        for worker in self._workers:
+            while wait and not (worker.done or self._process.dead):
+                worker.waiting_for_end.append(world.current)
+                world.block()
