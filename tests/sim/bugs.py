@@ -17,9 +17,9 @@ from unittest import mock
 from prefixd.client.local import arenas
 from prefixd.server.api import sessions
 from prefixd.server.core import save_rules, transition
-from prefixd.server.core.effects import Effect, IndexDelete
+from prefixd.server.core.effects import Effect, IndexDelete, StopWriting
 from prefixd.server.runtime import committer, index, loop
-from prefixd.tiers import arena_store, disk, ledger
+from prefixd.tiers import arena_store, disk, ledger, records
 from prefixd.tiers.store import Damaged, RecoveryBatch, StoreError
 
 
@@ -153,35 +153,82 @@ def _damage_taken_for_failure() -> Any:
     """Bytes that are not those that were saved count as unreadable for now."""
 
     def wrong(real: Any) -> Any:
-        def verify(self: Any, entry: Any, payload_crc32c: int) -> None:
+        def verify_steps(self: Any, entry: Any, payload_crc32c: int) -> Iterator[int]:
             try:
-                real(self, entry, payload_crc32c)
+                yield from real(self, entry, payload_crc32c)
             except Damaged as problem:
                 raise StoreError(str(problem)) from None
 
-        return verify
+        return verify_steps
 
-    return _instead(disk.DiskStore, "verify", wrong)
+    return _instead(disk.DiskStore, "verify_steps", wrong)
 
 
 def _failure_taken_for_damage() -> Any:
     """Bytes that can't be read now count as lost."""
 
     def wrong(real: Any) -> Any:
-        def verify(self: Any, entry: Any, payload_crc32c: int) -> None:
+        def verify_steps(self: Any, entry: Any, payload_crc32c: int) -> Iterator[int]:
             try:
-                real(self, entry, payload_crc32c)
+                yield from real(self, entry, payload_crc32c)
             except StoreError as problem:
                 raise Damaged(str(problem)) from None
 
-        return verify
+        return verify_steps
 
-    return _instead(disk.DiskStore, "verify", wrong)
+    return _instead(disk.DiskStore, "verify_steps", wrong)
 
 
 def _incarnation_not_checked() -> Any:
     """A client believes the rows of an earlier start whatever wrote to the arena since."""
     return _instead(arenas.MappedArena, "written_by", lambda _real: lambda _self, _start: True)
+
+
+def _saves_while_it_recovers() -> Any:
+    """A tier takes saves before all that it holds is known."""
+
+    def wrong(real: Any) -> Any:
+        def make_room(transition: Any, session: Any, coming: Any) -> Any:
+            with mock.patch.object(transition.tables, "closed", {}):
+                return real(transition, session, coming)
+
+        return make_room
+
+    return _instead(save_rules, "make_room", wrong)
+
+
+def _record_outlives_its_entry() -> Any:
+    """What left is not erased."""
+    return _instead(records.Records, "forget", lambda _real: lambda _self, _entries: None)
+
+
+def _room_reused_while_a_thread_copies() -> Any:
+    """A reservation that is lost gives its room back at once."""
+
+    def wrong(real: Any) -> Any:
+        def do(self: Any, effect: Any) -> None:
+            if isinstance(effect, StopWriting) and effect.token in self.writes:
+                with mock.patch.object(self.writes[effect.token], "busy", 0):
+                    return real(self, effect)
+            return real(self, effect)
+
+        return do
+
+    return _instead(loop.Core, "_do", wrong)
+
+
+def _batch_believed_for_its_first() -> Any:
+    """Of a batch that is sealed as one the first checksum stands for all."""
+
+    def wrong(real: Any) -> Any:
+        def sealed(transition: Any, event: Any, blocking: Any) -> None:
+            if event.crc32c[0] == event.expected_crc32c[0]:
+                event = replace(event, expected_crc32c=event.crc32c)
+            real(transition, event, blocking)
+
+        return sealed
+
+    return _instead(save_rules, "sealed", wrong)
 
 
 #: By name: what breaks the code.
@@ -198,6 +245,10 @@ BUGS: Final[dict[str, Callable[[], Any]]] = {
     "swallowed task death": _swallowed_task_death,
     "damage taken for failure": _damage_taken_for_failure,
     "failure taken for damage": _failure_taken_for_damage,
+    "saves while it recovers": _saves_while_it_recovers,
+    "record outlives its entry": _record_outlives_its_entry,
+    "room reused while a thread copies": _room_reused_while_a_thread_copies,
+    "batch believed for its first": _batch_believed_for_its_first,
     "incarnation not checked": _incarnation_not_checked,
 }
 

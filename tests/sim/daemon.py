@@ -4,8 +4,10 @@ the sockets in front of them."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from prefixd.proto.vocabulary import Tier
@@ -23,7 +25,8 @@ from prefixd.server.runtime.staging import StagingPool
 from prefixd.tiers.disk import DiskStore
 from prefixd.tiers.row_table import RowFile
 from prefixd.tiers.rows import ROW_BYTES
-from prefixd.tiers.store import Store, StoreError
+from prefixd.tiers.shm import ShmStore
+from prefixd.tiers.store import RecoveryBatch, Store, StoreError
 from tests.sim.files import Devices
 from tests.sim.loop import SimLoop
 from tests.sim.world import Killed, Process, SimExecutor, World
@@ -57,9 +60,18 @@ class _FlatRows(RowFile):
         return super().chunks()
 
 
-class FlatDiskStore(DiskStore):
-    """The disk tier, with its rows in a file: LMDB lies in a process of its own, which a world can't
-    run. What is above and below the table is as it is."""
+class SimShmStore(ShmStore):
+    """The shm tier, whose recovery takes its time."""
+
+    pause: Callable[[], None]
+
+    def recover(self) -> Iterator[RecoveryBatch]:
+        return _slowly(super().recover(), self.pause)
+
+
+class SimDiskStore(DiskStore):
+    """The disk tier, with its rows in a file: LMDB lies in a process of its own, which a world
+    can't run. The rest is as it is, but for the time that a recovery takes."""
 
     _OLD_LAYOUTS: ClassVar[tuple[str, ...]] = ()
     _TABLE_FIXED_BYTES: ClassVar[int] = 0
@@ -68,15 +80,37 @@ class FlatDiskStore(DiskStore):
     def _open_table(self, slabs: int, *, sync: bool) -> RowFile:  # type: ignore[override]
         return _FlatRows(self.directory, slabs, sync=sync)
 
+    pause: Callable[[], None]
+
+    def recover(self) -> Iterator[RecoveryBatch]:
+        return _slowly(super().recover(), self.pause)
+
+
+def _slowly(batches: Iterator[RecoveryBatch], pause: Callable[[], None]) -> Iterator[RecoveryBatch]:
+    pause()
+    for batch in batches:
+        yield batch
+        pause()
+
 
 def make_plan(devices: Devices, slabs: int) -> Plan:
     """The configuration of all starts in a run. `slabs`: of each tier."""
+    plan = _plan_of(slabs)
+    directories = {Tier.SHM: devices.shm, Tier.DISK: devices.disk}
+    tiers = {
+        tier: replace(tier_plan, directory=directories.get(tier))
+        for tier, tier_plan in plan.all_tiers.items()
+    }
+    return replace(plan, all_tiers=tiers)
+
+
+@cache
+def _plan_of(slabs: int) -> Plan:
+    """The same of all runs, but for their directories: it takes a tenth of a run."""
     flags = [
         *(f"--{tier.label}.budget={slabs * (SLAB + 256)}" for tier in Tier),
         *(f"--{tier.label}.slab={SLAB}" for tier in Tier),
-        f"--server.address=unix:{devices.disk.parent / 's'}",
-        f"--shm.directory={devices.shm}",
-        f"--disk.directory={devices.disk}",
+        "--server.address=unix:/nowhere/s",
         f"--disk.hung_after={HUNG_S}s",
         f"--disk.probe_interval={_PROBE_S}s",
         f"--server.staging={STAGING_BYTES}",
@@ -93,9 +127,17 @@ class SimDaemon:
     """See the module. `start` is called in any fiber; what is asked of it runs in its own."""
 
     def __init__(
-        self, world: World, plan: Plan, oracle: Oracle, number: int, *, head_start_s: float
+        self,
+        world: World,
+        plan: Plan,
+        oracle: Oracle,
+        number: int,
+        *,
+        head_start_s: float,
+        batch_ms: int,
     ) -> None:
-        """`head_start_s`: it serves after so long, whatever its tiers still have to recover."""
+        """`head_start_s`: it serves after so long, whatever its tiers still have to recover;
+        `batch_ms`: what each batch of a recovery takes."""
         self.world = world
         self.process = Process(world, f"daemon{number}")
         self.incarnation = world.entropy.randbytes(16)
@@ -116,6 +158,7 @@ class SimDaemon:
         self.open_calls: set[Call] = set()
         self._plan = plan
         self._head_start_s = head_start_s
+        self._batch_ns = batch_ms * 1_000_000
         self._oracle = oracle
         self._stop: asyncio.Event
         self.process.when_dead.append(self._died)
@@ -159,11 +202,20 @@ class SimDaemon:
                 self.ended = True
                 self._hang_up()
 
+    def _make_store(self, plan: TierPlan) -> Store:
+        if plan.tier is Tier.RAM:
+            return assembly.make_store(plan, verify_at_start=True, sync=True)
+        assert plan.directory is not None
+        make = SimShmStore if plan.tier is Tier.SHM else SimDiskStore
+        store = make(plan.directory, plan.budget_bytes, plan.slab_bytes)
+        store.pause = lambda: self.world.pass_time(self._batch_ns)
+        return store
+
     async def _live(self, stores: dict[Tier, Store]) -> None:
         plan, world = self._plan, self.world
         clock = clocks.Clock()
         for tier, tier_plan in plan.tiers.items():
-            stores[tier] = _make_store(tier_plan)
+            stores[tier] = self._make_store(tier_plan)
         index = assembly.make_index(plan, self.incarnation)
         executor = SimExecutor(world, 2)
         state = assembly.make_state(plan, stores, clock.now_ns())
@@ -227,10 +279,3 @@ class SimDaemon:
             died(name, problem, vital=vital)
 
         self.core.supervisor.died = told  # type: ignore[method-assign]
-
-
-def _make_store(plan: TierPlan) -> Store:
-    if plan.tier is not Tier.DISK:
-        return assembly.make_store(plan, verify_at_start=True, sync=True)
-    assert plan.directory is not None
-    return FlatDiskStore(plan.directory, plan.budget_bytes, plan.slab_bytes, sync=True)

@@ -42,7 +42,7 @@ LEAKS: Final = "a client that is gone holds nothing"
 
 #: A recount of everything takes 0.8 ms: after every event it would be half of all the time. The
 #: sums of the budgets are compared after each.
-_RECOUNT_EVERY: Final = 5
+_RECOUNT_EVERY: Final = 8
 #: The rows of all keys, and the entries that they are of.
 _INDEX_EVERY: Final = 2
 
@@ -164,6 +164,8 @@ class Oracle:
             used_bytes = ledger.published_bytes + ledger.reserved_bytes
             if not 0 <= used_bytes <= ledger.limit_bytes <= ledger.budget_bytes:
                 self.fail(BUDGETS, f"{ledger.tier.label}: {used_bytes} of {ledger.limit_bytes}")
+        if self.expected and daemon.serving:
+            self.count(f"while it recovers: {type(event).__name__}")
         if self.events % _RECOUNT_EVERY == 0:
             self.recount(daemon)
 

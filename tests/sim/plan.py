@@ -36,8 +36,9 @@ class Step:
 @dataclass(frozen=True)
 class Plan:
     """`slabs`: room of each tier; `yield_rate`: how often others get in between two steps of a
-    process; `lost_rate`: of calls; `head_start_s`: of a start before it serves; `lies`: reads of files may give other bytes than there are;
-    `flips`: bits of what is stored change."""
+    process; `lost_rate`: of calls; `head_start_s`: of a start before it serves; `batch_ms`: what a
+    batch of a recovery takes; `lies`: reads of files may give other bytes than there are; `flips`:
+    bits of what is stored change."""
 
     seed: int
     steps: tuple[Step, ...]
@@ -46,6 +47,7 @@ class Plan:
     yield_rate: float
     lost_rate: float
     head_start_s: float
+    batch_ms: int
     lies: bool
     flips: bool
 
@@ -100,6 +102,7 @@ def plan_of(seed: int, steps: int = STEPS) -> Plan:
         yield_rate=draw.choice([0.02, 0.1, 0.3]),
         lost_rate=draw.choice([0, 0, 0.05, 0.2]),
         head_start_s=draw.choice([0, 0, 0.5]),
+        batch_ms=draw.choice([0, 0, 200, 2000]),
         lies="flipped read" in kinds,
         flips=flips,
     )

@@ -84,9 +84,13 @@ class Run:
 
     def _new_daemon(self) -> SimDaemon:
         self._starts += 1
-        head_start_s = self.plan.head_start_s
         return SimDaemon(
-            self.world, self._plan, self.oracle, self._starts, head_start_s=head_start_s
+            self.world,
+            self._plan,
+            self.oracle,
+            self._starts,
+            head_start_s=self.plan.head_start_s,
+            batch_ms=self.plan.batch_ms,
         )
 
     def _until(self, condition: Callable[[], object], within_s: float) -> bool:
@@ -314,8 +318,8 @@ def _quiet() -> Iterator[None]:
             mock.patch.object(records, "_BATCH_ENTRIES", 2),
             mock.patch.object(recovery, "_ADOPTED_AT_ONCE", 1),
             mock.patch.object(daemon, "_SECURED_BEFORE_SERVING_BYTES", 3 * SLAB),
-            mock.patch.object(ArenaStore.secure_segments, "__defaults__", (2 * SLAB,)),
-            mock.patch.object(RecordedStore.secure_segments, "__defaults__", (2 * SLAB,)),
+            mock.patch.object(ArenaStore.secure_segments, "__defaults__", (4 * SLAB,)),
+            mock.patch.object(RecordedStore.secure_segments, "__defaults__", (4 * SLAB,)),
             mock.patch.object(verification, "SHARDS", _SHARDS),
             # A recount walks over all shards.
             mock.patch.multiple(entries, SHARDS=_SHARDS, _MASK=_SHARDS - 1),

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import ModuleType
 from typing import Any, Final
 
@@ -152,16 +153,23 @@ def installed(world: World, devices: Devices) -> Iterator[None]:
         id(copying.copy_crc32c): _in_pieces(world, copying.copy_crc32c, crc=True),
         id(copying.copy): _in_pieces(world, copying.copy, crc=False),
     }
-    undone: list[tuple[ModuleType, str, Any]] = []
+    places = _places(frozenset(changes))
     try:
-        for module in _modules():
-            if module is copying:
-                continue
-            for name, value in list(vars(module).items()):
-                if id(value) in changes:
-                    undone.append((module, name, value))
-                    setattr(module, name, changes[id(value)])
+        for module, name, value in places:
+            setattr(module, name, changes[id(value)])
         yield
     finally:
-        for module, name, value in undone:
+        for module, name, value in places:
             setattr(module, name, value)
+
+
+@cache
+def _places(wanted: frozenset[int]) -> list[tuple[ModuleType, str, Any]]:
+    """Where modules of the package name what has these ids. Looking takes a tenth of a run."""
+    return [
+        (module, name, value)
+        for module in _modules()
+        if module is not copying
+        for name, value in vars(module).items()
+        if id(value) in wanted
+    ]
