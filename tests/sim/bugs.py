@@ -17,7 +17,7 @@ from unittest import mock
 from prefixd.client.local import arenas
 from prefixd.server.api import sessions
 from prefixd.server.core import save_rules, transition
-from prefixd.server.core.effects import Effect, IndexDelete, StopWriting
+from prefixd.server.core.effects import Effect, IndexDelete
 from prefixd.server.runtime import committer, index, loop
 from prefixd.tiers import arena_store, disk, ledger, records
 from prefixd.tiers.store import Damaged, RecoveryBatch, StoreError
@@ -202,21 +202,6 @@ def _record_outlives_its_entry() -> Any:
     return _instead(records.Records, "forget", lambda _real: lambda _self, _entries: None)
 
 
-def _room_reused_while_a_thread_copies() -> Any:
-    """A reservation that is lost gives its room back at once."""
-
-    def wrong(real: Any) -> Any:
-        def do(self: Any, effect: Any) -> None:
-            if isinstance(effect, StopWriting) and effect.token in self.writes:
-                with mock.patch.object(self.writes[effect.token], "busy", 0):
-                    return real(self, effect)
-            return real(self, effect)
-
-        return do
-
-    return _instead(loop.Core, "_do", wrong)
-
-
 def _batch_believed_for_its_first() -> Any:
     """Of a batch that is sealed as one the first checksum stands for all."""
 
@@ -247,7 +232,6 @@ BUGS: Final[dict[str, Callable[[], Any]]] = {
     "failure taken for damage": _failure_taken_for_damage,
     "saves while it recovers": _saves_while_it_recovers,
     "record outlives its entry": _record_outlives_its_entry,
-    "room reused while a thread copies": _room_reused_while_a_thread_copies,
     "batch believed for its first": _batch_believed_for_its_first,
     "incarnation not checked": _incarnation_not_checked,
 }

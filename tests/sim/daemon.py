@@ -29,7 +29,8 @@ from prefixd.tiers.shm import ShmStore
 from prefixd.tiers.store import RecoveryBatch, Store, StoreError
 from tests.sim.files import Devices
 from tests.sim.loop import SimLoop
-from tests.sim.world import Killed, Process, SimExecutor, World
+from tests.sim.threads import SimExecutor
+from tests.sim.world import Killed, Process, World
 
 if TYPE_CHECKING:
     from tests.sim.network import Call
@@ -251,7 +252,7 @@ class SimDaemon:
             core.end_sessions()
             self.serving = False
             # As the servers do: calls that are still under way are ended.
-            for task in list(self.calls):
+            for task in sorted(self.calls, key=self.loop.number_of):
                 task.cancel()
             if self.calls:
                 await asyncio.wait(self.calls, timeout=1)

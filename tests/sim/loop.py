@@ -8,7 +8,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any
 
-from tests.sim.world import Killed, SimExecutor, World
+from tests.sim.threads import SimExecutor
+from tests.sim.world import Killed, World
 
 
 class _Selector:
@@ -42,9 +43,19 @@ class SimLoop(asyncio.BaseEventLoop):
         self._selector = _Selector(self)
         self._clock_resolution = 1e-9
         self._default: SimExecutor | None = None
+        self._numbers: dict[asyncio.Task[Any], int] = {}
 
     def time(self) -> float:
         return self.world.now_ns / 1e9
+
+    def create_task(self, coro: Any, **named: Any) -> asyncio.Task[Any]:
+        task = super().create_task(coro, **named)
+        self._numbers[task] = len(self._numbers)
+        return task
+
+    def number_of(self, task: asyncio.Task[Any]) -> int:
+        """In the order in which they were made: sets of tasks have none."""
+        return self._numbers[task]
 
     def _process_events(self, event_list: list[Any]) -> None:
         """There are none: what comes from outside comes from other fibers."""
@@ -105,7 +116,7 @@ class SimLoop(asyncio.BaseEventLoop):
             tasks = asyncio.all_tasks(self)
             if not tasks:
                 return
-            for task in tasks:
+            for task in sorted(tasks, key=self.number_of):
                 task.cancel()
             self.call_soon(self.stop)
             self.run_forever()

@@ -17,7 +17,8 @@ from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.core import events as ev
-from prefixd.server.core.effects import Effect, Erase, IndexDelete, IndexPut
+from prefixd.server.core.answers import DeleteAnswer, DeleteOutcome
+from prefixd.server.core.effects import Effect, Erase, IndexDelete, IndexPut, Reply
 from prefixd.server.core.entries import Entry
 from tests.sim.world import World
 
@@ -37,7 +38,7 @@ PINNED: Final = "no pinned entry is evicted"
 ORDER: Final = "the order of eviction survives a restart"
 BOUND: Final = "no wait without a bound"
 PROOF: Final = "no call acts for a session without its secret"
-GONE: Final = "what left does not come back, unless the daemon was killed"
+GONE: Final = "what left does not come back; only a kill may undo it"
 LEAKS: Final = "a client that is gone holds nothing"
 
 #: A recount of everything takes 0.8 ms: after every event it would be half of all the time. The
@@ -45,6 +46,9 @@ LEAKS: Final = "a client that is gone holds nothing"
 _RECOUNT_EVERY: Final = 8
 #: The rows of all keys, and the entries that they are of.
 _INDEX_EVERY: Final = 2
+
+
+_GONE: Final = (DeleteOutcome.DELETED, DeleteOutcome.ABSENT)
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class Oracle:
         #: generations whose records are gone for good, and those of which this is not known yet
         self.buried: set[int] = set()
         self._leaving: set[int] = set()
+        #: keys that clients of this start were told are gone
+        self._deleted: set[Key] = set()
         #: generations that a start said, with what they stood for
         self.said: dict[tuple[bytes, int], int] = {}
         #: generations that left, and when
@@ -96,6 +102,7 @@ class Oracle:
 
     def watch(self, daemon: SimDaemon) -> None:
         """See everything that happens to its state."""
+        self._deleted.clear()
         self.expected = {
             tier: {key: one for key, one in self.durable.items() if one.tier is tier}
             for tier, store in daemon.core.stores.items()
@@ -149,6 +156,10 @@ class Oracle:
                     self._published(daemon, effect.entry, found=isinstance(event, ev.TierRecovered))
                 case IndexDelete():
                     self._left(daemon, effect.key)
+                case Reply(answer=DeleteAnswer()):
+                    assert isinstance(event, ev.DeleteAsked)
+                    results = zip(event.keys, effect.answer.results, strict=True)
+                    self._deleted.update(key for key, result in results if result in _GONE)
                 case Erase():
                     for one in effect.entries:
                         held = getattr(one, "pins", 0) and one.generation not in self.tainted
@@ -188,7 +199,7 @@ class Oracle:
             and before.generation not in self.tainted
         ):
             self.fail(SURVIVES, f"{name_of(key)} came back as it was before its last save")
-        if found and entry.generation in self.buried:
+        if found and (entry.generation in self.buried or key in self._deleted):
             self.fail(GONE, f"{name_of(key)} came back")
         if not found:
             self.count(f"published in {entry.tier.label}")

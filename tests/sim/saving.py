@@ -29,6 +29,7 @@ class _Save:
         self.client = client
         self.session = session
         self._together, self._quiet = 1, False
+        self._wrong: bytes | None = None
 
     def go(self, args: dict[str, Any]) -> None:
         session = self.session
@@ -50,9 +51,9 @@ class _Save:
             wait_ms=args["wait_ms"],
         )
         if behaves == "wrong crc":
-            # These bytes were never meant: what is meant is something else.
-            for key, payload in payloads:
-                del self.client.oracle.attempts[key][crc32c(payload)]
+            # The last of these bytes were never meant: what is meant is something else.
+            key, self._wrong = payloads[-1]
+            del self.client.oracle.attempts[key][crc32c(self._wrong)]
         how: dict[str, Callable[..., Sequence[tuple[int, pb.SaveResult]] | None]] = {
             "save": self._save_stream,
             "save_whole": self._save_whole,
@@ -71,8 +72,8 @@ class _Save:
         """As messages carry them."""
         return (parts[at : at + self._together] for at in range(0, len(parts), self._together))
 
-    def _crc(self, payload: bytes, behaves: str) -> int:
-        return crc32c(payload) ^ (behaves == "wrong crc")
+    def _crc(self, payload: bytes) -> int:
+        return crc32c(payload) ^ (payload is self._wrong)
 
     def _parts(
         self, payloads: Sequence[tuple[Key, bytes]], behaves: str, **named: Sequence[int]
@@ -88,7 +89,7 @@ class _Save:
                 part = pb.WritePart(offset_bytes=start, data=data, last=last)
                 setattr(part, name, number)
                 if last:
-                    part.payload_crc32c = self._crc(payload, behaves)
+                    part.payload_crc32c = self._crc(payload)
                 yield part
 
     def _stream(
@@ -180,7 +181,7 @@ class _Save:
                 staging_offset_bytes=offset,
                 length_bytes=length,
                 last=True,
-                payload_crc32c=self._crc(payload, behaves),
+                payload_crc32c=self._crc(payload),
             )
             parts.append(part)
             if len(parts) >= self._together or number == len(payloads) - 1:

@@ -17,14 +17,8 @@ from typing import Any, Final
 from prefixd.proto import copying
 from prefixd.proto.pieces import FlatBytes, Pieces, pairs
 from tests.sim.files import Devices, SimOs
-from tests.sim.world import (
-    SimCondition,
-    SimEvent,
-    SimExecutor,
-    SimLock,
-    SimThread,
-    World,
-)
+from tests.sim.threads import SimCondition, SimEvent, SimExecutor, SimLock, SimThread
+from tests.sim.world import World
 
 #: Copies are made of pieces of this size, between which others get in.
 PIECE_BYTES: Final = 2048

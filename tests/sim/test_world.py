@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.sim.files import SECTOR_BYTES, Devices, Fault, SimOs
-from tests.sim.world import Failure, Process, SimCondition, SimExecutor, SimLock, World
+from tests.sim.threads import SimCondition, SimExecutor, SimLock
+from tests.sim.world import Failure, Process, World
 
 
 def steps_of(seed: int) -> list[str]:
