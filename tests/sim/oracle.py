@@ -232,7 +232,7 @@ class Oracle:
                     continue
                 if self.true_crc(daemon, entry) != published.crc32c:
                     self.fail(SURVIVES, f"{name_of(key)} is there, and its bytes are not")
-            elif published.generation in self.tainted:
+            elif published.generation in self.tainted or key in self._deleted:
                 if self.durable.get(key) is published:
                     del self.durable[key]
             elif entry is None or entry.tier <= tier:
