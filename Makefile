@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: dev demo test engines check format proto clean
+.PHONY: dev demo test sim engines check format proto clean
 .DEFAULT_GOAL := dev
 
 # Runtime only: what a user has after `pip install 'prefixd[server]'`.
@@ -25,6 +25,12 @@ demo: $(VENV)/.runtime ## a private daemon, three tiers, real bytes, verified
 
 test: $(VENV)/.dev ## the whole test suite
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+SEED ?= 0
+RUNS ?= 1000
+STEPS ?= 30
+sim: $(VENV)/.dev ## simulated daemons and clients: seeds SEED to SEED + RUNS, of STEPS steps each
+	PYTHONHASHSEED=0 $(BIN)/python -m tests.sim --seed $(SEED) --runs $(RUNS) --steps $(STEPS)
 
 # The engines themselves, on models that the tests make. A C++ compiler builds llama.cpp.
 ENGINES := $(VENV)-engines

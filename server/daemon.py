@@ -139,7 +139,7 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
         )
         try:
             # Most starts have little to recover: their clients meet no tier that is closed.
-            await asyncio.wait(_begin_tiers(core, incarnation), timeout=_HEAD_START_S)
+            await asyncio.wait(begin_tiers(core, incarnation), timeout=_HEAD_START_S)
             yield core
         finally:
             core.supervisor.cancel()
@@ -148,7 +148,7 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
                 leave(1 if core.broken.is_set() else 0)
 
 
-def _begin_tiers(core: Core, incarnation: bytes) -> list[asyncio.Task[None]]:
+def begin_tiers(core: Core, incarnation: bytes) -> list[asyncio.Task[None]]:
     """Let every tier recover, take its memory, and serve: tasks that end then."""
     recovery = Recovery(core, incarnation)
     return [

@@ -23,8 +23,11 @@ def recovered(
     footprints: Mapping[Tier, Footprint],
     numbers: dict[int, int],
 ) -> None:
-    """Adopt what survived. Each entry is more recent than all before it: where there is no room
-    for it, they make some. `numbers`: those of adopted entries that repeat, see `SaveBatch`."""
+    """Adopt what survived and was not deleted meanwhile. Each entry is more recent than all before
+    it: where there is no room for it, they make some.
+
+    `numbers`: those of adopted entries that repeat, see `SaveBatch`.
+    """
     t, tier = transition.tables, event.tier
     counters, ledger = t.tier_counters[tier], t.ledgers[tier]
     counters.dropped_at_start += event.dropped
@@ -34,7 +37,8 @@ def recovered(
         if there is not None and (there.tier, there.generation) == (tier, record.generation):
             continue  # a recovery that failed begins again
         cost = footprints[tier](record.payload_bytes, record.token_ids_bytes)
-        if not _has_room(ledger, cost) or not _gives_way(transition, record, tier):
+        deleted = record.key in t.deleted
+        if deleted or not _has_room(ledger, cost) or not _gives_way(transition, record, tier):
             counters.dropped_at_start += 1
             transition.effects.append(Erase(tier, (record,)))
             continue

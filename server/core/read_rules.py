@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from ...proto.errors import LimitReached
 from ...proto.keys import Key
@@ -32,6 +33,9 @@ from .events import (
 )
 from .tables import Claim, Session, Timer, WaitMode
 from .transition import Refusal, Transition
+
+#: Deletes that are remembered while a tier recovers: some megabytes.
+MAX_DELETED: Final = 65_536
 
 _WAIT_MODES = {
     ClaimMode.RUN: WaitMode.RUN,
@@ -206,18 +210,27 @@ def release(transition: Transition, asked: ReleaseAsked) -> ReleaseAnswer:
 def delete(transition: Transition, asked: DeleteAsked) -> DeleteAnswer:
     """Drop what a client names. A key can't be guessed: who names one can compute it, or was told.
 
-    What others rely on is not taken from them: a pinned entry and a save in flight stay.
+    What others rely on is not taken from them: a pinned entry and a save in flight stay. What a
+    recovery finds later is dropped then, see `adoption`.
     """
     transition.session(asked.session)
     t = transition.tables
+    if t.closed and len(t.deleted) + len(asked.keys) > MAX_DELETED:
+        raise Refusal(LimitReached("too many deletes while a tier recovers or hangs"))
     results: list[DeleteOutcome] = []
     for key in asked.keys:
         entry = t.entries.find(key)
-        if entry is None:
-            flight = key in t.in_flight
-            results.append(DeleteOutcome.IN_FLIGHT if flight else DeleteOutcome.ABSENT)
-        elif entry.pins:
+        if entry is None and key in t.in_flight:
+            results.append(DeleteOutcome.IN_FLIGHT)
+            continue
+        if entry is not None and entry.pins:
             results.append(DeleteOutcome.PINNED)
+            continue
+        if t.closed:
+            # A recovery may find it later. It may hide behind a device that hangs.
+            t.deleted.add(key)
+        if entry is None:
+            results.append(DeleteOutcome.ABSENT)
         else:
             t.ledgers[entry.tier].remove(entry)
             transition.forget(key)

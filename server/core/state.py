@@ -181,6 +181,8 @@ class MetaState:
                 t.closed.pop(event.tier, None)
                 if event.state is not TierState.SERVING:
                     t.closed[event.tier] = event.state
+                elif not t.closed:
+                    t.deleted.clear()
             case BytesRead():
                 t.tier_counters[event.tier].read_bytes += event.payload_bytes
             case TierRecovered():

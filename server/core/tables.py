@@ -377,6 +377,8 @@ class Tables:
     old_timers: list[tuple[int, Timer, int]] = field(default_factory=list)
     #: the tiers that do not serve; those that do are not in it
     closed: dict[Tier, TierState] = field(default_factory=dict)
+    #: keys that were deleted since not all tiers serve: their records may not have been read yet
+    deleted: set[Key] = field(default_factory=set)
     #: the highest generation of an earlier start; those above are of this one
     adopted_ns: int = 0
     #: by tier: the last stamp of use that was adopted at start

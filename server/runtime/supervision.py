@@ -22,17 +22,18 @@ class Supervisor:
         self._health = health
         self._give_up = give_up
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
+        #: a dict, for they are cancelled in the order in which they began
+        self._tasks: dict[asyncio.Task[None], None] = {}
 
     def task(
         self, name: str, work: Coroutine[Any, Any, None], *, vital: bool = False
     ) -> asyncio.Task[None]:
         """Start it. Whoever cancels it knows what they do."""
         task = self._loop.create_task(work, name=name)
-        self._tasks.add(task)
+        self._tasks[task] = None
 
         def done(ended: asyncio.Task[None]) -> None:
-            self._tasks.discard(ended)
+            self._tasks.pop(ended, None)
             if not ended.cancelled() and (problem := ended.exception()) is not None:
                 self.died(name, problem, vital=vital)
 

@@ -9,8 +9,9 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.server.core import answers as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
+from prefixd.server.core import read_rules
 from prefixd.server.core.events import ClaimMode
-from tests.support.state_driver import Driver, keys
+from tests.support.state_driver import Driver, key, keys, stored
 
 
 def seen(results: tuple[an.Found, ...]) -> str:
@@ -338,6 +339,38 @@ def test_a_delete_is_told_to_readers_before_the_store(driver: Driver) -> None:
     delete(driver, 1, "a")
     kinds = [type(effect) for effect in driver.effects]
     assert kinds.index(fx.IndexDelete) < kinds.index(fx.Erase)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_what_was_deleted_is_not_found_by_a_recovery(saved: bool) -> None:
+    """Its record may be read after the client was told that it is gone."""
+    driver = Driver()
+    session = driver.open()
+    driver.happens(ev.TierChanged(Tier.DISK, ev.TierState.RECOVERING, 0))
+    if saved:
+        driver.save(session, "a")
+    assert delete(driver, session, "a") == [
+        an.DeleteOutcome.DELETED if saved else an.DeleteOutcome.ABSENT
+    ]
+    for name in "ab":
+        driver.happens(ev.TierRecovered(Tier.DISK, (stored(name, used_ns=1, generation=1),), 0, 0))
+    assert key("a") not in driver.tables.entries
+    assert key("b") in driver.tables.entries
+    assert driver.tables.tier_counters[Tier.DISK].dropped_at_start == 1
+    driver.happens(ev.TierChanged(Tier.DISK, ev.TierState.SERVING, 0))
+    assert not driver.tables.deleted
+
+
+def test_deletes_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_rules, "MAX_DELETED", 2)
+    driver = Driver()
+    session = driver.open()
+    driver.happens(ev.TierChanged(Tier.DISK, ev.TierState.RECOVERING, 0))
+    assert delete(driver, session, "a b") == [an.DeleteOutcome.ABSENT] * 2
+    question = ev.DeleteAsked(driver.request(), session, keys("c"), 0)
+    assert isinstance(driver.ask(question).error, LimitReached)
+    driver.happens(ev.TierChanged(Tier.DISK, ev.TierState.SERVING, 0))
+    assert delete(driver, session, "c") == [an.DeleteOutcome.ABSENT]
 
 
 def test_a_session_that_ended_deletes_nothing(driver: Driver) -> None:

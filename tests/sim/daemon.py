@@ -1,0 +1,282 @@
+"""One start of a daemon in a simulated process: the real stores, index, core and services, without
+the sockets in front of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from prefixd.proto.vocabulary import Tier
+from prefixd.server import assembly, daemon
+from prefixd.server.api.hand_over import Handoff
+from prefixd.server.api.saves import Saves
+from prefixd.server.api.service import CacheService
+from prefixd.server.api.sessions import Sessions
+from prefixd.server.config.budgets import Plan, TierPlan, resolve
+from prefixd.server.config.loading import load_config
+from prefixd.server.config.machine import Machine
+from prefixd.server.runtime import clock as clocks
+from prefixd.server.runtime.loop import Core
+from prefixd.server.runtime.staging import StagingPool
+from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.row_table import RowFile
+from prefixd.tiers.rows import ROW_BYTES
+from prefixd.tiers.shm import ShmStore
+from prefixd.tiers.store import RecoveryBatch, Store, StoreError
+from tests.sim.files import Devices
+from tests.sim.loop import SimLoop
+from tests.sim.threads import SimExecutor
+from tests.sim.world import Killed, Process, World
+
+if TYPE_CHECKING:
+    from tests.sim.network import Call
+    from tests.sim.oracle import Oracle
+
+SLAB: Final = 4096
+HEARTBEAT_S: Final = 2
+LEASE_S: Final = 20
+TTL_S: Final = 8
+STALL_S: Final = 5
+STAGING_BYTES: Final = 2**20
+_MACHINE: Final = Machine(2**34, 2**34, 2**34, 2**34, 2**34, 0)
+HUNG_S: Final = 3
+_PROBE_S: Final = 4
+_DRAIN_S: Final = 5.0
+
+
+class _FlatRows(RowFile):
+    """As LMDB's table, it has made durable what a recovery finds there, whatever became of the
+    syncs of an earlier start."""
+
+    _renewed = False
+
+    def chunks(self) -> Iterator[tuple[int, list[tuple[int, bytes]]]]:
+        if not self._renewed:
+            self.apply((), [row for _, rows in super().chunks() for row in rows])
+            self._renewed = True
+        return super().chunks()
+
+
+class SimShmStore(ShmStore):
+    """The shm tier, whose recovery takes its time."""
+
+    pause: Callable[[], None]
+
+    def recover(self) -> Iterator[RecoveryBatch]:
+        return _slowly(super().recover(), self.pause)
+
+
+class SimDiskStore(DiskStore):
+    """The disk tier, with its rows in a file: LMDB lies in a process of its own, which a world
+    can't run. The rest is as it is, but for the time that a recovery takes."""
+
+    _OLD_LAYOUTS: ClassVar[tuple[str, ...]] = ()
+    _TABLE_FIXED_BYTES: ClassVar[int] = 0
+    _TABLE_SLAB_BYTES: ClassVar[int] = ROW_BYTES
+
+    def _open_table(self, slabs: int, *, sync: bool) -> RowFile:  # type: ignore[override]
+        return _FlatRows(self.directory, slabs, sync=sync)
+
+    pause: Callable[[], None]
+
+    def recover(self) -> Iterator[RecoveryBatch]:
+        return _slowly(super().recover(), self.pause)
+
+
+def _slowly(batches: Iterator[RecoveryBatch], pause: Callable[[], None]) -> Iterator[RecoveryBatch]:
+    pause()
+    for batch in batches:
+        yield batch
+        pause()
+
+
+def make_plan(devices: Devices, slabs: int) -> Plan:
+    """The configuration of all starts in a run. `slabs`: of each tier."""
+    plan = _plan_of(slabs)
+    directories = {Tier.SHM: devices.shm, Tier.DISK: devices.disk}
+    tiers = {
+        tier: replace(tier_plan, directory=directories.get(tier))
+        for tier, tier_plan in plan.all_tiers.items()
+    }
+    return replace(plan, all_tiers=tiers)
+
+
+@cache
+def _plan_of(slabs: int) -> Plan:
+    """The same of all runs, but for their directories: it takes a tenth of a run."""
+    flags = [
+        *(f"--{tier.label}.budget={slabs * (SLAB + 256)}" for tier in Tier),
+        *(f"--{tier.label}.slab={SLAB}" for tier in Tier),
+        "--server.address=unix:/nowhere/s",
+        f"--disk.hung_after={HUNG_S}s",
+        f"--disk.probe_interval={_PROBE_S}s",
+        f"--server.staging={STAGING_BYTES}",
+        f"--server.staging_total={2 * STAGING_BYTES}",
+        f"--server.stall_timeout={STALL_S}s",
+        f"--sessions.heartbeat={HEARTBEAT_S}s",
+        f"--sessions.claim_lease={LEASE_S}s",
+        f"--sessions.reservation_ttl={TTL_S}s",
+    ]
+    return resolve(load_config(flags, {}), _MACHINE)
+
+
+class SimDaemon:
+    """See the module. `start` is called in any fiber; what is asked of it runs in its own."""
+
+    def __init__(
+        self,
+        world: World,
+        plan: Plan,
+        oracle: Oracle,
+        number: int,
+        *,
+        head_start_s: float,
+        batch_ms: int,
+    ) -> None:
+        """`head_start_s`: it serves after so long, whatever its tiers still have to recover;
+        `batch_ms`: what each batch of a recovery takes."""
+        self.world = world
+        self.process = Process(world, f"daemon{number}")
+        self.incarnation = world.entropy.randbytes(16)
+        self.serving = False
+        self.ended = False
+        #: why it did not start
+        self.refused: str | None = None
+        self.core: Core
+        self.service: CacheService
+        self.saves: Saves
+        self.stagings: StagingPool
+        self.sessions: Sessions
+        self.handoff: Handoff
+        self.loop: SimLoop
+        #: calls that are being served
+        self.calls: set[asyncio.Task[None]] = set()
+        #: calls of clients, as they see them
+        self.open_calls: set[Call] = set()
+        self._plan = plan
+        self._head_start_s = head_start_s
+        self._batch_ns = batch_ms * 1_000_000
+        self._oracle = oracle
+        self._stop: asyncio.Event
+        self.process.when_dead.append(self._died)
+        self.process.spawn("loop", self._main)
+
+    @property
+    def alive(self) -> bool:
+        return not (self.process.dead or self.ended)
+
+    def stop(self) -> None:
+        """SIGTERM."""
+        if self.alive and self.serving:
+            self.loop.call_soon_threadsafe(self._stop.set)
+
+    def _died(self) -> None:
+        self._oracle.died(self)
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        for call in sorted(self.open_calls, key=lambda call: call.number):
+            call.broke("the daemon is gone")
+
+    def _main(self) -> None:
+        self.loop = SimLoop(self.world)
+        self.loop.run(self._run())
+
+    async def _run(self) -> None:
+        stores: dict[Tier, Store] = {}
+        try:
+            await self._live(stores)
+        except StoreError as problem:
+            self.refused = str(problem)
+        finally:
+            self.serving = False
+            with suppress(AttributeError):
+                self.stagings.close_all()
+                self.core.index.close()
+            for store in stores.values():
+                store.close()
+            if not self.process.dead:
+                self.ended = True
+                self._hang_up()
+
+    def _make_store(self, plan: TierPlan) -> Store:
+        if plan.tier is Tier.RAM:
+            return assembly.make_store(plan, verify_at_start=True, sync=True)
+        assert plan.directory is not None
+        make = SimShmStore if plan.tier is Tier.SHM else SimDiskStore
+        store = make(plan.directory, plan.budget_bytes, plan.slab_bytes)
+        store.pause = lambda: self.world.pass_time(self._batch_ns)
+        return store
+
+    async def _live(self, stores: dict[Tier, Store]) -> None:
+        plan, world = self._plan, self.world
+        clock = clocks.Clock()
+        for tier, tier_plan in plan.tiers.items():
+            stores[tier] = self._make_store(tier_plan)
+        index = assembly.make_index(plan, self.incarnation)
+        executor = SimExecutor(world, 2)
+        state = assembly.make_state(plan, stores, clock.now_ns())
+        self.core = core = Core(state, stores, index, executor, clock)
+        self._oracle.watch(self)
+        self._watch_supervisor()
+        disk = plan.config.disk
+        core.devices.watch(
+            core.supervisor,
+            probe_interval_ns=disk.probe_interval_ns,
+            hung_after_ns=disk.hung_after_ns,
+        )
+        config = daemon.service_config(plan.config, self.incarnation)
+        self.sessions = Sessions(self.incarnation)
+        self.stagings = StagingPool(
+            config.staging_bytes, config.staging_total_bytes, executor, clock
+        )
+        self.sessions.when_closed.append(self.stagings.close)
+        self.service = CacheService(core, self.sessions, config)
+        self.saves = Saves(core, self.sessions, self.stagings, config)
+        self.handoff = Handoff(core, self.stagings)
+        try:
+            starts = daemon.begin_tiers(core, self.incarnation)
+            await asyncio.wait(starts, timeout=self._head_start_s)
+            self._stop = asyncio.Event()
+            self.serving = True
+            broken = asyncio.ensure_future(core.broken.wait())
+            stop = asyncio.ensure_future(self._stop.wait())
+            await asyncio.wait((broken, stop), return_when=asyncio.FIRST_COMPLETED)
+            if core.broken.is_set():
+                world.found("the accounting is right at every moment", str(core.unhealthy()))
+            await core.drain(_DRAIN_S)
+            core.end_sessions()
+            self.serving = False
+            # As the servers do: calls that are still under way are ended.
+            for task in sorted(self.calls, key=self.loop.number_of):
+                task.cancel()
+            if self.calls:
+                await asyncio.wait(self.calls, timeout=1)
+        finally:
+            if not self.process.dead:
+                await self._close()
+            executor.shutdown()
+
+    async def _close(self) -> None:
+        self.core.supervisor.cancel()
+        if not await self.core.close():
+            # Threads that are stuck in I/O are left behind with the process.
+            self._oracle.count("left behind")
+            self.process.die()
+            raise Killed
+        self._oracle.closed(self)
+
+    def _watch_supervisor(self) -> None:
+        """Faults of devices end nothing that works in the background."""
+        died = self.core.supervisor.died
+
+        def told(name: str, problem: BaseException, *, vital: bool) -> None:
+            if not self.process.dead:
+                self.world.found("nothing ends in silence", f"{name}: {problem!r}", problem)
+            died(name, problem, vital=vital)
+
+        self.core.supervisor.died = told  # type: ignore[method-assign]

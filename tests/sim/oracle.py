@@ -1,0 +1,358 @@
+"""What is promised, held against everything that happens.
+
+The oracle knows what clients meant to save, sees every event of every daemon with what it brought
+about, and looks at memory and files behind the back of the code. A promise that is broken ends
+the run, with its name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from prefixd.proto.index import unpack_row
+from prefixd.proto.keys import Key
+from prefixd.proto.layout import crc32c
+from prefixd.proto.vocabulary import Tier
+from prefixd.server.core import events as ev
+from prefixd.server.core.answers import DeleteAnswer, DeleteOutcome
+from prefixd.server.core.effects import Effect, Erase, IndexDelete, IndexPut, Reply
+from prefixd.server.core.entries import Entry
+from tests.sim.world import World
+
+if TYPE_CHECKING:
+    from tests.sim.daemon import SimDaemon
+    from tests.sim.files import Devices
+
+READS: Final = "what is read under a key was saved under it, or it is a miss"
+SURVIVES: Final = "what was acknowledged survives"
+BUDGETS: Final = "budgets hold at every moment"
+ACCOUNTING: Final = "the accounting is right at every moment"
+ROWS: Final = "a row leaves the index before anything is written to its room"
+VISIBLE: Final = "nothing partial or wrong is ever visible"
+FAILURE: Final = "failure is not damage"
+DAMAGE: Final = "damage is not failure: what is damaged can't be found"
+PINNED: Final = "no pinned entry is evicted"
+ORDER: Final = "the order of eviction survives a restart"
+BOUND: Final = "no wait without a bound"
+PROOF: Final = "no call acts for a session without its secret"
+GONE: Final = "what left does not come back; only a kill may undo it"
+LEAKS: Final = "a client that is gone holds nothing"
+
+#: A recount of everything takes 0.8 ms: after every event it would be half of all the time. The
+#: sums of the budgets are compared after each.
+_RECOUNT_EVERY: Final = 8
+#: The rows of all keys, and the entries that they are of.
+_INDEX_EVERY: Final = 2
+
+
+_GONE: Final = (DeleteOutcome.DELETED, DeleteOutcome.ABSENT)
+
+
+@dataclass(frozen=True)
+class Published:
+    """An entry that a daemon made visible."""
+
+    tier: Tier
+    generation: int
+    crc32c: int
+    payload_bytes: int
+    location: tuple[int, ...]
+
+
+class Oracle:
+    """One run's."""
+
+    def __init__(self, world: World, devices: Devices) -> None:
+        self.world = world
+        self.devices = devices
+        #: what clients honestly sent under each key, by CRC32C
+        self.attempts: dict[Key, dict[int, bytes]] = {}
+        #: what the next start has to find: what was published, and not taken out since
+        self.durable: dict[Key, Published] = {}
+        #: by tier that has not recovered yet: what its recovery has to find
+        self.expected: dict[Tier, dict[Key, Published]] = {}
+        #: generations whose records are gone for good, and those of which this is not known yet
+        self.buried: set[int] = set()
+        self._leaving: set[int] = set()
+        #: keys that clients of this start were told are gone
+        self._deleted: set[Key] = set()
+        #: generations that a start said, with what they stood for
+        self.said: dict[tuple[bytes, int], int] = {}
+        #: generations that left, and when
+        self.left_ns: dict[tuple[bytes, int], int] = {}
+        #: generations of entries whose bytes, or records, the run damaged
+        self.tainted: set[int] = set()
+        #: for the order of eviction: what was told when the last daemon closed in order
+        self.order: dict[Tier, list[Key]] | None = None
+        #: reads may give other bytes than there are
+        self.reads_lie = False
+        self.events = 0
+        self.counts: dict[str, int] = {}
+
+    def count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    def fail(self, promise: str, detail: str) -> None:
+        self.world.fail(promise, detail)
+
+    # ---- one daemon
+
+    def watch(self, daemon: SimDaemon) -> None:
+        """See everything that happens to its state."""
+        self._deleted.clear()
+        self.expected = {
+            tier: {key: one for key, one in self.durable.items() if one.tier is tier}
+            for tier, store in daemon.core.stores.items()
+            if store.recorded
+        }
+        state = daemon.core.state
+        apply = state.apply
+
+        def watched(event: ev.Event) -> list[Effect]:
+            if daemon.process.dead:
+                return []  # what still unwinds changes nothing that others see
+            self._before(daemon, event)
+            effects = apply(event)
+            self._after(daemon, event, effects)
+            return effects
+
+        state.apply = watched  # type: ignore[method-assign]
+
+    def _before(self, daemon: SimDaemon, event: ev.Event) -> None:
+        """What earlier events brought about has been carried out."""
+        if self.events % _INDEX_EVERY == 0:
+            self._check_index(daemon)
+        if isinstance(event, ev.EntryDamaged):
+            entry = daemon.core.state.tables.entries.get(event.key)
+            if entry is not None and entry.generation == event.generation:
+                self._check_damage(daemon, entry)
+
+    def _check_index(self, daemon: SimDaemon) -> None:
+        index, entries = daemon.core.index, daemon.core.state.tables.entries
+        if index.revoked:
+            self.fail(VISIBLE, f"the index was revoked: {daemon.core.unhealthy()}")
+        for key in self.attempts:
+            row, entry = index.get(key), entries.get(key)
+            if row is None:
+                continue
+            found = unpack_row(row)
+            if entry is None or entry.generation != found.generation:
+                self.fail(ROWS, f"a row of {name_of(key)} stands that no entry has")
+
+    def _check_damage(self, daemon: SimDaemon, entry: Entry) -> None:
+        good = self.true_crc(daemon, entry) == entry.payload_crc32c
+        if good and not self.reads_lie:
+            self.fail(FAILURE, f"{name_of(entry.key)} was dropped, and its bytes are good")
+
+    def _after(self, daemon: SimDaemon, event: ev.Event, effects: Sequence[Effect]) -> None:
+        self.events += 1
+        state = daemon.core.state
+        for effect in effects:
+            match effect:
+                case IndexPut():
+                    self._published(daemon, effect.entry, found=isinstance(event, ev.TierRecovered))
+                case IndexDelete():
+                    self._left(daemon, effect.key)
+                case Reply(answer=DeleteAnswer()):
+                    assert isinstance(event, ev.DeleteAsked)
+                    results = zip(event.keys, effect.answer.results, strict=True)
+                    self._deleted.update(key for key, result in results if result in _GONE)
+                case Erase():
+                    for one in effect.entries:
+                        held = getattr(one, "pins", 0) and one.generation not in self.tainted
+                        allowed = isinstance(event, ev.EntryDamaged) or (
+                            # The same entry was found where more survives.
+                            isinstance(event, ev.TierRecovered) and one.tier < event.tier
+                        )
+                        if held and not allowed:
+                            self.fail(PINNED, f"{name_of(one.key)} left under a claim")
+        if isinstance(event, ev.TierChanged) and event.state is ev.TierState.SERVING:
+            self._recovered(daemon, event.tier)
+        for ledger in state.tables.ledgers.values():
+            used_bytes = ledger.published_bytes + ledger.reserved_bytes
+            if not 0 <= used_bytes <= ledger.limit_bytes <= ledger.budget_bytes:
+                self.fail(BUDGETS, f"{ledger.tier.label}: {used_bytes} of {ledger.limit_bytes}")
+        if self.expected and daemon.serving:
+            self.count(f"while it recovers: {type(event).__name__}")
+        if self.events % _RECOUNT_EVERY == 0:
+            self.recount(daemon)
+
+    def recount(self, daemon: SimDaemon) -> None:
+        problems = daemon.core.state.check()
+        if problems:
+            self.fail(ACCOUNTING, "; ".join(problems[:3]))
+
+    def _published(self, daemon: SimDaemon, entry: Entry, *, found: bool) -> None:
+        key, crc = entry.key, entry.payload_crc32c
+        if crc not in self.attempts.get(key, {}) and entry.generation not in self.tainted:
+            self.fail(VISIBLE, f"{name_of(key)} is published with bytes that nobody saved")
+        if entry.generation not in self.tainted and self.true_crc(daemon, entry) != crc:
+            self.fail(VISIBLE, f"{name_of(key)} is published and its bytes are not there")
+        before = self.durable.get(key)
+        if (
+            found
+            and before is not None
+            and before.generation != entry.generation
+            and before.generation not in self.tainted
+        ):
+            self.fail(SURVIVES, f"{name_of(key)} came back as it was before its last save")
+        if found and (entry.generation in self.buried or key in self._deleted):
+            self.fail(GONE, f"{name_of(key)} came back")
+        if not found:
+            self.count(f"published in {entry.tier.label}")
+        self.said[daemon.incarnation, entry.generation] = crc
+        self.durable[key] = Published(
+            entry.tier, entry.generation, crc, entry.payload_bytes, entry.location
+        )
+
+    def _left(self, daemon: SimDaemon, key: Key) -> None:
+        gone = self.durable.pop(key, None)
+        if gone is not None:
+            self.left_ns[daemon.incarnation, gone.generation] = self.world.now_ns
+            self._leaving.add(gone.generation)
+            expected = self.expected.get(gone.tier, {}).get(key)
+            if expected is not None and expected.generation == gone.generation:
+                del self.expected[gone.tier][key]
+
+    def _recovered(self, daemon: SimDaemon, tier: Tier) -> None:
+        """It takes saves from now on: everything that has to be is there. It may have served for
+        some time."""
+        expected = self.expected.pop(tier, None)
+        if expected is None:
+            return  # its device answers again
+        entries = daemon.core.state.tables.entries
+        for key, published in expected.items():
+            entry = entries.get(key)
+            if entry is not None and entry.generation == published.generation:
+                self.count(f"survived in {published.tier.label}")
+                if published.generation in self.tainted:
+                    continue
+                if self.true_crc(daemon, entry) != published.crc32c:
+                    self.fail(SURVIVES, f"{name_of(key)} is there, and its bytes are not")
+            elif published.generation in self.tainted or key in self._deleted:
+                if self.durable.get(key) is published:
+                    del self.durable[key]
+            elif entry is None or entry.tier <= tier:
+                where = published.tier.label
+                self.fail(SURVIVES, f"{name_of(key)} was published in {where} and is gone")
+        # A failed write of use is a lost hint, and what clients use goes to the end of the order.
+        before = self.order.pop(tier, None) if self.order is not None else None
+        if before is not None and not (self.devices.happened or daemon.serving):
+            there = set(before)
+            now = [key for key in self._victims(daemon, tier) if key in there]
+            if now != [key for key in before if key in set(now)]:
+                names = [*map(name_of, before)], [*map(name_of, now)]
+                self.fail(ORDER, f"{tier.label}: {names[0]} became {names[1]}")
+        self.recount(daemon)
+
+    def _victims(self, daemon: SimDaemon, tier: Tier) -> list[Key]:
+        return list(daemon.core.state.tables.ledgers[tier].victims())
+
+    def died(self, daemon: SimDaemon) -> None:
+        """It was killed: what was in its own memory is gone, and so are hints."""
+        self.order = None
+        self._leaving.clear()
+        self._forget(Tier.RAM)
+        del daemon
+
+    def closed(self, daemon: SimDaemon) -> None:
+        """It ended in order."""
+        self.order = {tier: self._victims(daemon, tier) for tier in (Tier.SHM, Tier.DISK)}
+        self.count("ended in order")
+        if not self.devices.happened:
+            self.buried |= self._leaving
+        self._leaving.clear()
+        self._forget(Tier.RAM)
+
+    def power_lost(self) -> None:
+        self._forget(Tier.SHM)
+
+    def _forget(self, tier: Tier) -> None:
+        self.durable = {key: one for key, one in self.durable.items() if one.tier is not tier}
+
+    # ---- behind the back of the code
+
+    def true_crc(self, daemon: SimDaemon, entry: Any) -> int:
+        """Of the bytes that lie where an entry says."""
+        arena: Any = daemon.core.stores[entry.tier].arena  # type: ignore[attr-defined]
+        left, crc = entry.payload_bytes, 0
+        for start, length in zip(entry.location[::2], entry.location[1::2], strict=True):
+            take = min(left, length)
+            crc = crc32c(os.pread(arena.fd, take, start), crc)
+            left -= take
+        return crc
+
+    # ---- what clients see
+
+    def tried(self, key: Key, payload: bytes) -> None:
+        """A client means to save this."""
+        self.attempts.setdefault(key, {})[crc32c(payload)] = payload
+
+    def read(
+        self,
+        key: Key,
+        data: bytes,
+        *,
+        incarnation: bytes,
+        generation: int,
+        checked: bool,
+        begun_ns: int,
+    ) -> None:
+        """A client calls these bytes good."""
+        self.count("read")
+        crc = crc32c(data)
+        if generation in self.tainted and not checked:
+            return
+        if self.attempts.get(key, {}).get(crc) != data:
+            self.fail(READS, f"{name_of(key)} was read with bytes that nobody saved")
+        if self.said.get((incarnation, generation)) != crc:
+            self.fail(READS, f"generation {generation} of {name_of(key)} was read as another")
+        if self.left_ns.get((incarnation, generation), begun_ns) < begun_ns:
+            self.fail(READS, f"{name_of(key)} was read after it had left")
+
+    def acknowledged(self, key: Key, payload: bytes, incarnation: bytes) -> None:
+        """A client was told that this is saved."""
+        self.count("acknowledged")
+        crc = crc32c(payload)
+        if not any(i == incarnation and c == crc for (i, _), c in self.said.items()):
+            self.fail(SURVIVES, f"a save of {name_of(key)} was acknowledged and not published")
+
+    # ---- the end
+
+    def left_behind(self, daemon: SimDaemon) -> None:
+        """Every client is gone, and time has passed."""
+        tables, core = daemon.core.state.tables, daemon.core
+        held = {
+            "sessions": tables.sessions,
+            "ending sessions": tables.ending,
+            "claims": tables.claims,
+            "reservations": tables.reservations,
+            "in flight": tables.in_flight,
+            "waiting": tables.waiting,
+            "condemned": tables.condemned,
+            "backlog": tables.backlog,
+            "writes": core.writes,
+            "staging": daemon.stagings,
+            "verifications": range(core.verifications.pending),
+            "reads": range(daemon.service.reads.used_bytes),
+            "saves": range(daemon.saves.arriving.used_bytes),
+            "calls": daemon.calls,
+        }
+        for what, left in held.items():
+            if len(left):
+                self.fail(LEAKS, f"{what}: {len(left)}")
+        for ledger in tables.ledgers.values():
+            if ledger.reserved_bytes or ledger.pinned_bytes:
+                self.fail(LEAKS, f"{ledger.tier.label}: pinned or reserved bytes")
+        self.recount(daemon)
+
+
+def key_of(number: int) -> Key:
+    return Key(number.to_bytes(32, "big"))
+
+
+def name_of(key: Key) -> str:
+    return f"key {int.from_bytes(key, 'big')}"

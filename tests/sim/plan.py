@@ -1,0 +1,214 @@
+"""What a seed stands for: who does what, and what goes wrong. All of it is a list of steps, of
+which any can be left out: that is how a failing run is made smaller."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from prefixd.proto.vocabulary import Tier
+from tests.sim.files import FAULTS
+
+#: Of clients, in a run.
+STEPS: Final = 12
+#: Who does a step.
+NEMESIS: Final = "nemesis"
+#: Of all runs, see `plan_of`.
+_RESTARTS_RATE: Final = 0.15
+
+
+@dataclass(frozen=True)
+class Step:
+    """`number` is its own, whatever else is left out: what it draws follows from it."""
+
+    number: int
+    actor: str
+    kind: str
+    args: dict[str, Any]
+
+    def __str__(self) -> str:
+        args = ", ".join(f"{name}={value}" for name, value in self.args.items())
+        return f"{self.number:3} {self.actor:8} {self.kind}({args})"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`slabs`: room of each tier; `yield_rate`: how often others get in between two steps of a
+    process; `lost_rate`: of calls; `head_start_s`: of a start before it serves; `batch_ms`: what a
+    batch of a recovery takes; `lies`: reads of files may give other bytes than there are; `flips`:
+    bits of what is stored change."""
+
+    seed: int
+    steps: tuple[Step, ...]
+    clients: int
+    slabs: int
+    yield_rate: float
+    lost_rate: float
+    head_start_s: float
+    batch_ms: int
+    lies: bool
+    flips: bool
+
+    def of(self, actor: str) -> list[Step]:
+        return [step for step in self.steps if step.actor == actor]
+
+    def without(self, left_out: Sequence[Step]) -> Plan:
+        gone = {step.number for step in left_out}
+        return replace(self, steps=tuple(s for s in self.steps if s.number not in gone))
+
+    def __str__(self) -> str:
+        head = (
+            f"seed {self.seed}: {self.clients} clients, {self.slabs} slabs, "
+            f"yield_rate {self.yield_rate}, lost_rate {self.lost_rate}"
+        )
+        return "\n".join([head, *map(str, self.steps)])
+
+
+def plan_of(seed: int, steps: int = STEPS) -> Plan:
+    """`steps` of clients, and some of the nemesis."""
+    draw = random.Random(f"plan {seed}")
+    clients = draw.choice([1, 2, 2, 3])
+    flips = draw.random() < 0.25
+    lies = draw.random() < 0.15
+    tiers = draw.sample(list(Tier), draw.randint(1, 3))
+    kinds = draw.sample(sorted(FAULTS), draw.randint(0, 3))
+    if not lies:
+        kinds = [kind for kind in kinds if kind != "flipped read"]
+    if kinds:
+        # Devices that fail are of interest where there is one.
+        tiers.append(Tier.DISK)
+    # Some are about clients that go on with what an earlier start handed to them.
+    restarts = random.Random(f"restarts {seed}").random() < _RESTARTS_RATE
+    if restarts:
+        tiers, kinds, flips, lies = [Tier.SHM], [], False, False
+    made: list[Step] = []
+    keys = draw.choice([3, 6, 10])
+    for number in range(steps):
+        actor = f"client{draw.randrange(clients)}"
+        step = _client_step(draw, number, actor, tiers, keys, always_check=flips or lies)
+        if restarts and step.kind == "restore":
+            args = {"keys": list(range(keys)), "claim": False, "check": False, "stale": True}
+            step = replace(step, args=step.args | args | {"place": True, "hold_ms": 0})
+        made.append(step)
+    harm = range(draw.choice([2, 4, 6] if restarts else [0, 2, 4, 6]))
+    made += [_nemesis_step(draw, 1000 + number, kinds, flips=flips) for number in harm]
+    return Plan(
+        seed=seed,
+        steps=tuple(made),
+        clients=clients,
+        slabs=7 if restarts else draw.choice([7, 10, 20]),
+        yield_rate=draw.choice([0.02, 0.1, 0.3]),
+        lost_rate=draw.choice([0, 0, 0.05, 0.2]),
+        head_start_s=draw.choice([0, 0, 0.5]),
+        batch_ms=draw.choice([0, 0, 200, 2000]),
+        lies="flipped read" in kinds,
+        flips=flips,
+    )
+
+
+def _client_step(
+    draw: random.Random,
+    number: int,
+    actor: str,
+    tiers: Sequence[Tier],
+    keys: int,
+    *,
+    always_check: bool,
+) -> Step:
+    kind = draw.choices(
+        [
+            *("save", "restore", "views", "lookup", "forge", "evict"),
+            *("touch", "leave", "die", "stop", "gc", "delete", "scrub"),
+        ],
+        [40, 30, 8, 6, 4, 4, 3, 3, 2, 2, 2, 6, 2],
+    )[0]
+    args: dict[str, Any] = {"pause_ms": draw.choice([0, 0, 1, 20, 300, 1500])}
+    some = draw.sample(range(keys), min(keys, draw.choice([1, 1, 2, 3])))
+    match kind:
+        case "save":
+            args |= {
+                "tier": draw.choice(tiers).label,
+                "keys": some,
+                "sizes": [draw.choice([9, 500, 4096, 5000, 9000, 20000]) for _ in some],
+                "how": draw.choice(["save", "save", "save_whole", "write", "staged", "staged"]),
+                "behaves": draw.choices(
+                    ["well", "wrong crc", "short", "stalls", "leaves", "scribbles", "cancels"],
+                    [70, 5, 5, 4, 5, 5, 4],
+                )[0],
+                "together": draw.choice([1, 2, 99]),
+                "quiet": draw.random() < 0.5,
+                "wait_ms": draw.choice([0, 0, 500, 3000]),
+            }
+        case "restore":
+            stale = draw.random() < 0.3
+            args |= {
+                "keys": list(range(keys)) if stale else some,
+                "claim": draw.random() < 0.6,
+                "place": draw.random() < 0.65,
+                "check": always_check or draw.random() < 0.5,
+                "stale": stale,
+                "wait_ms": draw.choice([0, 0, 500, 3000]),
+                "hold_ms": draw.choice([0, 0, 100, 3000]),
+                "pieces": draw.choice([1, 1, 3]),
+                "stop_in": draw.choice([0, 0, 0, 2, 5]),
+            }
+        case "views":
+            args |= {"keys": some, "hold_ms": draw.choice([0, 50, 1000, 8000])}
+        case "lookup":
+            args |= {"keys": some, "wait_ms": draw.choice([0, 1000, 4000])}
+        case "forge":
+            args |= {
+                "call": draw.choice(
+                    ["claim", "reserve", "save", "read", "release", "cancel", "delete"]
+                )
+            }
+        case "evict":
+            args |= {"tier": draw.choice(tiers).label, "entries": draw.choice([1, 2, 99])}
+        case "scrub":
+            args |= {"tier": draw.choice(tiers).label}
+        case "touch" | "delete":
+            args |= {"keys": some}
+        case "die":
+            args |= {"ops": draw.choice([1, 5, 20, 60])}
+        case "stop":
+            args |= {"ops": draw.choice([1, 5, 20]), "for_ms": draw.choice([100, 1500, 6000])}
+    return Step(number, actor, kind, args)
+
+
+def _nemesis_step(draw: random.Random, number: int, faults: Sequence[str], *, flips: bool) -> Step:
+    kinds = {"kill": 4, "lose power": 3, "end": 2, "stop daemon": 1, "set clock": 1}
+    if faults:
+        kinds["fault"] = 6
+    if flips:
+        kinds["flip"] = 6
+    kind = draw.choices(list(kinds), list(kinds.values()))[0]
+    args: dict[str, Any] = {"pause_ms": draw.choice([0, 1, 10, 100, 1000])}
+    match kind:
+        case "kill" | "lose power" | "end":
+            args |= {
+                "start_ops": draw.choice([0, 0, 0, 5, 20, 45, 80]),
+                "ops": draw.choice([1, 10, 50, 200, 1000]),
+                "syncs": draw.choice([0, 0, 1, 2, 3, 4]) if kind == "lose power" else 0,
+                "down_ms": draw.choice([0, 10, 1000]),
+            }
+        case "stop daemon":
+            args |= {"for_ms": draw.choice([10, 1000, 7000])}
+        case "set clock":
+            args |= {"by_ms": draw.choice([-3_600_000, -1000, 1000, 3_600_000])}
+        case "fault":
+            args |= {
+                "fault": draw.choice(faults),
+                "part": draw.choice(["disk/arena", "disk/records", "disk", "disk", "shm/records"]),
+                "rate": draw.choice([0.1, 0.5, 1.0]),
+                "for_ms": draw.choice([50, 500, 4000, 8000]),
+                "times": draw.choice([1, 3, 1000]),
+            }
+        case "flip":
+            args |= {
+                "tier": draw.choice(["shm", "disk"]),
+                "file": draw.choice(["arena", "arena", "records"]),
+                "bits": draw.choice([1, 3]),
+            }
+    return Step(number, NEMESIS, kind, args)

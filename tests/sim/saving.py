@@ -1,0 +1,208 @@
+"""How simulated clients save: over streams and staging memory, honestly or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.keys import Key
+from prefixd.proto.layout import crc32c
+from prefixd.proto.vocabulary import SaveReason, Tier
+from tests.sim.daemon import STALL_S, TTL_S
+from tests.sim.network import Call
+from tests.sim.oracle import key_of
+
+if TYPE_CHECKING:
+    from tests.sim.client import Session, SimClient
+
+_PART_BYTES: Final = 6000
+
+
+def save(client: SimClient, session: Session, args: dict[str, Any]) -> None:
+    """One step of a client."""
+    _Save(client, session).go(args)
+
+
+class _Save:
+    def __init__(self, client: SimClient, session: Session) -> None:
+        self.client = client
+        self.session = session
+        self._together, self._quiet = 1, False
+        self._wrong: bytes | None = None
+
+    def go(self, args: dict[str, Any]) -> None:
+        session = self.session
+        payloads = [
+            (key_of(number), self.client.random.randbytes(size))
+            for number, size in zip(args["keys"], args["sizes"], strict=True)
+        ]
+        behaves = args["behaves"]
+        for key, payload in payloads:
+            self.client.oracle.tried(key, payload)
+        header = pb.SaveHeader(
+            session=session.ref,
+            tier=Tier[args["tier"].upper()].value,
+            reason=SaveReason.FINISH.value,
+            items=[
+                pb.SaveItem(key=key, payload_bytes=len(payload), token_count=16)
+                for key, payload in payloads
+            ],
+            wait_ms=args["wait_ms"],
+        )
+        if behaves == "wrong crc":
+            # The last of these bytes were never meant: what is meant is something else.
+            key, self._wrong = payloads[-1]
+            del self.client.oracle.attempts[key][crc32c(self._wrong)]
+        how: dict[str, Callable[..., Sequence[tuple[int, pb.SaveResult]] | None]] = {
+            "save": self._save_stream,
+            "save_whole": self._save_whole,
+            "write": self._save_reserved,
+            "staged": self._save_staged,
+        }
+        self._together, self._quiet = args["together"], args["quiet"]
+        results = how[args["how"]](session, header, payloads, behaves)
+        for number, result in results or ():
+            self.client.oracle.count(f"save: {pb.SaveStatus.Name(result.status)}")
+            if result.status == pb.SAVE_STATUS_SAVED:
+                key, payload = payloads[number]
+                self.client.oracle.acknowledged(key, payload, session.ref.incarnation)
+
+    def _grouped(self, parts: Sequence[Any]) -> Iterable[Sequence[Any]]:
+        """As messages carry them."""
+        return (parts[at : at + self._together] for at in range(0, len(parts), self._together))
+
+    def _crc(self, payload: bytes) -> int:
+        return crc32c(payload) ^ (payload is self._wrong)
+
+    def _parts(
+        self, payloads: Sequence[tuple[Key, bytes]], behaves: str, **named: Sequence[int]
+    ) -> Iterable[pb.WritePart]:
+        """Pieces of all payloads in turn; some end too early."""
+        (name, numbers) = next(iter(named.items())) if named else ("item", range(len(payloads)))
+        for number, (_, payload) in zip(numbers, payloads, strict=True):
+            for start in range(0, len(payload), _PART_BYTES):
+                data = payload[start : start + _PART_BYTES]
+                last = start + _PART_BYTES >= len(payload)
+                if behaves == "short" and last:
+                    data = data[:-1]
+                part = pb.WritePart(offset_bytes=start, data=data, last=last)
+                setattr(part, name, number)
+                if last:
+                    part.payload_crc32c = self._crc(payload)
+                yield part
+
+    def _stream(
+        self, call: Call, messages: Iterable[Any], behaves: str
+    ) -> Iterable[tuple[int, pb.SaveResult]]:
+        """Send them; the results by number."""
+        for number, message in enumerate(messages):
+            call.send(message)
+            self.client.world.operate(50_000)
+            if number and behaves == "stalls":
+                self.client.world.pass_time(int(1.5 * STALL_S * 1e9))
+            if behaves == "leaves":
+                self.client.world.pass_time(self.client.random.randrange(3_000_000))
+                call.hang_up()
+                return []
+        call.end()
+        if not self.client.answered(call):
+            return []
+        response = call.responses.popleft()
+        return enumerate(response.results)
+
+    def _save_stream(
+        self, session: Session, header: Any, payloads: Any, behaves: str
+    ) -> Iterable[tuple[int, pb.SaveResult]]:
+        call = self.client.begin(session.daemon, "save")
+        parts = list(self._parts(payloads, behaves))
+        messages = [pb.SaveRequest(header=header)]
+        messages += [pb.SaveRequest(parts=some) for some in self._grouped(parts)]
+        return self._stream(call, messages, behaves)
+
+    def _save_whole(
+        self, session: Session, header: Any, payloads: Any, behaves: str
+    ) -> Iterable[tuple[int, pb.SaveResult]]:
+        call = self.client.begin(session.daemon, "save_whole")
+        parts = self._parts(payloads, behaves)
+        return self._stream(call, [pb.SaveWholeRequest(header=header, parts=parts)], behaves)
+
+    def _save_reserved(
+        self, session: Session, header: Any, payloads: Any, behaves: str
+    ) -> Iterable[tuple[int, pb.SaveResult]]:
+        answer = self.client.ask(session.daemon, "reserve", pb.ReserveRequest(header=header))
+        granted = [
+            (number, result.token)
+            for number, result in enumerate(answer.results)
+            if result.status == pb.RESERVE_STATUS_GRANTED
+        ]
+        if not granted:
+            return []
+        if behaves == "cancels":
+            tokens = [token for _, token in granted]
+            request = pb.CancelRequest(session=session.ref, tokens=tokens)
+            self.client.ask(session.daemon, "cancel", request)
+            return []
+        if behaves == "leaves":
+            return []
+        if behaves == "stalls":
+            self.client.world.pass_time(int(1.2 * TTL_S * 1e9))
+        numbers = {token: number for number, token in granted}
+        wanted = [payloads[number] for number, _ in granted]
+        parts = list(self._parts(wanted, behaves, token=[token for _, token in granted]))
+        messages = [pb.WriteRequest(parts=some) for some in self._grouped(parts)]
+        messages[0].session.CopyFrom(session.ref)
+        call = self.client.begin(session.daemon, "write")
+        for message in messages:
+            call.send(message)
+            self.client.world.operate(50_000)
+        call.end()
+        if not self.client.answered(call):
+            return []
+        response = call.responses.popleft()
+        found = zip(response.tokens, response.results, strict=True)
+        return [(numbers[token], result) for token, result in found]
+
+    def _save_staged(
+        self, session: Session, header: Any, payloads: Any, behaves: str
+    ) -> Iterable[tuple[int, pb.SaveResult]]:
+        staging = session.staging
+        if staging is None:
+            return self._save_stream(session, header, payloads, behaves)
+        call = self.client.begin(session.daemon, "save_staged")
+        call.send(pb.SaveStagedRequest(header=header))
+        offset = 0
+        parts: list[pb.StagedPart] = []
+        for number, (_, payload) in enumerate(payloads):
+            staging[offset : offset + len(payload)] = payload
+            length = len(payload) - (behaves == "short" and len(payload) > 1)
+            part = pb.StagedPart(
+                item=number,
+                staging_offset_bytes=offset,
+                length_bytes=length,
+                last=True,
+                payload_crc32c=self._crc(payload),
+            )
+            parts.append(part)
+            if len(parts) >= self._together or number == len(payloads) - 1:
+                call.send(pb.SaveStagedRequest(parts=parts, quiet=self._quiet))
+                parts = []
+            self.client.world.operate(50_000)
+            if behaves == "scribbles":
+                self.client.world.pass_time(self.client.random.randrange(1_000_000))
+                place = offset + self.client.random.randrange(len(payload))
+                staging[place] ^= 1
+            offset += len(payload)
+        if behaves == "leaves":
+            call.hang_up()
+            return []
+        if behaves == "stalls":
+            self.client.world.pass_time(int(1.5 * STALL_S * 1e9))
+        call.send(pb.SaveStagedRequest(last=True))
+        results: list[pb.SaveResult] = []
+        while not results and self.client.answered(call):
+            response = call.responses.popleft()
+            results = list(response.results)
+            if response.all_saved:
+                results = [pb.SaveResult(status=pb.SAVE_STATUS_SAVED)] * response.all_saved
+        return enumerate(results)

@@ -1,0 +1,53 @@
+"""Every planted bug is found, by few seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+
+import pytest
+
+from tests.sim.bugs import BUGS, planted
+from tests.sim.plan import plan_of
+from tests.sim.run import Outcome, run
+
+#: What a bug may take to be found.
+MOST_SEEDS = 1000
+#: A seed that found it, to begin with: an edit anywhere may make it another one.
+FOUND_BY = {
+    "budget arithmetic": 14,
+    "publish before verify": 14,
+    "record before data sync": 2,
+    "missed waiter": 3068,
+    "room reused while its row stands": 1,
+    "row removed after reuse": 1,
+    "stale secret accepted": 4,
+    "pin leak": 48,
+    "wrong restart order": 0,
+    "swallowed task death": 49,
+    "damage taken for failure": 7,
+    "failure taken for damage": 669,
+    "saves while it recovers": 121,
+    "record outlives its entry": 5,
+    "batch believed for its first": 62,
+    "incarnation not checked": 20,
+}
+
+
+def tried(seeds: Iterable[int]) -> Outcome | None:
+    return next((o for o in map(run, map(plan_of, seeds)) if o.failure is not None), None)
+
+
+def test_each_has_its_seed() -> None:
+    assert FOUND_BY.keys() == BUGS.keys()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found(name: str) -> None:
+    with planted(name):
+        outcome = tried(chain([FOUND_BY[name]], range(MOST_SEEDS)))
+    assert outcome is not None, f"{name}: {MOST_SEEDS} seeds did not find it"
+    assert outcome.failure is not None
+    # It is the bug that was found.
+    assert run(outcome.plan).failure is None
