@@ -292,7 +292,9 @@ class Reader:
         counts = [hit.token_counts[index] for index in indices]
         result = restore_result(asked, counts, misses)
         if result.miss is not None:
-            self._counters.miss(result.miss)
+            self._counters.failure(result.miss)
+        if tuple(indices[: result.run]) == tuple(range(result.run)):
+            self._counters.restored_run(result.token_count)
         return result
 
     def _restore(
@@ -322,7 +324,8 @@ class Reader:
 
     def _account(self, restore: Restore) -> None:
         restore.measure(self._speeds)
-        self._counters.restored(restore.whole)
+        for path, entries in restore.whole_by_path:
+            self._counters.restored(entries, path)
         if corrupt := restore.corrupt:
             self._transport.suspect(corrupt)
 
@@ -348,8 +351,9 @@ class Reader:
                 if found is None:
                     return None
                 views += found
+                self._counters.viewed(entries)
         except Exception as problem:
-            self._counters.miss(self._failures.reason(problem))
+            self._counters.failure(self._failures.reason(problem))
             return None
         return views
 
@@ -372,11 +376,11 @@ class Reader:
         try:
             self._read(hit, [index], [wanted], collect, deadline)
         except Exception as problem:
-            self._counters.miss(self._failures.reason(problem))
+            self._counters.failure(self._failures.reason(problem))
             return None
         value = b"".join(collect.parts)
         if collect.unreadable or len(value) != length_bytes:
-            self._counters.miss(MissReason.UNREADABLE)
+            self._counters.failure(MissReason.UNREADABLE)
             return None
         return value
 

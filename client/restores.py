@@ -144,11 +144,15 @@ class Restore:
         }
 
     @property
-    def whole(self) -> list[Entry]:
-        """Entries that arrived as they were saved."""
-        if len(self._whole) == len(self._entries):
-            return list(self._entries)
-        return [self._entries[index] for index in sorted(self._whole)]
+    def whole_by_path(self) -> list[tuple[str, list[Entry]]]:
+        """Entries that arrived as they were saved: those copied in place, those that were sent."""
+        entries, whole, in_place = self._entries, self._whole, self._validated
+        if len(in_place) == len(entries):
+            return [("copy", list(entries))]
+        return [
+            ("copy", [entries[n] for n in sorted(whole & in_place)]),
+            ("stream", [entries[n] for n in sorted(whole - in_place)]),
+        ]
 
     @property
     def corrupt(self) -> list[Key]:

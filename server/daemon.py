@@ -25,7 +25,8 @@ from ..tiers.store import Store, StoreError
 from . import assembly
 from .api.calls import remove_leftover
 from .api.front import HEALTH_SERVICES, Front
-from .api.metrics import serve_metrics
+from .api.http import serve_metrics
+from .api.metrics import StateCollector
 from .api.sessions import ServiceConfig
 from .config.budgets import Plan, resolve
 from .config.loading import load_config
@@ -92,18 +93,20 @@ async def serve(plan: Plan) -> None:
         await front.local.start()
         stack.push_async_callback(_within, front.local.close())
         if config.server.metrics:
-            metrics_at = stack.enter_context(
-                serve_metrics(
-                    config.server.metrics,
-                    core.state,
-                    core.unhealthy,
-                    core.lag,
-                    front.in_flight,
-                    core.notices,
-                    core.devices.oldest_ns,
-                    front.scrubber.scrubs,
-                )
+            collector = StateCollector(
+                core.state,
+                core.unhealthy,
+                core.lag,
+                front.in_flight,
+                core.notices,
+                core.devices.oldest_ns,
+                front.scrubber.scrubs,
+                usage=front.sessions.usage,
+                latencies=core.latencies,
+                commits=core.orders.latencies,
+                now_ns=core.clock.now_ns,
             )
+            metrics_at = stack.enter_context(serve_metrics(config.server.metrics, collector))
             log.info("metrics", address=metrics_at)
         front.scrubber.start()
         stack.push_async_callback(front.scrubber.close)

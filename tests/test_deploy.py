@@ -21,7 +21,9 @@ from prefixd.server.config.options import Config
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
 from prefixd.server.daemon import main
+from prefixd.server.runtime.clock import Clock
 from prefixd.server.runtime.lag import BUCKETS_US, LoopLag
+from prefixd.server.runtime.latencies import Latencies
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEPLOY = REPOSITORY / "deploy"
@@ -41,6 +43,7 @@ def metric_names() -> set[str]:
             lambda: {"part": "it broke"},
             # Its own needs a loop; what it is read for is this.
             cast(LoopLag, SimpleNamespace(counts=[0] * (len(BUCKETS_US) + 1), total_us=0)),
+            latencies=Latencies(Clock()),
         )
     )
     ProcessCollector(registry=registry)
@@ -49,6 +52,8 @@ def metric_names() -> set[str]:
         names |= {sample.name for sample in family.samples}
         # A family without samples here has no tier to show.
         names.add(f"{family.name}_total" if family.type == "counter" else family.name)
+        if family.type == "histogram":
+            names |= {f"{family.name}_{part}" for part in ("bucket", "count", "sum")}
     return names
 
 

@@ -58,7 +58,7 @@ def stats(
     ] = False,
 ) -> None:
     """Show budgets, hits, saves and evictions of the tiers."""
-    from . import messages, render
+    from . import messages, render, stats_view
 
     with ctl.connect() as daemon:
         if watch is not None:
@@ -69,7 +69,7 @@ def stats(
             print_json(messages.as_dict(response))
             return
         console = make_console()
-        console.print(render.stats_view(response, daemon.address))
+        console.print(stats_view.stats_view(response, daemon.address))
         if counters:
             console.print(render.counters_table(response.counters))
 

@@ -31,6 +31,7 @@ from .calls import Caller
 from .lists import Lists
 from .metrics import counters_dict, lag_dict
 from .sessions import ServiceConfig
+from .usage import UsageBook
 
 #: Entries that one event evicts, about a millisecond.
 _EVICTED_AT_ONCE = 128
@@ -48,10 +49,12 @@ class AdminService(Lists):
         config: ServiceConfig,
         in_flight: Callable[[], Mapping[str, int]],
         scrubs: Mapping[Tier, Scrub],
+        usage: UsageBook,
     ) -> None:
         """`in_flight`: what calls take of the daemon's memory, by name. `scrubs`: how the tiers
-        are doing that are read back in the background."""
+        are doing that are read back in the background. `usage`: what clients count."""
         super().__init__(core)
+        self._usage = usage
         self._scrubs = scrubs
         self._config = config
         self._in_flight = in_flight
@@ -76,6 +79,8 @@ class AdminService(Lists):
             counters=counters_dict(core.state) | lag_dict(core.lag),
             in_flight=self._in_flight(),
             notices=core.notices(),
+            usage={label: sums.message() for label, sums in self._usage.items()},
+            oldest_claim_ms=t.oldest_claim_ns(core.clock.now_ns()) // 1_000_000,
             health="; ".join(f"{name}: {why}" for name, why in unhealthy.items()) or "serving",
         )
 

@@ -78,9 +78,12 @@ class HeartbeatCame:
 
 @dataclass(frozen=True, slots=True)
 class SessionLost:
+    """A session ended: its client closed it (`closed`), or fell silent, or hung up."""
+
     session: int
     why: str
     now_ns: int
+    closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

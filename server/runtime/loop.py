@@ -68,6 +68,7 @@ from .devices import Devices
 from .health import Health
 from .index import IndexWriter
 from .lag import LoopLag
+from .latencies import Latencies
 from .listeners import Listener
 from .recounting import recount
 from .reindexing import Reindexing
@@ -137,8 +138,9 @@ class Core:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns: int | None = None
         self.orders = StoreOrders(
-            self.stores, self._commit_done, self.devices.under_way, self._committer_died
+            self.stores, self._commit_done, self.devices.under_way, self._committer_died, clock
         )
+        self.latencies = Latencies(clock)
         self._freezer = Freezer()
         self.lag = LoopLag(clock)
         self._going_on = False
