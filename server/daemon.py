@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -229,32 +230,49 @@ def _listen(front: Front, config: Config) -> list[str]:
     """Bind every address. The sockets' directory is locked: what lies there is a leftover."""
     server = config.server
     sockets = [
-        (front.workers, server.address, server.socket_mode),
-        (front.operators, server.operators(), 0o600),
+        ("server.address", front.workers, server.address, server.socket_mode),
+        ("server.admin_address", front.operators, server.operators(), 0o600),
     ]
-    for listener, address, mode in sockets:
+    for option, listener, address, mode in sockets:
         path = _path_of(address)
-        remove_leftover(path)
+        try:
+            remove_leftover(path)
+        except OSError as problem:
+            raise OSError(f"{option}: {problem}") from None
         # Before the mode is right, this user alone may connect.
         before = os.umask(0o177)
         try:
-            _bind(listener, address)
+            _bind(option, listener, address)
         finally:
             os.umask(before)
         path.chmod(mode)
-    addresses = [address for _, address, _ in sockets]
+    addresses = [address for _, _, address, _ in sockets]
     if server.tcp:
-        host = server.tcp.rpartition(":")[0]
-        addresses.append(f"{host}:{_bind(front.workers, server.tcp)}")
+        host, _, port = server.tcp.rpartition(":")
+        _check_free(host.strip("[]"), int(port), server.tcp)
+        addresses.append(f"{host}:{_bind('server.tcp', front.workers, server.tcp)}")
     return addresses
 
 
-def _bind(server: grpc.aio.Server, address: str) -> int:
-    """Listen at an address; the port, if it has one. Raises OSError."""
+def _check_free(host: str, port: int, address: str) -> None:
+    """gRPC writes a log of its own to stderr where it can't bind; this says it in a sentence.
+    Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as attempt:
+            attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            attempt.bind((host, port))
+            attempt.listen(1)
+    except OSError as problem:
+        raise OSError(f"server.tcp: can't listen on {address}: {problem.strerror}") from None
+
+
+def _bind(option: str, server: grpc.aio.Server, address: str) -> int:
+    """Listen at an address; the port, if it has one. Raises OSError, which names the option."""
     try:
         return server.add_insecure_port(address)
     except RuntimeError as problem:
-        raise OSError(f"can't listen on {address}: {problem}") from None
+        raise OSError(f"{option}: can't listen on {address}: {problem}") from None
 
 
 def _path_of(address: str) -> Path:

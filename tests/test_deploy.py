@@ -32,6 +32,7 @@ POD = (DEPLOY / "kubernetes/sidecar.yaml").read_text()
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 DASHBOARD = json.loads((DEPLOY / "grafana/prefixd.json").read_text())
 README = (DEPLOY / "README.md").read_text()
+ALERTS = (DEPLOY / "prometheus/prefixd.yml").read_text()
 
 
 def metric_names() -> set[str]:
@@ -88,7 +89,7 @@ def test_counters_are_shown_as_rates_and_gauges_are_not() -> None:
     }
     for expression in expressions():
         rated = set(re.findall(r"rate\(([a-z_]+)", expression))
-        counters = {name for name in metrics_in(expression) if name.endswith("_total")}
+        counters = {name for name in metrics_in(expression) if name.endswith(("_total", "_bucket"))}
         assert rated == counters - since_the_start, expression
 
 
@@ -105,6 +106,14 @@ def test_the_readme_alerts_on_metrics_that_exist() -> None:
     shown = metrics_in(README)
     assert shown
     assert set(shown) <= metric_names()
+
+
+def test_the_alerts_are_on_metrics_that_exist() -> None:
+    names = re.findall(r"- alert: (\w+)", ALERTS)
+    expressions = re.findall(r"expr: >-\n +(.*)", ALERTS)
+    assert len(set(names)) == len(names) == len(expressions) > 5
+    for expression in expressions:
+        assert set(metrics_in(expression)) <= metric_names(), expression
 
 
 # ---- systemd

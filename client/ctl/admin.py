@@ -268,7 +268,10 @@ def evict(
             "--bytes", metavar="SIZE", parser=parse_size, help="How much to free, in each tier."
         ),
     ],
-    tier: TiersOption = None,
+    tier: Annotated[
+        list[TierName] | None, typer.Option("--tier", help="Which tier; may be repeated.")
+    ] = None,
+    all_tiers: Annotated[bool, typer.Option("--all-tiers", help="Every tier.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what would be evicted.")
     ] = False,
@@ -279,6 +282,8 @@ def evict(
     """
     from . import messages, render
 
+    if bool(tier) == all_tiers:
+        fail("say which --tier, or --all-tiers", ExitCode.BAD_INPUT)
     with ctl.connect(LONG_TIMEOUT_S) as daemon:
         if dry_run:
             tiers = _chosen(tier) or [Tier(t.tier) for t in daemon.stats().tiers]

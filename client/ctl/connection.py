@@ -3,6 +3,8 @@ daemon's user may use, and the health check, which is answered where workers are
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -233,6 +235,11 @@ class AdminConnection:
                 return DaemonUnavailable(
                     f"permission denied on {address}; run this as the daemon's user"
                 )
+            case DaemonUnavailable() if pid := _starting(self.address):
+                return DaemonUnavailable(
+                    f"the daemon with pid {pid} does not listen at {address}: it is starting or "
+                    "stopping, try again soon"
+                )
             case DaemonUnavailable():
                 return DaemonUnavailable(
                     f"no daemon answers at {address}; start one with `prefixd`, or say "
@@ -257,6 +264,24 @@ def _forbidden(address: str) -> bool:
     except OSError as problem:
         return isinstance(problem, PermissionError)
     return False
+
+
+def _starting(address: str) -> int:
+    """The process that has the socket's lock file while nobody listens; 0: there is none.
+
+    Only read: to try the lock would keep a daemon from it that starts in this moment.
+    """
+    path = socket_path(address)
+    if path is None:
+        return 0
+    try:
+        pid = int(json.loads(path.with_name(f"{path.name}.lock").read_text())["pid"])
+        os.kill(pid, 0)
+    except PermissionError as problem:
+        return pid if problem.filename is None else 0
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return 0
+    return pid
 
 
 def wire_tier(tier: Tier) -> pb.Tier.ValueType:

@@ -7,6 +7,8 @@ needs them: `--help` and completion stay fast.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from . import admin, bench, lab, lab_curve, lab_fleet, replay
@@ -22,12 +24,29 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from ... import __version__
+
+        typer.echo(f"prefixctl {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def root(
     ctx: typer.Context,
     address: AddressOption = None,
     as_json: JsonOption = False,
     timeout: TimeoutOption = None,
+    version: Annotated[  # noqa: ARG001  # its callback does it
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Show the version of prefixctl and exit.",
+        ),
+    ] = False,
 ) -> None:
     """Look into a prefixd daemon, make room in it, replay traffic through it.
 

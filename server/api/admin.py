@@ -10,6 +10,8 @@ from contextlib import aclosing
 from itertools import islice
 from typing import Final
 
+import structlog
+
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import CurveDisabled, InvalidSize, UnknownEntry
@@ -38,6 +40,17 @@ _EVICTED_AT_ONCE = 128
 #: How often the client of a Verify hears how far it is.
 _PROGRESS_EVERY_S = 0.2
 _DEFAULT_QUARTERS = (1, 2, 4, 8, 16)
+
+
+log = structlog.get_logger("prefixd.audit")
+
+
+def audit(caller: Caller, action: str, **what: object) -> None:
+    """One line for each thing that an operator changes. gRPC does not tell whose process is at the
+    other end: then it is one that may open the operators' socket, of the daemon's user or root."""
+    process = caller.process
+    who = f"pid {process.pid}, uid {process.uid}" if process else "an operator on the admin socket"
+    log.info("admin_action", action=action, who=who, **what)
 
 
 class AdminService(Lists):
@@ -202,12 +215,20 @@ class AdminService(Lists):
             sampled_tokens=round(curve.total * curve.rate),
         )
 
-    async def evict(self, request: pb.EvictRequest, _caller: Caller) -> pb.EvictResponse:
+    async def evict(self, request: pb.EvictRequest, caller: Caller) -> pb.EvictResponse:
         core = self._core
         if request.free_bytes == 0:
             raise InvalidSize("free_bytes is 0; say how many bytes to free")
         tiers = messages.tiers_of(request.tiers, core.stores) or tuple(core.stores)
         results = [await self._evict(tier, request.free_bytes) for tier in tiers]
+        audit(
+            caller,
+            "evict",
+            free_bytes=request.free_bytes,
+            tiers=[tier.label for tier in tiers],
+            entries=sum(result.entries for result in results),
+            freed_bytes=sum(result.freed_bytes for result in results),
+        )
         return pb.EvictResponse(results=results)
 
     async def _evict(self, tier: Tier, free_bytes: int) -> pb.EvictResult:
@@ -234,12 +255,13 @@ class AdminService(Lists):
 
     # ---- order
 
-    async def gc(self, request: pb.GcRequest, _caller: Caller) -> pb.GcResponse:
+    async def gc(self, request: pb.GcRequest, caller: Caller) -> pb.GcResponse:
         core = self._core
         counters = core.state.tables.counters
         claims, reservations = counters.claims_lost, counters.reservations_lost
         core.post(Tick(core.clock.now_ns(), flush=True))
         records, rows = await collect_garbage(core)
+        audit(caller, "gc", records=records, index_rows=rows)
         return pb.GcResponse(
             expired_claims=counters.claims_lost - claims,
             expired_reservations=counters.reservations_lost - reservations,
@@ -282,7 +304,7 @@ class AdminService(Lists):
             found.add([f"the index lacks {len(entries) - len(index)} entries"])
 
     async def verify(
-        self, request: pb.VerifyRequest, _caller: Caller
+        self, request: pb.VerifyRequest, caller: Caller
     ) -> AsyncGenerator[pb.VerifyResponse, None]:
         core = self._core
         tiers = messages.tiers_of(request.tiers, core.stores) or tuple(core.stores)
@@ -299,6 +321,14 @@ class AdminService(Lists):
             yield report.message(done=True)
         finally:
             reading.cancel()
+            totals = report.totals
+            audit(
+                caller,
+                "verify",
+                tiers=[tier.label for tier in tiers],
+                entries=totals.entries,
+                dropped_entries=totals.damaged_entries,
+            )
 
 
 class _Verified:
@@ -309,7 +339,7 @@ class _Verified:
         self._weights: Final = {tier: max(1, size) for tier, size in tier_bytes.items()}
         self._behind = 0
         self._told = 0
-        self._totals: Final = pb.VerifyResponse()
+        self.totals: Final = pb.VerifyResponse()
 
     async def through(self, verifications: Verifications, entries: EntryTable) -> None:
         total = sum(self._weights.values())
@@ -318,11 +348,11 @@ class _Verified:
                 async for swept in steps:
                     self._add(swept)
                     behind = self._behind + swept.share * weight
-                    self._totals.progress_permille = int(1_000 * behind / total)
+                    self.totals.progress_permille = int(1_000 * behind / total)
             self._behind += weight
 
     def _add(self, swept: Swept) -> None:
-        totals = self._totals
+        totals = self.totals
         totals.payload_bytes += swept.read_bytes
         for entry, verdict in swept.judged:
             name = f"entry {entry.key.hex()}"
@@ -338,13 +368,13 @@ class _Verified:
     def _say(self, problem: str) -> None:
         if self._told < MAX_PROBLEMS:
             self._told += 1
-            self._totals.problems.append(problem)
+            self.totals.problems.append(problem)
 
     def message(self, *, done: bool = False) -> pb.VerifyResponse:
         message = pb.VerifyResponse()
-        message.CopyFrom(self._totals)
+        message.CopyFrom(self.totals)
         message.done = done
-        del self._totals.problems[:]
+        del self.totals.problems[:]
         return message
 
 

@@ -85,7 +85,7 @@ def serve_metrics(address: str, collector: StateCollector) -> Iterator[str]:
     try:
         server = _Server(host.strip("[]"), int(port), paths)
     except OSError as problem:
-        raise OSError(f"can't serve metrics on {address}, see server.metrics: {problem}") from None
+        raise OSError(f"server.metrics: can't serve metrics on {address}: {problem}") from None
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="prefixd-http")
     thread.daemon = True
     thread.start()

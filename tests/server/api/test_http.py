@@ -68,7 +68,7 @@ def test_an_address_in_use_is_named_with_its_option() -> None:
     collector = StateCollector(state())
     with (
         serve_metrics(ANYWHERE, collector) as address,
-        pytest.raises(OSError, match=f"can't serve metrics on {address}, see server.metrics"),
+        pytest.raises(OSError, match=f"server.metrics: can't serve metrics on {address}"),
         serve_metrics(address, collector),
     ):
         pass
