@@ -18,7 +18,7 @@ from .counters import Counters
 from .failures import Failures
 from .owner import Owner
 from .pins import Pins
-from .restores import Collect, Copier, Restore, Verify
+from .restores import Collect, Copier, Restore, Verify, content_of, renumbered
 from .results import ClaimMode, Entry, MissReason, RestoreResult, restore_result
 from .wire.deadline import Deadline
 from .wire.link import Holding
@@ -315,7 +315,7 @@ class Reader:
             if rest:
                 ranges = [Range(entries[n], 0, 0, entries[n].payload_bytes) for n in rest]
                 places = [indices[n] for n in rest]
-                self._read(hit, places, ranges, _renumbered(restore, rest), deadline)
+                self._read(hit, places, ranges, renumbered(restore, rest), deadline)
         except Exception as problem:
             stopped = self._failures.reason(problem)
             restore.read_failed(lost=stopped is MissReason.LOST)
@@ -461,7 +461,7 @@ class Reader:
             groups = hit._pins.by_claim(indices)
             for claim, numbers, places in groups:
                 wanted = [ranges[n]._replace(place=p) for n, p in zip(numbers, places, strict=True)]
-                self._transport.read(claim, wanted, _renumbered(sink, numbers), deadline)
+                self._transport.read(claim, wanted, renumbered(sink, numbers), deadline)
             for claim in hit._pins.claims:
                 if claim.why_lost is not None:
                     raise ClaimLost(claim.why_lost)
@@ -470,7 +470,7 @@ class Reader:
         for start in range(0, len(ranges), size):
             batch = range(start, min(start + size, len(ranges)))
             wanted = [ranges[n]._replace(place=n - start) for n in batch]
-            self._read_pinned(wanted, _renumbered(sink, batch), deadline)
+            self._read_pinned(wanted, renumbered(sink, batch), deadline)
 
     def _read_pinned(self, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
         """Under a claim for as long as this takes."""
@@ -481,7 +481,9 @@ class Reader:
         if claim is None:
             raise UnknownEntry("the entries are gone since they were probed")
         try:
-            if [_content(each) for each in claimed.entries] != [_content(each) for each in wanted]:
+            if [content_of(each) for each in claimed.entries] != [
+                content_of(each) for each in wanted
+            ]:
                 raise UnknownEntry("some entries are gone or were replaced since they were probed")
             self._transport.read(claim, ranges, sink, deadline)
             (held,) = self._transport.release([claim], deadline)
@@ -493,13 +495,3 @@ class Reader:
 
     def _deadline(self, deadline_ms: int | None, transfer_bytes: int = 0) -> Deadline:
         return Deadline(self._deadline_ms if deadline_ms is None else deadline_ms, transfer_bytes)
-
-
-def _renumbered(sink: Sink, numbers: Sequence[int]) -> Sink:
-    """A sink for ranges that are `numbers` of those that `sink` knows."""
-    return lambda number, offset_bytes, data: sink(numbers[number], offset_bytes, data)
-
-
-def _content(entry: Entry) -> tuple[int, int, int]:
-    """What has to be the same in another save of a key for a read to mean the same."""
-    return entry.payload_bytes, entry.payload_crc32c, entry.layer_count

@@ -2702,6 +2702,145 @@ class CurveResponse(google.protobuf.message.Message):
 Global___CurveResponse: typing_extensions.TypeAlias = CurveResponse
 
 @typing.final
+class DropRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: builtins.int
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys"]) -> None: ...
+
+Global___DropRequest: typing_extensions.TypeAlias = DropRequest
+
+@typing.final
+class DropResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: builtins.int
+    @property
+    def results(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___DeleteStatus.ValueType]: ...
+    def __init__(
+        self,
+        *,
+        results: collections.abc.Iterable[Global___DeleteStatus.ValueType] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["results", b"results"]) -> None: ...
+
+Global___DropResponse: typing_extensions.TypeAlias = DropResponse
+
+@typing.final
+class KickRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    session_id: builtins.int
+    def __init__(
+        self,
+        *,
+        session_id: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["session_id", b"session_id"]) -> None: ...
+
+Global___KickRequest: typing_extensions.TypeAlias = KickRequest
+
+@typing.final
+class KickResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___KickResponse: typing_extensions.TypeAlias = KickResponse
+
+@typing.final
+class ConfigureRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    APPLY_FIELD_NUMBER: builtins.int
+    apply: builtins.bool
+    """else it only says what would change"""
+    def __init__(
+        self,
+        *,
+        apply: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["apply", b"apply"]) -> None: ...
+
+Global___ConfigureRequest: typing_extensions.TypeAlias = ConfigureRequest
+
+@typing.final
+class ChangedOption(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPTION_FIELD_NUMBER: builtins.int
+    RUNNING_FIELD_NUMBER: builtins.int
+    CONFIGURED_FIELD_NUMBER: builtins.int
+    LIVE_FIELD_NUMBER: builtins.int
+    option: builtins.str
+    """as in the file: section.key"""
+    running: builtins.str
+    configured: builtins.str
+    live: builtins.bool
+    """changes without a restart"""
+    def __init__(
+        self,
+        *,
+        option: builtins.str = ...,
+        running: builtins.str = ...,
+        configured: builtins.str = ...,
+        live: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["configured", b"configured", "live", b"live", "option", b"option", "running", b"running"]) -> None: ...
+
+Global___ChangedOption: typing_extensions.TypeAlias = ChangedOption
+
+@typing.final
+class ConfigureResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class RunningEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    RUNNING_FIELD_NUMBER: builtins.int
+    CHANGED_FIELD_NUMBER: builtins.int
+    @property
+    def running(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """every option, as it is now"""
+
+    @property
+    def changed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChangedOption]:
+        """what file, environment and flags say differently now"""
+
+    def __init__(
+        self,
+        *,
+        running: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        changed: collections.abc.Iterable[Global___ChangedOption] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["changed", b"changed", "running", b"running"]) -> None: ...
+
+Global___ConfigureResponse: typing_extensions.TypeAlias = ConfigureResponse
+
+@typing.final
 class GcRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -8,9 +8,10 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from .config.machine import Machine
 from .config.options import Config
 from .lock import lock_directories
 from .logs import configure_logs
+from .notify import keep_alive, notify
+from .reloading import Reloader
 from .runtime.clock import Clock
 from .runtime.loop import Core
 from .runtime.recovery import Recovery
@@ -66,7 +69,8 @@ def main(argv: list[str] | None = None) -> None:
         with ExitStack() as stack:
             stack.enter_context(lock_directories(config))
             machine = Machine.probe(config.shm.directory, config.disk.directory)
-            asyncio.run(serve(resolve(config, machine)))
+            load = partial(load_config, sys.argv[1:] if argv is None else argv)
+            asyncio.run(serve(resolve(config, machine), load))
     except (PrefixdError, StoreError, OSError) as problem:
         sys.exit(_complain(str(problem), 1))
 
@@ -76,8 +80,8 @@ def _complain(problem: str, status: int) -> int:
     return status
 
 
-async def serve(plan: Plan) -> None:
-    """Run a daemon until SIGTERM or SIGINT."""
+async def serve(plan: Plan, load: Callable[[], Config]) -> None:
+    """Run a daemon until SIGTERM or SIGINT. `load`: reads the configuration again."""
     stop = Stop(plan.config.server.drain_timeout_ns / 1e9)
     stop.listen()
     for line in plan.describe():
@@ -103,12 +107,15 @@ async def serve(plan: Plan) -> None:
                 core.devices.oldest_ns,
                 front.scrubber.scrubs,
                 usage=front.sessions.usage,
-                latencies=core.latencies,
+                latencies=front.sessions.latencies,
                 commits=core.orders.latencies,
                 now_ns=core.clock.now_ns,
             )
             metrics_at = stack.enter_context(serve_metrics(config.server.metrics, collector))
             log.info("metrics", address=metrics_at)
+        reloader = Reloader(config, load, core, front.scrubber)
+        front.admin.configurer = reloader.configure
+        stop.when_reloaded(lambda: core.supervisor.task("reload", reloader.reload()))
         front.scrubber.start()
         stack.push_async_callback(front.scrubber.close)
         await _serve_rpcs(core, config, front, stop)
@@ -200,8 +207,11 @@ async def _serve_rpcs(core: Core, config: Config, front: Front, stop: Stop) -> N
     await front.operators.start()
     # Without it health would stay what it was, whatever happens.
     watching = core.supervisor.task("health watcher", _watch_health(core, front), vital=True)
+    notify("READY=1")
+    core.supervisor.task("watchdog", keep_alive())
     log.info("serving", version=__version__, pid=os.getpid(), addresses=addresses)
     await _first(stop.asked.wait(), core.broken.wait())
+    notify("STOPPING=1")
     log.info("stopping", drain_timeout_s=config.server.drain_timeout_ns / 1e9)
     watching.cancel()
     await front.health.enter_graceful_shutdown()

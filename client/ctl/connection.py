@@ -152,6 +152,18 @@ class AdminConnection:
         request = pb.EvictRequest(free_bytes=free_bytes, tiers=[wire_tier(tier) for tier in tiers])
         return self._operate(self._admin.Evict, request)
 
+    def drop(self, keys: Sequence[bytes]) -> list[int]:
+        """What became of each key: `pb.DeleteStatus`."""
+        return list(self._operate(self._admin.Drop, pb.DropRequest(keys=keys)).results)
+
+    def kick(self, session_id: int) -> None:
+        """End a session. Raises UnknownSession."""
+        self._operate(self._admin.Kick, pb.KickRequest(session_id=session_id))
+
+    def configure(self, *, apply: bool) -> pb.ConfigureResponse:
+        """What is configured differently by now; `apply`: change what can be changed."""
+        return self._operate(self._admin.Configure, pb.ConfigureRequest(apply=apply))
+
     def curve(self, tier: Tier, budgets_bytes: Sequence[int] = ()) -> pb.CurveResponse:
         """What a tier would hit at these budgets; at a quarter to four times its own if empty."""
         request = pb.CurveRequest(tier=wire_tier(tier), budget_bytes=budgets_bytes)

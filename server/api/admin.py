@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from itertools import islice
 from typing import Final
@@ -14,14 +14,20 @@ import structlog
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import CurveDisabled, InvalidSize, UnknownEntry
+from ...proto.errors import (
+    ConfigError,
+    CurveDisabled,
+    InvalidSize,
+    UnknownEntry,
+    UnknownSession,
+)
 from ...proto.index import unpack_row
 from ...proto.vocabulary import Tier
 from ...tiers.ledger import Admission, Ledger
-from ..core.answers import EvictAnswer
+from ..core.answers import DeleteAnswer, EvictAnswer
 from ..core.checking import MAX_PROBLEMS
 from ..core.entries import EntryTable
-from ..core.events import EvictAsked, Tick
+from ..core.events import DeleteAsked, EvictAsked, Tick
 from ..runtime.loop import Core
 from ..runtime.recounting import recount
 from ..runtime.recovery import collect_garbage
@@ -37,6 +43,8 @@ from .usage import UsageBook
 
 #: Entries that one event evicts, about a millisecond.
 _EVICTED_AT_ONCE = 128
+#: Keys of a delete that the log names.
+_LOGGED_KEYS = 8
 #: How often the client of a Verify hears how far it is.
 _PROGRESS_EVERY_S = 0.2
 _DEFAULT_QUARTERS = (1, 2, 4, 8, 16)
@@ -72,6 +80,8 @@ class AdminService(Lists):
         self._config = config
         self._in_flight = in_flight
         self._started_ns = core.clock.now_ns()
+        #: says what of the configuration changed, and (True) changes it; set by the daemon
+        self.configurer: Callable[[bool], Awaitable[pb.ConfigureResponse]] | None = None
 
     # ---- what there is
 
@@ -252,6 +262,40 @@ class AdminService(Lists):
             more = answer.more
             await slices.pause()
         return pb.EvictResult(tier=tier.value, entries=entries, freed_bytes=freed_bytes)  # type: ignore[arg-type]
+
+    # ---- change
+
+    async def drop(self, request: pb.DropRequest, caller: Caller) -> pb.DropResponse:
+        core = self._core
+        keys = messages.keys_of("keys", request.keys)
+        response = pb.DropResponse()
+        for start in range(0, len(keys), _EVICTED_AT_ONCE):
+            part = keys[start : start + _EVICTED_AT_ONCE]
+            question = DeleteAsked(core.next_request(), None, part, core.clock.now_ns())
+            answer = await core.ask(question, DeleteAnswer)
+            response.results.extend(r.value for r in answer.results)  # type: ignore[misc]
+        dropped = list(response.results).count(pb.DELETE_STATUS_DELETED)
+        some = [key.hex() for key in keys[:_LOGGED_KEYS]]
+        audit(caller, "delete", keys=len(keys), deleted=dropped, first_keys=some)
+        return response
+
+    async def kick(self, request: pb.KickRequest, caller: Caller) -> pb.KickResponse:
+        session = self._core.state.tables.sessions.get(request.session_id)
+        listener = self._core.listener(request.session_id)
+        if session is None or listener is None:
+            raise UnknownSession(f"there is no session {request.session_id}")
+        listener.ended(UnknownSession("an operator ended this session; open a new one"))
+        audit(caller, "kick", session=request.session_id, owner=session.owner)
+        return pb.KickResponse()
+
+    async def configure(self, request: pb.ConfigureRequest, caller: Caller) -> pb.ConfigureResponse:
+        if self.configurer is None:
+            raise ConfigError("this daemon has no configuration to read again")
+        response = await self.configurer(request.apply)
+        if request.apply:
+            live = [each.option for each in response.changed if each.live]
+            audit(caller, "reload", changed=live)
+        return response
 
     # ---- order
 

@@ -250,7 +250,7 @@ class Saves:
             tell(_staged_results(refusals, await incoming.ended()))
 
     def _timed(self) -> AbstractContextManager[None]:
-        latencies = self._core.latencies
+        latencies = self._sessions.latencies
         return latencies.measured(latencies.save)
 
     # ---- how streams begin

@@ -108,7 +108,7 @@ class CacheService:
             wait_until_ns=messages.wait_until(now_ns, request.wait_ms),
             now_ns=now_ns,
         )
-        with core.latencies.measured(core.latencies.claim):
+        with self._sessions.latencies.measured(self._sessions.latencies.claim):
             answer = await core.ask(question, ClaimAnswer)
         caller.when_done(partial(self._release_unseen, question, answer))
         if request.brief:

@@ -33,6 +33,8 @@ from ..core.events import (
     SessionOpened,
 )
 from ..core.save_rules import most_reserved_bytes
+from ..runtime.clock import Clock
+from ..runtime.latencies import Latencies
 from ..runtime.listeners import SessionNote
 from ..runtime.loop import Core
 from . import messages
@@ -103,6 +105,8 @@ class Sessions:
         self._open: dict[int, Membership] = {}
         #: what their clients count, by label
         self.usage: Final = UsageBook()
+        #: how long their calls take
+        self.latencies: Final = Latencies(Clock())
         #: called with the number of each session that is over
         self.when_closed: list[Callable[[int], None]] = []
 

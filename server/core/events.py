@@ -135,10 +135,10 @@ class ReleaseAsked:
 
 @dataclass(frozen=True, slots=True)
 class DeleteAsked:
-    """A client wants entries gone that it can name."""
+    """A client, or an operator (`session` None), wants entries gone that it can name."""
 
     request: int
-    session: int
+    session: int | None
     keys: tuple[Key, ...]
     now_ns: int
 
@@ -286,6 +286,15 @@ class TierRecovered:
 
 
 @dataclass(frozen=True, slots=True)
+class LimitsChanged:
+    """The configuration was read again: fields of `tables.StateConfig` and their new values. What
+    is held already stays."""
+
+    changes: tuple[tuple[str, float], ...]
+    now_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed. `flush`: hand over what changed in use counts, too.
 
@@ -332,6 +341,7 @@ Event: TypeAlias = (
     | TierChanged
     | BytesRead
     | TierRecovered
+    | LimitsChanged
     | Tick
     | WorkLeft
 )

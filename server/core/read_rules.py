@@ -208,7 +208,8 @@ def delete(transition: Transition, asked: DeleteAsked) -> DeleteAnswer:
 
     What others rely on is not taken from them: a pinned entry and a save in flight stay.
     """
-    transition.session(asked.session)
+    if asked.session is not None:
+        transition.session(asked.session)
     t = transition.tables
     results: list[DeleteOutcome] = []
     for key in asked.keys:

@@ -11,6 +11,7 @@ No event takes long: what may concern many entries, claims or requests is left f
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Final, assert_never
 
@@ -37,6 +38,7 @@ from .events import (
     HeartbeatCame,
     KeysSuspected,
     KeysTouched,
+    LimitsChanged,
     LookupAsked,
     Question,
     ReleaseAsked,
@@ -190,6 +192,8 @@ class MetaState:
                 t.tier_counters[event.tier].read_bytes += event.payload_bytes
             case TierRecovered():
                 adoption.recovered(transition, event, self._footprints, self._numbers)
+            case LimitsChanged():
+                t.config = replace(t.config, **dict(event.changes))  # type: ignore[arg-type]
             case Tick():
                 self._tick(transition)
                 if event.flush and t.unrecorded:

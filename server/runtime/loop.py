@@ -68,7 +68,6 @@ from .devices import Devices
 from .health import Health
 from .index import IndexWriter
 from .lag import LoopLag
-from .latencies import Latencies
 from .listeners import Listener
 from .recounting import recount
 from .reindexing import Reindexing
@@ -140,7 +139,6 @@ class Core:
         self.orders = StoreOrders(
             self.stores, self._commit_done, self.devices.under_way, self._committer_died, clock
         )
-        self.latencies = Latencies(clock)
         self._freezer = Freezer()
         self.lag = LoopLag(clock)
         self._going_on = False
@@ -287,6 +285,9 @@ class Core:
     def unsubscribe(self, session: int) -> None:
         self._listeners.pop(session, None)
 
+    def listener(self, session: int) -> Listener | None:
+        return self._listeners.get(session)
+
     def end_sessions(self) -> None:
         """Tell every client that the daemon stops, and end its session."""
         for listener in list(self._listeners.values()):
@@ -321,9 +322,9 @@ class Core:
         if order.token in self.state.tables.reservations:
             self.writes[order.token] = write
         else:
-            why = "the reservation was lost before its bytes came"
             # Its room may be somebody else's by now: what still comes is not written there.
             write.stopping = True
+            why = "the reservation was lost before its bytes came"
             write.end(SaveEnded(order.token, SaveOutcome.LOST, why))
         return write
 

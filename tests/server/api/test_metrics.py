@@ -11,13 +11,11 @@ from itertools import count
 import pytest
 from prometheus_client import CollectorRegistry
 
-from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.api import metrics
 from prefixd.server.api.metrics import StateCollector, counters_dict
-from prefixd.server.api.usage import UsageBook
 from prefixd.server.core.answers import ClaimAnswer, Opened, ReserveAnswer, WriteOrder
 from prefixd.server.core.effects import Reply
 from prefixd.server.core.events import (
@@ -560,49 +558,3 @@ def test_how_long_calls_and_commits_take_is_shown() -> None:
         named = {**labels, "le": bound}
         assert registry.get_sample_value(f"prefixd_{name}_seconds_bucket", named) == 1
         assert registry.get_sample_value(f"prefixd_{name}_seconds_count", labels) == 1
-
-
-def test_what_clients_count_is_shown_by_label() -> None:
-    usage = UsageBook()
-    registry = CollectorRegistry()
-    registry.register(StateCollector(Daemon().state, dict, usage=usage))
-    report = pb.Usage(
-        lookups=3,
-        hits=1,
-        misses={"absent": 2},
-        failures={"lost": 1},
-        lookup_tokens=900,
-        restored_tokens=100,
-        tiers=[
-            pb.TierUsage(
-                tier=pb.TIER_SHM,
-                hit_entries=2,
-                hit_tokens=300,
-                restored_bytes={"view": 5, "copy": 6, "stream": 7},
-                saves=[
-                    pb.SavedUsage(reason=pb.SAVE_REASON_COLD, outcome="saved", entries=4),
-                    pb.SavedUsage(reason=pb.SAVE_REASON_COLD, outcome="no_room", entries=1),
-                ],
-            )
-        ],
-    )
-    usage.of("a").add(report)
-    usage.of("").add(report)
-    a, shm = {"namespace": "a"}, {"namespace": "a", "tier": "shm"}
-    for name, labels, value in (
-        ("lookups", a, 3),
-        ("hits", a, 1),
-        ("misses", {**a, "reason": "absent"}, 2),
-        ("misses", {**a, "reason": "slow"}, 0),
-        ("failures", {**a, "reason": "lost"}, 1),
-        ("lookup_tokens", {"namespace": "default"}, 900),
-        ("restored_tokens", a, 100),
-        ("hit_entries", shm, 2),
-        ("hit_tokens", shm, 300),
-        ("restored_bytes", {**shm, "path": "view"}, 5),
-        ("restored_bytes", {**shm, "path": "copy"}, 6),
-        ("restored_bytes", {**shm, "path": "stream"}, 7),
-        ("saves", {**shm, "reason": "cold", "outcome": "saved"}, 4),
-        ("saves", {**shm, "reason": "cold", "outcome": "no_room"}, 1),
-    ):
-        assert registry.get_sample_value(f"prefixd_client_{name}_total", labels) == value, name

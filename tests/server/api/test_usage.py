@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from prefixd.client.counters import PATHS, Counters
 from prefixd.client.results import Entry, MissReason, SaveOutcome, SaveStatus
@@ -14,7 +15,10 @@ from prefixd.proto.keys import Key
 from prefixd.proto.limits import MAX_LABELS, MAX_REPORTED
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.api import usage as subject
+from prefixd.server.api.metrics import StateCollector
 from prefixd.server.api.usage import UsageBook, check_usage
+from prefixd.server.core.state import MetaState
+from prefixd.server.core.tables import StateConfig
 
 KEY = Key(bytes(32))
 
@@ -89,3 +93,50 @@ def test_a_label_that_can_be_none_is_refused(label: str) -> None:
     make: Callable[[str], object] = UsageBook().of
     with pytest.raises(PrefixdError, match="a label has"):
         make(label)
+
+
+def test_what_clients_count_is_shown_by_label() -> None:
+    usage = UsageBook()
+    state = MetaState(StateConfig(), {}, {}, frozenset(), 1)
+    registry = CollectorRegistry()
+    registry.register(StateCollector(state, usage=usage))
+    report = pb.Usage(
+        lookups=3,
+        hits=1,
+        misses={"absent": 2},
+        failures={"lost": 1},
+        lookup_tokens=900,
+        restored_tokens=100,
+        tiers=[
+            pb.TierUsage(
+                tier=pb.TIER_SHM,
+                hit_entries=2,
+                hit_tokens=300,
+                restored_bytes={"view": 5, "copy": 6, "stream": 7},
+                saves=[
+                    pb.SavedUsage(reason=pb.SAVE_REASON_COLD, outcome="saved", entries=4),
+                    pb.SavedUsage(reason=pb.SAVE_REASON_COLD, outcome="no_room", entries=1),
+                ],
+            )
+        ],
+    )
+    usage.of("a").add(report)
+    usage.of("").add(report)
+    a, shm = {"namespace": "a"}, {"namespace": "a", "tier": "shm"}
+    for name, labels, value in (
+        ("lookups", a, 3),
+        ("hits", a, 1),
+        ("misses", {**a, "reason": "absent"}, 2),
+        ("misses", {**a, "reason": "slow"}, 0),
+        ("failures", {**a, "reason": "lost"}, 1),
+        ("lookup_tokens", {"namespace": "default"}, 900),
+        ("restored_tokens", a, 100),
+        ("hit_entries", shm, 2),
+        ("hit_tokens", shm, 300),
+        ("restored_bytes", {**shm, "path": "view"}, 5),
+        ("restored_bytes", {**shm, "path": "copy"}, 6),
+        ("restored_bytes", {**shm, "path": "stream"}, 7),
+        ("saves", {**shm, "reason": "cold", "outcome": "saved"}, 4),
+        ("saves", {**shm, "reason": "cold", "outcome": "no_room"}, 1),
+    ):
+        assert registry.get_sample_value(f"prefixd_client_{name}_total", labels) == value, name
