@@ -15,7 +15,6 @@ import structlog
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import (
-    ConfigError,
     CurveDisabled,
     InvalidSize,
     UnknownEntry,
@@ -289,8 +288,8 @@ class AdminService(Lists):
         return pb.KickResponse()
 
     async def configure(self, request: pb.ConfigureRequest, caller: Caller) -> pb.ConfigureResponse:
-        if self.configurer is None:
-            raise ConfigError("this daemon has no configuration to read again")
+        if self.configurer is None:  # nothing that could be read again
+            return pb.ConfigureResponse()
         response = await self.configurer(request.apply)
         if request.apply:
             live = [each.option for each in response.changed if each.live]
