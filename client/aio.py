@@ -52,6 +52,7 @@ class AsyncClient:
         address: str | None = None,
         *,
         name: str | None = None,
+        label: str | None = None,
         deadline_ms: int = DEFAULT_DEADLINE_MS,
         connect_timeout_ms: int = DEFAULT_CONNECT_TIMEOUT_MS,
         save_timeout_ms: int = DEFAULT_SAVE_TIMEOUT_MS,
@@ -74,6 +75,7 @@ class AsyncClient:
         self._client = Client(
             address,
             name=name,
+            label=label,
             deadline_ms=deadline_ms,
             connect_timeout_ms=connect_timeout_ms,
             save_timeout_ms=save_timeout_ms,
@@ -154,10 +156,16 @@ class AsyncClient:
         claim: bool = True,
         wait_ms: int = 0,
         deadline_ms: int | None = None,
+        prompt_tokens: int = 0,
     ) -> AsyncHit:
         """`Client.longest_run`."""
         hit = await self._runner.run(
-            self._client.longest_run, keys, claim=claim, wait_ms=wait_ms, deadline_ms=deadline_ms
+            self._client.longest_run,
+            keys,
+            claim=claim,
+            wait_ms=wait_ms,
+            deadline_ms=deadline_ms,
+            prompt_tokens=prompt_tokens,
         )
         return AsyncHit(hit, self._runner)
 

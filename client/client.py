@@ -82,6 +82,7 @@ class Client(Saves, KeyCalls):
         address: str | None = None,
         *,
         name: str | None = None,
+        label: str | None = None,
         deadline_ms: int = DEFAULT_DEADLINE_MS,
         connect_timeout_ms: int = DEFAULT_CONNECT_TIMEOUT_MS,
         save_timeout_ms: int = DEFAULT_SAVE_TIMEOUT_MS,
@@ -98,7 +99,9 @@ class Client(Saves, KeyCalls):
         counters: Counters | None = None,
     ) -> None:
         """`address`: `unix:/path` or `host:port`; None: `proto.endpoints.default_address()`.
-        `name`: shown to operators, and to whoever meets one of its saves in flight.
+        `name`: shown to operators, and to whoever meets one of its saves in flight. `label`: under
+        which name the daemon adds up what this client counts, a model or a tenant (1 ... 64
+        letters, digits, `._:/@+-`); the daemon keeps 64, and later ones count as "other".
         `connect_timeout_ms`: after it the daemon counts as down. `lease_ms` of claims, 0: the
         daemon's own. `policy`: the gates of saves, and the stride of `longest_prefix`.
         `verify`: what has its CRC32C checked on restore: `always` everything, `disk` what comes
@@ -141,7 +144,11 @@ class Client(Saves, KeyCalls):
         benefit = MinBenefit(self.speeds, prefill_tokens_per_s, min_benefit_ms)
         if transport is None:
             transport = remote = RemoteTransport(
-                address, name, counters=self._counters, connect_timeout_ms=connect_timeout_ms
+                address,
+                name,
+                label=label,
+                counters=self._counters,
+                connect_timeout_ms=connect_timeout_ms,
             )
             if local:
                 transport = LocalTransport(remote)
@@ -270,13 +277,15 @@ class Client(Saves, KeyCalls):
         claim: bool = True,
         wait_ms: int = 0,
         deadline_ms: int | None = None,
+        prompt_tokens: int = 0,
     ) -> Hit:
         """The blocks of a chain up to the first that is missing, claimed; empty (and false) when
         that is block 0. `hit.miss` says why the run ends; None: all blocks are there.
 
         One rpc for as many blocks as one call takes (4,096 unless the daemon says less). `claim`
         False only looks: on the daemon's host without any rpc, and hashing no more blocks than
-        there are. Only the complete blocks of a `BlockChain` are looked for.
+        there are. Only the complete blocks of a `BlockChain` are looked for. `prompt_tokens`: what
+        all `keys` stand for, for the hit ratio that the daemon shows; a `BlockChain` knows.
         """
         deadline = self._begin(deadline_ms, wait_ms)
         counts: list[int | None] | None = None
@@ -287,8 +296,10 @@ class Client(Saves, KeyCalls):
         else:
             wanted = checked_keys(keys)
         if not claim:
-            return self._searcher.look(wanted, counts, ClaimMode.RUN, wait_ms, deadline)
-        return self._searcher.claim(wanted, counts, ClaimMode.RUN, wait_ms, deadline)
+            return self._searcher.look(
+                wanted, counts, ClaimMode.RUN, wait_ms, deadline, prompt_tokens
+            )
+        return self._searcher.claim(wanted, counts, ClaimMode.RUN, wait_ms, deadline, prompt_tokens)
 
     def claim(
         self,

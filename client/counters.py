@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from ..proto import prefixd_pb2 as pb
-from ..proto.vocabulary import Tier
+from ..proto.vocabulary import SaveReason, Tier
 from .results import Entry, MissReason, SaveOutcome, SaveStatus
 
 Snapshot: TypeAlias = dict[str, int | dict[str, int]]
@@ -17,7 +17,9 @@ _SCALARS: Final = (
     "hits",
     "hit_entries",
     "hit_tokens",
+    "lookup_tokens",  # that were looked for, as far as it was said or the hit shows
     "restored_entries",
+    "restored_tokens",  # of the runs that restores had from their first entry on
     "restored_bytes",
     "saved_entries",
     "saved_bytes",
@@ -31,11 +33,53 @@ _RPCS: Final = (*pb.DESCRIPTOR.services_by_name["Cache"].methods_by_name, "SaveS
 _LABELS: Final = {tier: tier.label for tier in Tier}
 
 
+#: How the bytes of an entry came to the caller: left where they lie, copied from there, by rpc.
+PATHS: Final = ("view", "copy", "stream")
+
+
+class Report:
+    """What a client has to tell the daemon: amounts by name, and what they are of. Not
+    thread-safe."""
+
+    __slots__ = ("amounts",)
+
+    def __init__(self) -> None:
+        self.amounts: dict[tuple[Any, ...], int] = {}
+
+    def add(self, *name: object, amount: int = 1) -> None:
+        self.amounts[name] = self.amounts.get(name, 0) + amount
+
+    def message(self) -> pb.Usage:
+        """As it goes over the wire."""
+        usage = pb.Usage()
+        tiers: dict[Tier, pb.TierUsage] = {}
+        for (name, *of), amount in self.amounts.items():
+            if not of:
+                setattr(usage, name, amount)
+            elif name in ("misses", "failures"):
+                getattr(usage, name)[of[0]] = amount
+            else:
+                told = tiers.setdefault(of[0], pb.TierUsage(tier=of[0]))
+                match name:
+                    case "restored_bytes":
+                        told.restored_bytes[of[1]] = amount
+                    case "saves":
+                        told.saves.add(reason=of[1], outcome=of[2], entries=amount)
+                    case _:
+                        setattr(told, name, amount)
+        usage.tiers.extend(tiers.values())
+        return usage
+
+
 class Counters:
     """Thread-safe counts, all of them there from the start.
 
-    `misses` are by reason. A hit whose bytes then can't be restored is a hit, and a miss for
-    its reason as well. `saves` are by the status in which they ended, `rpcs` by their name.
+    `misses` are the look-ups that found nothing, by reason: they add up to lookups - hits.
+    `failures` are restores, reads and probes that failed, by reason: a hit whose bytes then can't
+    be restored is a hit, and a failure. `saves` are by the status in which they ended, `rpcs` by
+    their name.
+
+    What concerns the daemon's own numbers is taken by `take_report`, which the heartbeats carry.
     """
 
     def __init__(self) -> None:
@@ -43,11 +87,15 @@ class Counters:
         self._scalars = dict.fromkeys(_SCALARS, 0)
         self._groups: dict[str, dict[str, int]] = {
             "misses": {reason.value: 0 for reason in MissReason},
+            "failures": {reason.value: 0 for reason in MissReason},
             "saves": {status.label: 0 for status in SaveStatus},
             "rpcs": dict.fromkeys(_RPCS, 0),
             "hit_tokens_by_tier": {tier.label: 0 for tier in Tier},
             "restored_bytes_by_tier": {tier.label: 0 for tier in Tier},
+            "restored_bytes_by_path": dict.fromkeys(PATHS, 0),
         }
+        #: what happened since the last report
+        self._report = Report()
 
     def add(self, name: str, amount: int = 1) -> None:
         with self._lock:
@@ -57,21 +105,45 @@ class Counters:
         with self._lock:
             self._groups["rpcs"][name] += 1
 
-    def miss(self, reason: MissReason, count: int = 1) -> None:
+    def miss(self, reason: MissReason, lookup_tokens: int = 0) -> None:
+        """One look-up that found nothing, of so many tokens; 0: nobody said."""
         with self._lock:
-            self._groups["misses"][reason.value] += count
+            self._groups["misses"][reason.value] += 1
+            self._looked(lookup_tokens)
+            self._report.add("misses", reason.value)
 
-    def hit(self, entries: Iterable[Entry], token_counts: Iterable[int]) -> None:
-        """One search that found these."""
+    def hit(
+        self, entries: Iterable[Entry], token_counts: Iterable[int], lookup_tokens: int = 0
+    ) -> None:
+        """One look-up that found these. `lookup_tokens`: what it was for; 0: nobody said."""
         with self._lock:
             scalars, by_tier = self._scalars, self._groups["hit_tokens_by_tier"]
             scalars["hits"] += 1
+            self._report.add("hits")
+            found_tokens = 0
             for tier, (entries_there, tokens) in _by_tier(entries, token_counts).items():
+                found_tokens += tokens
                 scalars["hit_entries"] += entries_there
                 scalars["hit_tokens"] += tokens
                 by_tier[_LABELS[tier]] += tokens
+                self._report.add("hit_entries", tier, amount=entries_there)
+                self._report.add("hit_tokens", tier, amount=tokens)
+            self._looked(max(lookup_tokens, found_tokens))
 
-    def restored(self, entries: Sequence[Entry]) -> None:
+    def _looked(self, lookup_tokens: int) -> None:
+        self._scalars["lookups"] += 1
+        self._scalars["lookup_tokens"] += lookup_tokens
+        self._report.add("lookups")
+        self._report.add("lookup_tokens", amount=lookup_tokens)
+
+    def failure(self, reason: MissReason) -> None:
+        """A restore, a read or a probe that failed."""
+        with self._lock:
+            self._groups["failures"][reason.value] += 1
+            self._report.add("failures", reason.value)
+
+    def restored(self, entries: Sequence[Entry], path: str) -> None:
+        """These arrived whole, on that one of `PATHS`."""
         with self._lock:
             by_tier = self._groups["restored_bytes_by_tier"]
             sizes = [entry.payload_bytes for entry in entries]
@@ -79,15 +151,56 @@ class Counters:
                 self._scalars["restored_entries"] += entries_there
                 self._scalars["restored_bytes"] += size_bytes
                 by_tier[_LABELS[tier]] += size_bytes
+                self._add_bytes(tier, path, size_bytes)
 
-    def saves(self, outcomes: Iterable[SaveOutcome], payload_bytes: Iterable[int]) -> None:
+    def viewed(self, entries: Sequence[Entry]) -> None:
+        """The caller got views of these, and reads them where they lie."""
+        with self._lock:
+            sizes = [entry.payload_bytes for entry in entries]
+            for tier, (_, size_bytes) in _by_tier(entries, sizes).items():
+                self._add_bytes(tier, "view", size_bytes)
+
+    def _add_bytes(self, tier: Tier, path: str, size_bytes: int) -> None:
+        self._groups["restored_bytes_by_path"][path] += size_bytes
+        self._report.add("restored_bytes", tier, path, amount=size_bytes)
+
+    def restored_run(self, tokens: int) -> None:
+        """So many tokens need not be computed, thanks to one restore."""
+        with self._lock:
+            self._scalars["restored_tokens"] += tokens
+            self._report.add("restored_tokens", amount=tokens)
+
+    def saves(
+        self,
+        outcomes: Iterable[SaveOutcome],
+        payload_bytes: Iterable[int],
+        kinds: Iterable[tuple[Tier, SaveReason]],
+    ) -> None:
+        """How saves ended, each with its payload, its tier and why it was made."""
         with self._lock:
             saves = self._groups["saves"]
-            for outcome, size_bytes in zip(outcomes, payload_bytes, strict=True):
-                saves[outcome.status.label] += 1
-                if outcome.status is SaveStatus.SAVED:
+            # The kinds may be one that repeats without end.
+            for outcome, size_bytes, (tier, reason) in zip(
+                outcomes, payload_bytes, kinds, strict=False
+            ):
+                status = outcome.status
+                saves[status.label] += 1
+                self._report.add("saves", tier, reason, status.label)
+                if status is SaveStatus.SAVED:
                     self._scalars["saved_entries"] += 1
                     self._scalars["saved_bytes"] += size_bytes
+
+    def take_report(self) -> Report:
+        """What happened since this was last called, at one moment."""
+        with self._lock:
+            report, self._report = self._report, Report()
+            return report
+
+    def give_back(self, report: Report) -> None:
+        """A report that the daemon may not have got: it goes with the next one."""
+        with self._lock:
+            for name, amount in report.amounts.items():
+                self._report.add(*name, amount=amount)
 
     def snapshot(self) -> Snapshot:
         """Everything at one moment, as a dict that is the caller's own."""

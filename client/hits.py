@@ -18,7 +18,7 @@ from .counters import Counters
 from .failures import Failures
 from .owner import Owner
 from .pins import Pins
-from .restores import Collect, Copier, Restore, Verify
+from .restores import Collect, Copier, Restore, Verify, content_of, renumbered
 from .results import ClaimMode, Entry, MissReason, RestoreResult, restore_result
 from .wire.deadline import Deadline
 from .wire.link import Holding
@@ -291,7 +291,9 @@ class Reader:
         counts = [hit.token_counts[index] for index in indices]
         result = restore_result(asked, counts, misses)
         if result.miss is not None:
-            self._counters.miss(result.miss)
+            self._counters.failure(result.miss)
+        if tuple(indices[: result.run]) == tuple(range(result.run)):
+            self._counters.restored_run(result.token_count)
         return result
 
     def _restore(
@@ -312,7 +314,7 @@ class Reader:
             if rest:
                 ranges = [Range(entries[n], 0, 0, entries[n].payload_bytes) for n in rest]
                 places = [indices[n] for n in rest]
-                self._read(hit, places, ranges, _renumbered(restore, rest), deadline)
+                self._read(hit, places, ranges, renumbered(restore, rest), deadline)
         except Exception as problem:
             stopped = self._failures.reason(problem)
             restore.read_failed(lost=stopped is MissReason.LOST)
@@ -321,7 +323,8 @@ class Reader:
 
     def _account(self, restore: Restore) -> None:
         restore.measure(self._speeds)
-        self._counters.restored(restore.whole)
+        for path, entries in restore.whole_by_path:
+            self._counters.restored(entries, path)
         if corrupt := restore.corrupt:
             self._transport.suspect(corrupt)
 
@@ -347,8 +350,9 @@ class Reader:
                 if found is None:
                     return None
                 views += found
+                self._counters.viewed(entries)
         except Exception as problem:
-            self._counters.miss(self._failures.reason(problem))
+            self._counters.failure(self._failures.reason(problem))
             return None
         return views
 
@@ -371,11 +375,11 @@ class Reader:
         try:
             self._read(hit, [index], [wanted], collect, deadline)
         except Exception as problem:
-            self._counters.miss(self._failures.reason(problem))
+            self._counters.failure(self._failures.reason(problem))
             return None
         value = b"".join(collect.parts)
         if collect.unreadable or len(value) != length_bytes:
-            self._counters.miss(MissReason.UNREADABLE)
+            self._counters.failure(MissReason.UNREADABLE)
             return None
         return value
 
@@ -456,7 +460,7 @@ class Reader:
             groups = hit._pins.by_claim(indices)
             for claim, numbers, places in groups:
                 wanted = [ranges[n]._replace(place=p) for n, p in zip(numbers, places, strict=True)]
-                self._transport.read(claim, wanted, _renumbered(sink, numbers), deadline)
+                self._transport.read(claim, wanted, renumbered(sink, numbers), deadline)
             for claim in hit._pins.claims:
                 if claim.why_lost is not None:
                     raise ClaimLost(claim.why_lost)
@@ -465,7 +469,7 @@ class Reader:
         for start in range(0, len(ranges), size):
             batch = range(start, min(start + size, len(ranges)))
             wanted = [ranges[n]._replace(place=n - start) for n in batch]
-            self._read_pinned(wanted, _renumbered(sink, batch), deadline)
+            self._read_pinned(wanted, renumbered(sink, batch), deadline)
 
     def _read_pinned(self, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
         """Under a claim for as long as this takes."""
@@ -476,7 +480,9 @@ class Reader:
         if claim is None:
             raise UnknownEntry("the entries are gone since they were probed")
         try:
-            if [_content(each) for each in claimed.entries] != [_content(each) for each in wanted]:
+            if [content_of(each) for each in claimed.entries] != [
+                content_of(each) for each in wanted
+            ]:
                 raise UnknownEntry("some entries are gone or were replaced since they were probed")
             self._transport.read(claim, ranges, sink, deadline)
             (held,) = self._transport.release([claim], deadline)
@@ -488,13 +494,3 @@ class Reader:
 
     def _deadline(self, deadline_ms: int | None, transfer_bytes: int = 0) -> Deadline:
         return Deadline(self._deadline_ms if deadline_ms is None else deadline_ms, transfer_bytes)
-
-
-def _renumbered(sink: Sink, numbers: Sequence[int]) -> Sink:
-    """A sink for ranges that are `numbers` of those that `sink` knows."""
-    return lambda number, offset_bytes, data: sink(numbers[number], offset_bytes, data)
-
-
-def _content(entry: Entry) -> tuple[int, int, int]:
-    """What has to be the same in another save of a key for a read to mean the same."""
-    return entry.payload_bytes, entry.payload_crc32c, entry.layer_count

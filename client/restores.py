@@ -18,7 +18,7 @@ from .benefit import LoadSpeeds
 from .failures import Failures
 from .results import Entry, MissReason
 from .threads import Threads
-from .wire.transport import Copied
+from .wire.transport import Copied, Sink
 
 #: Whose CRC32C is checked on restore: of everything, of what came from disk, of nothing.
 Verify: TypeAlias = Literal["always", "disk", "never"]
@@ -144,11 +144,15 @@ class Restore:
         }
 
     @property
-    def whole(self) -> list[Entry]:
-        """Entries that arrived as they were saved."""
-        if len(self._whole) == len(self._entries):
-            return list(self._entries)
-        return [self._entries[index] for index in sorted(self._whole)]
+    def whole_by_path(self) -> list[tuple[str, list[Entry]]]:
+        """Entries that arrived as they were saved: those copied in place, those that were sent."""
+        entries, whole, in_place = self._entries, self._whole, self._validated
+        if len(in_place) == len(entries):
+            return [("copy", list(entries))]
+        return [
+            ("copy", [entries[n] for n in sorted(whole & in_place)]),
+            ("stream", [entries[n] for n in sorted(whole - in_place)]),
+        ]
 
     @property
     def corrupt(self) -> list[Key]:
@@ -257,3 +261,13 @@ class Collect:
             self.unreadable = True
         else:
             self.parts.append(bytes(data))
+
+
+def renumbered(sink: Sink, numbers: Sequence[int]) -> Sink:
+    """A sink for ranges that are `numbers` of those that `sink` knows."""
+    return lambda number, offset_bytes, data: sink(numbers[number], offset_bytes, data)
+
+
+def content_of(entry: Entry) -> tuple[int, int, int]:
+    """What has to be the same in another save of a key for a read to mean the same."""
+    return entry.payload_bytes, entry.payload_crc32c, entry.layer_count

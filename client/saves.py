@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import repeat
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -63,9 +64,12 @@ class Reservation:
     whoever waits for the key is told at once. Not thread-safe.
     """
 
-    def __init__(self, writer: Writer, item: ReserveItem, granted: Granted) -> None:
+    def __init__(
+        self, writer: Writer, item: ReserveItem, granted: Granted, terms: SaveTerms
+    ) -> None:
         """Made by the client."""
         self._writer = writer
+        self._kind = terms.tier, terms.reason
         self._used = False
         self.item = item
         self.status = granted.status
@@ -163,7 +167,7 @@ class Writer:
         savings, terms = self._checked(items, terms)
         return self._queue.submit(
             lambda: self._save_in_turn(savings, terms, deadline_ms),
-            lambda: self._dropped(savings),
+            lambda: self._dropped(savings, terms),
             _size_of(savings),
         )
 
@@ -174,7 +178,7 @@ class Writer:
         savings, terms = self._checked([item], terms)
         return self._queue.submit(
             lambda: self._save_in_turn(savings, terms, deadline_ms)[0],
-            lambda: self._dropped(savings)[0],
+            lambda: self._dropped(savings, terms)[0],
             _size_of(savings),
         )
 
@@ -223,7 +227,8 @@ class Writer:
                 self._failures.reason(problem)
                 granted = [Granted(ReserveStatus.FAILED, message=str(problem))] * len(batch)
             reservations += [
-                Reservation(self, item, each) for item, each in zip(batch, granted, strict=True)
+                Reservation(self, item, each, terms)
+                for item, each in zip(batch, granted, strict=True)
             ]
         return reservations
 
@@ -259,7 +264,8 @@ class Writer:
                 outcomes += self._transport.write(batch, payloads[start : start + size], deadline)
             except Exception as problem:
                 outcomes += self._failures.saves([key for _, key in batch], problem)
-        self._counters.saves(outcomes, sizes_bytes)
+        kinds = [reservation._kind for reservation, _ in writes]
+        self._counters.saves(outcomes, sizes_bytes, kinds)
         return outcomes
 
     def cancel(self, reservations: Sequence[Reservation], deadline_ms: int | None) -> list[bool]:
@@ -304,7 +310,8 @@ class Writer:
             except Exception as problem:
                 keys = [saving.item.key for saving in batch]
                 outcomes += self._failures.saves(keys, problem)
-        self._counters.saves(outcomes, [len(saving.payload) for saving in savings])
+        sizes_bytes = [len(saving.payload) for saving in savings]
+        self._counters.saves(outcomes, sizes_bytes, repeat((terms.tier, terms.reason)))
         return outcomes
 
     def _share(self, tier: Tier, deadline: Deadline) -> Share | None:
@@ -346,10 +353,11 @@ class Writer:
             ancestors = [*ancestors, *(item.key for item in items[start:stop])]
             start = stop
 
-    def _dropped(self, savings: Sequence[Saving]) -> list[SaveOutcome]:
+    def _dropped(self, savings: Sequence[Saving], terms: SaveTerms) -> list[SaveOutcome]:
         why = "too many saves are waiting, or the client was closed"
         outcomes = [SaveOutcome(s.item.key, SaveStatus.DROPPED, message=why) for s in savings]
-        self._counters.saves(outcomes, [0] * len(outcomes))
+        kinds = repeat((terms.tier, terms.reason))
+        self._counters.saves(outcomes, [0] * len(outcomes), kinds)
         return outcomes
 
     def _within_ms(self, deadline_ms: int | None) -> int:

@@ -218,14 +218,17 @@ class Searcher:
         mode: ClaimMode,
         wait_ms: int,
         deadline: Deadline,
+        prompt_tokens: int = 0,
     ) -> Hit:
-        """What `mode` wants of the keys, pinned; one rpc, or none without keys."""
+        """What `mode` wants of the keys, pinned; one rpc, or none without keys. `prompt_tokens`:
+        what all of them stand for, for the hit ratio; 0: what `token_counts` say."""
         found = _Search()
         try:
             self._claim(found, keys, mode, wait_ms, deadline)
         except Exception as problem:
             found.gap = self._failures.reason(problem)
-        return self._hit(found, keys, token_counts, mode)
+        prompt_tokens = prompt_tokens or _wanted_tokens(token_counts, mode)
+        return self._hit(found, keys, token_counts, mode, prompt_tokens)
 
     def _claim(
         self,
@@ -257,6 +260,7 @@ class Searcher:
         mode: ClaimMode,
         wait_ms: int,
         deadline: Deadline,
+        prompt_tokens: int = 0,
     ) -> Hit:
         """What `mode` wants of the keys, not pinned; in place if possible, else one rpc."""
         found = _Search()
@@ -265,7 +269,8 @@ class Searcher:
                 self._look(found, keys, mode, wait_ms, deadline)
         except Exception as problem:
             found.gap = self._failures.reason(problem)
-        return self._hit(found, keys, token_counts, mode)
+        prompt_tokens = prompt_tokens or _wanted_tokens(token_counts, mode)
+        return self._hit(found, keys, token_counts, mode, prompt_tokens)
 
     def _look(
         self,
@@ -290,7 +295,7 @@ class Searcher:
         try:
             return self._transport.exist(keys, deadline) if keys else []
         except Exception as problem:
-            self._counters.miss(self._failures.reason(problem))
+            self._counters.failure(self._failures.reason(problem))
             return [False] * len(keys)
 
     def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
@@ -298,7 +303,7 @@ class Searcher:
         try:
             return self._transport.leading_run(keys, deadline) if keys else 0
         except Exception as problem:
-            self._counters.miss(self._failures.reason(problem))
+            self._counters.failure(self._failures.reason(problem))
             return 0
 
     def delete(self, keys: Sequence[Key], deadline: Deadline) -> list[DeleteStatus]:
@@ -319,7 +324,7 @@ class Searcher:
         try:
             return self._transport.lookup(keys, wait_ms, deadline) if keys else []
         except Exception as problem:
-            self._counters.miss(self._failures.reason(problem))
+            self._counters.failure(self._failures.reason(problem))
             return [NOT_FOUND] * len(keys)
 
     def _hit(
@@ -328,12 +333,12 @@ class Searcher:
         keys: Sequence[Key],
         token_counts: Sequence[int | None] | None,
         mode: ClaimMode,
+        lookup_tokens: int,
     ) -> Hit:
         """Counted: one hit or one miss."""
-        self._counters.add("lookups")
         entries = found.entries
         if not entries:
-            return self._miss(found.gap)
+            return self._miss(found.gap, lookup_tokens)
         counts = _counts(entries, found.positions, token_counts)
         worth = len(entries)
         if mode is not ClaimMode.ANY:
@@ -349,12 +354,12 @@ class Searcher:
         )
         if not worth:
             self._reader.release([hit], None)
-            return self._miss(MissReason.SLOW)
-        self._counters.hit(hit.entries, hit.token_counts)
+            return self._miss(MissReason.SLOW, lookup_tokens)
+        self._counters.hit(hit.entries, hit.token_counts, lookup_tokens)
         return hit
 
-    def _miss(self, reason: MissReason) -> Hit:
-        self._counters.miss(reason)
+    def _miss(self, reason: MissReason, lookup_tokens: int) -> Hit:
+        self._counters.miss(reason, lookup_tokens)
         return Hit(self._reader, miss=reason)
 
 
@@ -374,6 +379,14 @@ def _wanted(answers: Sequence[Found], mode: ClaimMode) -> list[tuple[int, Entry]
 def checked_keys(keys: Sequence[Key]) -> list[Key]:
     """Raises InvalidKey."""
     return [check_key(key) for key in keys]
+
+
+def _wanted_tokens(token_counts: Sequence[int | None] | None, mode: ClaimMode) -> int:
+    """What a full hit would have: of the longest prefix, or of all blocks; 0: nobody said."""
+    known = [count or 0 for count in token_counts or ()]
+    if mode is ClaimMode.FIRST:
+        return max(known, default=0)
+    return sum(known)
 
 
 def _counts(

@@ -28,6 +28,10 @@ MAX_TOKEN_IDS_BYTES: Final = 4 * 2**20
 MAX_PAYLOAD_BYTES: Final = 2**40
 MAX_LAYERS: Final = 2**16 - 1
 MAX_CLIENT_NAME_CHARS: Final = 120
+#: The name under which the daemon adds up what clients count.
+MAX_LABEL_CHARS: Final = 64
+#: One number of one such report: sums of them stay exact in the metrics for long.
+MAX_REPORTED: Final = 2**48
 
 # ---- time
 
@@ -47,6 +51,8 @@ DEFAULT_DEADLINE_MS: Final = 5_000
 # ---- tables of the daemon
 
 MAX_SESSIONS: Final = 4_096
+#: Labels that the daemon adds up apart; those that come later count as one.
+MAX_LABELS: Final = 64
 MAX_CLAIMS_PER_SESSION: Final = 65_536
 MAX_RESERVATIONS_PER_SESSION: Final = 65_536
 MAX_WAITERS: Final = 65_536

@@ -405,18 +405,24 @@ class Hello(google.protobuf.message.Message):
     CLIENT_NAME_FIELD_NUMBER: builtins.int
     PID_FIELD_NUMBER: builtins.int
     HOST_FIELD_NUMBER: builtins.int
+    LABEL_FIELD_NUMBER: builtins.int
     client_name: builtins.str
     """shown to operators, and to whoever meets one of its saves in flight"""
     pid: builtins.int
     host: builtins.str
+    label: builtins.str
+    """Under which name the daemon adds up what this client counts: a model, a tenant. Empty: "default".
+    The daemon keeps 64 labels; those that come later count as "other".
+    """
     def __init__(
         self,
         *,
         client_name: builtins.str = ...,
         pid: builtins.int = ...,
         host: builtins.str = ...,
+        label: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "host", b"host", "pid", b"pid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "host", b"host", "label", b"label", "pid", b"pid"]) -> None: ...
 
 Global___Hello: typing_extensions.TypeAlias = Hello
 
@@ -425,15 +431,171 @@ class Heartbeat(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: builtins.int
+    USAGE_FIELD_NUMBER: builtins.int
     sequence: builtins.int
+    @property
+    def usage(self) -> Global___Usage:
+        """What the client counted since the report before. Not set: nothing, or the report before is not
+        answered yet. The last heartbeat of a session that its client ends has the rest.
+        """
+
     def __init__(
         self,
         *,
         sequence: builtins.int = ...,
+        usage: Global___Usage | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["sequence", b"sequence"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["usage", b"usage"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["sequence", b"sequence", "usage", b"usage"]) -> None: ...
 
 Global___Heartbeat: typing_extensions.TypeAlias = Heartbeat
+
+@typing.final
+class Usage(google.protobuf.message.Message):
+    """What clients do without the daemon's seeing it: a look-up in place is no call. The daemon believes
+    what adds up, and ends a session whose numbers don't (INVALID_ARGUMENT malformed_message).
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class MissesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    @typing.final
+    class FailuresEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    LOOKUPS_FIELD_NUMBER: builtins.int
+    HITS_FIELD_NUMBER: builtins.int
+    MISSES_FIELD_NUMBER: builtins.int
+    LOOKUP_TOKENS_FIELD_NUMBER: builtins.int
+    RESTORED_TOKENS_FIELD_NUMBER: builtins.int
+    FAILURES_FIELD_NUMBER: builtins.int
+    TIERS_FIELD_NUMBER: builtins.int
+    lookups: builtins.int
+    hits: builtins.int
+    """look-ups that found something"""
+    lookup_tokens: builtins.int
+    """tokens looked for, as far as the caller said or the hit shows"""
+    restored_tokens: builtins.int
+    """tokens whose state arrived whole, from the first entry of a hit on"""
+    @property
+    def misses(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """the others by reason: they add up to lookups - hits"""
+
+    @property
+    def failures(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """restores, reads and probes that failed, by reason"""
+
+    @property
+    def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierUsage]: ...
+    def __init__(
+        self,
+        *,
+        lookups: builtins.int = ...,
+        hits: builtins.int = ...,
+        misses: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        lookup_tokens: builtins.int = ...,
+        restored_tokens: builtins.int = ...,
+        failures: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        tiers: collections.abc.Iterable[Global___TierUsage] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["failures", b"failures", "hits", b"hits", "lookup_tokens", b"lookup_tokens", "lookups", b"lookups", "misses", b"misses", "restored_tokens", b"restored_tokens", "tiers", b"tiers"]) -> None: ...
+
+Global___Usage: typing_extensions.TypeAlias = Usage
+
+@typing.final
+class TierUsage(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class RestoredBytesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    TIER_FIELD_NUMBER: builtins.int
+    HIT_ENTRIES_FIELD_NUMBER: builtins.int
+    HIT_TOKENS_FIELD_NUMBER: builtins.int
+    RESTORED_BYTES_FIELD_NUMBER: builtins.int
+    SAVES_FIELD_NUMBER: builtins.int
+    tier: Global___Tier.ValueType
+    hit_entries: builtins.int
+    hit_tokens: builtins.int
+    @property
+    def restored_bytes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """by path: view, copy (in place), stream (by rpc)"""
+
+    @property
+    def saves(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SavedUsage]: ...
+    def __init__(
+        self,
+        *,
+        tier: Global___Tier.ValueType = ...,
+        hit_entries: builtins.int = ...,
+        hit_tokens: builtins.int = ...,
+        restored_bytes: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        saves: collections.abc.Iterable[Global___SavedUsage] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["hit_entries", b"hit_entries", "hit_tokens", b"hit_tokens", "restored_bytes", b"restored_bytes", "saves", b"saves", "tier", b"tier"]) -> None: ...
+
+Global___TierUsage: typing_extensions.TypeAlias = TierUsage
+
+@typing.final
+class SavedUsage(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: builtins.int
+    OUTCOME_FIELD_NUMBER: builtins.int
+    ENTRIES_FIELD_NUMBER: builtins.int
+    reason: Global___SaveReason.ValueType
+    outcome: builtins.str
+    entries: builtins.int
+    def __init__(
+        self,
+        *,
+        reason: Global___SaveReason.ValueType = ...,
+        outcome: builtins.str = ...,
+        entries: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "outcome", b"outcome", "reason", b"reason"]) -> None: ...
+
+Global___SavedUsage: typing_extensions.TypeAlias = SavedUsage
 
 @typing.final
 class Touch(google.protobuf.message.Message):
@@ -1896,6 +2058,24 @@ class StatsResponse(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class UsageEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        @property
+        def value(self) -> Global___Usage: ...
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: Global___Usage | None = ...,
+        ) -> None: ...
+        def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     DAEMON_VERSION_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     UPTIME_MS_FIELD_NUMBER: builtins.int
@@ -1909,6 +2089,8 @@ class StatsResponse(google.protobuf.message.Message):
     HEALTH_FIELD_NUMBER: builtins.int
     NOTICES_FIELD_NUMBER: builtins.int
     IN_FLIGHT_FIELD_NUMBER: builtins.int
+    USAGE_FIELD_NUMBER: builtins.int
+    OLDEST_CLAIM_MS_FIELD_NUMBER: builtins.int
     daemon_version: builtins.str
     incarnation: builtins.bytes
     uptime_ms: builtins.int
@@ -1919,6 +2101,8 @@ class StatsResponse(google.protobuf.message.Message):
     waiters: builtins.int
     health: builtins.str
     """"serving", or what does not work"""
+    oldest_claim_ms: builtins.int
+    """for how long the oldest claim is held"""
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierStats]: ...
     @property
@@ -1932,6 +2116,10 @@ class StatsResponse(google.protobuf.message.Message):
     @property
     def in_flight(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """what calls take of the daemon's memory, and refusals for want of it"""
+
+    @property
+    def usage(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, Global___Usage]:
+        """what clients told since the start, by their label"""
 
     def __init__(
         self,
@@ -1949,8 +2137,10 @@ class StatsResponse(google.protobuf.message.Message):
         health: builtins.str = ...,
         notices: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         in_flight: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        usage: collections.abc.Mapping[builtins.str, Global___Usage] | None = ...,
+        oldest_claim_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["claims", b"claims", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "in_flight", b"in_flight", "incarnation", b"incarnation", "notices", b"notices", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "waiters", b"waiters"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claims", b"claims", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "in_flight", b"in_flight", "incarnation", b"incarnation", "notices", b"notices", "oldest_claim_ms", b"oldest_claim_ms", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "usage", b"usage", "waiters", b"waiters"]) -> None: ...
 
 Global___StatsResponse: typing_extensions.TypeAlias = StatsResponse
 
@@ -2510,6 +2700,145 @@ class CurveResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "hit_tokens", b"hit_tokens", "points", b"points", "sampled_keys", b"sampled_keys", "sampled_tokens", b"sampled_tokens", "total_tokens", b"total_tokens"]) -> None: ...
 
 Global___CurveResponse: typing_extensions.TypeAlias = CurveResponse
+
+@typing.final
+class DropRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: builtins.int
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys"]) -> None: ...
+
+Global___DropRequest: typing_extensions.TypeAlias = DropRequest
+
+@typing.final
+class DropResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: builtins.int
+    @property
+    def results(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___DeleteStatus.ValueType]: ...
+    def __init__(
+        self,
+        *,
+        results: collections.abc.Iterable[Global___DeleteStatus.ValueType] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["results", b"results"]) -> None: ...
+
+Global___DropResponse: typing_extensions.TypeAlias = DropResponse
+
+@typing.final
+class KickRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    session_id: builtins.int
+    def __init__(
+        self,
+        *,
+        session_id: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["session_id", b"session_id"]) -> None: ...
+
+Global___KickRequest: typing_extensions.TypeAlias = KickRequest
+
+@typing.final
+class KickResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___KickResponse: typing_extensions.TypeAlias = KickResponse
+
+@typing.final
+class ConfigureRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    APPLY_FIELD_NUMBER: builtins.int
+    apply: builtins.bool
+    """else it only says what would change"""
+    def __init__(
+        self,
+        *,
+        apply: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["apply", b"apply"]) -> None: ...
+
+Global___ConfigureRequest: typing_extensions.TypeAlias = ConfigureRequest
+
+@typing.final
+class ChangedOption(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPTION_FIELD_NUMBER: builtins.int
+    RUNNING_FIELD_NUMBER: builtins.int
+    CONFIGURED_FIELD_NUMBER: builtins.int
+    LIVE_FIELD_NUMBER: builtins.int
+    option: builtins.str
+    """as in the file: section.key"""
+    running: builtins.str
+    configured: builtins.str
+    live: builtins.bool
+    """changes without a restart"""
+    def __init__(
+        self,
+        *,
+        option: builtins.str = ...,
+        running: builtins.str = ...,
+        configured: builtins.str = ...,
+        live: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["configured", b"configured", "live", b"live", "option", b"option", "running", b"running"]) -> None: ...
+
+Global___ChangedOption: typing_extensions.TypeAlias = ChangedOption
+
+@typing.final
+class ConfigureResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class RunningEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    RUNNING_FIELD_NUMBER: builtins.int
+    CHANGED_FIELD_NUMBER: builtins.int
+    @property
+    def running(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """every option, as it is now"""
+
+    @property
+    def changed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChangedOption]:
+        """what file, environment and flags say differently now"""
+
+    def __init__(
+        self,
+        *,
+        running: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        changed: collections.abc.Iterable[Global___ChangedOption] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["changed", b"changed", "running", b"running"]) -> None: ...
+
+Global___ConfigureResponse: typing_extensions.TypeAlias = ConfigureResponse
 
 @typing.final
 class GcRequest(google.protobuf.message.Message):

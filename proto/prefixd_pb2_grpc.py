@@ -618,6 +618,21 @@ class AdminStub(object):
                 request_serializer=prefixd__pb2.CurveRequest.SerializeToString,
                 response_deserializer=prefixd__pb2.CurveResponse.FromString,
                 _registered_method=True)
+        self.Drop = channel.unary_unary(
+                '/prefixd.v1.Admin/Drop',
+                request_serializer=prefixd__pb2.DropRequest.SerializeToString,
+                response_deserializer=prefixd__pb2.DropResponse.FromString,
+                _registered_method=True)
+        self.Kick = channel.unary_unary(
+                '/prefixd.v1.Admin/Kick',
+                request_serializer=prefixd__pb2.KickRequest.SerializeToString,
+                response_deserializer=prefixd__pb2.KickResponse.FromString,
+                _registered_method=True)
+        self.Configure = channel.unary_unary(
+                '/prefixd.v1.Admin/Configure',
+                request_serializer=prefixd__pb2.ConfigureRequest.SerializeToString,
+                response_deserializer=prefixd__pb2.ConfigureResponse.FromString,
+                _registered_method=True)
         self.Gc = channel.unary_unary(
                 '/prefixd.v1.Admin/Gc',
                 request_serializer=prefixd__pb2.GcRequest.SerializeToString,
@@ -712,6 +727,30 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drop(self, request, context):
+        """Drops entries by their keys; what is pinned or in flight stays, and is said to be.
+        Errors: INVALID_ARGUMENT (batch, key).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Kick(self, request, context):
+        """Ends a session: its claims and reservations are released. Its client may open another one.
+        Errors: FAILED_PRECONDITION (no such session).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Configure(self, request, context):
+        """Reads the configuration again, and changes what can be changed without a restart.
+        A configuration that is wrong changes nothing: INVALID_ARGUMENT, with all that is wrong.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Gc(self, request, context):
         """Reaps what is expired and drops whatever a store or the index holds that no entry owns.
         """
@@ -782,6 +821,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Curve,
                     request_deserializer=prefixd__pb2.CurveRequest.FromString,
                     response_serializer=prefixd__pb2.CurveResponse.SerializeToString,
+            ),
+            'Drop': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drop,
+                    request_deserializer=prefixd__pb2.DropRequest.FromString,
+                    response_serializer=prefixd__pb2.DropResponse.SerializeToString,
+            ),
+            'Kick': grpc.unary_unary_rpc_method_handler(
+                    servicer.Kick,
+                    request_deserializer=prefixd__pb2.KickRequest.FromString,
+                    response_serializer=prefixd__pb2.KickResponse.SerializeToString,
+            ),
+            'Configure': grpc.unary_unary_rpc_method_handler(
+                    servicer.Configure,
+                    request_deserializer=prefixd__pb2.ConfigureRequest.FromString,
+                    response_serializer=prefixd__pb2.ConfigureResponse.SerializeToString,
             ),
             'Gc': grpc.unary_unary_rpc_method_handler(
                     servicer.Gc,
@@ -1044,6 +1098,87 @@ class Admin(object):
             '/prefixd.v1.Admin/Curve',
             prefixd__pb2.CurveRequest.SerializeToString,
             prefixd__pb2.CurveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drop(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.Admin/Drop',
+            prefixd__pb2.DropRequest.SerializeToString,
+            prefixd__pb2.DropResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Kick(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.Admin/Kick',
+            prefixd__pb2.KickRequest.SerializeToString,
+            prefixd__pb2.KickResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Configure(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.Admin/Configure',
+            prefixd__pb2.ConfigureRequest.SerializeToString,
+            prefixd__pb2.ConfigureResponse.FromString,
             options,
             channel_credentials,
             insecure,

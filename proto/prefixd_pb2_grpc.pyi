@@ -691,6 +691,54 @@ _AdminCurveType = typing_extensions.TypeVar(
     ],
 )
 
+_AdminDropType = typing_extensions.TypeVar(
+    '_AdminDropType',
+    grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.DropRequest,
+        prefixd_pb2.DropResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.DropRequest,
+        prefixd_pb2.DropResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.DropRequest,
+        prefixd_pb2.DropResponse,
+    ],
+)
+
+_AdminKickType = typing_extensions.TypeVar(
+    '_AdminKickType',
+    grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.KickRequest,
+        prefixd_pb2.KickResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.KickRequest,
+        prefixd_pb2.KickResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.KickRequest,
+        prefixd_pb2.KickResponse,
+    ],
+)
+
+_AdminConfigureType = typing_extensions.TypeVar(
+    '_AdminConfigureType',
+    grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.ConfigureRequest,
+        prefixd_pb2.ConfigureResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.ConfigureRequest,
+        prefixd_pb2.ConfigureResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.ConfigureRequest,
+        prefixd_pb2.ConfigureResponse,
+    ],
+)
+
 _AdminGcType = typing_extensions.TypeVar(
     '_AdminGcType',
     grpc.UnaryUnaryMultiCallable[
@@ -739,7 +787,7 @@ _AdminVerifyType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminPreviewType, _AdminEvictType, _AdminCurveType, _AdminGcType, _AdminCheckType, _AdminVerifyType]):
+class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminPreviewType, _AdminEvictType, _AdminCurveType, _AdminDropType, _AdminKickType, _AdminConfigureType, _AdminGcType, _AdminCheckType, _AdminVerifyType]):
     """---- operators"""
 
     @typing.overload
@@ -779,6 +827,18 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
         grpc.UnaryUnaryMultiCallable[
             prefixd_pb2.CurveRequest,
             prefixd_pb2.CurveResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            prefixd_pb2.DropRequest,
+            prefixd_pb2.DropResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            prefixd_pb2.KickRequest,
+            prefixd_pb2.KickResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            prefixd_pb2.ConfigureRequest,
+            prefixd_pb2.ConfigureResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             prefixd_pb2.GcRequest,
@@ -831,6 +891,18 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
         grpc.aio.UnaryUnaryMultiCallable[
             prefixd_pb2.CurveRequest,
             prefixd_pb2.CurveResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            prefixd_pb2.DropRequest,
+            prefixd_pb2.DropResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            prefixd_pb2.KickRequest,
+            prefixd_pb2.KickResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            prefixd_pb2.ConfigureRequest,
+            prefixd_pb2.ConfigureResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             prefixd_pb2.GcRequest,
@@ -889,6 +961,21 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
     FAILED_PRECONDITION (the sample is switched off).
     """
 
+    Drop: _AdminDropType
+    """Drops entries by their keys; what is pinned or in flight stays, and is said to be.
+    Errors: INVALID_ARGUMENT (batch, key).
+    """
+
+    Kick: _AdminKickType
+    """Ends a session: its claims and reservations are released. Its client may open another one.
+    Errors: FAILED_PRECONDITION (no such session).
+    """
+
+    Configure: _AdminConfigureType
+    """Reads the configuration again, and changes what can be changed without a restart.
+    A configuration that is wrong changes nothing: INVALID_ARGUMENT, with all that is wrong.
+    """
+
     Gc: _AdminGcType
     """Reaps what is expired and drops whatever a store or the index holds that no entry owns."""
 
@@ -937,6 +1024,18 @@ AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.CurveRequest,
         prefixd_pb2.CurveResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.DropRequest,
+        prefixd_pb2.DropResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.KickRequest,
+        prefixd_pb2.KickResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.ConfigureRequest,
+        prefixd_pb2.ConfigureResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.GcRequest,
@@ -1041,6 +1140,36 @@ class AdminServicer(metaclass=abc.ABCMeta):
         """What the hit rate of a tier would be at other budgets, estimated from a sample of its keys
         (LRU order, all accesses since the start). Errors: INVALID_ARGUMENT (tier, batch),
         FAILED_PRECONDITION (the sample is switched off).
+        """
+
+    @abc.abstractmethod
+    def Drop(
+        self,
+        request: prefixd_pb2.DropRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixd_pb2.DropResponse, collections.abc.Awaitable[prefixd_pb2.DropResponse]]:
+        """Drops entries by their keys; what is pinned or in flight stays, and is said to be.
+        Errors: INVALID_ARGUMENT (batch, key).
+        """
+
+    @abc.abstractmethod
+    def Kick(
+        self,
+        request: prefixd_pb2.KickRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixd_pb2.KickResponse, collections.abc.Awaitable[prefixd_pb2.KickResponse]]:
+        """Ends a session: its claims and reservations are released. Its client may open another one.
+        Errors: FAILED_PRECONDITION (no such session).
+        """
+
+    @abc.abstractmethod
+    def Configure(
+        self,
+        request: prefixd_pb2.ConfigureRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixd_pb2.ConfigureResponse, collections.abc.Awaitable[prefixd_pb2.ConfigureResponse]]:
+        """Reads the configuration again, and changes what can be changed without a restart.
+        A configuration that is wrong changes nothing: INVALID_ARGUMENT, with all that is wrong.
         """
 
     @abc.abstractmethod

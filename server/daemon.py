@@ -6,10 +6,12 @@ import asyncio
 import os
 import secrets
 import signal
+import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ from ..tiers.store import Store, StoreError
 from . import assembly
 from .api.calls import remove_leftover
 from .api.front import HEALTH_SERVICES, Front
-from .api.metrics import serve_metrics
+from .api.http import serve_metrics
+from .api.metrics import StateCollector
 from .api.sessions import ServiceConfig
 from .config.budgets import Plan, resolve
 from .config.loading import load_config
@@ -33,6 +36,8 @@ from .config.machine import Machine
 from .config.options import Config
 from .lock import lock_directories
 from .logs import configure_logs
+from .notify import keep_alive, notify
+from .reloading import Reloader
 from .runtime.clock import Clock
 from .runtime.loop import Core
 from .runtime.recovery import Recovery
@@ -64,7 +69,8 @@ def main(argv: list[str] | None = None) -> None:
         with ExitStack() as stack:
             stack.enter_context(lock_directories(config))
             machine = Machine.probe(config.shm.directory, config.disk.directory)
-            asyncio.run(serve(resolve(config, machine)))
+            load = partial(load_config, sys.argv[1:] if argv is None else argv)
+            asyncio.run(serve(resolve(config, machine), load))
     except (PrefixdError, StoreError, OSError) as problem:
         sys.exit(_complain(str(problem), 1))
 
@@ -74,8 +80,8 @@ def _complain(problem: str, status: int) -> int:
     return status
 
 
-async def serve(plan: Plan) -> None:
-    """Run a daemon until SIGTERM or SIGINT."""
+async def serve(plan: Plan, load: Callable[[], Config]) -> None:
+    """Run a daemon until SIGTERM or SIGINT. `load`: reads the configuration again."""
     stop = Stop(plan.config.server.drain_timeout_ns / 1e9)
     stop.listen()
     for line in plan.describe():
@@ -92,19 +98,24 @@ async def serve(plan: Plan) -> None:
         await front.local.start()
         stack.push_async_callback(_within, front.local.close())
         if config.server.metrics:
-            metrics_at = stack.enter_context(
-                serve_metrics(
-                    config.server.metrics,
-                    core.state,
-                    core.unhealthy,
-                    core.lag,
-                    front.in_flight,
-                    core.notices,
-                    core.devices.oldest_ns,
-                    front.scrubber.scrubs,
-                )
+            collector = StateCollector(
+                core.state,
+                core.unhealthy,
+                core.lag,
+                front.in_flight,
+                core.notices,
+                core.devices.oldest_ns,
+                front.scrubber.scrubs,
+                usage=front.sessions.usage,
+                latencies=front.sessions.latencies,
+                commits=core.orders.latencies,
+                now_ns=core.clock.now_ns,
             )
+            metrics_at = stack.enter_context(serve_metrics(config.server.metrics, collector))
             log.info("metrics", address=metrics_at)
+        reloader = Reloader(config, load, core, front.scrubber)
+        front.admin.configurer = reloader.configure
+        stop.when_reloaded(lambda: core.supervisor.task("reload", reloader.reload()))
         front.scrubber.start()
         stack.push_async_callback(front.scrubber.close)
         await _serve_rpcs(core, config, front, stop)
@@ -196,8 +207,11 @@ async def _serve_rpcs(core: Core, config: Config, front: Front, stop: Stop) -> N
     await front.operators.start()
     # Without it health would stay what it was, whatever happens.
     watching = core.supervisor.task("health watcher", _watch_health(core, front), vital=True)
+    notify("READY=1")
+    core.supervisor.task("watchdog", keep_alive())
     log.info("serving", version=__version__, pid=os.getpid(), addresses=addresses)
     await _first(stop.asked.wait(), core.broken.wait())
+    notify("STOPPING=1")
     log.info("stopping", drain_timeout_s=config.server.drain_timeout_ns / 1e9)
     watching.cancel()
     await front.health.enter_graceful_shutdown()
@@ -226,32 +240,49 @@ def _listen(front: Front, config: Config) -> list[str]:
     """Bind every address. The sockets' directory is locked: what lies there is a leftover."""
     server = config.server
     sockets = [
-        (front.workers, server.address, server.socket_mode),
-        (front.operators, server.operators(), 0o600),
+        ("server.address", front.workers, server.address, server.socket_mode),
+        ("server.admin_address", front.operators, server.operators(), 0o600),
     ]
-    for listener, address, mode in sockets:
+    for option, listener, address, mode in sockets:
         path = _path_of(address)
-        remove_leftover(path)
+        try:
+            remove_leftover(path)
+        except OSError as problem:
+            raise OSError(f"{option}: {problem}") from None
         # Before the mode is right, this user alone may connect.
         before = os.umask(0o177)
         try:
-            _bind(listener, address)
+            _bind(option, listener, address)
         finally:
             os.umask(before)
         path.chmod(mode)
-    addresses = [address for _, address, _ in sockets]
+    addresses = [address for _, _, address, _ in sockets]
     if server.tcp:
-        host = server.tcp.rpartition(":")[0]
-        addresses.append(f"{host}:{_bind(front.workers, server.tcp)}")
+        host, _, port = server.tcp.rpartition(":")
+        _check_free(host.strip("[]"), int(port), server.tcp)
+        addresses.append(f"{host}:{_bind('server.tcp', front.workers, server.tcp)}")
     return addresses
 
 
-def _bind(server: grpc.aio.Server, address: str) -> int:
-    """Listen at an address; the port, if it has one. Raises OSError."""
+def _check_free(host: str, port: int, address: str) -> None:
+    """gRPC writes a log of its own to stderr where it can't bind; this says it in a sentence.
+    Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as attempt:
+            attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            attempt.bind((host, port))
+            attempt.listen(1)
+    except OSError as problem:
+        raise OSError(f"server.tcp: can't listen on {address}: {problem.strerror}") from None
+
+
+def _bind(option: str, server: grpc.aio.Server, address: str) -> int:
+    """Listen at an address; the port, if it has one. Raises OSError, which names the option."""
     try:
         return server.add_insecure_port(address)
     except RuntimeError as problem:
-        raise OSError(f"can't listen on {address}: {problem}") from None
+        raise OSError(f"{option}: can't listen on {address}: {problem}") from None
 
 
 def _path_of(address: str) -> Path:

@@ -29,18 +29,24 @@ def lock_directories(config: Config) -> Iterator[None]:
     """Own the shm directory, the disk directory (if there is such a tier) and the socket.
 
     What does not exist is created, for this user only. Raises DirectoryInUse, which says who
-    has it, or OSError; then nothing stays locked.
+    has it, or OSError, which names the option; then nothing stays locked.
     """
     address = config.server.address
     socket = socket_path(address)
     assert socket is not None
     # Sockets of several daemons may share a directory; the files of a tier may not.
-    locks = [(config.shm.directory, LOCK_NAME), (socket.parent, f"{socket.name}.lock")]
+    locks = [
+        ("shm.directory", config.shm.directory, LOCK_NAME),
+        ("server.address", socket.parent, f"{socket.name}.lock"),
+    ]
     if config.disk.budget_bytes != 0:
-        locks.append((config.disk.directory, LOCK_NAME))
+        locks.append(("disk.directory", config.disk.directory, LOCK_NAME))
     with ExitStack() as stack:
-        for directory, name in locks:
-            stack.enter_context(lock_directory(directory, address, name))
+        for option, directory, name in locks:
+            try:
+                stack.enter_context(lock_directory(directory, address, name))
+            except OSError as problem:
+                raise OSError(f"{option}: {problem}") from None
         yield
 
 

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, NoReturn
 
@@ -38,7 +39,10 @@ class Stop:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.signalled)
-        loop.add_signal_handler(signal.SIGHUP, _nothing_to_reload)
+
+    def when_reloaded(self, reload: Callable[[], object]) -> None:
+        """Call this when SIGHUP comes, on the loop; until now it was ignored."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
 
     def signalled(self) -> None:
         if self.asked.is_set():
@@ -54,10 +58,6 @@ class Stop:
         threading.Event().wait(STOPPED_WITHIN_S)
         log.error("stop_forced", threads=running_threads())
         leave(1)
-
-
-def _nothing_to_reload() -> None:
-    log.info("nothing_to_reload")
 
 
 def running_threads() -> list[str]:

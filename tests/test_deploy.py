@@ -21,7 +21,9 @@ from prefixd.server.config.options import Config
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
 from prefixd.server.daemon import main
+from prefixd.server.runtime.clock import Clock
 from prefixd.server.runtime.lag import BUCKETS_US, LoopLag
+from prefixd.server.runtime.latencies import Latencies
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEPLOY = REPOSITORY / "deploy"
@@ -30,6 +32,7 @@ POD = (DEPLOY / "kubernetes/sidecar.yaml").read_text()
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 DASHBOARD = json.loads((DEPLOY / "grafana/prefixd.json").read_text())
 README = (DEPLOY / "README.md").read_text()
+ALERTS = (DEPLOY / "prometheus/prefixd.yml").read_text()
 
 
 def metric_names() -> set[str]:
@@ -41,6 +44,7 @@ def metric_names() -> set[str]:
             lambda: {"part": "it broke"},
             # Its own needs a loop; what it is read for is this.
             cast(LoopLag, SimpleNamespace(counts=[0] * (len(BUCKETS_US) + 1), total_us=0)),
+            latencies=Latencies(Clock()),
         )
     )
     ProcessCollector(registry=registry)
@@ -49,6 +53,8 @@ def metric_names() -> set[str]:
         names |= {sample.name for sample in family.samples}
         # A family without samples here has no tier to show.
         names.add(f"{family.name}_total" if family.type == "counter" else family.name)
+        if family.type == "histogram":
+            names |= {f"{family.name}_{part}" for part in ("bucket", "count", "sum")}
     return names
 
 
@@ -83,7 +89,7 @@ def test_counters_are_shown_as_rates_and_gauges_are_not() -> None:
     }
     for expression in expressions():
         rated = set(re.findall(r"rate\(([a-z_]+)", expression))
-        counters = {name for name in metrics_in(expression) if name.endswith("_total")}
+        counters = {name for name in metrics_in(expression) if name.endswith(("_total", "_bucket"))}
         assert rated == counters - since_the_start, expression
 
 
@@ -100,6 +106,14 @@ def test_the_readme_alerts_on_metrics_that_exist() -> None:
     shown = metrics_in(README)
     assert shown
     assert set(shown) <= metric_names()
+
+
+def test_the_alerts_are_on_metrics_that_exist() -> None:
+    names = re.findall(r"- alert: (\w+)", ALERTS)
+    expressions = re.findall(r"expr: >-\n +(.*)", ALERTS)
+    assert len(set(names)) == len(names) == len(expressions) > 5
+    for expression in expressions:
+        assert set(metrics_in(expression)) <= metric_names(), expression
 
 
 # ---- systemd

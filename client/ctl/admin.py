@@ -58,7 +58,7 @@ def stats(
     ] = False,
 ) -> None:
     """Show budgets, hits, saves and evictions of the tiers."""
-    from . import messages, render
+    from . import messages, render, stats_view
 
     with ctl.connect() as daemon:
         if watch is not None:
@@ -69,7 +69,7 @@ def stats(
             print_json(messages.as_dict(response))
             return
         console = make_console()
-        console.print(render.stats_view(response, daemon.address))
+        console.print(stats_view.stats_view(response, daemon.address))
         if counters:
             console.print(render.counters_table(response.counters))
 
@@ -268,7 +268,10 @@ def evict(
             "--bytes", metavar="SIZE", parser=parse_size, help="How much to free, in each tier."
         ),
     ],
-    tier: TiersOption = None,
+    tier: Annotated[
+        list[TierName] | None, typer.Option("--tier", help="Which tier; may be repeated.")
+    ] = None,
+    all_tiers: Annotated[bool, typer.Option("--all-tiers", help="Every tier.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what would be evicted.")
     ] = False,
@@ -279,6 +282,8 @@ def evict(
     """
     from . import messages, render
 
+    if bool(tier) == all_tiers:
+        fail("say which --tier, or --all-tiers", ExitCode.BAD_INPUT)
     with ctl.connect(LONG_TIMEOUT_S) as daemon:
         if dry_run:
             tiers = _chosen(tier) or [Tier(t.tier) for t in daemon.stats().tiers]

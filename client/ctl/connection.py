@@ -3,6 +3,8 @@ daemon's user may use, and the health check, which is answered where workers are
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -150,6 +152,18 @@ class AdminConnection:
         request = pb.EvictRequest(free_bytes=free_bytes, tiers=[wire_tier(tier) for tier in tiers])
         return self._operate(self._admin.Evict, request)
 
+    def drop(self, keys: Sequence[bytes]) -> list[int]:
+        """What became of each key: `pb.DeleteStatus`."""
+        return list(self._operate(self._admin.Drop, pb.DropRequest(keys=keys)).results)
+
+    def kick(self, session_id: int) -> None:
+        """End a session. Raises UnknownSession."""
+        self._operate(self._admin.Kick, pb.KickRequest(session_id=session_id))
+
+    def configure(self, *, apply: bool) -> pb.ConfigureResponse:
+        """What is configured differently by now; `apply`: change what can be changed."""
+        return self._operate(self._admin.Configure, pb.ConfigureRequest(apply=apply))
+
     def curve(self, tier: Tier, budgets_bytes: Sequence[int] = ()) -> pb.CurveResponse:
         """What a tier would hit at these budgets; at a quarter to four times its own if empty."""
         request = pb.CurveRequest(tier=wire_tier(tier), budget_bytes=budgets_bytes)
@@ -233,6 +247,11 @@ class AdminConnection:
                 return DaemonUnavailable(
                     f"permission denied on {address}; run this as the daemon's user"
                 )
+            case DaemonUnavailable() if pid := _starting(self.address):
+                return DaemonUnavailable(
+                    f"the daemon with pid {pid} does not listen at {address}: it is starting or "
+                    "stopping, try again soon"
+                )
             case DaemonUnavailable():
                 return DaemonUnavailable(
                     f"no daemon answers at {address}; start one with `prefixd`, or say "
@@ -257,6 +276,24 @@ def _forbidden(address: str) -> bool:
     except OSError as problem:
         return isinstance(problem, PermissionError)
     return False
+
+
+def _starting(address: str) -> int:
+    """The process that has the socket's lock file while nobody listens; 0: there is none.
+
+    Only read: to try the lock would keep a daemon from it that starts in this moment.
+    """
+    path = socket_path(address)
+    if path is None:
+        return 0
+    try:
+        pid = int(json.loads(path.with_name(f"{path.name}.lock").read_text())["pid"])
+        os.kill(pid, 0)
+    except PermissionError as problem:
+        return pid if problem.filename is None else 0
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return 0
+    return pid
 
 
 def wire_tier(tier: Tier) -> pb.Tier.ValueType:

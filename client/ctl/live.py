@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ...proto import prefixd_pb2 as pb
-from . import messages, render
+from . import messages, render, stats_view
 
 if TYPE_CHECKING:
     from .connection import AdminConnection
@@ -109,7 +109,7 @@ def watch(daemon: AdminConnection, console: Console, interval_s: float) -> None:
             f"sessions {stats.sessions:,}   claims {stats.claims:,}   "
             f"reservations {stats.reservations:,}   waiters {stats.waiters:,}"
         )
-        return Group(render.headline(stats, daemon.address), board, counts, note)
+        return Group(stats_view.headline(stats, daemon.address), board, counts, note)
 
     with live_view(console, view) as refresh:
         while True:

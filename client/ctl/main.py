@@ -7,9 +7,11 @@ needs them: `--help` and completion stay fast.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
-from . import admin, bench, lab, lab_curve, lab_fleet, replay
+from . import admin, bench, change, lab, lab_curve, lab_fleet, replay
 from .command import AddressOption, Common, Ctl, Group, JsonOption, TimeoutOption, command
 
 app = typer.Typer(
@@ -22,12 +24,29 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from ... import __version__
+
+        typer.echo(f"prefixctl {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def root(
     ctx: typer.Context,
     address: AddressOption = None,
     as_json: JsonOption = False,
     timeout: TimeoutOption = None,
+    version: Annotated[  # noqa: ARG001  # its callback does it
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Show the version of prefixctl and exit.",
+        ),
+    ] = False,
 ) -> None:
     """Look into a prefixd daemon, make room in it, replay traffic through it.
 
@@ -63,6 +82,7 @@ def version(ctl: Ctl) -> None:
 replay.register(app)
 bench.register(app)
 admin.register(app)
+change.register(app)
 command(app, "version", panel=admin.LOOK)(version)
 lab.register(app)
 lab_curve.register(app)

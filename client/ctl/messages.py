@@ -22,7 +22,8 @@ def as_dict(message: Message) -> dict[str, Any]:
 def _value(message: Message, field: Any) -> Any:  # descriptors have two classes, by backend
     value = getattr(message, field.name)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
-        return dict(sorted(value.items()))
+        inner = field.message_type.fields_by_name["value"]
+        return {name: _scalar(item, inner) for name, item in sorted(value.items())}
     if field.is_repeated:
         return [_scalar(item, field) for item in value]
     if field.message_type is not None and not message.HasField(field.name):

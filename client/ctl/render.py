@@ -46,9 +46,60 @@ def age(duration_ns: int) -> str:
     return format_duration(duration_ns // (1_000 * NS_PER_MS) * (1_000 * NS_PER_MS))
 
 
+class FittedTable(Table):
+    """A table that loses nothing in a narrow terminal: columns that do not fit follow below, in
+    further tables that begin with the same first column."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        parts = self._parts(console, options)
+        if len(parts) < 2:
+            yield from super().__rich_console__(console, options)
+            return
+        for number, part in enumerate(parts):
+            table = Table(
+                box=self.box,
+                padding=self.padding,
+                title=None if number else self.title,
+                title_justify=self.title_justify,
+                title_style=self.title_style,
+                caption=self.caption if number == len(parts) - 1 else None,
+                caption_justify=self.caption_justify,
+            )
+            columns = [self.columns[index] for index in part]
+            for column in columns:
+                table.add_column(
+                    column.header,
+                    justify=column.justify,
+                    no_wrap=column.no_wrap,
+                    overflow="fold",
+                    min_width=column.min_width,
+                )
+            for cells in zip(*(column.cells for column in columns), strict=True):
+                table.add_row(*cells)
+            yield table
+
+    def _parts(self, console: Console, options: ConsoleOptions) -> list[list[int]]:
+        """The columns of each table, as many as fit."""
+        unbounded = options.update(max_width=10_000)
+        widths = []
+        for column in self.columns:
+            least = self._measure_column(console, unbounded, column)
+            widths.append(least.maximum if column.no_wrap else least.minimum)
+        room = options.max_width - self._extra_width
+        parts, used = [[0]], widths[0]
+        for index in range(1, len(widths)):
+            if used + widths[index] > room and len(parts[-1]) > 1:
+                parts.append([0])
+                used = widths[0]
+            parts[-1].append(index)
+            used += widths[index]
+        return parts
+
+
 def make_table(*columns: str, title: str | None = None, right: Iterable[str] = ()) -> Table:
-    """A plain table; `right` names the columns of numbers, a column without a name is for a bar."""
-    table = Table(
+    """A plain table; `right` names the columns of numbers, a column without a name is for a bar.
+    Where it is too narrow for all columns, the table comes in several parts."""
+    table = FittedTable(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         title=title,
@@ -115,121 +166,6 @@ def used_bytes(tier: pb.TierStats) -> int:
 def tier_name(tier: int) -> Text:
     label = tier_label(tier)
     return Text(label, style=f"bold {TIER_STYLES.get(label, 'white')}")
-
-
-def stats_view(stats: pb.StatsResponse, address: str) -> RenderableType:
-    """The daemon at a glance: health, budgets, what the tiers did, who is connected."""
-    lines: list[RenderableType] = [headline(stats, address)]
-    lines += [Text(f"{part}: {what}", "yellow") for part, what in sorted(stats.notices.items())]
-    lines.append(budget_table(stats))
-    if any(t.saves or t.hits or t.recovered_entries for t in stats.tiers):
-        lines.append(activity_table(stats))
-    if (hit_rate := hit_rate_line(stats.counters)) is not None:
-        lines.append(hit_rate)
-    lines.append(
-        Text(
-            f"sessions {stats.sessions:,}   claims {stats.claims:,}   "
-            f"reservations {stats.reservations:,}   waiters {stats.waiters:,}"
-        )
-    )
-    return Group(*lines)
-
-
-def headline(stats: pb.StatsResponse, address: str) -> Text:
-    healthy = stats.health == "serving"
-    return Text.assemble(
-        (f"prefixd {stats.daemon_version}", "bold"),
-        "  ",
-        (stats.health or "unknown", "green" if healthy else "bold red"),
-        f"  up {age(stats.uptime_ms * NS_PER_MS)}  pid {stats.pid}  {address}",
-    )
-
-
-def budget_table(stats: pb.StatsResponse) -> Table:
-    table = make_table(
-        "tier", "policy", "", "full", "used", "budget", "pinned", "reserved", "entries",
-        right=("full", "used", "budget", "pinned", "reserved", "entries"),
-    )  # fmt: skip
-    for t in stats.tiers:
-        cap = f" of {t.max_entries:,}" if t.max_entries else ""
-        budget = size(t.budget_bytes)
-        if t.secured_bytes < t.budget_bytes:
-            budget += f" ({size(t.secured_bytes)} secured)"
-        if t.state not in ("", "serving"):
-            budget += f" ({t.state})"
-        table.add_row(
-            tier_name(t.tier),
-            t.policy,
-            Bar.of_tier(t),
-            percent(used_bytes(t), t.budget_bytes),
-            size(used_bytes(t)),
-            budget,
-            size(t.pinned_bytes),
-            size(t.reserved_bytes),
-            f"{t.entries:,}{cap}",
-        )
-    return table
-
-
-def activity_table(stats: pb.StatsResponse) -> RenderableType:
-    """What the tiers did since the daemon started, and what is unusual about it."""
-    numbers = ("hits", "hit tokens", "read by rpc", "saves", "saved", "evictions", "evicted")
-    table = make_table("tier", *numbers, right=numbers)
-    notes: list[RenderableType] = []
-    for t in stats.tiers:
-        table.add_row(
-            tier_name(t.tier),
-            f"{t.hits:,}",
-            f"{t.hit_tokens:,}",
-            size(t.read_bytes),
-            f"{t.saves:,}",
-            size(t.saved_bytes),
-            f"{t.evictions:,}",
-            size(t.evicted_bytes),
-        )
-        label = tier_label(t.tier)
-        if t.recovered_entries or t.dropped_at_start:
-            notes.append(
-                Text(
-                    f"{label}: {t.recovered_entries:,} entries ({size(t.recovered_bytes)}) came "
-                    f"back at the start, {t.dropped_at_start:,} were dropped"
-                )
-            )
-        if t.corrupt:
-            notes.append(
-                Text(f"{label}: {t.corrupt:,} entries were damaged and dropped", style="bold red")
-            )
-        if t.HasField("scrub") and (t.entries or t.scrub.entries):
-            notes.append(_scrub_line(label, t.scrub))
-    return Group(table, *notes)
-
-
-def _scrub_line(label: str, scrub: pb.ScrubStats) -> Text:
-    line = Text(f"{label}: {size(scrub.payload_bytes)} scrubbed in the background")
-    if scrub.passes:
-        line.append(f", all of it {scrub.passes:,} times")
-    line.append(f", {scrub.progress_permille / 1000:.0%} of this pass")
-    if scrub.unreadable_entries:
-        line.append(f", {scrub.unreadable_entries:,} entries could not be read", style="bold red")
-    return line
-
-
-def hit_rate_line(counters: Mapping[str, int]) -> Text | None:
-    """How often claims and look-ups found something; None before the first of them."""
-    parts = []
-    claims, empty = (
-        counters.get("prefixd_claims_total", 0),
-        counters.get("prefixd_claims_empty_total", 0),
-    )
-    if claims:
-        parts.append(f"{percent(claims - empty, claims)} of {claims:,} claims found something")
-    keys, present = (
-        counters.get("prefixd_lookup_keys_total", 0),
-        counters.get("prefixd_lookup_hits_total", 0),
-    )
-    if keys:
-        parts.append(f"{percent(present, keys)} of {keys:,} keys looked up were there")
-    return Text(", ".join(parts)) if parts else None
 
 
 def counters_table(counters: Mapping[str, int]) -> Table:

@@ -156,7 +156,9 @@ class Replayer:
             ids = list(dict.fromkeys(request.hash_ids))
             keys = keys_of_ids(self._root, ids)
         with _timed(outcome, "claim"):
-            hit = self._client.longest_run(keys, claim=not self._options.in_place)
+            hit = self._client.longest_run(
+                keys, claim=not self._options.in_place, prompt_tokens=request.input_length
+            )
         with hit:
             outcome.unavailable = hit.miss in _NO_ANSWER
             good = self._restore(hit, ids, outcome)

@@ -24,6 +24,7 @@ import grpc
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import DaemonUnavailable, from_grpc
 from ...proto.limits import MAX_MESSAGE_BYTES, SESSION_LOST_AFTER_INTERVALS
+from ..counters import Counters, Report
 from ..results import Entry
 from .connection import Calls, Connection
 
@@ -35,6 +36,8 @@ BEATS_PER_INTERVAL: Final = 2
 MAX_UNANSWERED: Final = SESSION_LOST_AFTER_INTERVALS * BEATS_PER_INTERVAL
 #: In the outbox: send a heartbeat now.
 _BEAT: Final = pb.SessionRequest(heartbeat=pb.Heartbeat())
+#: The same: the last one.
+_FAREWELL: Final = pb.SessionRequest(heartbeat=pb.Heartbeat())
 
 
 class Holding:
@@ -90,8 +93,15 @@ class Holdings:
 class Link:
     """A session and the connection that it is on. Thread-safe."""
 
-    def __init__(self, connection: Connection, hello: pb.Hello, welcome_within_s: float) -> None:
-        """Says hello at once; `open` waits for the welcome."""
+    def __init__(
+        self,
+        connection: Connection,
+        hello: pb.Hello,
+        welcome_within_s: float,
+        counters: Counters | None = None,
+    ) -> None:
+        """Says hello at once; `open` waits for the welcome. What `counters` have to report goes
+        with the heartbeats."""
         self.connection = connection
         #: The small calls: over gRPC, until something faster is there.
         self.calls: Calls = connection
@@ -120,6 +130,9 @@ class Link:
         #: The heartbeat whose answer proves that the daemon is alive again.
         self._proof = 0
         self._suspecting = threading.Lock()
+        self._counters = counters
+        #: A report that was sent and not answered, and the heartbeat that it went with.
+        self._report: tuple[int, Report] | None = None
         self._events = connection.stub.Session(self._requests(hello, welcome_within_s))
 
     @property
@@ -176,10 +189,14 @@ class Link:
             self._unanswered = 0
             if sequence >= self._proof:
                 self.suspect = False
+            if self._report is not None and sequence >= self._report[0]:
+                self._report = None
 
     def leave(self, why: str) -> None:
         """Tell the daemon what waits to be told, and that this was all. It ends the session, and
         with it the events."""
+        if not self.why_ended:
+            self._outbox.put(_FAREWELL)
         self._ended(why)
         self._outbox.put(None)
         self._welcomed.set()
@@ -189,10 +206,13 @@ class Link:
 
         Idempotent; the first reason stays.
         """
-        self.leave(why)
+        self._ended(why)
+        self._outbox.put(None)
+        self._welcomed.set()
         self._events.cancel()
         self.connection.close()
         self._end_calls()
+        self._take_report_back()
 
     def _ended(self, why: str) -> None:
         self.why_ended = self.why_ended or why
@@ -221,6 +241,10 @@ class Link:
                     continue
                 if request is None:
                     return
+                if request is _FAREWELL:
+                    if (last := self._beat(last=True)).HasField("usage"):
+                        yield pb.SessionRequest(heartbeat=last)
+                    continue
                 if request is not _BEAT:
                     yield request
                     continue
@@ -234,10 +258,27 @@ class Link:
                 due_s = time.monotonic() + interval_s
                 if self.before_heartbeat is not None:
                     self.before_heartbeat()
-            with self._suspecting:
-                self._sequence += 1
-                beat = pb.Heartbeat(sequence=self._sequence)
-            yield pb.SessionRequest(heartbeat=beat)
+            yield pb.SessionRequest(heartbeat=self._beat())
+
+    def _beat(self, *, last: bool = False) -> pb.Heartbeat:
+        """The next heartbeat, with what there is to report. One report is under way at a time,
+        but for that of the last heartbeat."""
+        with self._suspecting:
+            self._sequence += 1
+            beat = pb.Heartbeat(sequence=self._sequence)
+            if self._counters is not None and (last or self._report is None):
+                report = self._counters.take_report()
+                if report.amounts:
+                    beat.usage.CopyFrom(report.message())
+                    self._report = self._sequence, report
+            return beat
+
+    def _take_report_back(self) -> None:
+        """The session is over and a report was not answered: the next session has it."""
+        with self._suspecting:
+            report, self._report = self._report, None
+        if report is not None and self._counters is not None:
+            self._counters.give_back(report[1])
 
     def _give_up(self, why: str) -> None:
         """From gRPC's thread: the thread that reads the events does the rest."""

@@ -66,16 +66,18 @@ class RemoteTransport:
         address: str | None = None,
         name: str | None = None,
         *,
+        label: str | None = None,
         counters: Counters,
         connect_timeout_ms: int = DEFAULT_CONNECT_TIMEOUT_MS,
         backoff: Backoff | None = None,
     ) -> None:
-        """`address` None: the default one. `name` None: that of the program. Raises ConfigError
-        for what is no address, InvalidSize for a name that is too long."""
+        """`address` None: the default one. `name` None: that of the program. `label`: see
+        `Client`. Raises ConfigError for what is no address, InvalidSize for a name or a label
+        that can't be one."""
         self._counters = counters
         self._keeper = SessionKeeper(
             default_address() if address is None else normalize_address(address),
-            hello_of(name),
+            hello_of(name, label),
             counters=counters,
             connect_timeout_ms=connect_timeout_ms,
             backoff=backoff,

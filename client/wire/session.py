@@ -29,6 +29,7 @@ from ...proto.errors import (
     PrefixdError,
 )
 from ...proto.limits import MAX_CLIENT_NAME_CHARS
+from ...proto.vocabulary import check_label
 from ..counters import Counters
 from .backoff import Backoff
 from .connection import Connection
@@ -197,7 +198,7 @@ class SessionKeeper:
     def _attempt(self) -> None:
         """Open a session and stay with it until it ends. Raises PrefixdError if it can't be."""
         connection = Connection(self.address, self._connect_timeout_ms)
-        link = Link(connection, self._hello, self._connect_timeout_ms / 1e3)
+        link = Link(connection, self._hello, self._connect_timeout_ms / 1e3, self._counters)
         try:
             if not self._enter(self._state, link):
                 return
@@ -248,10 +249,12 @@ def check_answering(link: Link) -> None:
         raise DaemonUnavailable("the daemon did not answer the last call in time")
 
 
-def hello_of(name: str | None) -> pb.Hello:
-    """Who this client is. Without a name: the program. Raises InvalidSize."""
+def hello_of(name: str | None, label: str | None = None) -> pb.Hello:
+    """Who this client is. Without a name: the program. Raises InvalidSize, CallerError."""
     if name is None:
         name = Path(sys.argv[0]).name[:MAX_CLIENT_NAME_CHARS] or "client"
     if not 0 < len(name) <= MAX_CLIENT_NAME_CHARS:
         raise InvalidSize(f"a name has 1 ... {MAX_CLIENT_NAME_CHARS} characters, not {len(name)}")
-    return pb.Hello(client_name=name, pid=os.getpid(), host=socket.gethostname())
+    if label is not None:
+        check_label(label)
+    return pb.Hello(client_name=name, pid=os.getpid(), host=socket.gethostname(), label=label or "")

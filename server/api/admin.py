@@ -5,21 +5,28 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from itertools import islice
 from typing import Final
 
+import structlog
+
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import CurveDisabled, InvalidSize, UnknownEntry
+from ...proto.errors import (
+    CurveDisabled,
+    InvalidSize,
+    UnknownEntry,
+    UnknownSession,
+)
 from ...proto.index import unpack_row
 from ...proto.vocabulary import Tier
 from ...tiers.ledger import Admission, Ledger
-from ..core.answers import EvictAnswer
+from ..core.answers import DeleteAnswer, EvictAnswer
 from ..core.checking import MAX_PROBLEMS
 from ..core.entries import EntryTable
-from ..core.events import EvictAsked, Tick
+from ..core.events import DeleteAsked, EvictAsked, Tick
 from ..runtime.loop import Core
 from ..runtime.recounting import recount
 from ..runtime.recovery import collect_garbage
@@ -31,12 +38,26 @@ from .calls import Caller
 from .lists import Lists
 from .metrics import counters_dict, lag_dict
 from .sessions import ServiceConfig
+from .usage import UsageBook
 
 #: Entries that one event evicts, about a millisecond.
 _EVICTED_AT_ONCE = 128
+#: Keys of a delete that the log names.
+_LOGGED_KEYS = 8
 #: How often the client of a Verify hears how far it is.
 _PROGRESS_EVERY_S = 0.2
 _DEFAULT_QUARTERS = (1, 2, 4, 8, 16)
+
+
+log = structlog.get_logger("prefixd.audit")
+
+
+def audit(caller: Caller, action: str, **what: object) -> None:
+    """One line for each thing that an operator changes. gRPC does not tell whose process is at the
+    other end: then it is one that may open the operators' socket, of the daemon's user or root."""
+    process = caller.process
+    who = f"pid {process.pid}, uid {process.uid}" if process else "an operator on the admin socket"
+    log.info("admin_action", action=action, who=who, **what)
 
 
 class AdminService(Lists):
@@ -48,14 +69,18 @@ class AdminService(Lists):
         config: ServiceConfig,
         in_flight: Callable[[], Mapping[str, int]],
         scrubs: Mapping[Tier, Scrub],
+        usage: UsageBook,
     ) -> None:
         """`in_flight`: what calls take of the daemon's memory, by name. `scrubs`: how the tiers
-        are doing that are read back in the background."""
+        are doing that are read back in the background. `usage`: what clients count."""
         super().__init__(core)
+        self._usage = usage
         self._scrubs = scrubs
         self._config = config
         self._in_flight = in_flight
         self._started_ns = core.clock.now_ns()
+        #: says what of the configuration changed, and (True) changes it; set by the daemon
+        self.configurer: Callable[[bool], Awaitable[pb.ConfigureResponse]] | None = None
 
     # ---- what there is
 
@@ -76,6 +101,8 @@ class AdminService(Lists):
             counters=counters_dict(core.state) | lag_dict(core.lag),
             in_flight=self._in_flight(),
             notices=core.notices(),
+            usage={label: sums.message() for label, sums in self._usage.items()},
+            oldest_claim_ms=t.oldest_claim_ns(core.clock.now_ns()) // 1_000_000,
             health="; ".join(f"{name}: {why}" for name, why in unhealthy.items()) or "serving",
         )
 
@@ -197,12 +224,20 @@ class AdminService(Lists):
             sampled_tokens=round(curve.total * curve.rate),
         )
 
-    async def evict(self, request: pb.EvictRequest, _caller: Caller) -> pb.EvictResponse:
+    async def evict(self, request: pb.EvictRequest, caller: Caller) -> pb.EvictResponse:
         core = self._core
         if request.free_bytes == 0:
             raise InvalidSize("free_bytes is 0; say how many bytes to free")
         tiers = messages.tiers_of(request.tiers, core.stores) or tuple(core.stores)
         results = [await self._evict(tier, request.free_bytes) for tier in tiers]
+        audit(
+            caller,
+            "evict",
+            free_bytes=request.free_bytes,
+            tiers=[tier.label for tier in tiers],
+            entries=sum(result.entries for result in results),
+            freed_bytes=sum(result.freed_bytes for result in results),
+        )
         return pb.EvictResponse(results=results)
 
     async def _evict(self, tier: Tier, free_bytes: int) -> pb.EvictResult:
@@ -227,14 +262,49 @@ class AdminService(Lists):
             await slices.pause()
         return pb.EvictResult(tier=tier.value, entries=entries, freed_bytes=freed_bytes)  # type: ignore[arg-type]
 
+    # ---- change
+
+    async def drop(self, request: pb.DropRequest, caller: Caller) -> pb.DropResponse:
+        core = self._core
+        keys = messages.keys_of("keys", request.keys)
+        response = pb.DropResponse()
+        for start in range(0, len(keys), _EVICTED_AT_ONCE):
+            part = keys[start : start + _EVICTED_AT_ONCE]
+            question = DeleteAsked(core.next_request(), None, part, core.clock.now_ns())
+            answer = await core.ask(question, DeleteAnswer)
+            response.results.extend(r.value for r in answer.results)  # type: ignore[misc]
+        dropped = list(response.results).count(pb.DELETE_STATUS_DELETED)
+        some = [key.hex() for key in keys[:_LOGGED_KEYS]]
+        audit(caller, "delete", keys=len(keys), deleted=dropped, first_keys=some)
+        return response
+
+    async def kick(self, request: pb.KickRequest, caller: Caller) -> pb.KickResponse:
+        session = self._core.state.tables.sessions.get(request.session_id)
+        listener = self._core.listener(request.session_id)
+        if session is None or listener is None:
+            raise UnknownSession(f"there is no session {request.session_id}")
+        listener.ended(UnknownSession("an operator ended this session; open a new one"))
+        audit(caller, "kick", session=request.session_id, owner=session.owner)
+        return pb.KickResponse()
+
+    async def configure(self, request: pb.ConfigureRequest, caller: Caller) -> pb.ConfigureResponse:
+        if self.configurer is None:  # nothing that could be read again
+            return pb.ConfigureResponse()
+        response = await self.configurer(request.apply)
+        if request.apply:
+            live = [each.option for each in response.changed if each.live]
+            audit(caller, "reload", changed=live)
+        return response
+
     # ---- order
 
-    async def gc(self, request: pb.GcRequest, _caller: Caller) -> pb.GcResponse:
+    async def gc(self, request: pb.GcRequest, caller: Caller) -> pb.GcResponse:
         core = self._core
         counters = core.state.tables.counters
         claims, reservations = counters.claims_lost, counters.reservations_lost
         core.post(Tick(core.clock.now_ns(), flush=True))
         records, rows = await collect_garbage(core)
+        audit(caller, "gc", records=records, index_rows=rows)
         return pb.GcResponse(
             expired_claims=counters.claims_lost - claims,
             expired_reservations=counters.reservations_lost - reservations,
@@ -277,7 +347,7 @@ class AdminService(Lists):
             found.add([f"the index lacks {len(entries) - len(index)} entries"])
 
     async def verify(
-        self, request: pb.VerifyRequest, _caller: Caller
+        self, request: pb.VerifyRequest, caller: Caller
     ) -> AsyncGenerator[pb.VerifyResponse, None]:
         core = self._core
         tiers = messages.tiers_of(request.tiers, core.stores) or tuple(core.stores)
@@ -294,6 +364,14 @@ class AdminService(Lists):
             yield report.message(done=True)
         finally:
             reading.cancel()
+            totals = report.totals
+            audit(
+                caller,
+                "verify",
+                tiers=[tier.label for tier in tiers],
+                entries=totals.entries,
+                dropped_entries=totals.damaged_entries,
+            )
 
 
 class _Verified:
@@ -304,7 +382,7 @@ class _Verified:
         self._weights: Final = {tier: max(1, size) for tier, size in tier_bytes.items()}
         self._behind = 0
         self._told = 0
-        self._totals: Final = pb.VerifyResponse()
+        self.totals: Final = pb.VerifyResponse()
 
     async def through(self, verifications: Verifications, entries: EntryTable) -> None:
         total = sum(self._weights.values())
@@ -313,11 +391,11 @@ class _Verified:
                 async for swept in steps:
                     self._add(swept)
                     behind = self._behind + swept.share * weight
-                    self._totals.progress_permille = int(1_000 * behind / total)
+                    self.totals.progress_permille = int(1_000 * behind / total)
             self._behind += weight
 
     def _add(self, swept: Swept) -> None:
-        totals = self._totals
+        totals = self.totals
         totals.payload_bytes += swept.read_bytes
         for entry, verdict in swept.judged:
             name = f"entry {entry.key.hex()}"
@@ -333,13 +411,13 @@ class _Verified:
     def _say(self, problem: str) -> None:
         if self._told < MAX_PROBLEMS:
             self._told += 1
-            self._totals.problems.append(problem)
+            self.totals.problems.append(problem)
 
     def message(self, *, done: bool = False) -> pb.VerifyResponse:
         message = pb.VerifyResponse()
-        message.CopyFrom(self._totals)
+        message.CopyFrom(self.totals)
         message.done = done
-        del self._totals.problems[:]
+        del self.totals.problems[:]
         return message
 
 

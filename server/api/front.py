@@ -54,7 +54,9 @@ class Front:
         )
         #: does not work before it is started
         self.scrubber: Final = Scrubber(core, config.scrub_bytes_per_second)
-        self.admin: Final = AdminService(core, config, self.in_flight, self.scrubber.scrubs)
+        self.admin: Final = AdminService(
+            core, config, self.in_flight, self.scrubber.scrubs, self.sessions.usage
+        )
         self.health: Final = health.aio.HealthServicer()
         #: gRPC for workers and, apart from them, for operators; neither listens yet
         self.workers: Final = self._server({_CACHE.full_name: self._cache_methods()})
@@ -109,6 +111,9 @@ class Front:
             "Preview": Unary(admin.preview),
             "Evict": Unary(admin.evict),
             "Curve": Unary(admin.curve),
+            "Drop": Unary(admin.drop),
+            "Kick": Unary(admin.kick),
+            "Configure": Unary(admin.configure),
             "Gc": Unary(admin.gc),
             "Check": Unary(admin.check),
             "Verify": Streaming(admin.verify),

@@ -11,12 +11,10 @@ zero with the daemon. Everything of a tier carries the labels `tier` and `policy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final
 
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -29,10 +27,13 @@ from ... import __version__
 from ...proto.vocabulary import Tier
 from ...tiers.ledger import Ledger
 from ..core.events import TierState
+from ..core.histogram import Histogram
 from ..core.state import MetaState
 from ..core.tables import Tables, TierCounters
 from ..runtime.lag import BUCKETS_US, LoopLag
+from ..runtime.latencies import Latencies
 from ..runtime.scrubbing import Scrub
+from .usage import SCALARS, UsageBook
 
 #: What the daemon counts: the fields of `tables.Counters`.
 COUNTERS: Final = {
@@ -61,7 +62,8 @@ COUNTERS: Final = {
     "suspects": "Entries that a client reported as damaged.",
     "deletes": "Entries that a client deleted.",
     "sessions_opened": "Sessions that were opened.",
-    "sessions_lost": "Sessions that ended, however they did.",
+    "sessions_ended": "Sessions that ended, however they did.",
+    "sessions_lost": "Sessions that ended without their client's closing them.",
 }
 #: What the daemon counts in every tier: the fields of `tables.TierCounters`, less its gauge.
 TIER_COUNTERS: Final = {
@@ -98,6 +100,13 @@ SCRUB_COUNTERS: Final = {
     "passes": "Times that the whole tier was read back.",
 }
 _PAYLOAD: Final = ("payload_bytes", "Payload bytes of published entries.")
+#: What clients count, in every label: `usage.SCALARS`.
+CLIENT_COUNTERS: Final = {
+    "lookups": "Searches of clients, in place or by asking.",
+    "hits": "Searches that found something.",
+    "lookup_tokens": "Tokens that were searched for, as far as the callers said.",
+    "restored_tokens": "Tokens whose state arrived whole in the engines.",
+}
 #: What the tables hold at this moment.
 TABLE_SIZES: Final[dict[str, tuple[str, Callable[[Tables], int]]]] = {
     "open_sessions": ("Connected clients.", lambda t: len(t.sessions)),
@@ -135,6 +144,10 @@ def _no_io(_tier: Tier) -> int:
     return 0
 
 
+def _no_commits() -> Mapping[Tier, Histogram]:
+    return {}
+
+
 _NO_SCRUBS: Final[Mapping[Tier, Scrub]] = {}
 
 
@@ -142,27 +155,37 @@ class StateCollector(Collector):
     """The metrics of one `MetaState`. Changes nothing; `collect` may run on any thread.
 
     `unhealthy` says what of the daemon does not work, by name, `notices` what is less than it could
-    be, `in_flight` what calls take of its memory (`front.Front.in_flight`), and `oldest_ns` since
-    when a device owes an answer; they are called on that thread, too.
+    be, `in_flight` what calls take of its memory (`front.Front.in_flight`), `oldest_ns` since when
+    a device owes an answer, `commits` how long its commits take, and `now_ns` what the time is;
+    they are called on that thread, too. `usage` is what the clients count.
     """
 
     def __init__(
         self,
         state: MetaState,
-        unhealthy: Callable[[], Mapping[str, str]],
+        unhealthy: Callable[[], Mapping[str, str]] = _nothing,
         lag: LoopLag | None = None,
         in_flight: Callable[[], Mapping[str, int]] = _nothing,
         notices: Callable[[], Mapping[str, str]] = _nothing,
         oldest_ns: Callable[[Tier], int] = _no_io,
         scrubs: Mapping[Tier, Scrub] = _NO_SCRUBS,
+        *,
+        usage: UsageBook | None = None,
+        latencies: Latencies | None = None,
+        commits: Callable[[], Mapping[Tier, Histogram]] = _no_commits,
+        now_ns: Callable[[], int] | None = None,
     ) -> None:
+        self.unhealthy = unhealthy
         self._notices = notices
         self._oldest_ns = oldest_ns
         self._scrubs = scrubs
         self._state = state
-        self._unhealthy = unhealthy
         self._lag = lag
         self._in_flight = in_flight
+        self._usage = usage or UsageBook()
+        self._latencies = latencies
+        self._commits = commits
+        self._now_ns = now_ns or (lambda: state.tables.stamp_ns)
 
     def collect(self) -> Iterator[Metric]:
         """One reading of everything."""
@@ -177,6 +200,8 @@ class StateCollector(Collector):
         yield from self._collect_health()
         if self._lag is not None:
             yield _lag_histogram(self._lag)
+        yield from collect_usage(self._usage)
+        yield from self._collect_times(tables)
         flight = GaugeMetricFamily(
             "prefixd_in_flight",
             "What calls take of the daemon's memory, and refusals for want of it.",
@@ -209,6 +234,33 @@ class StateCollector(Collector):
                 column.add_metric(labels, value)
         yield from columns
 
+    def _collect_times(self, tables: Tables) -> Iterator[Metric]:
+        now_ns = self._now_ns()
+        yield GaugeMetricFamily(
+            "prefixd_oldest_claim_seconds",
+            "For how long the oldest claim is held; 0: there is none.",
+            tables.oldest_claim_ns(now_ns) / 1e9,
+        )
+        yield _histogram(
+            "prefixd_eviction_age_seconds",
+            "For how long evicted entries had not been used; the count is that of evictions.",
+            ["tier", "cause"],
+            [((t.label, cause.value), ages) for (t, cause), ages in tables.eviction_ages.items()],
+        )
+        yield _histogram(
+            "prefixd_commit_seconds",
+            "From whole bytes until their store has recorded them.",
+            ["tier"],
+            [((tier.label,), taken) for tier, taken in self._commits().items()],
+        )
+        if self._latencies is not None:
+            for name, about in (
+                ("claim", "From a claim to its answer, waiting for saves in flight included."),
+                ("save", "From the first message of a save to its results."),
+            ):
+                taken = getattr(self._latencies, name)
+                yield _histogram(f"prefixd_{name}_seconds", about, [], [((), taken)])
+
     def _collect_scrubs(self) -> Iterator[Metric]:
         for name, about in SCRUB_COUNTERS.items():
             counter = CounterMetricFamily(f"prefixd_scrub_{name}", about, labels=["tier"])
@@ -231,7 +283,7 @@ class StateCollector(Collector):
         yield from (ended, progress)
 
     def _collect_health(self) -> Iterator[Metric]:
-        unhealthy = self._unhealthy()
+        unhealthy = self.unhealthy()
         yield GaugeMetricFamily(
             "prefixd_healthy", "1: everything works; 0: see the log.", not unhealthy
         )
@@ -267,14 +319,31 @@ class StateCollector(Collector):
 
 
 def _lag_histogram(lag: LoopLag) -> Metric:
-    cumulative = list(accumulate(lag.counts))
-    bounds = [*(f"{bound_us / 1e6:g}" for bound_us in BUCKETS_US), "+Inf"]
-    return HistogramMetricFamily(
-        "prefixd_loop_lag_seconds",
-        "How late the event loop came to its pulse.",
-        buckets=list(zip(bounds, cumulative, strict=True)),
-        sum_value=lag.total_us / 1e6,
+    family = HistogramMetricFamily(
+        "prefixd_loop_lag_seconds", "How late the event loop came to its pulse."
     )
+    bounds = [bound_us / 1e6 for bound_us in BUCKETS_US]
+    family.add_metric([], _buckets(bounds, lag.counts), lag.total_us / 1e6)
+    return family
+
+
+def _buckets(bounds_s: Iterable[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    names = [*(f"{bound:g}" for bound in bounds_s), "+Inf"]
+    return list(zip(names, map(float, accumulate(counts)), strict=True))
+
+
+def _histogram(
+    name: str,
+    about: str,
+    labels: Sequence[str],
+    histograms: Iterable[tuple[Sequence[str], Histogram]],
+) -> Metric:
+    """Of times in nanoseconds, as seconds."""
+    family = HistogramMetricFamily(name, about, labels=labels)
+    for values, histogram in histograms:
+        bounds = (bound / 1e9 for bound in histogram.bounds)
+        family.add_metric(values, _buckets(bounds, histogram.counts), histogram.total / 1e9)
+    return family
 
 
 def _reading(ledger: Ledger, counters: TierCounters) -> tuple[int, ...]:
@@ -295,34 +364,50 @@ def _reading(ledger: Ledger, counters: TierCounters) -> tuple[int, ...]:
     return reading
 
 
-@contextmanager
-def serve_metrics(
-    address: str,
-    state: MetaState,
-    unhealthy: Callable[[], Mapping[str, str]] = _nothing,
-    lag: LoopLag | None = None,
-    in_flight: Callable[[], Mapping[str, int]] = _nothing,
-    notices: Callable[[], Mapping[str, str]] = _nothing,
-    oldest_ns: Callable[[Tier], int] = _no_io,
-    scrubs: Mapping[Tier, Scrub] = _NO_SCRUBS,
-) -> Iterator[str]:
-    """Answer `GET /metrics` on `host:port` from a thread of its own until the context ends.
-
-    Yields the address, with the port that the kernel chose for port 0. Besides those of
-    `StateCollector` there are the usual `process_` metrics. Raises OSError.
-    """
-    registry = CollectorRegistry()
-    collector = StateCollector(state, unhealthy, lag, in_flight, notices, oldest_ns, scrubs)
-    registry.register(collector)
-    ProcessCollector(registry=registry)
-    host, _, port = address.rpartition(":")
-    try:
-        server, thread = start_http_server(int(port), host.strip("[]"), registry)
-    except OSError as problem:
-        raise OSError(f"can't serve metrics on {address}: {problem}") from None
-    try:
-        yield f"{host}:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+def collect_usage(usage: UsageBook) -> Iterator[Metric]:
+    """What the clients count, by label."""
+    labels = list(usage.items())
+    for name in SCALARS:
+        scalar = CounterMetricFamily(
+            f"prefixd_client_{name}", CLIENT_COUNTERS[name], labels=["namespace"]
+        )
+        for label, sums in labels:
+            scalar.add_metric([label], sums.scalars[name])
+        yield scalar
+    for name, about in (
+        ("misses", "Searches that found nothing: they add up to lookups - hits."),
+        ("failures", "Restores, reads and probes that failed."),
+    ):
+        by_reason = CounterMetricFamily(
+            f"prefixd_client_{name}", about, labels=["namespace", "reason"]
+        )
+        for label, sums in labels:
+            for reason, count in getattr(sums, name).items():
+                by_reason.add_metric([label, reason], count)
+        yield by_reason
+    for name, about in (
+        ("hit_entries", "Entries that searches found."),
+        ("hit_tokens", "Tokens of the entries that searches found."),
+    ):
+        by_tier = CounterMetricFamily(f"prefixd_client_{name}", about, labels=["namespace", "tier"])
+        for label, sums in labels:
+            for tier, count in getattr(sums, name).items():
+                by_tier.add_metric([label, tier.label], count)
+        yield by_tier
+    restored = CounterMetricFamily(
+        "prefixd_client_restored_bytes",
+        "Bytes that reached engines: as views, copied in place, or streamed by the daemon.",
+        labels=["namespace", "tier", "path"],
+    )
+    saves = CounterMetricFamily(
+        "prefixd_client_saves",
+        "Saves by why they were made and how they ended.",
+        labels=["namespace", "tier", "reason", "outcome"],
+    )
+    for label, sums in labels:
+        for (tier, path), size_bytes in sums.restored_bytes.items():
+            restored.add_metric([label, tier.label, path], size_bytes)
+        for (tier, why, outcome), count in list(sums.saves.items()):
+            saves.add_metric([label, tier.label, why.label, outcome], count)
+    yield restored
+    yield saves

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from typing import Final, Protocol, TypeAlias, TypeVar
 
@@ -130,7 +130,7 @@ class Saves:
             async def take(request: pb.SaveRequest) -> None:
                 await incoming.feed(_pieces(request.parts, refusals))
 
-            with self._core.working():
+            with self._core.working(), self._timed():
                 async with incoming.to_the_end():
                     await take(first)
                     while incoming.broken is None:
@@ -147,7 +147,7 @@ class Saves:
         async with self._stream(requests) as (request, room):
             membership = await self._prove(_header(request).session, caller, room)
             refusals, incoming = await self._begin_save(request, membership)
-            with self._core.working():
+            with self._core.working(), self._timed():
                 async with incoming.to_the_end():
                     await incoming.feed(_pieces(request.parts, refusals))
                 return pb.SaveWholeResponse(results=await _results(refusals, incoming))
@@ -161,7 +161,7 @@ class Saves:
             #: in the order in which the stream names them: refused with this, or being written
             named: dict[int, pb.SaveResult | None] = {}
             request: pb.WriteRequest | None = first
-            with self._core.working():
+            with self._core.working(), self._timed():
                 async with incoming.to_the_end():
                     while request is not None and incoming.broken is None:
                         await self._write(request, membership, incoming, named)
@@ -203,7 +203,11 @@ class Saves:
         """For clients on this host (`local_socket`), who are told of every copy."""
         reserved = first.reserved if first.HasField("reserved") else None
         membership = self._sessions.prove((reserved or _header(first)).session, caller)
-        with self._stagings.using(membership.number) as staging, self._core.working():
+        with (
+            self._stagings.using(membership.number) as staging,
+            self._core.working(),
+            self._timed(),
+        ):
             if reserved is None:
                 refusals, incoming = await self._begin_save(first, membership)
             else:
@@ -244,6 +248,10 @@ class Saves:
                     else:
                         await asyncio.sleep(0)  # others have their turn
             tell(_staged_results(refusals, await incoming.ended()))
+
+    def _timed(self) -> AbstractContextManager[None]:
+        latencies = self._sessions.latencies
+        return latencies.measured(latencies.save)
 
     # ---- how streams begin
 

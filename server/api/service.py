@@ -108,7 +108,8 @@ class CacheService:
             wait_until_ns=messages.wait_until(now_ns, request.wait_ms),
             now_ns=now_ns,
         )
-        answer = await core.ask(question, ClaimAnswer)
+        with self._sessions.latencies.measured(self._sessions.latencies.claim):
+            answer = await core.ask(question, ClaimAnswer)
         caller.when_done(partial(self._release_unseen, question, answer))
         if request.brief:
             return messages.brief_claim_response(answer)

@@ -33,10 +33,13 @@ from ..core.events import (
     SessionOpened,
 )
 from ..core.save_rules import most_reserved_bytes
+from ..runtime.clock import Clock
+from ..runtime.latencies import Latencies
 from ..runtime.listeners import SessionNote
 from ..runtime.loop import Core
 from . import messages
 from .calls import Caller, CallerGone, Process, cut_off
+from .usage import LabelUsage, UsageBook, check_usage
 
 log = structlog.get_logger("prefixd.sessions")
 
@@ -100,6 +103,10 @@ class Sessions:
     def __init__(self, incarnation: bytes) -> None:
         self._incarnation = incarnation
         self._open: dict[int, Membership] = {}
+        #: what their clients count, by label
+        self.usage: Final = UsageBook()
+        #: how long their calls take
+        self.latencies: Final = Latencies(Clock())
         #: called with the number of each session that is over
         self.when_closed: list[Callable[[int], None]] = []
 
@@ -154,17 +161,21 @@ class SessionStream:
         #: the task that `run` is part of, once there is a session
         self._task: asyncio.Task[object] | None = None
         self._ending = False
+        #: where what the client counts is added up
+        self._usage = LabelUsage()
 
     async def run(
         self, requests: AsyncIterator[pb.SessionRequest]
     ) -> AsyncGenerator[pb.SessionEvent, None]:
-        session = await self._open(await self._hello(requests))
+        hello = await self._hello(requests)
+        self._usage = self._sessions.usage.of(hello.label)
+        session = await self._open(hello)
         core = self._core
         self._task = asyncio.current_task()
         membership = self._sessions.open(session)
         core.subscribe(session, self)
         reader = asyncio.ensure_future(self._listen(session, requests))
-        why = "its connection broke"
+        why, closed = "its connection broke", False
         try:
             yield pb.SessionEvent(welcome=self._welcome(membership))
             while (event := await self._events.get()) is not None:
@@ -172,12 +183,12 @@ class SessionStream:
                     why = str(event)
                     raise event
                 yield event
-            why = "its client closed it"
+            why, closed = "its client closed it", True
         finally:
             reader.cancel()
             core.unsubscribe(session)
             self._sessions.close(session)
-            core.post(SessionLost(session, why, core.clock.now_ns()))
+            core.post(SessionLost(session, why, core.clock.now_ns(), closed=closed))
             log.info("session_ended", session=session, why=why)
 
     async def _hello(self, requests: AsyncIterator[pb.SessionRequest]) -> pb.Hello:
@@ -282,6 +293,8 @@ class SessionStream:
         now_ns = core.clock.now_ns()
         match request.WhichOneof("kind"):
             case "heartbeat":
+                if request.heartbeat.HasField("usage"):
+                    self._usage.add(check_usage(request.heartbeat.usage))
                 core.post(HeartbeatCame(session, now_ns))
                 ack = pb.HeartbeatAck(sequence=request.heartbeat.sequence)
                 _put(self._events, pb.SessionEvent(heartbeat_ack=ack))

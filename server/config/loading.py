@@ -6,6 +6,7 @@ import ipaddress
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -19,11 +20,12 @@ from ...proto.endpoints import (
     SOCKET_NAME,
     UNIX_SCHEME,
     default_address,
+    socket_path,
 )
 from ...proto.units import format_bytes, format_duration
 from ...tiers.arena import MIN_SLAB_BYTES
 from . import sources
-from .budgets import resolve
+from .budgets import Plan, resolve
 from .machine import Machine
 from .options import Config
 from .sources import Given, Option
@@ -44,6 +46,7 @@ PROGRAM: Final = sources.Program(
     },
     variables={ADDRESS_VARIABLE: "server.address"},
 )
+_GOOD: Final = "The configuration is good."
 _TITLE: Final = """The configuration of prefixd: every option with its meaning and its default.
 This is what `prefixd --print-config` prints. Use it with `prefixd --config FILE`.
 
@@ -107,12 +110,42 @@ def load_config(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Co
     if found.check_config:
         machine = Machine.probe(config.shm.directory, config.disk.directory)
         plan = resolve(config, machine)
-        print("The configuration is good.", *plan.describe(), *plan.warnings, sep="\n")
+        if unusable := list(_unusable(config, plan)):
+            sources.refuse(unusable)
+        warnings = [f"warning: {warning}" for warning in plan.warnings]
+        good = "The configuration is possible, but likely not meant:" if warnings else _GOOD
+        print(good, *warnings, *plan.describe(), sep="\n")
         raise SystemExit(0)
     return config
 
 
 # ---- what can be wrong
+
+
+def _unusable(config: Config, plan: Plan) -> Iterator[str]:
+    """Directories that a start could not write to. Creates nothing."""
+    socket = socket_path(config.server.address)
+    directories = {"server.address": socket.parent if socket else None}
+    for tier, tier_plan in plan.tiers.items():
+        directories[f"{tier.label}.directory"] = tier_plan.directory
+    for option, directory in directories.items():
+        if directory is not None and (why := _not_writable(directory)):
+            yield f"{option}: {why}"
+
+
+def _not_writable(directory: Path) -> str:
+    """Why nothing can be written there, or made there if it does not exist; empty: it can."""
+    place = directory
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        return f"{place} is no directory"
+    if not os.access(place, os.W_OK | os.X_OK):
+        return f"{place} can't be written to by the user {os.geteuid()}"
+    owner = place.stat().st_uid
+    if place == directory and owner not in (0, os.geteuid()):
+        return f"{place} belongs to the user {owner}; it is not used"
+    return ""
 
 
 def _validate(

@@ -297,6 +297,19 @@ def _environment(env: Mapping[str, str], program: Program) -> dict[str, Given]:
     return given
 
 
+def _one_underscore(
+    model: type[BaseModel], program: Program, env: Mapping[str, str]
+) -> Iterator[str]:
+    """Variables that would be an option with one underscore more."""
+    for _, _, options in sections(model):
+        for option in options:
+            section, key = option.section.upper(), option.key.upper()
+            name = f"{program.prefix}{section}_{key}"
+            if name in env and name not in program.variables:
+                right = f"{program.prefix}{section}__{key}"
+                yield f"{name}: two underscores are between section and key: {right}"
+
+
 def read(
     model: type[BaseModel], program: Program, argv: Sequence[str], env: Mapping[str, str]
 ) -> Sources:
@@ -307,6 +320,7 @@ def read(
     if file:
         found.given |= _file(file, found)
     found.given |= _environment(env, program)
+    found.problems += _one_underscore(model, program, env)
     found.given |= flags
     return found
 

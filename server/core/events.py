@@ -78,9 +78,12 @@ class HeartbeatCame:
 
 @dataclass(frozen=True, slots=True)
 class SessionLost:
+    """A session ended: its client closed it (`closed`), or fell silent, or hung up."""
+
     session: int
     why: str
     now_ns: int
+    closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +135,10 @@ class ReleaseAsked:
 
 @dataclass(frozen=True, slots=True)
 class DeleteAsked:
-    """A client wants entries gone that it can name."""
+    """A client, or an operator (`session` None), wants entries gone that it can name."""
 
     request: int
-    session: int
+    session: int | None
     keys: tuple[Key, ...]
     now_ns: int
 
@@ -283,6 +286,15 @@ class TierRecovered:
 
 
 @dataclass(frozen=True, slots=True)
+class LimitsChanged:
+    """The configuration was read again: fields of `tables.StateConfig` and their new values. What
+    is held already stays."""
+
+    changes: tuple[tuple[str, float], ...]
+    now_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed. `flush`: hand over what changed in use counts, too.
 
@@ -329,6 +341,7 @@ Event: TypeAlias = (
     | TierChanged
     | BytesRead
     | TierRecovered
+    | LimitsChanged
     | Tick
     | WorkLeft
 )

@@ -213,7 +213,8 @@ def delete(transition: Transition, asked: DeleteAsked) -> DeleteAnswer:
     What others rely on is not taken from them: a pinned entry and a save in flight stay. What a
     recovery finds later is dropped then, see `adoption`.
     """
-    transition.session(asked.session)
+    if asked.session is not None:
+        transition.session(asked.session)
     t = transition.tables
     if t.closed and len(t.deleted) + len(asked.keys) > MAX_DELETED:
         raise Refusal(LimitReached("too many deletes while a tier recovers or hangs"))

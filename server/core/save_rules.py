@@ -35,6 +35,7 @@ from .events import (
 from .read_rules import awaited, find
 from .tables import (
     NEXT_STAGE,
+    EvictionCause,
     Reservation,
     Reserve,
     SaveBatch,
@@ -247,7 +248,7 @@ def make_room(
     while not ledger.fits(coming.stored_bytes):
         victim = ledger.next_victim(coming)
         assert victim is not None, "the ledger promised room"
-        transition.evict(victim)
+        transition.evict(victim, EvictionCause.SAVE)
     return None
 
 

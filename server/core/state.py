@@ -11,6 +11,7 @@ No event takes long: what may concern many entries, claims or requests is left f
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Final, assert_never
 
@@ -37,6 +38,7 @@ from .events import (
     HeartbeatCame,
     KeysSuspected,
     KeysTouched,
+    LimitsChanged,
     LookupAsked,
     Question,
     ReleaseAsked,
@@ -53,9 +55,11 @@ from .events import (
     WriteSealed,
     WriteStopped,
 )
+from .histogram import AGE_BOUNDS_NS, Histogram
 from .save_rules import Footprint
 from .tables import (
     EndSession,
+    EvictionCause,
     FlushUsage,
     Reserve,
     Session,
@@ -89,6 +93,9 @@ class MetaState:
     ) -> None:
         self.tables = Tables(config, dict(ledgers), stamp_ns)
         self.tables.tier_counters = {tier: TierCounters() for tier in ledgers}
+        self.tables.eviction_ages = {
+            (tier, cause): Histogram(AGE_BOUNDS_NS) for tier in ledgers for cause in EvictionCause
+        }
         if config.curve_keys:
             self.tables.curves = {
                 tier: SampledCurve(position_of_bytes, max_keys=config.curve_keys, root_mru=True)
@@ -154,7 +161,7 @@ class MetaState:
                     # Served time steps back when a delay is noticed only after it.
                     session.heartbeat_ns = max(session.heartbeat_ns, transition.served_ns)
             case SessionLost():
-                self._session_lost(transition, event.session, event.why)
+                self._session_lost(transition, event.session, event.why, closed=event.closed)
             case KeysTouched():
                 read_rules.touched(transition, event)
             case KeysSuspected():
@@ -187,6 +194,8 @@ class MetaState:
                 t.tier_counters[event.tier].read_bytes += event.payload_bytes
             case TierRecovered():
                 adoption.recovered(transition, event, self._footprints, self._numbers)
+            case LimitsChanged():
+                t.config = replace(t.config, **dict(event.changes))  # type: ignore[arg-type]
             case Tick():
                 self._tick(transition)
                 if event.flush and t.unrecorded:
@@ -348,7 +357,9 @@ class MetaState:
         transition.arm(t.config.session_lost_after_ns, Timer.SESSION, session.session)
         return Opened(session.session)
 
-    def _session_lost(self, transition: Transition, session_id: int, why: str) -> None:
+    def _session_lost(
+        self, transition: Transition, session_id: int, why: str, *, closed: bool = False
+    ) -> None:
         """Nothing happens in it any more; what it holds is taken back in the background."""
         t = transition.tables
         session = t.sessions.pop(session_id, None)
@@ -364,7 +375,8 @@ class MetaState:
                 iter(tuple(session.claims)),
             )
         )
-        t.counters.sessions_lost += 1
+        t.counters.sessions_ended += 1
+        t.counters.sessions_lost += not closed
 
     # ---- time
 
@@ -438,5 +450,5 @@ class MetaState:
             if victim is None:
                 return EvictAnswer(entries, freed_bytes, more=False)
             entries += 1
-            freed_bytes += transition.evict(victim).stored_bytes
+            freed_bytes += transition.evict(victim, EvictionCause.OPERATOR).stored_bytes
         return EvictAnswer(entries, freed_bytes, more=True)

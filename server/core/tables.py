@@ -20,6 +20,7 @@ from ...tiers.ledger import Ledger
 from .answers import Reserved
 from .entries import Entry, EntryTable
 from .events import ClaimAsked, LookupAsked, ReserveAsked, TierState
+from .histogram import Histogram
 
 
 @dataclass(slots=True, eq=False)
@@ -241,6 +242,15 @@ class Timer(IntEnum):
     WAITING = 3
 
 
+class EvictionCause(Enum):
+    """For what an entry was evicted."""
+
+    SAVE = "save"
+    """A save needed its room."""
+    OPERATOR = "operator"
+    """An operator asked for room."""
+
+
 @dataclass(slots=True)
 class TierCounters:
     """What happened in a tier since the start."""
@@ -289,6 +299,7 @@ class Counters:
     suspects: int = 0
     deletes: int = 0
     sessions_opened: int = 0
+    sessions_ended: int = 0
     sessions_lost: int = 0
 
 
@@ -390,6 +401,24 @@ class Tables:
     next_token: int = 1
     counters: Counters = field(default_factory=Counters)
     tier_counters: dict[Tier, TierCounters] = field(default_factory=dict)
+    #: for how long evicted entries had not been used, in nanoseconds
+    eviction_ages: dict[tuple[Tier, EvictionCause], Histogram] = field(default_factory=dict)
+
+    def oldest_claim_ns(self, now_ns: int) -> int:
+        """For how long the oldest claim is held; 0: there is none. Callable on any thread."""
+        try:
+            oldest = next(iter(self.claims.values()), None)
+        except RuntimeError:  # they changed in that moment
+            return 0
+        return 0 if oldest is None else max(0, self.served_ns(now_ns) - oldest.taken_ns)
+
+    def evicted(self, entry: Entry, cause: EvictionCause, now_ns: int) -> None:
+        """Count an eviction."""
+        counters = self.tier_counters[entry.tier]
+        counters.evictions += 1
+        counters.evicted_bytes += entry.stored_bytes
+        idle_ns = max(0, now_ns - entry.last_used_ns)
+        self.eviction_ages[entry.tier, cause].observe(idle_ns)
 
     def timed(self, timer: Timer) -> Mapping[int, object]:
         """What is alive of all that a kind of timer can belong to, by number."""

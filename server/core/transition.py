@@ -18,6 +18,7 @@ from .entries import Entry
 from .events import ClaimAsked, LookupAsked, ReserveAsked
 from .tables import (
     Claim,
+    EvictionCause,
     Reservation,
     Session,
     Tables,
@@ -216,12 +217,10 @@ class Transition:
         for recount in tables.recounts:
             recount.entered(entry)
 
-    def evict(self, victim: Key) -> Entry:
+    def evict(self, victim: Key, cause: EvictionCause) -> Entry:
         """An entry that `Ledger.next_victim` chose leaves."""
         entry = self.forget(victim)
-        counters = self.tables.tier_counters[entry.tier]
-        counters.evictions += 1
-        counters.evicted_bytes += entry.stored_bytes
+        self.tables.evicted(entry, cause, self.now_ns)
         return entry
 
     def forget(self, victim: Key) -> Entry:

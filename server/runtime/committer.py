@@ -11,6 +11,8 @@ from functools import partial
 import structlog
 
 from ...tiers.store import EntryWriter, Store, StoreError, StoreFull, Usage
+from ..core.histogram import LATENCY_BOUNDS_NS, Histogram
+from .clock import Clock
 
 log = structlog.get_logger("prefixd.committer")
 
@@ -56,6 +58,7 @@ class Committer:
         retry_s: float = _RETRY_S,
         under_way: Callable[[], AbstractContextManager[None]] = nullcontext,
         died: Callable[[BaseException], None] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """`under_way`: entered around every call that does I/O."""
         self._store = store
@@ -66,6 +69,11 @@ class Committer:
         self._pending = _Batch()
         self._wakeup = threading.Condition()
         self._closing = False
+        self._clock = clock or Clock()
+        #: when each token was handed over, on the monotonic clock
+        self._began_ns: dict[int, int] = {}
+        #: from there until the store said how it ended, in nanoseconds
+        self.latency = Histogram(LATENCY_BOUNDS_NS)
         self.failure: str | None = None
         self.full: str | None = None
         self.usage_failure: str | None = None
@@ -77,6 +85,7 @@ class Committer:
     # ---- from the event loop
 
     def commit(self, writes: Sequence[tuple[int, EntryWriter]]) -> None:
+        self._began_ns.update(dict.fromkeys((t for t, _ in writes), self._clock.monotonic_ns()))
         if not self._store.blocking and self.failure is None:
             # A few rows in memory take less time than waking the thread. It judges what fails.
             failure = self._attempt(partial(self._store.apply, [writer for _, writer in writes]))
@@ -203,6 +212,9 @@ class Committer:
 
     def _tell(self, tokens: Sequence[int], error: StoreError | None) -> None:
         if tokens:
+            now_ns = self._clock.monotonic_ns()
+            for token in tokens:
+                self.latency.observe(now_ns - self._began_ns.pop(token, now_ns))
             self._done(CommitResult(tuple(tokens), error))
 
 

@@ -137,7 +137,7 @@ class Core:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns: int | None = None
         self.orders = StoreOrders(
-            self.stores, self._commit_done, self.devices.under_way, self._committer_died
+            self.stores, self._commit_done, self.devices.under_way, self._committer_died, clock
         )
         self._freezer = Freezer()
         self.lag = LoopLag(clock)
@@ -285,6 +285,9 @@ class Core:
     def unsubscribe(self, session: int) -> None:
         self._listeners.pop(session, None)
 
+    def listener(self, session: int) -> Listener | None:
+        return self._listeners.get(session)
+
     def end_sessions(self) -> None:
         """Tell every client that the daemon stops, and end its session."""
         for listener in list(self._listeners.values()):
@@ -319,9 +322,9 @@ class Core:
         if order.token in self.state.tables.reservations:
             self.writes[order.token] = write
         else:
-            why = "the reservation was lost before its bytes came"
             # Its room may be somebody else's by now: what still comes is not written there.
             write.stopping = True
+            why = "the reservation was lost before its bytes came"
             write.end(SaveEnded(order.token, SaveOutcome.LOST, why))
         return write
 

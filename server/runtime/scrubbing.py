@@ -56,13 +56,13 @@ class Pace:
     """When the next bytes may be read, so that on average there are so many a second."""
 
     def __init__(self, bytes_per_second: int) -> None:
-        self._bytes_per_second = bytes_per_second
+        self.bytes_per_second = bytes_per_second
         self._due_ns = 0
 
     def wait_s(self, read_bytes: int, now_ns: int) -> float:
         """So many were read: how long to wait until the next."""
         due_ns = max(self._due_ns, now_ns - _CATCH_UP_NS)
-        self._due_ns = due_ns + read_bytes * 1_000_000_000 // self._bytes_per_second
+        self._due_ns = due_ns + read_bytes * 1_000_000_000 // self.bytes_per_second
         return max(0, self._due_ns - now_ns) / 1e9
 
 
@@ -78,7 +78,8 @@ class Scrubber:
         """`bytes_per_second`: for each tier, counting `ENTRY_BYTES` for each entry beside its
         payload; 0: nothing is scrubbed."""
         self._core = core
-        self._bytes_per_second = bytes_per_second
+        #: may be changed to another rate that is not 0
+        self.bytes_per_second = bytes_per_second
         self._sleep = sleep
         tiers = [tier for tier in SCRUBBED if tier in core.stores and bytes_per_second]
         self.scrubs: Final[Mapping[Tier, Scrub]] = {tier: Scrub() for tier in tiers}
@@ -110,11 +111,12 @@ class Scrubber:
 
     async def _pass(self, tier: Tier) -> None:
         core, scrub = self._core, self.scrubs[tier]
-        pace = Pace(self._bytes_per_second)
+        pace = Pace(self.bytes_per_second)
         entries = core.state.tables.entries
         async with aclosing(core.verifications.sweep(entries, tier, _STEP_BYTES)) as steps:
             async for swept in steps:
                 failed = self._count(scrub, swept)
+                pace.bytes_per_second = self.bytes_per_second
                 cost_bytes = swept.read_bytes + ENTRY_BYTES * len(swept.judged)
                 wait_s = pace.wait_s(cost_bytes, core.clock.monotonic_ns())
                 await self._sleep(max(wait_s, _FAILED_S if failed else 0.0))

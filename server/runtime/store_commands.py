@@ -8,6 +8,8 @@ from functools import partial
 
 from ...proto.vocabulary import Tier
 from ...tiers.store import EntryRef, EntryWriter, Store, Usage
+from ..core.histogram import Histogram
+from .clock import Clock
 from .committer import CommitResult, Committer
 
 
@@ -24,6 +26,7 @@ class StoreOrders:
         committed: Callable[[CommitResult], None],
         under_way: Callable[[Tier], AbstractContextManager[None]] = lambda _: nullcontext(),
         died: Callable[[Tier, BaseException], None] = lambda _tier, _problem: None,
+        clock: Clock | None = None,
     ) -> None:
         """`under_way`: around all I/O of a tier. `died`: told on the thread of a committer."""
         self._stores = stores
@@ -31,7 +34,11 @@ class StoreOrders:
         self.forgotten: set[int] | None = None
         self._committers = {
             tier: Committer(
-                store, committed, under_way=partial(under_way, tier), died=partial(died, tier)
+                store,
+                committed,
+                under_way=partial(under_way, tier),
+                died=partial(died, tier),
+                clock=clock,
             )
             for tier, store in stores.items()
             if store.recorded
@@ -40,6 +47,10 @@ class StoreOrders:
     def commit(self, tier: Tier, writes: Sequence[tuple[int, EntryWriter]]) -> None:
         """Make sealed writes durable."""
         self._committers[tier].commit(writes)
+
+    def latencies(self) -> dict[Tier, Histogram]:
+        """How long commits take, in nanoseconds."""
+        return {tier: committer.latency for tier, committer in self._committers.items()}
 
     def forget(self, tier: Tier, entries: Sequence[EntryRef]) -> None:
         """Let a store forget entries that no search finds any more."""

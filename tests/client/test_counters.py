@@ -30,13 +30,16 @@ def test_everything_is_there_from_the_start() -> None:
 
 def test_each_count_goes_where_it_belongs() -> None:
     counters = Counters()
-    counters.add("lookups", 2)
     counters.rpc("Claim")
-    counters.miss(MissReason.SLOW, 3)
-    counters.hit([entry(Tier.RAM, 10), entry(Tier.DISK, 20)], [100, 200])
-    counters.restored([entry(Tier.SHM, 5), entry(Tier.SHM, 6)])
+    counters.miss(MissReason.SLOW, 700)
+    counters.failure(MissReason.LOST)
+    counters.hit([entry(Tier.RAM, 10), entry(Tier.DISK, 20)], [100, 200], 400)
+    counters.restored([entry(Tier.SHM, 5), entry(Tier.SHM, 6)], "copy")
+    counters.viewed([entry(Tier.RAM, 9)])
     counters.saves(
-        [SaveOutcome(KEY, SaveStatus.SAVED), SaveOutcome(KEY, SaveStatus.PRESENT)], [7, 8]
+        [SaveOutcome(KEY, SaveStatus.SAVED), SaveOutcome(KEY, SaveStatus.PRESENT)],
+        [7, 8],
+        [(Tier.RAM, SaveReason.COLD)] * 2,
     )
     snapshot = counters.snapshot()
     expected = {
@@ -44,6 +47,7 @@ def test_each_count_goes_where_it_belongs() -> None:
         "hits": 1,
         "hit_entries": 2,
         "hit_tokens": 300,
+        "lookup_tokens": 1_100,
         "restored_entries": 2,
         "restored_bytes": 11,
         "saved_entries": 1,
@@ -51,9 +55,11 @@ def test_each_count_goes_where_it_belongs() -> None:
     }
     assert {name: snapshot[name] for name in expected} == expected
     assert snapshot["rpcs"]["Claim"] == 1  # type: ignore[index]
-    assert snapshot["misses"]["slow"] == 3  # type: ignore[index]
+    assert snapshot["misses"]["slow"] == 1  # type: ignore[index]
     assert snapshot["hit_tokens_by_tier"] == {"ram": 100, "shm": 0, "disk": 200}
     assert snapshot["restored_bytes_by_tier"] == {"ram": 0, "shm": 11, "disk": 0}
+    assert snapshot["restored_bytes_by_path"] == {"view": 9, "copy": 11, "stream": 0}
+    assert snapshot["failures"]["lost"] == 1  # type: ignore[index]
     assert snapshot["saves"]["saved"] == snapshot["saves"]["present"] == 1  # type: ignore[index]
 
 

@@ -47,7 +47,7 @@ def buffers() -> list[bytearray]:
 
 
 def misses(client: Client) -> dict[str, int]:
-    counted = client.counters["misses"]
+    counted = client.counters["failures"]
     assert isinstance(counted, dict)
     return {reason: number for reason, number in counted.items() if number}
 
@@ -107,7 +107,7 @@ def test_a_buffer_of_another_size_is_a_miss_of_its_entry_alone(
     assert (result.run, result.miss) == (1, MissReason.WRONG_SIZE)
     assert not any(buffers[1])
     assert daemon.rpcs["Read"] == 1
-    counted = client.counters["misses"]
+    counted = client.counters["failures"]
     assert isinstance(counted, dict)
     assert counted["wrong_size"] == 1
 

@@ -53,6 +53,8 @@ COUNTS = {
     "orphan_records",
     "orphan_index_rows",
     "sampled_keys",
+    "lookups",
+    "hit_entries",
     "parts_copied",
     "problem_count",
     "damaged_entries",

@@ -102,6 +102,27 @@ def test_a_bad_configuration_is_status_2_and_names_everything(tmp_path: Path) ->
 # ---- what is in use
 
 
+@pytest.mark.parametrize("option", ["server.tcp", "server.metrics"])
+def test_a_port_that_is_taken_is_one_sentence_with_its_option(
+    daemon: DaemonProcess, option: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        refused = daemon.attempt(f"--{option}", address, "--log.level", "error")
+    assert refused.status == 1
+    (line,) = refused.err.splitlines()
+    assert line.startswith(f"prefixd: {option}: can't ")
+    assert address in line
+
+
+def test_a_directory_that_can_not_be_made_is_named_with_its_option(daemon: DaemonProcess) -> None:
+    file = daemon.directory / "file"
+    file.write_text("")
+    refused = daemon.attempt("--disk.directory", f"{file}/disk")
+    assert refused.status == 1
+    assert refused.complaint.startswith("disk.directory: ")
+
+
 @in_loop
 async def test_a_second_daemon_is_refused_and_the_first_goes_on(daemon: DaemonProcess) -> None:
     daemon.start()

@@ -306,6 +306,10 @@ def _sessions() -> Iterator[Mistake]:
         yield Mistake(f"a {field} of 121 letters", "Session", "invalid_size", _open_with(long))
     yield Mistake("a second Hello", "Session", "malformed_message", _say(hello=pb.Hello()))
     yield Mistake("an empty message", "Session", "malformed_message", _say())
+    lie = pb.Heartbeat(usage=pb.Usage(lookups=2, hits=1))
+    yield Mistake("numbers that do not add up", "Session", "malformed_message", _say(heartbeat=lie))
+    label = pb.SessionRequest(hello=pb.Hello(label="no label"))
+    yield Mistake("a label with a blank", "Session", "invalid_size", _open_with(label))
 
 
 def _open_with(*messages: pb.SessionRequest) -> Attempt:
@@ -440,6 +444,10 @@ def _operators() -> Iterator[Mistake]:
         )
 
     yield admin("a key of 31 bytes", "Inspect", "invalid_key", pb.InspectRequest(key=SHORT))
+    yield admin("a key of 31 bytes", "Drop", "invalid_key", pb.DropRequest(keys=[SHORT]))
+    yield admin("an empty batch", "Drop", "invalid_batch", pb.DropRequest())
+    nobody = pb.KickRequest(session_id=2**40)
+    yield admin("a session that there is not", "Kick", "unknown_session", nobody)
     yield admin(
         "a key that is not there", "Inspect", "unknown_entry", pb.InspectRequest(key=key(1))
     )

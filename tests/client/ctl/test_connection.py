@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -207,3 +209,15 @@ def test_health(status: int, expected: Health) -> None:
 
 def test_tiers_on_the_wire_have_their_numbers() -> None:
     assert [wire_tier(tier) for tier in Tier] == [pb.TIER_RAM, pb.TIER_SHM, pb.TIER_DISK]
+
+
+def test_a_daemon_that_does_not_listen_yet_is_told_from_none(tmp_path: Path) -> None:
+    lock = tmp_path / "s.lock"
+    with AdminConnection(f"unix:{tmp_path}/s", 10) as daemon:
+        lock.write_text(json.dumps({"pid": os.getpid()}))
+        with pytest.raises(DaemonUnavailable, match=f"pid {os.getpid()} does not listen .* soon"):
+            daemon.stats()
+        for note in ("", "[]", "{", json.dumps({"pid": 2**22 + 1})):
+            lock.write_text(note)
+            with pytest.raises(DaemonUnavailable, match="no daemon answers"):
+                daemon.stats()

@@ -55,3 +55,15 @@ def test_the_version_without_a_daemon() -> None:
     assert result.exit_code == 0
     assert result.stdout.startswith(f"prefixctl {__version__}\n")
     assert "no daemon answers" in result.stdout
+
+
+def test_the_version_as_a_flag() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"prefixctl {__version__}\n")
+
+
+def test_evict_asks_for_a_tier() -> None:
+    for flags in ([], ["--tier", "ram", "--all-tiers"]):
+        result = CliRunner().invoke(app, ["evict", "--bytes", "1GiB", *flags])
+        assert result.exit_code == 2
+        assert "say which --tier, or --all-tiers" in result.stderr

@@ -46,3 +46,11 @@ def test_every_enumeration_has_words_and_the_unknown_stays_a_number() -> None:
     ]  # fmt: skip
     assert messages.reason_label(pb.SAVE_REASON_SHUTDOWN) == "shutdown"
     assert messages.tier_label(99) == "99"
+
+
+def test_a_map_of_messages_is_one_of_objects() -> None:
+    stats = pb.StatsResponse(usage={"b": pb.Usage(lookups=2), "a": pb.Usage(misses={"slow": 1})})
+    shown = messages.as_dict(stats)["usage"]
+    assert list(shown) == ["a", "b"]
+    assert shown["a"]["misses"] == {"slow": 1}
+    assert shown["b"]["lookups"] == 2

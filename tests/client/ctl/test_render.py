@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from prefixd.client.ctl import render
+from prefixd.client.ctl.stats_view import stats_view
 from prefixd.proto import prefixd_pb2 as pb
 
 KEY = bytes(range(32))
@@ -98,27 +99,60 @@ def stats() -> pb.StatsResponse:
             tier_stats(entries=3, published_bytes=500, saves=3, max_entries=9),
             tier_stats(pb.TIER_SHM, recovered_entries=5, dropped_at_start=2, corrupt=1),
         ],
-        counters={"prefixd_claims_total": 10, "prefixd_claims_empty_total": 1},
+        usage={
+            "llama": pb.Usage(
+                lookups=10,
+                hits=9,
+                misses={"absent": 1},
+                failures={"lost": 2},
+                lookup_tokens=5000,
+                restored_tokens=4000,
+                tiers=[pb.TierUsage(tier=pb.TIER_RAM, hit_tokens=4100, restored_bytes={"copy": 7})],
+            ),
+            "qwen": pb.Usage(lookups=10, hits=1, misses={"absent": 2, "unavailable": 7}),
+        },
     )
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_the_statistics_fit_the_terminal(width: int) -> None:
-    lines = drawn(render.stats_view(stats(), "unix:/x"), width).splitlines()
+    lines = drawn(stats_view(stats(), "unix:/x"), width).splitlines()
     assert max(map(len, lines)) <= width
 
 
 def test_the_statistics_say_what_there_is() -> None:
-    text = drawn(render.stats_view(stats(), "unix:/x"), 120)
+    text = drawn(stats_view(stats(), "unix:/x"), 120)
     for word in ("1.2.3", "serving", "pid 7", "unix:/x", "50.0 %", "3 of 9"):
         assert word in text
     assert "shm: 5 entries (0B) came back at the start, 2 were dropped" in text
     assert "shm: 1 entries were damaged and dropped" in text
-    assert "90.0 % of 10 claims found something" in text
+    lines = [line.split() for line in text.splitlines()]
+    assert text.splitlines()[1] == "hit ratio  82.0 % of 5,000 tokens, 50.0 % of 20 look-ups"
+    assert "restored   4,000 tokens: 7B by copy" in text
+    assert ["llama", "82.0", "%", "90.0", "%", "10", "4,100"] in lines
+    assert [line[:4] for line in lines if line[:1] == ["unavailable"]] == [
+        ["unavailable", "7", "35.0", "%"]
+    ]
+    assert [line[:2] for line in lines if line[:1] == ["lost"]] == [["lost", "2"]]
 
 
-def test_hit_rates_are_silent_before_the_first_claim() -> None:
-    assert render.hit_rate_line({"prefixd_claims_total": 0}) is None
+def test_without_look_ups_there_is_no_ratio() -> None:
+    assert "no look-ups were reported yet" in drawn(stats_view(pb.StatsResponse(), "unix:/x"))
+
+
+def test_a_narrow_table_keeps_every_column_whole() -> None:
+    """What does not fit comes below, with the first column again."""
+    names = [f"column {number}" for number in range(9)]
+    table = render.make_table("key", *names, right=names)
+    cells = [f"{number}" * 12 for number in range(9)]
+    table.add_row("k" * 16, *cells)
+    for width in (40, 80, 100, 200):
+        text = drawn(table, width)
+        assert max(map(len, text.splitlines())) <= width
+        assert all(cell in text for cell in [*names, *cells])
+        assert "…" not in text
+    assert drawn(table, 200).count("k" * 16) == 1
+    assert drawn(table, 80).count("k" * 16) > 1
 
 
 def test_an_entry_says_everything() -> None:
@@ -188,7 +222,7 @@ def test_what_is_less_than_it_could_be_is_shown() -> None:
     recovering.state = "recovering"
     said = {"disk tier": "recovers: 240,000 entries adopted"}
     stats = pb.StatsResponse(tiers=[tier_stats(), recovering], notices=said, health="serving")
-    shown = drawn(render.stats_view(stats, "unix:/s"), 120)
+    shown = drawn(stats_view(stats, "unix:/s"), 120)
     assert "disk tier: recovers: 240,000 entries adopted" in shown
     assert shown.count("(recovering)") == 1
 

@@ -13,12 +13,14 @@ import pytest
 
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.client.ctl.stats_view import total_usage
 from prefixd.client.lab.blocks import keys_of_ids, replay_namespace
 from prefixd.client.lab.generate import generate
 from prefixd.client.lab.live import LiveReplay
 from prefixd.client.lab.outcome import Totals
 from prefixd.client.lab.trace import Request
 from prefixd.client.lab.worker import LiveOptions
+from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import CallerError
 from prefixd.proto.vocabulary import SaveReason, Tier
 from tests.support.daemon import eventually, private_daemon, problems_of
@@ -104,6 +106,33 @@ def test_one_worker_hits_exactly_what_lru_hits(
     assert told.hit_tokens - first.hit_tokens == totals.hit_tokens, "the daemon says the same"
     assert told.saves - first.saves == totals.saves["saved"]
     assert told.evictions - first.evictions == totals.saves["saved"] - SLOTS
+
+
+def usage_of(admin: AdminConnection) -> pb.Usage:
+    return total_usage(admin.stats().usage.values())
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_misses_by_reason_add_up(
+    daemon: PrivateDaemon, requests: list[Request], in_place: bool
+) -> None:
+    """Over a whole replay with evictions: what the workers count arrives with their last word."""
+    with daemon.admin() as admin:
+        before = usage_of(admin)
+        totals = replay(daemon, requests, workers=2, tiers=tuple(Tier), in_place=in_place)
+        looked = [r for r in requests if r.hash_ids]
+        eventually(lambda: usage_of(admin).lookups - before.lookups == len(looked))
+        after = usage_of(admin)
+    misses = {reason: n - before.misses[reason] for reason, n in after.misses.items()}
+    assert sum(misses.values()) == len(looked) - (after.hits - before.hits)
+    assert misses["absent"] > 0
+    assert after.lookup_tokens - before.lookup_tokens == totals.prompt_tokens
+    assert after.restored_tokens - before.restored_tokens == totals.hit_tokens > 0
+    found = [sum(t.hit_tokens for t in usage.tiers) for usage in (before, after)]
+    assert found[1] - found[0] >= totals.hit_tokens, "what left before it was read was found, too"
+    path = "copy" if in_place else "stream"
+    moved = [sum(t.restored_bytes[path] for t in u.tiers) for u in (before, after)]
+    assert moved[1] - moved[0] >= totals.verified_bytes if in_place else moved[1] > 0
 
 
 def test_a_request_costs_at_most_one_rpc_of_each_kind(

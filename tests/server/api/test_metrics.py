@@ -7,17 +7,15 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from itertools import count
-from urllib.request import urlopen
 
 import pytest
 from prometheus_client import CollectorRegistry
-from prometheus_client.parser import text_string_to_metric_families
 
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.api import metrics
-from prefixd.server.api.metrics import StateCollector, counters_dict, serve_metrics
+from prefixd.server.api.metrics import StateCollector, counters_dict
 from prefixd.server.core.answers import ClaimAnswer, Opened, ReserveAnswer, WriteOrder
 from prefixd.server.core.effects import Reply
 from prefixd.server.core.events import (
@@ -29,6 +27,7 @@ from prefixd.server.core.events import (
     DeleteAsked,
     EntryDamaged,
     Event,
+    EvictAsked,
     KeysSuspected,
     KeysTouched,
     LookupAsked,
@@ -46,8 +45,11 @@ from prefixd.server.core.events import (
     WriteSealed,
     WriteStopped,
 )
+from prefixd.server.core.histogram import LATENCY_BOUNDS_NS, Histogram
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import Counters, StateConfig, TierCounters
+from prefixd.server.runtime.clock import Clock
+from prefixd.server.runtime.latencies import Latencies
 from prefixd.server.runtime.scrubbing import Scrub
 from prefixd.tiers.eviction import make_policy
 from prefixd.tiers.ledger import Ledger
@@ -183,7 +185,7 @@ def test_names_and_types_are_as_prometheus_wants_them(daemon: Daemon) -> None:
     for family in families:
         assert family.name.startswith("prefixd_")
         assert family.documentation.endswith(".")
-        assert family.type in ("counter", "gauge")
+        assert family.type in ("counter", "gauge", "histogram")
         for sample in family.samples:
             assert sample.name.endswith("_total") == (family.type == "counter")
 
@@ -243,6 +245,11 @@ def lost_reservations(daemon: Daemon) -> None:
     daemon.apply(SessionLost(session, "gone", daemon.now_ns))
 
 
+def a_closed_session(daemon: Daemon) -> None:
+    session = daemon.session()
+    daemon.apply(SessionLost(session, "it closed it", daemon.now_ns, closed=True))
+
+
 def wrong_bytes(daemon: Daemon) -> None:
     session = daemon.session()
     daemon.seal(daemon.begin(session, 1), meant_crc32c=8)
@@ -297,6 +304,7 @@ MOVES: list[tuple[Callable[[Daemon], None], dict[str, int]]] = [
         },
     ),
     (lost_reservations, {"reservations_lost": 3, "sessions_opened": 1, "sessions_lost": 1}),
+    (a_closed_session, {"sessions_ended": 1, "sessions_lost": 0}),
     (wrong_bytes, {"crc_mismatches": 1, "length_mismatches": 1, "failed_saves": 1}),
     (waits, {"waits": 2, "waits_timed_out": 1}),
     (more_than_a_share, {"quota_refusals": 1}),
@@ -422,53 +430,6 @@ def test_what_is_in_flight_is_shown() -> None:
     assert registry.get_sample_value("prefixd_in_flight", {"what": "read_stream_bytes"}) == 0
 
 
-# ---- over HTTP
-
-
-def scrape(address: str) -> dict[tuple[str, str], float]:
-    with urlopen(f"http://{address}/metrics", timeout=30) as response:
-        text = response.read().decode()
-    return {
-        (sample.name, sample.labels.get("tier", "")): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
-def test_it_is_served_until_the_context_ends(daemon: Daemon) -> None:
-    before = threading.active_count()
-    with serve_metrics("127.0.0.1:0", daemon.state) as address:
-        assert scrape(address)["prefixd_tier_saves_total", "ram"] == 0
-        daemon.save(daemon.session(), 1)
-        found = scrape(address)
-        assert found["prefixd_tier_saves_total", "ram"] == 1
-        assert found["prefixd_healthy", ""] == 1
-        assert found["process_resident_memory_bytes", ""] > 0
-    assert threading.active_count() == before
-    with pytest.raises(OSError, match="refused"):
-        scrape(address)
-
-
-def test_two_daemons_in_one_process_do_not_mix() -> None:
-    one, other = Daemon(), Daemon()
-    one.session()
-    with (
-        serve_metrics("127.0.0.1:0", one.state) as first,
-        serve_metrics("127.0.0.1:0", other.state) as second,
-    ):
-        assert scrape(first)["prefixd_open_sessions", ""] == 1
-        assert scrape(second)["prefixd_open_sessions", ""] == 0
-
-
-def test_an_address_in_use_is_named(daemon: Daemon) -> None:
-    with (
-        serve_metrics("127.0.0.1:0", daemon.state) as address,
-        pytest.raises(OSError, match=f"can't serve metrics on {address}"),
-        serve_metrics(address, daemon.state),
-    ):
-        pass
-
-
 def test_a_scrape_changes_nothing(daemon: Daemon) -> None:
     claims(daemon)
     first = [f.samples for f in daemon.collector.collect()]
@@ -550,3 +511,50 @@ def test_how_scrubbing_goes_is_shown() -> None:
         ("last_pass_timestamp_seconds", 3),
     ):
         assert registry.get_sample_value(f"prefixd_scrub_{name}", {"tier": "disk"}) == value
+
+
+def test_evictions_are_told_apart_by_cause_with_their_ages(daemon: Daemon) -> None:
+    session = daemon.session()
+    for number in range(1, 11):
+        daemon.save(session, number)
+    daemon.now_ns += 2 * 10**9
+    daemon.save(session, 11, 250)  # three leave
+    asked = EvictAsked(next(daemon.requests), Tier.RAM, 1, 10, daemon.now_ns)
+    daemon.apply(asked)
+    for cause, evicted in (("save", 3), ("operator", 1)):
+        labels = {"tier": "ram", "cause": cause}
+        assert daemon.value("eviction_age_seconds_count", labels) == evicted
+        assert daemon.value("eviction_age_seconds_bucket", {**labels, "le": "1"}) == 0
+        assert daemon.value("eviction_age_seconds_bucket", {**labels, "le": "5"}) == evicted
+
+
+def test_the_oldest_claim_is_shown(daemon: Daemon) -> None:
+    session = daemon.session()
+    daemon.save(session, 1)
+    assert daemon.value("oldest_claim_seconds") == 0
+    daemon.claim(session, 1, lease_ns=10**12)
+    daemon.now_ns += 3 * 10**9
+    daemon.claim(session, 1, lease_ns=10**12)
+    assert 2.9 < daemon.value("oldest_claim_seconds") < 3.1
+
+
+def test_how_long_calls_and_commits_take_is_shown() -> None:
+    latencies, commit = Latencies(Clock()), Histogram(LATENCY_BOUNDS_NS)
+    registry = CollectorRegistry()
+    registry.register(
+        StateCollector(
+            Daemon().state, dict, latencies=latencies, commits=lambda: {Tier.DISK: commit}
+        )
+    )
+    with latencies.measured(latencies.claim):
+        pass
+    latencies.save.observe(1_500_000)
+    commit.observe(3_000_000)
+    for name, labels, bound in (
+        ("claim", {}, "10"),
+        ("save", {}, "0.002"),
+        ("commit", {"tier": "disk"}, "0.005"),
+    ):
+        named = {**labels, "le": bound}
+        assert registry.get_sample_value(f"prefixd_{name}_seconds_bucket", named) == 1
+        assert registry.get_sample_value(f"prefixd_{name}_seconds_count", labels) == 1

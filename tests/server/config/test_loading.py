@@ -352,3 +352,42 @@ def test_check_config_refuses_like_a_start() -> None:
     assert refusal("--check-config", "--ram", "1") == [
         "ram.budget and ram.slab: a budget of 1B does not hold one slab of 64KiB"
     ]
+
+
+def test_a_variable_with_one_underscore_is_refused_with_its_right_name() -> None:
+    env = {"PREFIXD_RAM_BUDGET": "1GiB", "PREFIXD_SERVICE_HOST": "10.0.0.1", "PREFIXD_PORT": "x"}
+    assert refusal(env=env) == [
+        "PREFIXD_RAM_BUDGET: two underscores are between section and key: PREFIXD_RAM__BUDGET"
+    ]
+
+
+@pytest.mark.parametrize("what", ["a file", "not writable"])
+def test_check_config_refuses_a_directory_that_can_not_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    place = tmp_path / "here"
+    if what == "a file":
+        place.write_text("")
+        why = f"{place} is no directory"
+    else:
+        place.mkdir()
+        real = os.access
+        # Root may write anywhere: the kernel's refusal is played.
+        monkeypatch.setattr(os, "access", lambda path, mode: path != place and real(path, mode))
+        why = f"{place} can't be written to by the user {os.geteuid()}"
+    argv = ["--shm.directory", f"{place}/s", "--disk.directory", f"{tmp_path}/d"]
+    argv += ["--ram", "1MiB", "--shm", "1MiB", "--disk", "1MiB"]
+    address = ["--address", f"{place}/d.sock"]
+    assert refusal("--check-config", *argv) == [f"shm.directory: {why}"]
+    assert refusal("--check-config", *argv, *address, "--shm", "0") == [f"server.address: {why}"]
+
+
+def test_check_config_warns_of_more_than_the_machine_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--shm.directory", f"{tmp_path}/s", "--disk.directory", f"{tmp_path}/d"]
+    with pytest.raises(SystemExit):
+        load("--check-config", "--ram", "500TiB", "--shm", "0", "--disk", "1MiB", *argv)
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == "The configuration is possible, but likely not meant:"
+    assert second.startswith("warning: ram.budget and shm.budget together are 500TiB, more than")

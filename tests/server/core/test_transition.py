@@ -8,7 +8,7 @@ from prefixd.proto.errors import UnknownSession
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.core import effects as fx
 from prefixd.server.core.events import LookupAsked
-from prefixd.server.core.tables import Claim, WaitMode
+from prefixd.server.core.tables import Claim, EvictionCause, WaitMode
 from prefixd.server.core.transition import Refusal, Transition
 from tests.support.state_driver import Driver, erased, key, keys
 
@@ -134,7 +134,7 @@ def test_the_ledger_hears_of_the_first_pin_and_the_last(driver: Driver) -> None:
 def test_an_eviction_is_told_to_readers_before_the_store(driver: Driver) -> None:
     transition = Transition(driver.tables, 10)
     victim, entry = driver.tables.ledgers[Tier.RAM].next_victim(), driver.entry("b")
-    assert transition.evict(victim) is entry
+    assert transition.evict(victim, EvictionCause.SAVE) is entry
     assert not entry.published
     gone, *rest = transition.effects
     assert gone == fx.IndexDelete(key("b"))

@@ -1,0 +1,101 @@
+"""The operators' commands that change a running daemon: delete, kick, config."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .admin import CHANGE, find_key
+from .command import Ctl, ExitCode, command, print_json
+from .options import LONG_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from ...proto import prefixd_pb2 as pb
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    command(app, "delete", panel=CHANGE)(delete)
+    command(app, "kick", panel=CHANGE)(kick)
+    config = typer.Typer(no_args_is_help=True, help="The configuration of the running daemon.")
+    command(config, "show")(show)
+    command(config, "diff")(diff)
+    command(config, "reload")(reload)
+    app.add_typer(config, name="config", rich_help_panel=CHANGE)
+
+
+def delete(
+    ctl: Ctl,
+    key: Annotated[str, typer.Argument(help="Hexadecimal; a beginning that is unique will do.")],
+) -> None:
+    """Drop one entry.
+
+    Exits 1 when it stays, because somebody reads or saves it, or is not there.
+    """
+    from ...proto import prefixd_pb2 as pb
+    from .messages import enum_label
+
+    with ctl.connect(LONG_TIMEOUT_S) as daemon:
+        found = find_key(daemon, key)
+        (status,) = daemon.drop([found])
+    word = enum_label(pb.DeleteStatus.DESCRIPTOR, status)
+    ctl.show({"key": found.hex(), "status": word}, lambda: f"{found.hex()}: {word}")
+    if status != pb.DELETE_STATUS_DELETED:
+        raise typer.Exit(ExitCode.PROBLEM)
+
+
+def kick(
+    ctl: Ctl, session: Annotated[int, typer.Argument(help="As `sessions` lists it.", min=1)]
+) -> None:
+    """End a session: what it claims and reserves is released.
+
+    Its client opens another one with its next call.
+    """
+    with ctl.connect() as daemon:
+        daemon.kick(session)
+    ctl.show({"session": session}, lambda: f"session {session} was ended")
+
+
+def show(ctl: Ctl) -> None:
+    """Show every option as it is now."""
+    with ctl.connect() as daemon:
+        running = dict(sorted(daemon.configure(apply=False).running.items()))
+    ctl.show(running, lambda: "\n".join(f"{name} = {value}" for name, value in running.items()))
+
+
+def diff(ctl: Ctl) -> None:
+    """Show what file, environment and flags say differently by now."""
+    with ctl.connect() as daemon:
+        _show(ctl, daemon.configure(apply=False), "changes with a reload")
+
+
+def reload(ctl: Ctl) -> None:
+    """Read the configuration again and change what can be changed, as SIGHUP does.
+
+    Exits 1 when something needs a restart.
+    """
+    with ctl.connect() as daemon:
+        response = daemon.configure(apply=True)
+    _show(ctl, response, "changed")
+    if not all(each.live for each in response.changed):
+        raise typer.Exit(ExitCode.PROBLEM)
+
+
+def _show(ctl: Ctl, response: pb.ConfigureResponse, live: str) -> None:
+    from .command import make_console
+    from .messages import as_dict
+    from .render import make_table
+
+    if ctl.as_json:
+        print_json({"changed": [as_dict(each) for each in response.changed]})
+        return
+    if not response.changed:
+        typer.echo("nothing differs")
+        return
+    table = make_table("option", "running", "configured", "")
+    for each in response.changed:
+        table.add_row(
+            each.option, each.running, each.configured, live if each.live else "needs a restart"
+        )
+    make_console().print(table)

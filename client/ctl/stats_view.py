@@ -1,0 +1,211 @@
+"""A daemon at a glance: what `stats` shows of it, the hit ratio first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ...proto import prefixd_pb2 as pb
+from .messages import tier_label
+from .render import NS_PER_MS, Bar, age, make_table, percent, size, tier_name, used_bytes
+
+#: What a reason of a miss means to whoever reads it.
+MISS_WORDS = {
+    "absent": "never saved, or evicted",
+    "in_flight": "being saved at that moment",
+    "unavailable": "no daemon answered",
+    "deadline": "took too long",
+    "dropped": "too many calls waited",
+    "slow": "computing is faster",
+    "refused": "the daemon refused",
+    "unexpected": "a bug, or another version",
+    "lost": "evicted or lost while read",
+    "corrupt": "other bytes than saved",
+    "unreadable": "the store could not read it",
+    "wrong_size": "of another layout",
+}
+
+
+def stats_view(stats: pb.StatsResponse, address: str) -> RenderableType:
+    """The daemon at a glance: health, budgets, what the tiers did, who is connected."""
+    lines: list[RenderableType] = [headline(stats, address)]
+    lines += [Text(f"{part}: {what}", "yellow") for part, what in sorted(stats.notices.items())]
+    lines += usage_view(stats)
+    lines.append(budget_table(stats))
+    if any(t.saves or t.hits or t.recovered_entries for t in stats.tiers):
+        lines.append(activity_table(stats))
+    oldest = f" (oldest {age(stats.oldest_claim_ms * NS_PER_MS)})" if stats.claims else ""
+    lines.append(
+        Text(
+            f"sessions {stats.sessions:,}   claims {stats.claims:,}{oldest}   "
+            f"reservations {stats.reservations:,}   waiters {stats.waiters:,}"
+        )
+    )
+    return Group(*lines)
+
+
+def headline(stats: pb.StatsResponse, address: str) -> Text:
+    healthy = stats.health == "serving"
+    return Text.assemble(
+        (f"prefixd {stats.daemon_version}", "bold"),
+        "  ",
+        (stats.health or "unknown", "green" if healthy else "bold red"),
+        f"  up {age(stats.uptime_ms * NS_PER_MS)}  pid {stats.pid}  {address}",
+    )
+
+
+def budget_table(stats: pb.StatsResponse) -> Table:
+    table = make_table(
+        "tier", "policy", "", "full", "used", "budget", "pinned", "reserved", "entries",
+        right=("full", "used", "budget", "pinned", "reserved", "entries"),
+    )  # fmt: skip
+    for t in stats.tiers:
+        cap = f" of {t.max_entries:,}" if t.max_entries else ""
+        budget = size(t.budget_bytes)
+        if t.secured_bytes < t.budget_bytes:
+            budget += f" ({size(t.secured_bytes)} secured)"
+        if t.state not in ("", "serving"):
+            budget += f" ({t.state})"
+        table.add_row(
+            tier_name(t.tier),
+            t.policy,
+            Bar.of_tier(t),
+            percent(used_bytes(t), t.budget_bytes),
+            size(used_bytes(t)),
+            budget,
+            size(t.pinned_bytes),
+            size(t.reserved_bytes),
+            f"{t.entries:,}{cap}",
+        )
+    return table
+
+
+def activity_table(stats: pb.StatsResponse) -> RenderableType:
+    """What the tiers did since the daemon started, and what is unusual about it."""
+    numbers = ("hits", "hit tokens", "read by rpc", "saves", "saved", "evictions", "evicted")
+    table = make_table("tier", *numbers, right=numbers)
+    notes: list[RenderableType] = []
+    for t in stats.tiers:
+        table.add_row(
+            tier_name(t.tier),
+            f"{t.hits:,}",
+            f"{t.hit_tokens:,}",
+            size(t.read_bytes),
+            f"{t.saves:,}",
+            size(t.saved_bytes),
+            f"{t.evictions:,}",
+            size(t.evicted_bytes),
+        )
+        label = tier_label(t.tier)
+        if t.recovered_entries or t.dropped_at_start:
+            notes.append(
+                Text(
+                    f"{label}: {t.recovered_entries:,} entries ({size(t.recovered_bytes)}) came "
+                    f"back at the start, {t.dropped_at_start:,} were dropped"
+                )
+            )
+        if t.corrupt:
+            notes.append(
+                Text(f"{label}: {t.corrupt:,} entries were damaged and dropped", style="bold red")
+            )
+        if t.HasField("scrub") and (t.entries or t.scrub.entries):
+            notes.append(_scrub_line(label, t.scrub))
+    return Group(table, *notes)
+
+
+def _scrub_line(label: str, scrub: pb.ScrubStats) -> Text:
+    line = Text(f"{label}: {size(scrub.payload_bytes)} scrubbed in the background")
+    if scrub.passes:
+        line.append(f", all of it {scrub.passes:,} times")
+    line.append(f", {scrub.progress_permille / 1000:.0%} of this pass")
+    if scrub.unreadable_entries:
+        line.append(f", {scrub.unreadable_entries:,} entries could not be read", style="bold red")
+    return line
+
+
+def total_usage(usages: Iterable[pb.Usage]) -> pb.Usage:
+    """The sum of what is told of several labels, but for how saves ended."""
+    total = pb.Usage()
+    misses: Counter[str] = Counter()
+    failures: Counter[str] = Counter()
+    tiers: dict[int, pb.TierUsage] = {}
+    for usage in usages:
+        for name in ("lookups", "hits", "lookup_tokens", "restored_tokens"):
+            setattr(total, name, getattr(total, name) + getattr(usage, name))
+        misses.update(usage.misses)
+        failures.update(usage.failures)
+        for told in usage.tiers:
+            tier = tiers.setdefault(told.tier, pb.TierUsage(tier=told.tier))
+            tier.hit_entries += told.hit_entries
+            tier.hit_tokens += told.hit_tokens
+            for path, size_bytes in told.restored_bytes.items():
+                tier.restored_bytes[path] += size_bytes
+    total.misses.update(misses)
+    total.failures.update(failures)
+    total.tiers.extend(tiers[number] for number in sorted(tiers))
+    return total
+
+
+def hit_tokens(usage: pb.Usage) -> int:
+    return sum(tier.hit_tokens for tier in usage.tiers)
+
+
+def ratio_line(usage: pb.Usage) -> Text:
+    """How much of what clients looked for they found."""
+    line = Text("hit ratio  ", style="bold")
+    if usage.lookup_tokens:
+        line.append(percent(hit_tokens(usage), usage.lookup_tokens), style="bold green")
+        line.append(f" of {usage.lookup_tokens:,} tokens, ", style="not bold")
+    line.append(percent(usage.hits, usage.lookups), style="bold green")
+    line.append(f" of {usage.lookups:,} look-ups", style="not bold")
+    return line
+
+
+def usage_view(stats: pb.StatsResponse) -> list[RenderableType]:
+    """What the clients count: the hit ratio, and of the misses why."""
+    total = total_usage(stats.usage.values())
+    if not total.lookups:
+        return [Text("no look-ups were reported yet", style="dim")]
+    lines: list[RenderableType] = [ratio_line(total)]
+    paths: Counter[str] = Counter()
+    for tier in total.tiers:
+        paths.update(tier.restored_bytes)
+    if paths:
+        ways = ", ".join(f"{size(paths[path])} by {path}" for path in sorted(paths))
+        lines.append(Text(f"restored   {total.restored_tokens:,} tokens: {ways}"))
+    if len(stats.usage) > 1:
+        lines.append(_labels_table(stats))
+    if total.misses:
+        lines.append(reasons_table("missed because", total.misses, total.lookups, "of look-ups"))
+    if total.failures:
+        lines.append(reasons_table("read in vain", total.failures, 0, ""))
+    return lines
+
+
+def _labels_table(stats: pb.StatsResponse) -> Table:
+    numbers = ("by tokens", "by look-ups", "look-ups", "hit tokens")
+    table = make_table("namespace", *numbers, right=numbers)
+    for label, usage in sorted(stats.usage.items(), key=lambda item: -item[1].lookups):
+        table.add_row(
+            label,
+            percent(hit_tokens(usage), usage.lookup_tokens),
+            percent(usage.hits, usage.lookups),
+            f"{usage.lookups:,}",
+            f"{hit_tokens(usage):,}",
+        )
+    return table
+
+
+def reasons_table(title: str, counts: Mapping[str, int], whole: int, of_what: str) -> Table:
+    """`counts`: by reason; `whole`: what they are a part of, 0 for nothing."""
+    by_reason = Counter(counts)
+    columns = ["count", of_what] if whole else ["count"]
+    table = make_table(title, *columns, "", right=columns)
+    for reason, count in by_reason.most_common():
+        share = [percent(count, whole)] if whole else []
+        table.add_row(reason, f"{count:,}", *share, Text(MISS_WORDS.get(reason, ""), style="dim"))
+    return table

@@ -1,0 +1,147 @@
+"""What clients count of themselves, added up by their labels.
+
+A look-up in place is no call: the daemon knows of it what the clients' heartbeats say. A client can
+say what it likes of itself. What does not add up is refused, the labels are bounded, and nothing
+but numbers for people comes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+from ...proto import prefixd_pb2 as pb
+from ...proto.errors import InvalidSize, MalformedMessage
+from ...proto.limits import MAX_LABELS, MAX_REPORTED
+from ...proto.vocabulary import SaveReason, Tier, check_label
+
+DEFAULT_LABEL: Final = "default"
+OTHER_LABEL: Final = "other"
+#: Of the client: `client.results.MissReason`, `client.counters.PATHS`, `client.results.SaveStatus`.
+REASONS: Final = (
+    "absent", "in_flight", "unavailable", "deadline", "corrupt", "dropped", "unreadable", "lost",
+    "wrong_size", "slow", "refused", "unexpected",
+)  # fmt: skip
+PATHS: Final = ("view", "copy", "stream")
+OUTCOMES: Final = (
+    "saved", "present", "in_flight", "too_large", "no_room", "crc_mismatch", "length_mismatch",
+    "lost", "device_full", "failed", "dropped", "unavailable", "deadline",
+)  # fmt: skip
+#: What has no dimension but the label.
+SCALARS: Final = ("lookups", "hits", "lookup_tokens", "restored_tokens")
+
+
+class LabelUsage:
+    """The sums of one label. Names are those of `pb.Usage`."""
+
+    def __init__(self) -> None:
+        self.scalars = dict.fromkeys(SCALARS, 0)
+        self.misses = dict.fromkeys(REASONS, 0)
+        self.failures = dict.fromkeys(REASONS, 0)
+        self.hit_entries = dict.fromkeys(Tier, 0)
+        self.hit_tokens = dict.fromkeys(Tier, 0)
+        self.restored_bytes = {(tier, path): 0 for tier in Tier for path in PATHS}
+        #: by tier, reason and outcome; those that there were
+        self.saves: dict[tuple[Tier, SaveReason, str], int] = {}
+
+    def add(self, usage: pb.Usage) -> None:
+        """`usage` was checked."""
+        for name in SCALARS:
+            self.scalars[name] += getattr(usage, name)
+        for reason, count in usage.misses.items():
+            self.misses[reason] += count
+        for reason, count in usage.failures.items():
+            self.failures[reason] += count
+        for told in usage.tiers:
+            tier = Tier(told.tier)
+            self.hit_entries[tier] += told.hit_entries
+            self.hit_tokens[tier] += told.hit_tokens
+            for path, size_bytes in told.restored_bytes.items():
+                self.restored_bytes[tier, path] += size_bytes
+            for saved in told.saves:
+                kind = tier, SaveReason(saved.reason), saved.outcome
+                self.saves[kind] = self.saves.get(kind, 0) + saved.entries
+
+    def message(self) -> pb.Usage:
+        """As operators get it: what is 0 is left out."""
+        usage = pb.Usage()
+        for name, amount in self.scalars.items():
+            setattr(usage, name, amount)
+        for name in ("misses", "failures"):
+            counts: Mapping[str, int] = getattr(self, name)
+            getattr(usage, name).update({reason: n for reason, n in counts.items() if n})
+        for tier in Tier:
+            paths = {path: self.restored_bytes[tier, path] for path in PATHS}
+            told = pb.TierUsage(
+                hit_entries=self.hit_entries[tier],
+                hit_tokens=self.hit_tokens[tier],
+                restored_bytes={path: size for path, size in paths.items() if size},
+                saves=[
+                    pb.SavedUsage(reason=reason.value, outcome=outcome, entries=entries)  # type: ignore[arg-type]
+                    for (saved_in, reason, outcome), entries in self.saves.items()
+                    if saved_in is tier
+                ],
+            )
+            if told.ByteSize():
+                told.tier = pb.Tier.ValueType(tier)
+                usage.tiers.append(told)
+        return usage
+
+
+class UsageBook:
+    """The sums of all labels, the first of which keep names of their own. The event loop's;
+    `items` may be called on any thread."""
+
+    def __init__(self) -> None:
+        self._labels: dict[str, LabelUsage] = {}
+
+    def of(self, label: str) -> LabelUsage:
+        """Where to add up what a client with this label tells; "" is `DEFAULT_LABEL`.
+
+        Raises InvalidSize for what can't be one.
+        """
+        label = check_label(label) if label else DEFAULT_LABEL
+        found = self._labels.get(label)
+        if found is None:
+            # One place is kept for all the others.
+            if len(self._labels) >= MAX_LABELS - (OTHER_LABEL not in self._labels):
+                label = OTHER_LABEL
+            found = self._labels.setdefault(label, LabelUsage())
+        return found
+
+    def items(self) -> Iterator[tuple[str, LabelUsage]]:
+        """Labels and their sums."""
+        return iter(list(self._labels.items()))
+
+
+def check_usage(usage: pb.Usage) -> pb.Usage:
+    """The same report, if it adds up and all of its words are known. Raises MalformedMessage,
+    InvalidSize."""
+    _known("reason of a miss", usage.misses, REASONS)
+    _known("reason of a failure", usage.failures, REASONS)
+    numbers = [getattr(usage, name) for name in SCALARS]
+    numbers += [*usage.misses.values(), *usage.failures.values()]
+    tiers = set(map(int, Tier))
+    for told in usage.tiers:
+        _known("tier", [told.tier], tiers)
+        _known("path", told.restored_bytes, PATHS)
+        numbers += [told.hit_entries, told.hit_tokens, *told.restored_bytes.values()]
+        for saved in told.saves:
+            _known("reason of a save", [saved.reason], set(map(int, SaveReason)))
+            _known("outcome of a save", [saved.outcome], OUTCOMES)
+            numbers.append(saved.entries)
+    if max(numbers) > MAX_REPORTED:
+        raise InvalidSize(f"a report has numbers up to {MAX_REPORTED}, not {max(numbers)}")
+    if usage.hits + sum(usage.misses.values()) != usage.lookups:
+        raise MalformedMessage("the hits and misses of a report do not add up to its look-ups")
+    hit_tokens = sum(told.hit_tokens for told in usage.tiers)
+    if hit_tokens > usage.lookup_tokens:
+        raise MalformedMessage("a report has more hit tokens than were looked for")
+    return usage
+
+
+def _known(what: str, given: Iterable[object], words: Iterable[object]) -> None:
+    unknown = set(given) - set(words)
+    if unknown:
+        some = str(sorted(map(str, unknown))[0])[:40]
+        raise MalformedMessage(f"a report names a {what} that there is not: {some!r}")

@@ -1,0 +1,114 @@
+"""Reads the configuration again while the daemon runs, and changes what can change.
+
+Everything else stays as it is until a restart, and is named. A configuration that is wrong changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from ..proto import prefixd_pb2 as pb
+from ..proto.errors import ConfigError
+from .config import sources
+from .config.options import Config
+from .core.events import LimitsChanged
+from .runtime.loop import Core
+from .runtime.scrubbing import Scrubber
+
+log = structlog.get_logger("prefixd.config")
+
+#: Bounds that the state asks for each time: what is held beyond a lower one stays.
+_LIMITS: Final = {
+    "sessions.max_claims_per_session": "max_claims_per_session",
+    "sessions.max_reservations_per_session": "max_reservations_per_session",
+    "sessions.max_waiters": "max_waiters",
+    "sessions.max_waited_keys": "max_waited_keys",
+    "sessions.max_waited_keys_per_session": "max_waited_keys_per_session",
+    "sessions.max_pinned_share": "max_pinned_share",
+    "sessions.max_reserved_share": "max_reserved_share",
+    "sessions.unwritten_ttl": "unwritten_ttl_ns",
+}
+_LEVEL: Final = "log.level"
+_SCRUB_RATE: Final = "server.scrub_rate"
+
+
+class Reloader:
+    """The configuration of a running daemon. The event loop's."""
+
+    def __init__(
+        self, config: Config, load: Callable[[], Config], core: Core, scrubber: Scrubber
+    ) -> None:
+        """`load`: reads file, environment and flags again; raises ConfigError."""
+        self._load = load
+        self._core = core
+        self._scrubber = scrubber
+        self._running = values(config)
+
+    async def configure(self, apply: bool) -> pb.ConfigureResponse:
+        """What is configured differently by now; with `apply`, what can be is changed. Raises
+        ConfigError, and has changed nothing then."""
+        # A file on a device that hangs must not stop the loop.
+        config = await asyncio.to_thread(self._load)
+        new = values(config)
+        response = pb.ConfigureResponse()
+        for option, (shown, _) in new.items():
+            running, _ = self._running[option]
+            if shown != running:
+                live = self._is_live(option, new)
+                response.changed.add(option=option, running=running, configured=shown, live=live)
+        if apply:
+            self._apply(new, [each.option for each in response.changed if each.live])
+        response.running.update({option: shown for option, (shown, _) in self._running.items()})
+        return response
+
+    def _is_live(self, option: str, new: dict[str, tuple[str, object]]) -> bool:
+        if option == _SCRUB_RATE:  # to begin or to end with it takes a restart
+            return bool(new[option][1] and self._running[option][1])
+        return option == _LEVEL or option in _LIMITS
+
+    def _apply(self, new: dict[str, tuple[str, object]], options: list[str]) -> None:
+        limits = []
+        for option in options:
+            _, value = new[option]
+            if option == _LEVEL:
+                logging.getLogger().setLevel(str(value).upper())
+            elif option == _SCRUB_RATE:
+                assert isinstance(value, int)
+                self._scrubber.bytes_per_second = value
+            else:
+                assert isinstance(value, int | float)
+                limits.append((_LIMITS[option], value))
+            self._running[option] = new[option]
+        if limits:
+            self._core.post(LimitsChanged(tuple(limits), self._core.clock.now_ns()))
+
+    async def reload(self) -> None:
+        """What SIGHUP does: the log has what came of it."""
+        try:
+            response = await self.configure(True)
+        except ConfigError as problem:
+            log.error("reload_refused", problem=str(problem))
+            return
+        for each in response.changed:
+            event = "option_changed" if each.live else "option_needs_restart"
+            log.info(event, option=each.option, before=each.running, now=each.configured)
+        if not response.changed:
+            log.info("nothing_to_reload")
+
+
+def values(config: Config) -> dict[str, tuple[str, object]]:
+    """Every option by its name in the file: as it is written there, and its value."""
+    found: dict[str, tuple[str, object]] = {}
+    for section, _, options in sources.sections(Config):
+        body = getattr(config, section)
+        by_key = {field.alias or name: name for name, field in type(body).model_fields.items()}
+        for option in options:
+            value = getattr(body, by_key[option.key])
+            found[option.path] = (option.kind.show(value), value)
+    return found

@@ -1,0 +1,60 @@
+"""Changing a running daemon from the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from typer.testing import CliRunner
+
+from prefixd.client import Client, SaveItem, Tier
+from prefixd.client.ctl.command import ExitCode
+from prefixd.client.ctl.main import app
+from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.proto.keys import Key
+from tests.support.daemon import eventually, private_daemon
+
+KEY = Key(b"\xab" * 32)
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[PrivateDaemon]:
+    with private_daemon() as daemon:
+        yield daemon
+
+
+def run(daemon: PrivateDaemon, *arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [*arguments, "--address", daemon.address])
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def test_delete_drops_one_entry_that_nobody_holds(daemon: PrivateDaemon) -> None:
+    with Client(daemon.address, label="test") as client:
+        client.save_many([SaveItem(KEY, b"bytes", 5)], tier=Tier.RAM)
+        with client.claim([KEY]):
+            assert "pinned" in run(daemon, "delete", "abababab", code=ExitCode.PROBLEM)
+        assert run(daemon, "delete", "abababab") == f"{KEY.hex()}: deleted\n"
+        assert client.exists([KEY]) == [False]
+        assert "absent" in run(daemon, "delete", KEY.hex(), code=ExitCode.PROBLEM)
+    with daemon.admin() as admin:
+        eventually(lambda: admin.stats().usage["test"].lookups)
+
+
+def test_a_client_that_was_kicked_comes_back(daemon: PrivateDaemon) -> None:
+    with Client(daemon.address, name="kicked") as client:
+        assert client.wait_connected()
+        (session,) = json.loads(run(daemon, "sessions", "--json"))["sessions"]
+        run(daemon, "kick", str(session["session_id"]))
+        eventually(lambda: client.counters["sessions"] == 2)
+        run(daemon, "kick", str(session["session_id"]), code=ExitCode.PROBLEM)
+
+
+def test_the_configuration_of_a_running_daemon(daemon: PrivateDaemon) -> None:
+    shown = run(daemon, "config", "show")
+    assert "ram.budget = 8MiB\n" in shown
+    assert "sessions.max_pinned_share = 0.75\n" in shown
+    assert run(daemon, "config", "diff") == "nothing differs\n"
+    assert run(daemon, "config", "reload") == "nothing differs\n"
+    assert json.loads(run(daemon, "config", "diff", "--json")) == {"changed": []}

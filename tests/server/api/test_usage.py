@@ -1,0 +1,142 @@
+"""What clients say of themselves: added up if it adds up, refused if not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from prefixd.client.counters import PATHS, Counters
+from prefixd.client.results import Entry, MissReason, SaveOutcome, SaveStatus
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.errors import InvalidSize, MalformedMessage, PrefixdError
+from prefixd.proto.keys import Key
+from prefixd.proto.limits import MAX_LABELS, MAX_REPORTED
+from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.server.api import usage as subject
+from prefixd.server.api.metrics import StateCollector
+from prefixd.server.api.usage import UsageBook, check_usage
+from prefixd.server.core.state import MetaState
+from prefixd.server.core.tables import StateConfig
+
+KEY = Key(bytes(32))
+
+
+def test_client_and_daemon_have_the_same_words() -> None:
+    assert set(subject.REASONS) == {reason.value for reason in MissReason}
+    assert set(subject.OUTCOMES) == {status.label for status in SaveStatus}
+    assert set(subject.PATHS) == set(PATHS)
+
+
+def test_what_a_client_counts_arrives() -> None:
+    counters = Counters()
+    entries = [Entry(KEY, tier, 100, 10, 0, 0, 0, 1, SaveReason.COLD) for tier in Tier]
+    counters.hit(entries, [10, 20, 30], 90)
+    counters.miss(MissReason.SLOW, 5)
+    counters.failure(MissReason.LOST)
+    counters.restored(entries[:2], "copy")
+    counters.viewed(entries[2:])
+    counters.restored_run(30)
+    counters.saves([SaveOutcome(KEY, SaveStatus.NO_ROOM)], [7], [(Tier.RAM, SaveReason.FINISH)])
+    report = counters.take_report()
+    assert not counters.take_report().amounts, "it is told once"
+    counters.give_back(report)
+    message = counters.take_report().message()
+    book = UsageBook()
+    book.of("m").add(check_usage(message))
+    assert book.of("m").message() == message
+    assert message.lookups == 2
+    assert (message.lookup_tokens, message.restored_tokens) == (95, 30)
+    assert dict(message.misses) == {"slow": 1}
+    assert sum(tier.hit_tokens for tier in message.tiers) == 60
+
+
+GOOD = {"lookups": 3, "hits": 1, "misses": {"absent": 2}}
+TIER = {"tier": pb.TIER_RAM}
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        {**GOOD, "hits": 2},
+        {**GOOD, "misses": {"absent": 1}},
+        {**GOOD, "misses": {"boredom": 2}},
+        {**GOOD, "failures": {"boredom": 2}},
+        {**GOOD, "lookup_tokens": MAX_REPORTED + 1},
+        {**GOOD, "tiers": [{"hit_tokens": 1}]},
+        {**GOOD, "tiers": [{**TIER, "hit_tokens": 1}]},
+        {**GOOD, "tiers": [{**TIER, "restored_bytes": {"air": 1}}]},
+        {**GOOD, "tiers": [{**TIER, "restored_bytes": {"copy": 2**63}}]},
+        {**GOOD, "tiers": [{**TIER, "saves": [{"outcome": "saved"}]}]},
+        {**GOOD, "tiers": [{**TIER, "saves": [{"reason": 1, "outcome": "x" * 99}]}]},
+    ],
+)
+def test_what_does_not_add_up_is_refused(usage: dict[str, object]) -> None:
+    check_usage(pb.Usage(**GOOD))  # type: ignore[arg-type]
+    with pytest.raises((MalformedMessage, InvalidSize)):
+        check_usage(pb.Usage(**usage))  # type: ignore[arg-type]
+
+
+def test_labels_are_bounded() -> None:
+    book = UsageBook()
+    for number in range(3 * MAX_LABELS):
+        book.of(f"model-{number}").scalars["lookups"] += 1
+    sums = dict(book.items())
+    assert len(sums) == MAX_LABELS
+    assert sums["other"].scalars["lookups"] == 3 * MAX_LABELS - (MAX_LABELS - 1)
+    assert book.of("model-0") is sums["model-0"]
+
+
+@pytest.mark.parametrize("label", ["x" * 65, "a b", 'a"b', "a\nb", "ä"])
+def test_a_label_that_can_be_none_is_refused(label: str) -> None:
+    make: Callable[[str], object] = UsageBook().of
+    with pytest.raises(PrefixdError, match="a label has"):
+        make(label)
+
+
+def test_what_clients_count_is_shown_by_label() -> None:
+    usage = UsageBook()
+    state = MetaState(StateConfig(), {}, {}, frozenset(), 1)
+    registry = CollectorRegistry()
+    registry.register(StateCollector(state, usage=usage))
+    report = pb.Usage(
+        lookups=3,
+        hits=1,
+        misses={"absent": 2},
+        failures={"lost": 1},
+        lookup_tokens=900,
+        restored_tokens=100,
+        tiers=[
+            pb.TierUsage(
+                tier=pb.TIER_SHM,
+                hit_entries=2,
+                hit_tokens=300,
+                restored_bytes={"view": 5, "copy": 6, "stream": 7},
+                saves=[
+                    pb.SavedUsage(reason=pb.SAVE_REASON_COLD, outcome="saved", entries=4),
+                    pb.SavedUsage(reason=pb.SAVE_REASON_COLD, outcome="no_room", entries=1),
+                ],
+            )
+        ],
+    )
+    usage.of("a").add(report)
+    usage.of("").add(report)
+    a, shm = {"namespace": "a"}, {"namespace": "a", "tier": "shm"}
+    for name, labels, value in (
+        ("lookups", a, 3),
+        ("hits", a, 1),
+        ("misses", {**a, "reason": "absent"}, 2),
+        ("misses", {**a, "reason": "slow"}, 0),
+        ("failures", {**a, "reason": "lost"}, 1),
+        ("lookup_tokens", {"namespace": "default"}, 900),
+        ("restored_tokens", a, 100),
+        ("hit_entries", shm, 2),
+        ("hit_tokens", shm, 300),
+        ("restored_bytes", {**shm, "path": "view"}, 5),
+        ("restored_bytes", {**shm, "path": "copy"}, 6),
+        ("restored_bytes", {**shm, "path": "stream"}, 7),
+        ("saves", {**shm, "reason": "cold", "outcome": "saved"}, 4),
+        ("saves", {**shm, "reason": "cold", "outcome": "no_room"}, 1),
+    ):
+        assert registry.get_sample_value(f"prefixd_client_{name}_total", labels) == value, name

@@ -1,0 +1,133 @@
+"""What changes without a restart, what needs one; a wrong configuration changes nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.errors import ConfigError
+from prefixd.server.config.loading import load_config
+from prefixd.server.config.options import Config
+from prefixd.server.reloading import Reloader, values
+from tests.support.running import Refused, Running, answer, in_loop, running
+
+
+@pytest.fixture(autouse=True)
+def _level_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
+
+
+class Written:
+    """A configuration file that is edited."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "prefixd.toml"
+        self.write("")
+
+    def write(self, text: str) -> None:
+        self.path.write_text(text)
+
+    def load(self) -> Config:
+        return load_config(["--config", str(self.path), "--shm.policy", "fifo"], {})
+
+
+def reloader(daemon: Running, written: Written) -> Reloader:
+    made = Reloader(written.load(), written.load, daemon.core, daemon.front.scrubber)
+    daemon.front.admin.configurer = made.configure
+    return made
+
+
+CHANGED = """
+[log]
+level = "error"
+[server]
+scrub_rate = "1MiB"
+[sessions]
+max_pinned_share = 0.25
+unwritten_ttl = "3s"
+[ram]
+budget = "1GiB"
+[shm]
+policy = "arc"
+"""
+
+
+@in_loop
+async def test_what_can_change_does_and_the_rest_is_named(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        written = Written(tmp_path)
+        reloader(daemon, written)
+        before = await answer(daemon.admin.Configure(pb.ConfigureRequest()))
+        assert not before.changed
+        assert before.running["sessions.max_pinned_share"] == "0.75"
+        written.write(CHANGED)
+        for apply in (False, True):
+            found = await answer(daemon.admin.Configure(pb.ConfigureRequest(apply=apply)))
+            changed = {each.option: each for each in found.changed}
+            assert {name: each.live for name, each in changed.items()} == {
+                "log.level": True,
+                "server.scrub_rate": True,
+                "sessions.max_pinned_share": True,
+                "sessions.unwritten_ttl": True,
+                "ram.budget": False,
+            }, "a flag wins over the file"
+            assert (changed["ram.budget"].running, changed["ram.budget"].configured) == (
+                "auto",
+                "1GiB",
+            )
+            config = daemon.tables.config
+            assert (config.max_pinned_share == 0.25) is apply
+            assert (config.unwritten_ttl_ns == 3_000_000_000) is apply
+            assert (daemon.front.scrubber.bytes_per_second == 2**20) is apply
+            assert (logging.getLogger().level == logging.ERROR) is apply
+        after = await answer(daemon.admin.Configure(pb.ConfigureRequest()))
+        assert [each.option for each in after.changed] == ["ram.budget"], "the rest is as written"
+        await daemon.assert_sound()
+
+
+@in_loop
+async def test_a_wrong_configuration_changes_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        written = Written(tmp_path)
+        made = reloader(daemon, written)
+        before = daemon.tables.config
+        written.write(CHANGED + "[disk]\npolicy = 'best'\n")
+        with pytest.raises(ConfigError, match=r"disk\.policy"):
+            await made.configure(True)
+        with pytest.raises(Refused, match="config"):
+            await answer(daemon.admin.Configure(pb.ConfigureRequest(apply=True)))
+        with capture_logs() as logs:
+            await made.reload()
+        assert [line["event"] for line in logs] == ["reload_refused"]
+        assert daemon.tables.config is before
+
+
+@in_loop
+async def test_a_reload_is_logged_option_by_option(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        written = Written(tmp_path)
+        made = reloader(daemon, written)
+        with capture_logs() as logs:
+            await made.reload()
+            written.write("[sessions]\nmax_waiters = 5\n[ram]\nmax_entries = 7\n")
+            await made.reload()
+        assert [(line["event"], line.get("option")) for line in logs] == [
+            ("nothing_to_reload", None),
+            ("option_needs_restart", "ram.max_entries"),
+            ("option_changed", "sessions.max_waiters"),
+        ]
+
+
+def test_every_option_is_shown_as_it_is_written() -> None:
+    shown = {option: text for option, (text, _) in values(load_config([], {})).items()}
+    assert shown["server.scrub_rate"] == "8MiB"
+    assert shown["sessions.heartbeat"] == "2s"
+    assert shown["disk.sync"] == "true"
