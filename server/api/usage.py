@@ -12,8 +12,9 @@ from typing import Final
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import InvalidSize, MalformedMessage
+from ...proto.labels import check_label
 from ...proto.limits import MAX_LABELS, MAX_REPORTED
-from ...proto.vocabulary import SaveReason, Tier, check_label
+from ...proto.vocabulary import SaveReason, Tier
 
 DEFAULT_LABEL: Final = "default"
 OTHER_LABEL: Final = "other"

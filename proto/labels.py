@@ -1,0 +1,20 @@
+"""Labels: names that clients give their traffic, under which the daemon adds it up."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from .errors import InvalidSize
+from .limits import MAX_LABEL_CHARS
+
+_LABEL: Final = re.compile(rf"[A-Za-z0-9._:/@+-]{{1,{MAX_LABEL_CHARS}}}")
+
+
+def check_label(label: str) -> str:
+    """The same label, under which traffic is added up. Raises InvalidSize for what can't be one."""
+    if not _LABEL.fullmatch(label):
+        raise InvalidSize(
+            f"a label has 1 ... {MAX_LABEL_CHARS} letters, digits or ._:/@+-, not {label[:80]!r}"
+        )
+    return label
