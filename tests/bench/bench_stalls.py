@@ -283,7 +283,13 @@ class Inside:
 
 
 #: The service asks nothing of it.
-CALLER: Final = cast(Caller, None)
+class _Operator:
+    """Who calls from this process."""
+
+    process = None
+
+
+CALLER: Final = cast(Caller, _Operator())
 #: Of a slab of zeros, which is what an arena holds where nothing was copied.
 ZEROS_CRC32C: Final = 0x98F94189
 
