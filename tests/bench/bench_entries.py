@@ -12,7 +12,7 @@ that both are measured under the same conditions. A batch is 48 keys:
 
 An entry's memory is what the second daemon grew by on its way from the first number of entries to
 the last, for each of them. `heap` is `RssAnon` of /proc/<pid>/status: the tables, and whatever
-else the process allocates. `index` is its file in /dev/shm, of which every process maps the same
+else the process allocates. `index` is its memory file, of which every process maps the same
 pages. What else is in `RssShmem` is the arena.
 """
 
@@ -36,7 +36,6 @@ from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
 from prefixd.client.hits import Hit
 from prefixd.client.results import SaveStatus
 from prefixd.client.saves import SaveItem
-from prefixd.proto.index import INDEX_DIRECTORY
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 
@@ -111,8 +110,12 @@ class Side:
         return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
     def index_bytes(self) -> int:
-        data = self.daemon.shm_directory / INDEX_DIRECTORY / "data.mdb"
-        return data.stat().st_blocks * 512
+        """Of its sealed memory file, which only the daemon's descriptors lead to."""
+        opened = Path(f"/proc/{self.daemon.pid}/fd").iterdir()
+        return (
+            next(fd for fd in opened if "prefixd-index" in str(fd.readlink())).stat().st_blocks
+            * 512
+        )
 
 
 def new_keys(count: int) -> list[Key]:
