@@ -57,16 +57,24 @@ Wrap = Callable[[Store], Store]
 
 
 def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run an asynchronous test. What nobody caught in its loop fails it."""
+    """Run an asynchronous test. What nobody caught in its loop fails it, but for one thing that
+    is known of gRPC (its issue 25364): of two event loops that are woken for one byte, that of an
+    earlier test too, the later one finds nothing to read and says so."""
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
         async def watched() -> None:
             stray: list[dict[str, Any]] = []
-            asyncio.get_running_loop().set_exception_handler(lambda _, what: stray.append(what))
+
+            def uncaught(_loop: asyncio.AbstractEventLoop, what: dict[str, Any]) -> None:
+                woken_for_nothing = isinstance(what.get("exception"), BlockingIOError)
+                if not (woken_for_nothing and "PollerCompletionQueue" in what["message"]):
+                    stray.append(what)
+
+            asyncio.get_running_loop().set_exception_handler(uncaught)
             async with asyncio.timeout(PATIENCE_S):
                 await test(*args, **kwargs)
-            assert stray == []
+            assert not stray, f"nobody caught {stray}"
 
         asyncio.run(watched())
 
