@@ -8,7 +8,7 @@ walk goes forward and stops at the first block that is missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, overload
 
@@ -203,6 +203,7 @@ class Searcher:
         benefit: MinBenefit,
         *,
         lease_ms: int,
+        shared_wait_ms: int,
     ) -> None:
         self._transport = transport
         self._reader = reader
@@ -210,6 +211,7 @@ class Searcher:
         self._failures = failures
         self._benefit = benefit
         self._lease_ms = lease_ms
+        self._shared_wait_ms = shared_wait_ms
 
     def claim(
         self,
@@ -225,6 +227,15 @@ class Searcher:
         found = _Search()
         try:
             self._claim(found, keys, mode, wait_ms, deadline)
+            while self._bring(
+                found,
+                keys,
+                token_counts,
+                mode,
+                deadline,
+                lambda more, some: self._claim(more, some, mode, 0, deadline),
+            ):
+                pass
         except Exception as problem:
             found.gap = self._failures.reason(problem)
         prompt_tokens = prompt_tokens or _wanted_tokens(token_counts, mode)
@@ -267,6 +278,15 @@ class Searcher:
         try:
             if keys:
                 self._look(found, keys, mode, wait_ms, deadline)
+            while self._bring(
+                found,
+                keys,
+                token_counts,
+                mode,
+                deadline,
+                lambda more, some: self._look(more, some, mode, 0, deadline),
+            ):
+                pass
         except Exception as problem:
             found.gap = self._failures.reason(problem)
         prompt_tokens = prompt_tokens or _wanted_tokens(token_counts, mode)
@@ -289,6 +309,46 @@ class Searcher:
                 found.gap = MissReason.IN_FLIGHT
         found.positions += [position for position, _ in wanted]
         found.entries += [entry for _, entry in wanted]
+
+    def _bring(
+        self,
+        found: _Search,
+        keys: Sequence[Key],
+        token_counts: Sequence[int | None] | None,
+        mode: ClaimMode,
+        deadline: Deadline,
+        search: Callable[[_Search, Sequence[Key]], None],
+    ) -> bool:
+        """Have the daemon bring what other nodes have beyond what was found here, and search for
+        that. True: all that was asked for came, and there may be more."""
+        if mode is ClaimMode.FIRST:
+            wanted = range(found.positions[0] if found.positions else len(keys))
+        else:
+            wanted = range(len(found.entries), len(keys))
+        wanted = wanted[: self._transport.max_batch_keys]
+        if mode is ClaimMode.ANY or found.gap is not MissReason.ABSENT or not wanted:
+            return False
+        if not self._shared_wait_ms or not self._transport.shares:
+            return False
+        some = keys[wanted.start : wanted.stop]
+        tokens = [token_counts[n] or 0 for n in wanted] if token_counts is not None else []
+        prefill_ms = self._benefit.prefill_ms(
+            max(tokens, default=0) if mode is ClaimMode.FIRST else sum(tokens)
+        )
+        wait_ms = min(self._shared_wait_ms, prefill_ms or self._shared_wait_ms)
+        if not self._transport.fetch(some, mode, wait_ms, deadline):
+            return False
+        more = _Search()
+        search(more, some)
+        if mode is ClaimMode.FIRST and more.entries:
+            for claim in found.claims:
+                self._transport.forget(claim)
+            found.claims, found.positions, found.entries = [], [], []
+        found.claims += more.claims
+        found.positions += [wanted.start + position for position in more.positions]
+        found.entries += more.entries
+        found.gap = more.gap
+        return mode is ClaimMode.RUN and len(more.entries) == len(some)
 
     def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
         """Which keys are published; none when the daemon can't be asked."""

@@ -43,6 +43,8 @@ DEFAULT_RESERVATION_TTL_MS: Final = 60_000
 MAX_LEASE_MS: Final = 3_600_000
 #: What a reader waits for a save in flight, unless it says otherwise.
 DEFAULT_WAIT_MS: Final = 500
+#: What a search waits for entries of other nodes, unless it says otherwise.
+DEFAULT_SHARED_WAIT_MS: Final = 1_000
 MAX_WAIT_MS: Final = 60_000
 #: How long a client waits for an `evict` or `shutdown` save.
 DEFAULT_SAVE_TIMEOUT_MS: Final = 30_000

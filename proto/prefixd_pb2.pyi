@@ -704,6 +704,7 @@ class Welcome(google.protobuf.message.Message):
     DAEMON_VERSION_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
     LOCAL_SOCKET_FIELD_NUMBER: builtins.int
+    SHARES_FIELD_NUMBER: builtins.int
     SESSION_SECRET_FIELD_NUMBER: builtins.int
     incarnation: builtins.bytes
     session_id: builtins.int
@@ -717,6 +718,8 @@ class Welcome(google.protobuf.message.Message):
     daemon_version: builtins.str
     local_socket: builtins.str
     """where clients on this host are served; empty: nowhere (see LocalRequest)"""
+    shares: builtins.bool
+    """is there a shared engine that Fetch asks?"""
     session_secret: builtins.bytes
     """for SessionRef: 16 random bytes that only this client knows"""
     @property
@@ -735,9 +738,10 @@ class Welcome(google.protobuf.message.Message):
         daemon_version: builtins.str = ...,
         tiers: collections.abc.Iterable[Global___TierLimits] | None = ...,
         local_socket: builtins.str = ...,
+        shares: builtins.bool = ...,
         session_secret: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk_bytes", b"chunk_bytes", "claim_lease_ms", b"claim_lease_ms", "daemon_version", b"daemon_version", "heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "local_socket", b"local_socket", "max_batch_keys", b"max_batch_keys", "max_message_bytes", b"max_message_bytes", "reservation_ttl_ms", b"reservation_ttl_ms", "session_id", b"session_id", "session_secret", b"session_secret", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_bytes", b"chunk_bytes", "claim_lease_ms", b"claim_lease_ms", "daemon_version", b"daemon_version", "heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "local_socket", b"local_socket", "max_batch_keys", b"max_batch_keys", "max_message_bytes", b"max_message_bytes", "reservation_ttl_ms", b"reservation_ttl_ms", "session_id", b"session_id", "session_secret", b"session_secret", "shares", b"shares", "tiers", b"tiers"]) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 
@@ -1482,6 +1486,51 @@ class DeleteResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["results", b"results"]) -> None: ...
 
 Global___DeleteResponse: typing_extensions.TypeAlias = DeleteResponse
+
+@typing.final
+class FetchRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    MODE_FIELD_NUMBER: builtins.int
+    WAIT_MS_FIELD_NUMBER: builtins.int
+    mode: Global___ClaimMode.ValueType
+    """CLAIM_MODE_RUN or CLAIM_MODE_FIRST"""
+    wait_ms: builtins.int
+    """how long it may take; 0: a second"""
+    @property
+    def session(self) -> Global___SessionRef: ...
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        session: Global___SessionRef | None = ...,
+        keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+        mode: Global___ClaimMode.ValueType = ...,
+        wait_ms: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys", "mode", b"mode", "session", b"session", "wait_ms", b"wait_ms"]) -> None: ...
+
+Global___FetchRequest: typing_extensions.TypeAlias = FetchRequest
+
+@typing.final
+class FetchResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FETCHED_FIELD_NUMBER: builtins.int
+    fetched: builtins.int
+    """entries that came"""
+    def __init__(
+        self,
+        *,
+        fetched: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fetched", b"fetched"]) -> None: ...
+
+Global___FetchResponse: typing_extensions.TypeAlias = FetchResponse
 
 @typing.final
 class CancelRequest(google.protobuf.message.Message):

@@ -95,6 +95,11 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
         asyncio.get_running_loop().set_exception_handler(core.supervisor.failed)
         front = Front(core, service_config(config, incarnation))
         stack.callback(front.close)
+        if config.shared.engine:
+            sharing = assembly.make_sharing(config.shared, core)
+            await sharing.start()
+            stack.push_async_callback(sharing.close)
+            front.service.fetcher = sharing.fetch
         await front.local.start()
         stack.push_async_callback(_within, front.local.close())
         if config.server.metrics:
@@ -198,6 +203,7 @@ def service_config(config: Config, incarnation: bytes) -> ServiceConfig:
         staging_total_bytes=server.staging_total_bytes,
         stall_timeout_s=server.stall_timeout_ns / 1e9,
         scrub_bytes_per_second=server.scrub_bytes_per_second,
+        shares=bool(config.shared.engine),
     )
 
 

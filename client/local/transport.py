@@ -191,6 +191,13 @@ class LocalTransport:
             return self._remote.leading_run(keys, deadline)
         return sum(1 for _ in takewhile(bool, node.index.find(keys)))
 
+    @property
+    def shares(self) -> bool:
+        return self._remote.shares
+
+    def fetch(self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, deadline: Deadline) -> int:
+        return self._remote.fetch(keys, mode, wait_ms, deadline)
+
     def delete(self, keys: Sequence[Key], deadline: Deadline) -> list[DeleteStatus]:
         return self._remote.delete(keys, deadline)
 

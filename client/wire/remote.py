@@ -293,6 +293,21 @@ class RemoteTransport:
         with messages.understanding():
             return [DeleteStatus(status) for _, status in zip(keys, response.results, strict=True)]
 
+    @property
+    def shares(self) -> bool:
+        link = self._keeper.current
+        return link is not None and link.welcome.shares
+
+    def fetch(self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, deadline: Deadline) -> int:
+        request = pb.FetchRequest(keys=keys, mode=pb.ClaimMode.ValueType(mode), wait_ms=wait_ms)
+
+        def ask(link: Link, timeout_s: float) -> pb.FetchResponse:
+            request.session.CopyFrom(link.ref)
+            return link.connection.stub.Fetch(request, timeout=timeout_s)
+
+        _, response = self._call("Fetch", deadline, ask)
+        return response.fetched
+
     def touch(self, keys: Sequence[Key]) -> None:
         link = self._keeper.current
         if link is not None:

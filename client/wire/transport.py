@@ -195,6 +195,14 @@ class Transport(Protocol):
     def delete(self, keys: Sequence[Key], deadline: Deadline) -> list[DeleteStatus]:
         """Drop entries; at most `max_batch_keys`."""
 
+    @property
+    def shares(self) -> bool:
+        """Does the daemon share entries with other nodes, so that `fetch` may bring some?"""
+
+    def fetch(self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, deadline: Deadline) -> int:
+        """Bring what other nodes have of the keys, a run of them or the first; how many came. At
+        most `max_batch_keys`."""
+
     def suspect(self, keys: Sequence[Key]) -> None:
         """Tell the daemon of bytes that did not match their checksum, without waiting."""
 

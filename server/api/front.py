@@ -94,6 +94,7 @@ class Front:
             "Reserve": Unary(saves.reserve),
             "Cancel": Unary(saves.cancel),
             "Delete": Unary(service.delete),
+            "Fetch": Unary(service.fetch),
             "Save": Unary(saves.save),
             "SaveWhole": OneMessage(saves.save_whole),
             "Write": Unary(saves.write),

@@ -4,10 +4,18 @@ to the state. Saves are in `saves`."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Sequence,
+)
 from contextlib import aclosing, contextmanager
 from functools import partial
-from typing import Final
+from time import monotonic
+from typing import Final, TypeAlias
 
 import structlog
 
@@ -21,6 +29,7 @@ from ...proto.errors import (
     UnknownClaim,
     UnknownSession,
 )
+from ...proto.keys import Key
 from ...tiers.store import Damaged, StoreError
 from ..core.answers import ClaimAnswer, DeleteAnswer, LookupAnswer, ReleaseAnswer
 from ..core.entries import Entry
@@ -54,6 +63,10 @@ _CLAIM_MODES = {
 }
 
 
+#: Keys, what is wanted of them, until when (`time.monotonic()`); how many came.
+Fetcher: TypeAlias = Callable[[Sequence[Key], ClaimMode, float], Awaitable[int]]
+
+
 class CacheService:
     """See prefixd.proto for what each call promises. Methods raise PrefixdError."""
 
@@ -61,6 +74,8 @@ class CacheService:
         self._core = core
         self._sessions = sessions
         self._config = config
+        #: brings what other nodes have; None: this one shares nothing
+        self.fetcher: Fetcher | None = None
         self.reads: Final = Quota("reads", config.max_read_bytes, config.stall_timeout_s)
 
     def _session(self, ref: pb.SessionRef, caller: Caller) -> int:
@@ -149,6 +164,18 @@ class CacheService:
             answer = await core.ask(question, DeleteAnswer)
             response.results.extend(r.value for r in answer.results)  # type: ignore[misc]
         return response
+
+    async def fetch(self, request: pb.FetchRequest, caller: Caller) -> pb.FetchResponse:
+        self._session(request.session, caller)
+        keys = messages.keys_of("keys", request.keys)
+        if request.mode not in (pb.CLAIM_MODE_RUN, pb.CLAIM_MODE_FIRST):
+            raise MalformedMessage(f"a fetch of mode {request.mode} does not exist")
+        if self.fetcher is None:
+            return pb.FetchResponse()
+        mode = _CLAIM_MODES[request.mode]
+        wait_ms = min(request.wait_ms or limits.DEFAULT_SHARED_WAIT_MS, limits.MAX_WAIT_MS)
+        fetched = await self.fetcher(keys, mode, monotonic() + wait_ms / 1e3)
+        return pb.FetchResponse(fetched=fetched)
 
     async def read(
         self, request: pb.ReadRequest, caller: Caller

@@ -78,6 +78,8 @@ class ServiceConfig:
     staging_total_bytes: int = 2**30
     #: how long a client may leave a call without progress
     stall_timeout_s: float = 30.0
+    #: there is a shared engine, which `CacheService.fetch` asks
+    shares: bool = False
     #: read back in the background from each tier that is scrubbed; 0: no tier is
     scrub_bytes_per_second: int = 0
 
@@ -228,6 +230,7 @@ class SessionStream:
             chunk_bytes=limits.CHUNK_BYTES,
             daemon_version=config.daemon_version,
             local_socket=config.local_socket,
+            shares=config.shares,
             tiers=map(self._tier_limits, self._core.state.tables.ledgers.values()),
         )
 

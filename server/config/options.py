@@ -113,6 +113,15 @@ def _tcp_address(value: object) -> object:
     return address
 
 
+def _engine_urls(value: object) -> object:
+    for url in str(value).split(",") if value else ():
+        if not re.fullmatch(r"rediss?://[^\s,]+", url):
+            raise ValueError("should be redis://host:port or rediss://host:port")
+        if re.match(r"rediss?://[^/@]*:[^/@]*@", url):
+            raise ValueError("should have no password in it: use `shared.password_file`")
+    return value
+
+
 Policy: TypeAlias = Annotated[str, BeforeValidator(_policy), Kind("|".join(POLICIES))]
 Budget: TypeAlias = Annotated[
     Annotated[int, Field(ge=0)] | Literal["auto"],
@@ -125,6 +134,7 @@ Duration: TypeAlias = Annotated[int, BeforeValidator(_duration), Kind("DURATION"
 Directory: TypeAlias = Annotated[Path, BeforeValidator(_directory), Kind("DIR|auto")]
 Mode: TypeAlias = Annotated[int, BeforeValidator(_mode), Kind("MODE", "{:04o}".format)]
 TcpAddress: TypeAlias = Annotated[str, BeforeValidator(_tcp_address), Kind("HOST:PORT")]
+EngineUrls: TypeAlias = Annotated[str, BeforeValidator(_engine_urls), Kind("URL,...")]
 Count: TypeAlias = Annotated[int, Field(ge=0)]
 Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 
@@ -315,6 +325,27 @@ class Sessions(Section):
         )
 
 
+class Shared(Section):
+    engine: EngineUrls = ""
+    """Where nodes share entries: redis://[user@]host:port, or rediss:// for TLS, of some nodes of a
+    Valkey or Redis, single or Cluster, with commas between; empty: this node shares nothing. Needs
+    `pip install 'prefixd[shared]'`."""
+    password_file: str = ""
+    """A file with the password of the engine's user, on one line; empty: there is none."""
+    fleet: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,32}$")] = "1"
+    """Nodes with another one share nothing with this one, in the same engine."""
+    tier: Literal["ram", "shm", "disk"] = "ram"
+    """Where what other nodes have goes here."""
+    write: Literal["none", "second-use", "all"] = "second-use"
+    """What others are offered: nothing, what was read after it was saved, or everything. Everything
+    is a lot: 128 KiB a token at 30,000 tokens a second are 4 GB/s."""
+    life_ns: Duration = Field(86_400_000 * _MS, alias="life", ge=1_000 * _MS)
+    """How long an entry stays in the engine after its last use, at most."""
+    memory_bytes: Size = Field(256 * 2**20, alias="memory", ge=2**20)
+    """What is on its way from and to the engine takes so much of the daemon's memory at most, and
+    no entry that is larger is shared."""
+
+
 class Log(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """What is written to stderr, and worse."""
@@ -330,4 +361,5 @@ class Config(Section):
     shm: Shm = Field(description="The /dev/shm tier: survives a restart of the daemon.")
     disk: Disk = Field(description="The disk tier: survives a restart of the machine.")
     sessions: Sessions = Field(description="Clients, and what they may hold for how long.")
+    shared: Shared = Field(description="Entries of other nodes, through an engine that they share.")
     log: Log = Field(description="What the daemon says on stderr.")

@@ -326,6 +326,8 @@ class StateConfig:
     max_steps: int = 4096
     #: keys that the live hit curve of a tier samples; 0: there is none
     curve_keys: int = 0
+    #: hand over the use of what is in RAM as well, which no store records
+    ram_use: bool = False
 
 
 class Watcher(Protocol):

@@ -203,7 +203,7 @@ class Transition:
 
     def _mark_used(self, entry: Entry) -> None:
         entry.last_used_ns = self.tables.stamp(self.now_ns)
-        if entry.tier is not _RAM:
+        if entry.tier is not _RAM or self.tables.config.ram_use:
             unrecorded = self.tables.unrecorded
             unrecorded.pop(entry.key, None)
             unrecorded[entry.key] = entry

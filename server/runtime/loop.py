@@ -68,7 +68,7 @@ from .devices import Devices
 from .health import Health
 from .index import IndexWriter
 from .lag import LoopLag
-from .listeners import Listener
+from .listeners import EntryListener, Listener
 from .recounting import recount
 from .reindexing import Reindexing
 from .store_commands import StoreOrders
@@ -134,6 +134,7 @@ class Core:
         self._replies: dict[int, asyncio.Future[Answer]] = {}
         self._last_request = 0
         self._listeners: dict[int, Listener] = {}
+        self.entry_listener: EntryListener | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns: int | None = None
         self.orders = StoreOrders(
@@ -370,7 +371,10 @@ class Core:
 
     def _do(self, effect: Effect) -> None:
         match effect:
-            case IndexPut() | IndexDelete():
+            case IndexPut():
+                if self.entry_listener is not None:
+                    self.entry_listener.published(effect.entry)
+            case IndexDelete():
                 pass
             case Reply():
                 reply = self._replies.pop(effect.request, None)
@@ -398,6 +402,8 @@ class Core:
                 self.verifications.request(effect.entry)
             case RecordUsage():
                 self.orders.record_usage(effect.tier, effect.usages)
+                if self.entry_listener is not None:
+                    self.entry_listener.used(effect.usages)
             case TellClaimLost() | TellReservationLost():
                 listener = self._listeners.get(effect.session)
                 if listener is not None:

@@ -9,6 +9,7 @@ connection that is there, or the node is not available.
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ class Node:
 
     address: Address
     idle: list[Connection] = field(default_factory=list)
+    lent: set[Connection] = field(default_factory=set)
     #: Connections that exist, idle or lent.
     connections: int = 0
     #: Why there is none, if there is none.
@@ -55,10 +57,13 @@ class Node:
 class Nodes:
     """All nodes of one engine. Safe for any thread."""
 
-    def __init__(self, urls: Sequence[str], connections_per_node: int) -> None:
+    def __init__(
+        self, urls: Sequence[str], connections_per_node: int, password: str | None = None
+    ) -> None:
         """`urls`: `redis://[[user]:password@]host:port[?option=...]`, or `rediss://` for TLS, of
-        some of the nodes; user, password and options of the first are those of all. Nothing is
-        connected here. Raises ValueError for what is no such URL."""
+        some of the nodes; user, password and options of the first are those of all. `password`:
+        instead of one in them. Nothing is connected here. Raises ValueError for what is no such
+        URL."""
         if not urls:
             raise ValueError("a shared engine needs the address of at least one node")
         pools = [
@@ -70,7 +75,9 @@ class Nodes:
             )
             for url in urls
         ]
-        self._options: Final[dict[str, Any]] = pools[0].connection_kwargs
+        self._options: Final[dict[str, Any]] = dict(pools[0].connection_kwargs)
+        if password is not None:
+            self._options["password"] = password
         self._connection_class: Final[Any] = pools[0].connection_class
         self._seeds: Final[list[Address]] = [
             (str(pool.connection_kwargs.get("host", "localhost")), pool_port(pool))
@@ -99,8 +106,8 @@ class Nodes:
             return self._changed.wait_for(self._all_reached, timeout_s)
 
     def close(self) -> None:
-        """End everything but what is lent, which is closed when it comes back. Returns when all
-        threads have ended: at most the time of an attempt to connect."""
+        """End everything; what is lent breaks at once. Returns when all threads have ended: at most
+        the time of an attempt to connect."""
         with self._changed:
             self._closed = True
             for node in self._nodes.values():
@@ -129,6 +136,7 @@ class Nodes:
             while node.idle:
                 connection = node.idle.pop()
                 if connection.usable:
+                    node.lent.add(connection)
                     return connection
                 self._lose(node, connection, "it closed the connection")
             return None
@@ -140,6 +148,7 @@ class Nodes:
             if node is None or node.closed:
                 connection.close()
                 return
+            node.lent.discard(connection)
             if in_time:
                 node.missed_deadlines = 0
             else:
@@ -292,6 +301,9 @@ class Nodes:
         for connection in node.idle:
             connection.close()
         node.idle.clear()
+        for connection in node.lent:
+            with contextlib.suppress(OSError):
+                connection.socket.shutdown(socket.SHUT_RDWR)
         self._changed.notify_all()
 
 

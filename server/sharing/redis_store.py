@@ -40,11 +40,15 @@ class RedisStore(SharedStore):
     one share nothing with them."""
 
     def __init__(
-        self, urls: Sequence[str], epoch: str, connections_per_node: int = CONNECTIONS_PER_NODE
+        self,
+        urls: Sequence[str],
+        epoch: str,
+        connections_per_node: int = CONNECTIONS_PER_NODE,
+        password: str | None = None,
     ) -> None:
         """Connects in the background; see `Nodes` for `urls`. Raises ValueError."""
         self._prefix: Final = f"px1:{epoch}:".encode()
-        self.nodes: Final = Nodes(urls, connections_per_node)
+        self.nodes: Final = Nodes(urls, connections_per_node, password)
         self.nodes.start()
 
     def find(self, keys: Sequence[Key], deadline_s: float) -> list[SharedEntry | None]:
