@@ -2125,6 +2125,22 @@ class StatsResponse(google.protobuf.message.Message):
         def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class SharedEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     DAEMON_VERSION_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     UPTIME_MS_FIELD_NUMBER: builtins.int
@@ -2140,6 +2156,7 @@ class StatsResponse(google.protobuf.message.Message):
     IN_FLIGHT_FIELD_NUMBER: builtins.int
     USAGE_FIELD_NUMBER: builtins.int
     OLDEST_CLAIM_MS_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
     daemon_version: builtins.str
     incarnation: builtins.bytes
     uptime_ms: builtins.int
@@ -2170,6 +2187,10 @@ class StatsResponse(google.protobuf.message.Message):
     def usage(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, Global___Usage]:
         """what clients told since the start, by their label"""
 
+    @property
+    def shared(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """what was brought from and offered to other nodes; empty: nothing is shared"""
+
     def __init__(
         self,
         *,
@@ -2188,8 +2209,9 @@ class StatsResponse(google.protobuf.message.Message):
         in_flight: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         usage: collections.abc.Mapping[builtins.str, Global___Usage] | None = ...,
         oldest_claim_ms: builtins.int = ...,
+        shared: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["claims", b"claims", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "in_flight", b"in_flight", "incarnation", b"incarnation", "notices", b"notices", "oldest_claim_ms", b"oldest_claim_ms", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "usage", b"usage", "waiters", b"waiters"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claims", b"claims", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "in_flight", b"in_flight", "incarnation", b"incarnation", "notices", b"notices", "oldest_claim_ms", b"oldest_claim_ms", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "shared", b"shared", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "usage", b"usage", "waiters", b"waiters"]) -> None: ...
 
 Global___StatsResponse: typing_extensions.TypeAlias = StatsResponse
 

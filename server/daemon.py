@@ -100,6 +100,7 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
             await sharing.start()
             stack.push_async_callback(sharing.close)
             front.service.fetcher = sharing.fetch
+            front.admin.shared = sharing.counts
         await front.local.start()
         stack.push_async_callback(_within, front.local.close())
         if config.server.metrics:
@@ -115,6 +116,7 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
                 latencies=front.sessions.latencies,
                 commits=core.orders.latencies,
                 now_ns=core.clock.now_ns,
+                shared=front.admin.shared,
             )
             metrics_at = stack.enter_context(serve_metrics(config.server.metrics, collector))
             log.info("metrics", address=metrics_at)

@@ -79,6 +79,8 @@ class AdminService(Lists):
         self._config = config
         self._in_flight = in_flight
         self._started_ns = core.clock.now_ns()
+        #: what was shared with other nodes, where anything is; set by the daemon
+        self.shared: Callable[[], Mapping[str, int]] = dict
         #: says what of the configuration changed, and (True) changes it; set by the daemon
         self.configurer: Callable[[bool], Awaitable[pb.ConfigureResponse]] | None = None
 
@@ -100,6 +102,7 @@ class AdminService(Lists):
             waiters=len(t.waiting),
             counters=counters_dict(core.state) | lag_dict(core.lag),
             in_flight=self._in_flight(),
+            shared=self.shared(),
             notices=core.notices(),
             usage={label: sums.message() for label, sums in self._usage.items()},
             oldest_claim_ms=t.oldest_claim_ns(core.clock.now_ns()) // 1_000_000,

@@ -18,7 +18,7 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from time import monotonic
 from typing import Final, NamedTuple, TypeVar
@@ -148,6 +148,8 @@ class Sharing:
     _known: OrderedDict[Key, int] = field(default_factory=OrderedDict)
     _offers: deque[_Waiting] = field(default_factory=deque)
     _touches: list[tuple[Key, int]] = field(default_factory=list)
+    #: Offers that are on their way.
+    _sending: int = 0
     _work: asyncio.Event = field(default_factory=asyncio.Event)
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(THREADS, "prefixd-shared")
@@ -179,9 +181,9 @@ class Sharing:
         now_ns = self.core.clock.now_ns()
         self.core.post(SessionLost(self._session, "the daemon stops", now_ns, closed=True))
 
-    @property
-    def waiting_offers(self) -> int:
-        return len(self._offers)
+    def counts(self) -> dict[str, int]:
+        """The counters by name, and how many offers wait. On any thread."""
+        return {**asdict(self.counters), "waiting_offers": len(self._offers) + self._sending}
 
     # ---- bringing
 
@@ -358,10 +360,12 @@ class Sharing:
                 self.counters.offers_dropped += not _unchanged(offer)
         if not some:
             return
+        self._sending = len(some)
         await self._memory.take(total_bytes)
         try:
             await self._send(some)
         finally:
+            self._sending = 0
             await self._memory.give_back(total_bytes)
 
     async def _send(self, some: Sequence[_Waiting]) -> None:

@@ -61,6 +61,11 @@ class RedisServer:
             assert self._process.poll() is None, log.read_text()
             assert monotonic() < ends_s, log.read_text()
 
+    def restart(self) -> None:
+        """As after a power loss: everything is forgotten but, in a Cluster, which slots it has."""
+        self.kill()
+        self.start()
+
     def signal(self, number: int) -> None:
         assert self._process is not None
         self._process.send_signal(number)
