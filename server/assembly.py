@@ -21,7 +21,8 @@ from .config.options import Shared
 from .core.state import MetaState
 from .runtime.index import IndexWriter
 from .runtime.loop import Core
-from .sharing.sharing import Sharing, SharingConfig, WritePolicy
+from .sharing.common import SharingConfig, WritePolicy
+from .sharing.sharing import Sharing
 
 
 def make_store(plan: TierPlan, *, verify_at_start: bool, sync: bool) -> Store:
@@ -79,7 +80,7 @@ def make_state(plan: Plan, stores: Mapping[Tier, Store], now_ns: int) -> MetaSta
     )
 
 
-def make_sharing(config: Shared, core: Core) -> Sharing:
+async def begin_sharing(config: Shared, core: Core) -> Sharing:
     """What this node shares with others. Raises ConfigError for an engine that it can't have."""
     try:
         from .sharing.redis_store import RedisStore
@@ -100,7 +101,7 @@ def make_sharing(config: Shared, core: Core) -> Sharing:
         store = RedisStore(config.engine.split(","), config.fleet, password=password)
     except ValueError as problem:
         raise ConfigError(f"shared.engine: {problem}") from None
-    return Sharing(
+    return await Sharing.begin(
         core,
         store,
         SharingConfig(

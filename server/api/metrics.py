@@ -107,7 +107,7 @@ CLIENT_COUNTERS: Final = {
     "lookup_tokens": "Tokens that were searched for, as far as the callers said.",
     "restored_tokens": "Tokens whose state arrived whole in the engines.",
 }
-#: What was shared with other nodes: the fields of `sharing.SharingCounters`, and a gauge.
+#: What was shared with other nodes: the fields of `sharing.common.SharingCounters`, and a gauge.
 SHARED: Final = {
     "fetches": "Searches that asked what other nodes have.",
     "fetched_entries": "Entries that came from the shared engine.",
