@@ -154,7 +154,7 @@ class RedisStore(SharedStore):
     # ----
 
     def _name(self, key: Key) -> bytes:
-        return self._prefix + key.hex().encode()
+        return b"%b{%b}" % (self._prefix, key.hex().encode())
 
     def _do(self, requests: Iterable[tuple[bytes, Request]], deadline_s: float) -> None:
         by_node: defaultdict[Address, list[Request]] = defaultdict(list)

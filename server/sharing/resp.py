@@ -134,13 +134,26 @@ class Connection:
         wanted = select.POLLIN if self._unanswered else 0
         return wanted | (select.POLLOUT if self._sending or self._may_send() else 0)
 
+    @property
+    def buffered(self) -> bool:
+        """Is there something to be received that `poll` does not know of?"""
+        if not self._unanswered:
+            return False
+        ahead = isinstance(self.socket, ssl.SSLSocket) and self.socket.pending() > 0
+        return ahead or self._first < self._last
+
     def move(self) -> None:
-        """Send and receive as much as goes without waiting. Raises OSError, ProtocolError."""
+        """Send and receive what goes without waiting, up to a large value: others have their turn
+        then. Raises OSError, ProtocolError."""
         with suppress(*_WOULD_BLOCK):
             self._send()
         with suppress(*_WOULD_BLOCK):
-            while self._unanswered:
+            moved_bytes = 0
+            while self._unanswered and moved_bytes < WINDOW_BYTES:
+                request = self._unanswered[0]
                 self._receive()
+                if request.result is not Result.UNANSWERED:
+                    moved_bytes += request.reply_bytes
                 if self._may_send():
                     self._send()
 
@@ -285,10 +298,11 @@ def exchange(work: Sequence[tuple[Connection, Sequence[Request]]], deadline_s: f
             poll.register(connection.socket, connection.events())
     while connections:
         left_s = deadline_s - monotonic()
-        ready = poll.poll(max(0.0, left_s) * 1000)
-        if not ready and left_s <= 0:
+        if left_s <= 0:
             break
-        for descriptor, _ in ready:
+        ahead = [number for number, each in connections.items() if each.buffered]
+        ready = {number for number, _ in poll.poll(0 if ahead else left_s * 1000)}
+        for descriptor in ready.union(ahead):
             connection = connections[descriptor]
             if _moved(connection) and not connection.idle:
                 poll.modify(descriptor, connection.events())

@@ -34,7 +34,7 @@ class Engine:
 
 
 def head_of(key: Key) -> bytes:
-    return b"px1:test:" + key.hex().encode()
+    return b"px1:test:{%b}" % key.hex().encode()
 
 
 @pytest.fixture(params=["fake", "fake cluster"])

@@ -85,7 +85,7 @@ def test_a_node_that_hangs_is_not_waited_for_for_ever(
 ) -> None:
     nodes[1].answers.clear()
     for _ in range(PATIENCE_CALLS):
-        store.find(KEYS, monotonic() + 0.01)
+        store.find(KEYS, monotonic() + 0.5)
     began_s = monotonic()
     found = store.find(KEYS, began_s + PATIENCE_S)
     assert found.count(None) == share_of(nodes[1])

@@ -50,6 +50,11 @@ def keys_of(client: Client) -> list[Key]:
     return client.chain(NAMESPACE, TOKENS, BLOCK_TOKENS).keys
 
 
+def name_of(key: Key) -> bytes:
+    """In the engine."""
+    return b"px1:1:{%b}" % key.hex().encode()
+
+
 def save(client: Client, numbers: range) -> None:
     keys = keys_of(client)
     items = [SaveItem(keys[n], payload(n, BLOCK_BYTES), BLOCK_TOKENS) for n in numbers]
@@ -116,7 +121,7 @@ def test_a_hole_ends_the_run(
     engine, _, (here, there) = everything
     save(here, range(12))
     eventually(lambda: len(engine.values) == 12)
-    name = b"px1:1:" + keys_of(here)[7].hex().encode()
+    name = name_of(keys_of(here)[7])
     del engine.values[name]
     assert run_of(there) == 7
 
@@ -147,7 +152,7 @@ def test_what_was_read_twice_is_offered_by_default() -> None:
         assert run_of(there) == 12
         lives = [until for _, (_, until) in engine.values.items()]
         assert len(set(lives)) == 12
-        by_key = [engine.values[b"px1:1:" + key.hex().encode()][1] for key in keys_of(here)]
+        by_key = [engine.values[name_of(key)][1] for key in keys_of(here)]
         assert by_key == sorted(by_key, reverse=True), "the root lives longest"
 
 
@@ -157,7 +162,7 @@ def test_a_flipped_bit_in_the_engine_is_a_miss(
     engine, _, (here, there) = everything
     save(here, range(12))
     eventually(lambda: len(engine.values) == 12)
-    name = b"px1:1:" + keys_of(here)[4].hex().encode()
+    name = name_of(keys_of(here)[4])
     value, until = engine.values[name]
     spoilt = bytearray(value)
     spoilt[1000] ^= 4
