@@ -1,10 +1,10 @@
 """What lies in a shared engine under the name of an entry.
 
 The value under `px1:<epoch>:{<64 hex digits of the key>}` is a header, and behind it the first
-`PART_BYTES` of the payload; the rest lies under the same name with `:1`, `:2` ... behind it (the
-braces keep all of them on one node of a Cluster). The head is written last, so that who finds it may expect the rest. Nothing here is trusted: the
-header has a checksum of its own and names its key, and the payload is held against its CRC32C,
-over all parts.
+`PART_BYTES` of the payload. The rest lies under the same name with `:1`, `:2` ... behind it; the
+braces keep all of it on one node of a Cluster. The head is written last, so that who finds it may
+expect the rest. Nothing here is trusted: the header has a checksum of its own and names its key,
+and the payload is held against its CRC32C, over all parts.
 
 | offset | bytes | what |
 |---:|---:|---|

@@ -90,34 +90,31 @@ class RedisStore(SharedStore):
         return outcomes
 
     def put(self, offers: Sequence[Offer], deadline_s: float) -> list[Outcome]:
-        tails: list[tuple[bytes, Request]] = []
-        heads: list[tuple[bytes, Request]] = []
+        requests: list[tuple[bytes, Request]] = []
         spans = []
         for offer in offers:
+            begin = len(requests)
             name = self._name(offer.entry.key)
             until = (b"PXAT", str(offer.expires_at_ms).encode())
             first, *rest = cut(offer.pieces)
-            begin = len(tails)
+            # One node gets all of them, in this order: the head last.
             for part, pieces in enumerate(rest, 1):
                 part_name = _part_name(name, part)
-                tails.append((part_name, Request(b"SET", part_name, pieces, *until)))
-            spans.append(slice(begin, len(tails)))
-            header = encode_header(offer.entry)
-            heads.append((name, Request(b"SET", name, [header, *first], *until)))
-        self._do(tails, deadline_s)
-        tail_outcomes = [_stored(request) for _, request in tails]
-        whole = [
-            next((o for o in tail_outcomes[span] if o is not Outcome.DONE), Outcome.DONE)
-            for span in spans
-        ]
-        ready = [
-            head for head, outcome in zip(heads, whole, strict=True) if outcome is Outcome.DONE
-        ]
-        self._do(ready, deadline_s)
-        return [
-            _stored(head[1]) if outcome is Outcome.DONE else outcome
-            for head, outcome in zip(heads, whole, strict=True)
-        ]
+                requests.append((part_name, Request(b"SET", part_name, pieces, *until)))
+            head = [encode_header(offer.entry), *first]
+            requests.append((name, Request(b"SET", name, head, *until)))
+            spans.append(slice(begin, len(requests)))
+        self._do(requests, deadline_s)
+        outcomes = []
+        broken = []
+        for offer, span in zip(offers, spans, strict=True):
+            stored = [_stored(request) for _, request in requests[span]]
+            outcomes.append(next((o for o in stored if o is not Outcome.DONE), Outcome.DONE))
+            if outcomes[-1] is not Outcome.DONE and stored[-1] is Outcome.DONE:
+                broken.append(offer.entry.key)
+        if broken:
+            self.drop(broken, deadline_s)
+        return outcomes
 
     def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> None:
         self._do(
