@@ -16,7 +16,7 @@ from ..core.tables import TierCounters
 
 #: Objects more than were freed again, after which the youngest are looked at. Python's own 700 are
 #: fewer than one batch of a recovery has: each of them was looked at, for a quarter of its time.
-_YOUNG_OBJECTS: Final = 10_000
+_YOUNG_OBJECTS: Final = 40_000
 #: New entries that the collector may walk over: a millisecond.
 _MAX_WATCHED_ENTRIES: Final = 4_000
 
@@ -42,3 +42,7 @@ class Freezer:
             self._published = total
             gc.collect(1)
             gc.freeze()
+
+    def grown(self) -> None:
+        """Something large was just made that the collector would walk over: not once."""
+        gc.freeze()

@@ -115,9 +115,14 @@ class Recovery:
         await loop.run_in_executor(executor, store.set_incarnation, self._incarnation)
         batches = store.recover()
         slices = Slices()
+        begun = False
         logged = more = 0
         while (batch := await loop.run_in_executor(executor, _next, batches)) is not None:
-            core.index.expect(len(batch.entries) + batch.following)
+            if not begun:
+                # The store has a list of all that follows.
+                core.freezer.grown()
+                core.index.expect(len(batch.entries) + batch.following)
+                begun = True
             for key, why in batch.dropped:
                 if logged < _MAX_LOGGED:
                     log.warning("entry_dropped", tier=tier.label, key=key.hex(), why=why)

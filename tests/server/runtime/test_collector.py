@@ -62,3 +62,15 @@ def test_what_a_start_made_is_not_looked_at_again_and_a_batch_is_not_often() -> 
     collector.begin()
     assert gc.get_freeze_count() > 0
     assert gc.get_threshold()[0] >= 8192
+
+
+@pytest.mark.usefixtures("thawed")
+def test_what_is_large_is_not_looked_at_even_once() -> None:
+    passes: list[str] = []
+    gc.callbacks.append(lambda phase, _: passes.append(phase))
+    try:
+        Freezer().grown()
+    finally:
+        gc.callbacks.pop()
+    assert gc.get_freeze_count() > 0
+    assert not passes
