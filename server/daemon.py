@@ -38,6 +38,7 @@ from .lock import lock_directories
 from .logs import configure_logs
 from .notify import keep_alive, notify
 from .reloading import Reloader
+from .runtime import collector
 from .runtime.clock import Clock
 from .runtime.loop import Core
 from .runtime.recovery import Recovery
@@ -157,6 +158,7 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
         try:
             # Most starts have little to recover: their clients meet no tier that is closed.
             await asyncio.wait(begin_tiers(core, incarnation), timeout=_HEAD_START_S)
+            collector.begin()
             yield core
         finally:
             core.supervisor.cancel()

@@ -222,7 +222,7 @@ class RecordedStore(ArenaStore):
             except Damaged as problem:
                 dropped.append((record.key, str(problem)))
                 self._records.forget([record])
-        return RecoveryBatch(entries, dropped)
+        return RecoveryBatch(entries, dropped, batch.following)
 
     def scan(self) -> Iterator[list[EntryRecord]]:
         return self._records.scan()

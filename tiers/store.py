@@ -34,7 +34,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final, Protocol, TypeAlias
+from typing import ClassVar, Final, NamedTuple, Protocol, TypeAlias
 
 from ..proto.entry import EntryRecord
 from ..proto.entry import Location as Location
@@ -66,8 +66,7 @@ class EntryRef(Protocol):
     def location(self) -> Location: ...
 
 
-@dataclass(frozen=True, slots=True)
-class StoredEntry:
+class StoredEntry(NamedTuple):
     """An entry that survived a restart, and its use before."""
 
     record: EntryRecord
@@ -78,10 +77,12 @@ class StoredEntry:
 @dataclass(frozen=True, slots=True)
 class RecoveryBatch:
     """A part of what a store found at start. `dropped`: entries that could not be adopted, each
-    with the reason; the key is the one that a damaged record shows."""
+    with the reason; the key is the one that a damaged record shows. `following`: entries in the
+    batches after this one, where that is known."""
 
     entries: list[StoredEntry]
     dropped: list[tuple[Key, str]]
+    following: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ class Core:
         self.orders = StoreOrders(
             self.stores, self._commit_done, self.devices.under_way, self._committer_died, clock
         )
-        self._freezer = Freezer()
+        self.freezer = Freezer()
         self.lag = LoopLag(clock)
         self._going_on = False
         self._recount: asyncio.Task[None] | None = None
@@ -433,8 +433,7 @@ class Core:
         if self._closed:
             return
         self._flusher = self._loop.call_later(FLUSH_INTERVAL_S, self._flush)
-        counters = self.state.tables.tier_counters.values()
-        self._freezer.published(sum(c.saves + c.recovered_entries for c in counters))
+        self.freezer.published(self.state.tables.tier_counters.values())
         self._tick(flush=True)
         self._end_lost_sessions()
 
