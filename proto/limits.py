@@ -20,10 +20,10 @@ MAX_BATCH_KEYS: Final = 4096
 MAX_MESSAGE_BYTES: Final = 16 * 2**20
 #: What payloads are cut into on a stream.
 CHUNK_BYTES: Final = 1 * 2**20
-#: Token ids that an entry may carry, 4 bytes each.
 #: What a client lets the daemon copy out of staging memory at once, unless a payload is larger:
 #: so much takes the daemon a millisecond.
 STAGED_MESSAGE_BYTES: Final = 4 * 2**20
+#: Token ids that an entry may carry, 4 bytes each.
 MAX_TOKEN_IDS_BYTES: Final = 4 * 2**20
 MAX_PAYLOAD_BYTES: Final = 2**40
 MAX_LAYERS: Final = 2**16 - 1

@@ -186,7 +186,7 @@ class _ReserveStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     RESERVE_STATUS_IN_FLIGHT: _ReserveStatus.ValueType  # 3
     """somebody else is saving it"""
     RESERVE_STATUS_TOO_LARGE: _ReserveStatus.ValueType  # 4
-    """for this tier, for ever"""
+    """for this tier, or what one client may reserve of it, for ever"""
     RESERVE_STATUS_NO_ROOM: _ReserveStatus.ValueType  # 5
     """everything is pinned or reserved, or this session's share is, or the tier takes no saves now; may succeed later"""
 
@@ -199,7 +199,7 @@ RESERVE_STATUS_PRESENT: ReserveStatus.ValueType  # 2
 RESERVE_STATUS_IN_FLIGHT: ReserveStatus.ValueType  # 3
 """somebody else is saving it"""
 RESERVE_STATUS_TOO_LARGE: ReserveStatus.ValueType  # 4
-"""for this tier, for ever"""
+"""for this tier, or what one client may reserve of it, for ever"""
 RESERVE_STATUS_NO_ROOM: ReserveStatus.ValueType  # 5
 """everything is pinned or reserved, or this session's share is, or the tier takes no saves now; may succeed later"""
 Global___ReserveStatus: typing_extensions.TypeAlias = ReserveStatus

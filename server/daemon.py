@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from .notify import keep_alive, notify
 from .reloading import Reloader
 from .runtime import collector
 from .runtime.clock import Clock
+from .runtime.idle_heap import give_back_idle_heap
 from .runtime.loop import Core
 from .runtime.recovery import Recovery
 from .runtime.securing import Securing
@@ -218,6 +220,7 @@ async def _serve_rpcs(core: Core, config: Config, front: Front, stop: Stop) -> N
     watching = core.supervisor.task("health watcher", _watch_health(core, front), vital=True)
     notify("READY=1")
     core.supervisor.task("watchdog", keep_alive())
+    core.supervisor.task("heap", give_back_idle_heap(core.executor, partial(_served, core)))
     log.info("serving", version=__version__, pid=os.getpid(), addresses=addresses)
     await _first(stop.asked.wait(), core.broken.wait())
     notify("STOPPING=1")
@@ -230,6 +233,13 @@ async def _serve_rpcs(core: Core, config: Config, front: Front, stop: Stop) -> N
     core.end_sessions()
     await _within(asyncio.gather(front.workers.stop(grace=1.0), front.operators.stop(grace=1.0)))
     log.info("stopped")
+
+
+def _served(core: Core) -> tuple[object, ...]:
+    """Something else after every call that asked for something, and while one is read."""
+    tables = core.state.tables
+    read_bytes = [tier.read_bytes for tier in tables.tier_counters.values()]
+    return (*astuple(tables.counters), *read_bytes)
 
 
 async def _within(ending: Awaitable[object]) -> None:

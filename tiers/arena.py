@@ -119,6 +119,8 @@ class Arena(BaseArena):
         # Pages are only ever allocated in order, by `secure_segments`.
         self.found_bytes = min(os.fstat(fd).st_blocks * 512, size_bytes) if found else 0
         self.secured_bytes = self.found_bytes
+        #: behind them, what an earlier start left is not in memory yet
+        self._populated_bytes = 0
         self._mapping = mmap.mmap(fd, size_bytes)
         self._writable = memoryview(self._mapping)
         self._readable = self._writable.toreadonly()
@@ -171,16 +173,16 @@ class Arena(BaseArena):
     def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
         """As in every arena. Each step runs without the GIL, and brings pages of an earlier
         start back into memory."""
-        done_bytes = 0
-        while done_bytes < self.size_bytes:
-            length_bytes = min(segment_bytes, self.size_bytes - done_bytes)
+        while self._populated_bytes < self.size_bytes:
+            start = self._populated_bytes
+            length_bytes = min(segment_bytes, self.size_bytes - start)
             with write_errors(secure_sentence(self)):
-                secure_range(self.fd, done_bytes, length_bytes)
-            with address_of(self._writable[done_bytes : done_bytes + length_bytes]) as address:
+                secure_range(self.fd, start, length_bytes)
+            with address_of(self._writable[start : start + length_bytes]) as address:
                 # Older kernels don't have it (EINVAL); then pages are faulted in on first use.
                 _libc.madvise(address, length_bytes, _MADV_POPULATE_WRITE)
-            done_bytes += length_bytes
-            self.secured_bytes = max(self.secured_bytes, done_bytes)
+            self._populated_bytes = start + length_bytes
+            self.secured_bytes = max(self.secured_bytes, self._populated_bytes)
             yield self.secured_bytes
 
     def put(self, start: int, data: memoryview, crc: int) -> int:

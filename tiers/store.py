@@ -47,6 +47,8 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 #: What is secured at once: about 30 ms on a machine that has the memory at hand.
 SEGMENT_BYTES: Final = 64 * 2**20
+#: What is left of a device that has no room for a segment is taken in halves of it, down to this.
+SMALLEST_SEGMENT_BYTES: Final = 2**20
 #: How much of a payload is read at once to compute its checksum.
 VERIFY_BYTES: Final = 2**20
 

@@ -376,6 +376,8 @@ class _Connection(asyncio.BufferedProtocol):
                 self._call.done(gone=False)
                 self._call = _Call(self)
                 await self._answer(request)
+        except asyncio.CancelledError:
+            return  # its traceback, kept by the task, would keep the request that was answered
         except Exception as problem:
             self._fail(problem)
 

@@ -302,7 +302,8 @@ class Sessions(Section):
     more than it restores at the moment."""
     max_reserved_share: Share = 0.5
     """The part of a tier that the saves of one client may have reserved at once, which evicts what
-    others use; more are told to try again. A single entry may be larger."""
+    others use; more are told to try again. A single entry may be larger, unless it is reserved
+    before its bytes are there."""
     unwritten_ttl_ns: Duration = Field(
         120_000 * _MS, alias="unwritten_ttl", ge=1 * _MS, le=limits.MAX_LEASE_MS * _MS
     )

@@ -157,7 +157,7 @@ def _check_share(transition: Transition, session: Session, entries: Sequence[Ent
             added[entry.tier] = added.get(entry.tier, 0) + entry.stored_bytes
     for tier, added_bytes in added.items():
         pinned_bytes = session.pinned_bytes.get(tier, 0)
-        most_bytes = int(t.ledgers[tier].budget_bytes * t.config.max_pinned_share)
+        most_bytes = int(t.ledgers[tier].limit_bytes * t.config.max_pinned_share)
         alone = not pinned_bytes and len(entries) == 1
         if pinned_bytes + added_bytes > most_bytes and not alone:
             t.counters.quota_refusals += 1

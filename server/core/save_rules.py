@@ -187,7 +187,7 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
             0,
             False,
         )
-        refusal = make_room(transition, session, entry)
+        refusal = make_room(transition, session, entry, begin)
         if refusal is not None:
             results.append(refusal)
             continue
@@ -211,24 +211,35 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
         results.append(_order(reservation))
 
 
-def _over_share(transition: Transition, session: Session, coming: Entry) -> bool:
+def _over_share(
+    transition: Transition, session: Session, coming: Entry, begin: bool
+) -> SaveOutcome | None:
     """One session does not reserve more than its share of a tier at once: that evicts what
-    others use. A single entry may be larger; it is reserved alone."""
+    others use. A single entry whose bytes are on their way may be larger; it is reserved alone."""
     t = transition.tables
+    ledger = t.ledgers[coming.tier]
     reserved_bytes = session.reserved_bytes.get(coming.tier, 0)
-    most_bytes = most_reserved_bytes(t.config, t.ledgers[coming.tier])
-    return reserved_bytes > 0 and reserved_bytes + coming.stored_bytes > most_bytes
+    if reserved_bytes + coming.stored_bytes <= most_reserved_bytes(t.config, ledger):
+        return None
+    if not reserved_bytes and begin:
+        return None
+    t.counters.quota_refusals += 1
+    for_ever = coming.stored_bytes > int(ledger.arena_bytes * t.config.max_reserved_share)
+    return SaveOutcome.TOO_LARGE if for_ever and not begin else SaveOutcome.NO_ROOM
 
 
 def most_reserved_bytes(config: StateConfig, ledger: Ledger) -> int:
-    """What one session may have reserved in a tier at once."""
-    return int(ledger.budget_bytes * config.max_reserved_share)
+    """What one session may have reserved at once: of the tier as large as it is now."""
+    return int(ledger.limit_bytes * config.max_reserved_share)
 
 
 def make_room(
-    transition: Transition, session: Session, coming: Entry
+    transition: Transition, session: Session, coming: Entry, begin: bool
 ) -> SaveOutcome | Closed | None:
-    """Evict exactly what an entry more needs; None when it fits, else why it doesn't."""
+    """Evict exactly what an entry more needs; None when it fits, else why it doesn't.
+
+    `begin`: its bytes are on their way, and not only announced.
+    """
     t = transition.tables
     ledger = t.ledgers[coming.tier]
     admission = ledger.admission(coming.stored_bytes)
@@ -238,12 +249,12 @@ def make_room(
     if coming.tier in t.closed:
         t.counters.closed_refusals += 1
         return Closed(coming.tier, t.closed[coming.tier])
-    if _over_share(transition, session, coming):
-        t.counters.quota_refusals += 1
-        return SaveOutcome.NO_ROOM
     if admission is Admission.NO_ROOM:
         t.counters.no_room_refusals += 1
         return SaveOutcome.NO_ROOM
+    refusal = _over_share(transition, session, coming, begin)
+    if refusal is not None:
+        return refusal
     ledger.prepare(coming)
     while not ledger.fits(coming.stored_bytes):
         victim = ledger.next_victim(coming)
