@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Final, TypeAlias
 
@@ -22,6 +24,8 @@ from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
 #: One turn: the milliseconds that each operation took.
 Turn: TypeAlias = Callable[[], dict[str, float]]
 GIB: Final = "1GiB"
+#: Of one turn, beside a warm-up.
+ROUNDS: Final = 5
 
 
 @contextmanager
@@ -54,7 +58,62 @@ def lmcache() -> tuple[str, dict[str, Turn]]:
     return "fs_native", {"fs_native": own, **{tier: ours(tier) for tier in ("shm", "ram", "disk")}}
 
 
-ENGINES: Final = {"lmcache": lmcache}
+def sglang() -> tuple[str, dict[str, Turn]]:
+    """Pages of 3 MiB, 32 of them, through its own controller."""
+    import torch
+
+    from tests.engines import sglang_hicache as hicache
+
+    hicache.without_torchvision()
+    pages, page_tokens = 32, 64
+    indices = torch.arange(pages * page_tokens)
+
+    def turn_of(layout: str, backend: str, extra: dict[str, object]) -> dict[str, float]:
+        pool = hicache.host_pool(layout, pages=pages, page_tokens=page_tokens, layers=24, heads=8)
+        pool.kv_buffer.fill_(1.0)
+        made = hicache.controller(pool, backend, extra)
+        taken: dict[str, list[float]] = {"backup": [], "prefetch": []}
+        for _ in range(1 + ROUNDS):
+            hashes = hicache.fresh_hashes(pages)
+            began = time.perf_counter()
+            assert hicache.backup(made, hashes, indices) == len(indices)
+            middle = time.perf_counter()
+            assert hicache.prefetch(made, hashes, indices) == pages
+            taken["backup"].append(middle - began)
+            taken["prefetch"].append(time.perf_counter() - middle)
+        getattr(made.storage_backend, "close", lambda: None)()
+        return {name: statistics.median(each[1:]) * 1e3 for name, each in taken.items()}
+
+    def own(layout: str) -> Turn:
+        def turn() -> dict[str, float]:
+            with TemporaryDirectory(dir="/dev/shm") as directory:
+                found = turn_of(layout, "file", {"file_storage_path": directory})
+            return named(layout, found)
+
+        return turn
+
+    def ours(tier: str, layout: str) -> Turn:
+        def turn() -> dict[str, float]:
+            with daemon_of() as daemon:
+                extra = hicache.prefixd_extra(daemon.address, tier)
+                return named(layout, turn_of(layout, "dynamic", extra))
+
+        return turn
+
+    def named(layout: str, found: dict[str, float]) -> dict[str, float]:
+        return {f"{name}, {layout}": value for name, value in found.items()}
+
+    def both(of: Callable[[str], Turn]) -> Turn:
+        turns = [of(layout) for layout in ("page_first", "layer_first")]
+        return lambda: {name: value for turn in turns for name, value in turn().items()}
+
+    return "file", {
+        "file": both(own),
+        **{tier: both(partial(ours, tier)) for tier in ("shm", "ram")},
+    }
+
+
+ENGINES: Final = {"lmcache": lmcache, "sglang": sglang}
 
 
 def main() -> None:
