@@ -36,7 +36,7 @@ class PoolTransferResult(NamedTuple):
     restorable_prefix_pages: list[int] | None = None
 
 
-class PoolName(str, Enum):
+class PoolName(str, Enum):  # noqa: UP042  (as the engine has it)
     KV = "kv"
     INDEXER = "indexer"
 
