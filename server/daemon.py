@@ -39,6 +39,7 @@ from .logs import configure_logs
 from .notify import keep_alive, notify
 from .reloading import Reloader
 from .runtime.clock import Clock
+from .runtime.collector import look_seldom
 from .runtime.loop import Core
 from .runtime.recovery import Recovery
 from .runtime.securing import Securing
@@ -64,6 +65,7 @@ def main(argv: list[str] | None = None) -> None:
     # Until there is a loop that hears it.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     keep_large_blocks()
+    look_seldom()
     configure_logs(config.log.level, config.log.format)
     try:
         with ExitStack() as stack:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from prefixd.server.runtime import collector
-from prefixd.server.runtime.collector import Freezer
+from prefixd.server.runtime.collector import Freezer, look_seldom
 
 
 @pytest.fixture
@@ -52,3 +52,12 @@ def test_young_cycles_do_not_stay_for_ever(monkeypatch: pytest.MonkeyPatch) -> N
     Cycle()
     Freezer().published(1)
     assert gone == ["cycle"]
+
+
+def test_many_objects_that_are_gone_by_themselves_are_not_looked_for() -> None:
+    before = gc.get_threshold()
+    try:
+        look_seldom()
+        assert gc.get_threshold()[0] == collector._NEW_OBJECTS
+    finally:
+        gc.set_threshold(*before)
