@@ -38,6 +38,7 @@ from .transport import (
     Claimed,
     Copied,
     Granted,
+    Looked,
     Range,
     ReserveItem,
     SaveTerms,
@@ -314,13 +315,15 @@ class RemoteTransport:
             for told in self._batches(keys):
                 link.send(pb.SessionRequest(touch=pb.Touch(keys=told)))
 
-    def find(
-        self, _keys: Iterable[Key], _mode: ClaimMode, _deadline: Deadline
-    ) -> list[tuple[int, Entry]] | None:
+    def find(self, _keys: Iterable[Key], _mode: ClaimMode, _deadline: Deadline) -> Looked | None:
         return None
 
     def copy(
-        self, entries: Sequence[Entry], _targets: Sequence[FlatBytes], _check: Sequence[bool]
+        self,
+        entries: Sequence[Entry],
+        _targets: Sequence[FlatBytes],
+        _check: Sequence[bool],
+        _in_place: object | None = None,
     ) -> list[Copied]:
         return [Copied.GONE] * len(entries)
 

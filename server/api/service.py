@@ -105,11 +105,24 @@ class CacheService:
         return messages.lookup_response(answer, self._config.incarnation)
 
     async def claim(self, request: pb.ClaimRequest, caller: Caller) -> pb.ClaimResponse:
+        question = self._claim_asked(request, caller)
+        with self._sessions.latencies.measured(self._sessions.latencies.claim):
+            answer = await self._core.ask(question, ClaimAnswer)
+        return self._claim_response(request, caller, question, answer)
+
+    def claim_now(self, request: pb.ClaimRequest, caller: Caller) -> pb.ClaimResponse:
+        """`claim` that waits for no save."""
+        question = self._claim_asked(request, caller)
+        with self._sessions.latencies.measured(self._sessions.latencies.claim):
+            answer = self._core.ask_now(question, ClaimAnswer)
+        return self._claim_response(request, caller, question, answer)
+
+    def _claim_asked(self, request: pb.ClaimRequest, caller: Caller) -> ClaimAsked:
         core = self._core
         now_ns = core.clock.now_ns()
         if request.mode not in _CLAIM_MODES:
             raise MalformedMessage(f"claim mode {request.mode} does not exist")
-        question = ClaimAsked(
+        return ClaimAsked(
             request=core.next_request(),
             session=self._session(request.session, caller),
             keys=messages.keys_of("keys", request.keys),
@@ -123,8 +136,10 @@ class CacheService:
             wait_until_ns=messages.wait_until(now_ns, request.wait_ms),
             now_ns=now_ns,
         )
-        with self._sessions.latencies.measured(self._sessions.latencies.claim):
-            answer = await core.ask(question, ClaimAnswer)
+
+    def _claim_response(
+        self, request: pb.ClaimRequest, caller: Caller, question: ClaimAsked, answer: ClaimAnswer
+    ) -> pb.ClaimResponse:
         caller.when_done(partial(self._release_unseen, question, answer))
         if request.brief:
             return messages.brief_claim_response(answer)
@@ -139,6 +154,10 @@ class CacheService:
             core.post(ReleaseAsked(core.next_request(), asked.session, claims, now_ns))
 
     async def release(self, request: pb.ReleaseRequest, caller: Caller) -> pb.ReleaseResponse:
+        return self.release_now(request, caller)
+
+    def release_now(self, request: pb.ReleaseRequest, caller: Caller) -> pb.ReleaseResponse:
+        """`release`, which waits for nothing."""
         core = self._core
         messages.batch_of("claim_ids", request.claim_ids)
         question = ReleaseAsked(
@@ -147,7 +166,7 @@ class CacheService:
             claims=tuple(request.claim_ids),
             now_ns=core.clock.now_ns(),
         )
-        answer = await core.ask(question, ReleaseAnswer)
+        answer = core.ask_now(question, ReleaseAnswer)
         return pb.ReleaseResponse(results=[r.value for r in answer.results])  # type: ignore[misc]
 
     async def delete(self, request: pb.DeleteRequest, caller: Caller) -> pb.DeleteResponse:

@@ -155,9 +155,12 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
     stage = NEXT_STAGE[Stage.RESERVED, Signal.BEGIN] if begin else Stage.RESERVED
     once = batch.numbers.setdefault
     start = len(results)
+    there, in_flight = t.entries.find, t.in_flight
+    sized, stored_bytes = (-1, -1), 0
     for item in asked.items[start : start + items]:
         session.reserving -= 1
-        found = find(transition, item.key)
+        taken = there(item.key) is not None or item.key in in_flight
+        found = find(transition, item.key) if taken else None
         if found is not None:
             if isinstance(found, Entry):
                 counters.duplicate_saves += 1
@@ -168,7 +171,9 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
             continue
         key, payload_bytes, token_count, layer_count, token_ids = item
         token_ids_bytes = len(token_ids)
-        stored_bytes = footprint(payload_bytes, token_ids_bytes)
+        if sized != (payload_bytes, token_ids_bytes):
+            sized = payload_bytes, token_ids_bytes
+            stored_bytes = footprint(*sized)
         # Without a place so far; what repeats is one object.
         entry = Entry(
             key,

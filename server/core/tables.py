@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum, auto
+from enum import Enum, IntEnum, StrEnum, auto
 from typing import Protocol, TypeAlias, assert_never
 
 from ...proto import limits
@@ -229,6 +229,9 @@ class Reserve:
     dropped: bool = False
 
 
+#: What a hit curve is shown: key, tokens, stored bytes.
+Access: TypeAlias = "tuple[Key, int, int]"
+
 Job: TypeAlias = Unpin | Wake | Reserve | EndSession | FlushUsage
 
 
@@ -242,8 +245,8 @@ class Timer(IntEnum):
     WAITING = 3
 
 
-class EvictionCause(Enum):
-    """For what an entry was evicted."""
+class EvictionCause(StrEnum):
+    """For what an entry was evicted. Of strings, whose hash takes no call in Python."""
 
     SAVE = "save"
     """A save needed its room."""
@@ -380,6 +383,8 @@ class Tables:
     recounts: list[Watcher] = field(default_factory=list)
     #: what hits every capacity of a tier would have had, from a sample of its keys
     curves: dict[Tier, SampledCurve[Key]] = field(default_factory=dict)
+    #: what they are still to be shown, in order
+    unobserved: list[tuple[Tier, Sequence[Access]]] = field(default_factory=list)
     #: entries whose use is not yet recorded by their store, in order of use; none of the RAM
     #: tier, which is gone with the daemon
     unrecorded: dict[Key, Entry] = field(default_factory=dict)

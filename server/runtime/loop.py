@@ -23,7 +23,6 @@ from typing import Final, TypeVar, assert_never
 
 import structlog
 
-from ...proto.entry import EntryRecord
 from ...proto.errors import Draining, PrefixdError, UnknownSession
 from ...proto.vocabulary import Tier
 from ...tiers.store import Store, StoreFull
@@ -156,13 +155,7 @@ class Core:
 
     async def ask(self, question: Question, expect: type[A]) -> A:
         """Apply a question and wait for its answer. Raises what the state refuses it with."""
-        if self._closed or (self.draining and not isinstance(question, _ENDINGS)):
-            raise _stopping()
-        if self.recounting:
-            raise Draining("the daemon checks its state after a failure; try again soon")
-        reply: asyncio.Future[Answer] = self._loop.create_future()
-        self._replies[question.request] = reply
-        self.post(question)
+        reply = self._ask(question)
         try:
             # Shielded: what is granted while the asker is being cancelled has to be known here.
             answer = reply.result() if reply.done() else await asyncio.shield(reply)
@@ -172,10 +165,21 @@ class Core:
             else:
                 self.post(RequestDropped(question.request, self.clock.now_ns()))
             raise
-        if isinstance(answer, Refused):
-            raise answer.error
-        assert isinstance(answer, expect)
-        return answer
+        return _answer_of(answer, expect)
+
+    def ask_now(self, question: Question, expect: type[A]) -> A:
+        """The same, of a question that waits for nothing; not from within another event."""
+        return _answer_of(self._ask(question).result(), expect)
+
+    def _ask(self, question: Question) -> asyncio.Future[Answer]:
+        if self._closed or (self.draining and not isinstance(question, _ENDINGS)):
+            raise _stopping()
+        if self.recounting:
+            raise Draining("the daemon checks its state after a failure; try again soon")
+        reply: asyncio.Future[Answer] = self._loop.create_future()
+        self._replies[question.request] = reply
+        self.post(question)
+        return reply
 
     def _undo(self, question: Question, answer: Answer) -> None:
         """Whoever asked is gone, and will never use what was granted."""
@@ -307,19 +311,7 @@ class Core:
 
         If it was lost since it was granted, the write has ended already.
         """
-        record = EntryRecord(
-            order.key,
-            order.tier,
-            order.reason,
-            order.generation,
-            order.generation,
-            order.payload_bytes,
-            order.token_count,
-            order.layer_count,
-            len(order.token_ids),
-            order.location,
-        )
-        write = Write(order, self.stores[order.tier].writer(record, order.token_ids))
+        write = Write(order, self.stores[order.tier])
         if order.token in self.state.tables.reservations:
             self.writes[order.token] = write
         else:
@@ -341,6 +333,8 @@ class Core:
         room, and an entry is there before any client is told so."""
         self._change_index(effects)
         for effect in effects:
+            if type(effect) is IndexPut or type(effect) is IndexDelete:
+                continue
             try:
                 self._do(effect)
             except Exception as problem:
@@ -352,11 +346,10 @@ class Core:
         try:
             # Of one that was revoked nobody believes anything.
             for effect in () if index.revoked else effects:
-                match effect:
-                    case IndexPut():
-                        index.put(effect.entry)
-                    case IndexDelete():
-                        index.delete(effect.key)
+                if isinstance(effect, IndexPut):
+                    index.put(effect.entry)
+                elif isinstance(effect, IndexDelete):
+                    index.delete(effect.key)
         except Exception as problem:
             # A row that should be gone may stand.
             log.critical("index_failed", exc_info=problem)
@@ -499,6 +492,13 @@ class Core:
             if not reply.done():
                 reply.set_result(Refused(_stopping()))
         return ended
+
+
+def _answer_of(answer: Answer, expect: type[A]) -> A:
+    if isinstance(answer, Refused):
+        raise answer.error
+    assert isinstance(answer, expect)
+    return answer
 
 
 def _stopping() -> PrefixdError:
