@@ -81,7 +81,11 @@ class RemoteTransport:
             counters=counters,
             connect_timeout_ms=connect_timeout_ms,
             backoff=backoff,
+            when_opened=self._opened,
         )
+
+    def _opened(self, link: Link) -> None:
+        """A session was opened, and nobody uses it yet. In the keeper's thread."""
 
     @property
     def max_batch_keys(self) -> int:
@@ -197,17 +201,7 @@ class RemoteTransport:
     def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
         link = self._holder(claim)
         request = pb.ReadRequest(
-            session=link.ref,
-            claim_id=claim.number,
-            ranges=[
-                pb.ReadRange(
-                    index=wanted.place,
-                    offset_bytes=wanted.offset_bytes,
-                    length_bytes=wanted.length_bytes,
-                    token_ids=wanted.token_ids,
-                )
-                for wanted in ranges
-            ],
+            session=link.ref, claim_id=claim.number, ranges=map(messages.range_of, ranges)
         )
         timeout_s = deadline.left_s()
         check_answering(link)
@@ -232,6 +226,9 @@ class RemoteTransport:
             call.cancel()  # no effect once it has ended
         if claim.why_lost is not None:
             raise ClaimLost(claim.why_lost)
+
+    def fetch(self, _ranges: Sequence[Range], _sink: Sink, _deadline: Deadline) -> bool:
+        return False
 
     def release(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
         link = self._keeper.current

@@ -107,6 +107,8 @@ class Sessions:
         self.usage: Final = UsageBook()
         #: how long their calls take
         self.latencies: Final = Latencies(Clock())
+        #: where payloads move beside gRPC (`data_socket`); 0: nowhere
+        self.data_port = 0
         #: called with the number of each session that is over
         self.when_closed: list[Callable[[int], None]] = []
 
@@ -228,6 +230,7 @@ class SessionStream:
             chunk_bytes=limits.CHUNK_BYTES,
             daemon_version=config.daemon_version,
             local_socket=config.local_socket,
+            data_port=self._sessions.data_port,
             tiers=map(self._tier_limits, self._core.state.tables.ledgers.values()),
         )
 
