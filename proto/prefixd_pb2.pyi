@@ -850,10 +850,13 @@ class LookupRequest(google.protobuf.message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     STOP_AT_FIRST_ABSENT_FIELD_NUMBER: builtins.int
     WAIT_MS_FIELD_NUMBER: builtins.int
+    BRIEF_FIELD_NUMBER: builtins.int
     stop_at_first_absent: builtins.bool
     """results end with the first key that is not present"""
     wait_ms: builtins.int
     """wait this long for keys in flight, then answer what is"""
+    brief: builtins.bool
+    """tell presences instead of results"""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     def __init__(
@@ -862,8 +865,9 @@ class LookupRequest(google.protobuf.message.Message):
         keys: collections.abc.Iterable[builtins.bytes] | None = ...,
         stop_at_first_absent: builtins.bool = ...,
         wait_ms: builtins.int = ...,
+        brief: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keys", b"keys", "stop_at_first_absent", b"stop_at_first_absent", "wait_ms", b"wait_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["brief", b"brief", "keys", b"keys", "stop_at_first_absent", b"stop_at_first_absent", "wait_ms", b"wait_ms"]) -> None: ...
 
 Global___LookupRequest: typing_extensions.TypeAlias = LookupRequest
 
@@ -897,16 +901,24 @@ class LookupResponse(google.protobuf.message.Message):
 
     INCARNATION_FIELD_NUMBER: builtins.int
     RESULTS_FIELD_NUMBER: builtins.int
+    PRESENCES_FIELD_NUMBER: builtins.int
     incarnation: builtins.bytes
     @property
-    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LookupResult]: ...
+    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LookupResult]:
+        """none, if brief"""
+
+    @property
+    def presences(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Presence.ValueType]:
+        """if brief"""
+
     def __init__(
         self,
         *,
         incarnation: builtins.bytes = ...,
         results: collections.abc.Iterable[Global___LookupResult] | None = ...,
+        presences: collections.abc.Iterable[Global___Presence.ValueType] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "results", b"results"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "presences", b"presences", "results", b"results"]) -> None: ...
 
 Global___LookupResponse: typing_extensions.TypeAlias = LookupResponse
 

@@ -55,6 +55,15 @@ def found_of(key: Key, result: pb.LookupResult) -> Found:
     return Found(Presence.ABSENT)
 
 
+def present_of(keys: Sequence[Key], response: pb.LookupResponse) -> list[bool]:
+    """Of a brief look-up. Raises PrefixdError where it is not one for each key."""
+    if len(response.presences) != len(keys):
+        raise PrefixdError(
+            f"the daemon said of {len(response.presences)} keys what it was asked of {len(keys)}"
+        )
+    return [presence == pb.PRESENCE_PRESENT for presence in response.presences]
+
+
 def granted_of(link: Link, result: pb.ReserveResult) -> Granted:
     status = ReserveStatus(result.status)
     held = link.reservations.hold(link, result.token) if status is ReserveStatus.GRANTED else None

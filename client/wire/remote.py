@@ -263,7 +263,12 @@ class RemoteTransport:
         claim.link.send(pb.SessionRequest(give_back=give_back))
 
     def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
-        return [found.present for found in self.lookup(keys, 0, deadline)]
+        found: list[bool] = []
+        for batch in self._batches(keys):
+            request = pb.LookupRequest(keys=batch, brief=True)
+            _, response = self._call("Lookup", deadline, partial(_lookup, request))
+            found += messages.present_of(batch, response)
+        return found
 
     def peek(self, _keys: Sequence[Key]) -> list[bool] | None:
         return None
@@ -271,9 +276,9 @@ class RemoteTransport:
     def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
         run = 0
         for batch in self._batches(keys):
-            request = pb.LookupRequest(keys=batch, stop_at_first_absent=True)
+            request = pb.LookupRequest(keys=batch, stop_at_first_absent=True, brief=True)
             _, response = self._call("Lookup", deadline, partial(_lookup, request))
-            present = [each.presence == pb.PRESENCE_PRESENT for each in response.results]
+            present = [presence == pb.PRESENCE_PRESENT for presence in response.presences]
             run += present.index(False) if False in present else len(present)
             if len(present) < len(batch) or not all(present):
                 break

@@ -141,6 +141,7 @@ class DataServer:
             connection = _Connection(self, _prepared(sock, self.config.stall_timeout_s))
             self.connections.add(connection)
             self.unproved[connection] = None
+            await asyncio.sleep(0)  # others have their turn
 
     def forget_unproved(self, connection: _Connection) -> _Connection:
         """It has proved a session, or is about to end."""
@@ -214,6 +215,7 @@ class _Connection:
         self._call = _Call(0)
         self.may_tell = self.in_step = True
         self._task = self._loop.create_task(self._run())
+        self._task.add_done_callback(self._ended)
 
     def hang_up(self) -> asyncio.Task[None]:
         """End the connection; what it was doing is over when the task is."""
@@ -236,11 +238,6 @@ class _Connection:
             if self.may_tell:
                 with suppress(OSError):
                     self.sock.send(_failure(error))
-        finally:
-            self._forget()
-            self.sock.close()
-            # An answer that nothing came after was not taken.
-            self._call.done(gone=True)
 
     async def _attach(self) -> None:
         """Take the first request, which says whose connection this is. Raises PrefixdError."""
@@ -260,7 +257,8 @@ class _Connection:
         self._session = session
         server.forget_unproved(self)
 
-    def _forget(self) -> None:
+    def _ended(self, _task: asyncio.Task[None]) -> None:
+        """Also of a task that was cancelled before it began."""
         server = self._server
         server.connections.discard(self)
         server.forget_unproved(self)
@@ -269,6 +267,9 @@ class _Connection:
             others.discard(self)
             if not others:
                 del server.attached[self._session]
+        self.sock.close()
+        # An answer that nothing came after was not taken.
+        self._call.done(gone=True)
 
     # ---- requests
 

@@ -88,6 +88,8 @@ class CacheService:
             now_ns=now_ns,
         )
         answer = await core.ask(question, LookupAnswer)
+        if request.brief:
+            return messages.brief_lookup_response(answer, self._config.incarnation)
         return messages.lookup_response(answer, self._config.incarnation)
 
     async def claim(self, request: pb.ClaimRequest, caller: Caller) -> pb.ClaimResponse:
