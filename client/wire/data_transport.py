@@ -24,11 +24,17 @@ from .transport import Range, SaveTerms, Saving, Sink
 class DataTransport(RemoteTransport):
     """`transport.Transport` over the data socket as far as that goes."""
 
+    #: Where the data socket is. None: where the daemon was reached, if that was over TCP; whoever
+    #: shares a Unix socket with it need not share a network.
+    data_host: str | None = None
+
     def _opened(self, link: Link) -> None:
         address, port = self._keeper.address, link.welcome.data_port
-        if not port or address.startswith(UNIX_SCHEME):
+        host = self.data_host
+        if host is None and not address.startswith(UNIX_SCHEME):
+            host = address.rpartition(":")[0].rpartition("/")[2].strip("[]")
+        if not port or not host:
             return
-        host = address.rpartition(":")[0].rpartition("/")[2].strip("[]")
         link.data = DataCalls(host, port, link.ref, link.connection)
         link.calls = link.data
         link.on_end.append(link.data.hang_up)
