@@ -45,8 +45,8 @@ from .search import (
     count_tokens,
     prefix_walk,
 )
+from .wire.data_transport import DataTransport
 from .wire.deadline import Deadline
-from .wire.remote import RemoteTransport
 from .wire.session import DEFAULT_CONNECT_TIMEOUT_MS
 from .wire.transport import Transport
 
@@ -115,7 +115,8 @@ class Client(Saves, KeyCalls):
         `max_pending_saves`,
         `max_pending_bytes`: asynchronous saves beyond are dropped. `savers`: how many of those are
         under way at a time; with more than one, a chain may be published out of order. `local`:
-        do in place what can be done in place, on the daemon's host; else everything over gRPC.
+        do in place what can be done in place, on the daemon's host; the rest, or all of it, goes
+        over the data socket of a daemon that is reached over TCP and has one, else over gRPC.
         `transport`, and the `counters` that it counts in, replace both.
 
         Raises CallerError for a setting that can't be.
@@ -149,7 +150,7 @@ class Client(Saves, KeyCalls):
         self.speeds = LoadSpeeds()
         benefit = MinBenefit(self.speeds, prefill_tokens_per_s, min_benefit_ms)
         if transport is None:
-            transport = remote = RemoteTransport(
+            transport = remote = DataTransport(
                 address,
                 name,
                 label=label,

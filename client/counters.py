@@ -28,8 +28,8 @@ _SCALARS: Final = (
     "sessions",  # opened, the first one included
 )
 
-#: Over gRPC or over the local socket, where SaveStaged is the one that gRPC does not have.
-_RPCS: Final = (*pb.DESCRIPTOR.services_by_name["Cache"].methods_by_name, "SaveStaged")
+#: Over gRPC, or over the local or the data socket, which have one each that gRPC does not have.
+_RPCS: Final = (*pb.DESCRIPTOR.services_by_name["Cache"].methods_by_name, "SaveStaged", "Fetch")
 _LABELS: Final = {tier: tier.label for tier in Tier}
 
 

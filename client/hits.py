@@ -18,11 +18,12 @@ from .counters import Counters
 from .failures import Failures
 from .owner import Owner
 from .pins import Pins
-from .restores import Collect, Copier, Restore, Verify, content_of, renumbered
+from .restores import Collect, Copier, Restore, Verify, content_of
 from .results import ClaimMode, Entry, MissReason, RestoreResult, restore_result
 from .wire.deadline import Deadline
 from .wire.link import Holding
-from .wire.transport import Range, Sink, Transport
+from .wire.sinks import Sink, renumbered
+from .wire.transport import Range, Transport
 
 if TYPE_CHECKING:
     from .buffers import Payload
@@ -477,6 +478,8 @@ class Reader:
 
     def _read_pinned(self, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
         """Under a claim for as long as this takes."""
+        if self._transport.fetch(ranges, sink, deadline):
+            return
         wanted = [each.entry for each in ranges]
         keys = [entry.key for entry in wanted]
         claimed = self._transport.claim(keys, ClaimMode.RUN, 0, 0, deadline)

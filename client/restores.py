@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Final, Literal, TypeAlias
 
-from ..proto.copying import copy, copy_crc32c
+from ..proto.copying import copy, copy_crc32c, crc32c_of
 from ..proto.errors import PrefixdError
 from ..proto.keys import Key
 from ..proto.pieces import FlatBytes
@@ -18,7 +18,8 @@ from .benefit import LoadSpeeds
 from .failures import Failures
 from .results import Entry, MissReason
 from .threads import Threads
-from .wire.transport import Copied, Sink
+from .wire.sinks import Rooms
+from .wire.transport import Copied
 
 #: Whose CRC32C is checked on restore: of everything, of what came from disk, of nothing.
 Verify: TypeAlias = Literal["always", "disk", "never"]
@@ -31,8 +32,9 @@ SHARED_BYTES: Final = 16 * 2**20
 CPUS: Final = len(os.sched_getaffinity(0))
 
 
-class Restore:
-    """Takes the parts of a read (it is a `Sink`) and copies them into the caller's buffers."""
+class Restore(Rooms):
+    """Takes the parts of a read (it is a `Sink`) and copies them into the caller's buffers, or has
+    them put there."""
 
     def __init__(
         self,
@@ -72,16 +74,29 @@ class Restore:
         if data is None:
             self._misses[index] = MissReason.UNREADABLE
             return
-        view = self._views[index]
-        end_bytes = offset_bytes + len(data)
+        room = self.room(index, offset_bytes, len(data))
+        if self._check[index]:
+            self._crcs[index] = copy_crc32c(room, data, self._crcs[index])
+        else:
+            copy(room, data)
+        self._came(index, len(data))
+
+    def room(self, index: int, offset_bytes: int, length_bytes: int) -> FlatBytes:
+        view, end_bytes = self._views[index], offset_bytes + length_bytes
         if offset_bytes != self._received[index] or end_bytes > len(view):
             raise PrefixdError("the daemon sent bytes that are not the next ones")
+        return view[offset_bytes:end_bytes]
+
+    def filled(self, index: int, length_bytes: int) -> None:
         if self._check[index]:
-            self._crcs[index] = copy_crc32c(view[offset_bytes:end_bytes], data, self._crcs[index])
-        else:
-            copy(view[offset_bytes:end_bytes], data)
-        self._received[index] = end_bytes
-        if end_bytes == len(view):
+            start = self._received[index]
+            came = self._views[index][start : start + length_bytes]
+            self._crcs[index] = crc32c_of(came, self._crcs[index])
+        self._came(index, length_bytes)
+
+    def _came(self, index: int, length_bytes: int) -> None:
+        self._received[index] += length_bytes
+        if self._received[index] == len(self._views[index]):
             self._finish(index)
 
     def _finish(self, index: int) -> None:
@@ -266,11 +281,6 @@ class Collect:
             self.unreadable = True
         else:
             self.parts.append(bytes(data))
-
-
-def renumbered(sink: Sink, numbers: Sequence[int]) -> Sink:
-    """A sink for ranges that are `numbers` of those that `sink` knows."""
-    return lambda number, offset_bytes, data: sink(numbers[number], offset_bytes, data)
 
 
 def content_of(entry: Entry) -> tuple[int, int, int]:

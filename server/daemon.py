@@ -105,6 +105,7 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
             front.admin.shared = sharing.counts
         await front.local.start()
         stack.push_async_callback(_within, front.local.close())
+        stack.push_async_callback(_within, front.data.close())
         if config.server.metrics:
             collector = StateCollector(
                 core.state,
@@ -276,11 +277,22 @@ def _listen(front: Front, config: Config) -> list[str]:
             os.umask(before)
         path.chmod(mode)
     addresses = [address for _, _, address, _ in sockets]
+    if server.data_address():
+        addresses.append(_listen_for_data(front, server.data_address()))
     if server.tcp:
         host, _, port = server.tcp.rpartition(":")
         _check_free(host.strip("[]"), int(port), server.tcp)
         addresses.append(f"{host}:{_bind('server.tcp', front.workers, server.tcp)}")
     return addresses
+
+
+def _listen_for_data(front: Front, address: str) -> str:
+    """The address with the port that it got. Raises OSError, which names the option."""
+    host, _, port = address.rpartition(":")
+    try:
+        return f"{host}:{front.data.start(host.strip('[]'), int(port))} (data)"
+    except OSError as problem:
+        raise OSError(f"server.data: can't listen on {address}: {problem.strerror}") from None
 
 
 def _check_free(host: str, port: int, address: str) -> None:

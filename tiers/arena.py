@@ -87,6 +87,10 @@ class BaseArena(ABC):
         """A range of an entry's bytes, read-only, in order. Raises Damaged if the location or
         the arena does not hold so many bytes, StoreError if they can't be read."""
 
+    def writable(self, start: int, length_bytes: int) -> memoryview | None:  # noqa: ARG002  # for others
+        """The daemon's own view of a range of the arena; None: it is not mapped."""
+        return None
+
     @abstractmethod
     def write_header(self, incarnation: bytes, slab_bytes: int) -> None:
         """Write the arena's first page (`proto.arena_header`). Raises StoreError, StoreFull."""
@@ -201,7 +205,7 @@ class Arena(BaseArena):
         ]
 
     def writable(self, start: int, length_bytes: int) -> memoryview:
-        """The daemon's own view of a range of the arena."""
+        """As in every arena; there always is one."""
         return self._writable[start : start + length_bytes]
 
     def write_header(self, incarnation: bytes, slab_bytes: int) -> None:
@@ -261,6 +265,24 @@ class ArenaWriter(EntryWriter):
             self.failed_syncs = self._arena.failed_syncs
         self._crc = self._put(view, self._crc)
         self._written_bytes = written_bytes
+
+    def room(self, most_bytes: int) -> memoryview | None:
+        start, extent_bytes = self.entry.location[self._extent : self._extent + 2]
+        left_bytes = min(extent_bytes - self._used_bytes, most_bytes)
+        most_bytes = min(left_bytes, self.entry.payload_bytes - self._written_bytes)
+        return self._arena.writable(start + self._used_bytes, most_bytes)
+
+    def filled(self, length_bytes: int) -> None:
+        location = self.entry.location
+        start, extent_bytes = location[self._extent : self._extent + 2]
+        room = self._arena.writable(start + self._used_bytes, length_bytes)
+        assert room is not None, "what was filled was room"
+        self._crc = crc32c(room, self._crc)
+        self._written_bytes += length_bytes
+        self._used_bytes += length_bytes
+        if self._used_bytes == extent_bytes and self._extent + 2 < len(location):
+            self._extent += 2
+            self._used_bytes = 0
 
     def seal(self) -> int:
         if self._written_bytes != self.entry.payload_bytes:

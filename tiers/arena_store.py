@@ -273,3 +273,8 @@ class _RecordedWriter(ArenaWriter):
         if not self.written_bytes:
             self._records.flush()
         super().write(data)
+
+    def room(self, most_bytes: int) -> memoryview | None:
+        if not self.written_bytes:
+            self._records.flush()
+        return super().room(most_bytes)

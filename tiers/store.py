@@ -131,6 +131,15 @@ class EntryWriter(ABC):
         the writer can't go on.
         """
 
+    def room(self, most_bytes: int) -> memoryview | None:  # noqa: ARG002  # for others
+        """Where some of the next bytes may be written by the caller, who says with `filled` how
+        many were; None: this store has to `write` them. Raises StoreError."""
+        return None
+
+    def filled(self, length_bytes: int) -> None:
+        """So many bytes were written into the last `room`."""
+        raise NotImplementedError
+
     @abstractmethod
     def seal(self) -> int:
         """All bytes are there: return the CRC32C of the payload as it was stored.

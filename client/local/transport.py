@@ -24,6 +24,7 @@ from ..results import ClaimMode, DeleteStatus, Entry, Found, Presence, SaveOutco
 from ..wire.deadline import Deadline
 from ..wire.link import Holding, Link
 from ..wire.remote import RemoteTransport, Stage
+from ..wire.sinks import renumbered
 from ..wire.transport import (
     Claimed,
     Copied,
@@ -149,7 +150,7 @@ class LocalTransport:
         link.before_heartbeat = self._report_touches
         if node is not None:
             link.calls = node.calls
-            link.on_end = node.calls.hang_up
+            link.on_end.append(node.calls.hang_up)
 
     def refused(self) -> dict[str, str]:
         node = self._current()
@@ -300,12 +301,12 @@ class LocalTransport:
             else:
                 sink(number, 0, data)
         if rest:
-            self._remote.read(
-                claim,
-                [ranges[number] for number in rest],
-                lambda number, offset, data: sink(rest[number], offset, data),
-                deadline,
-            )
+            asked = [ranges[number] for number in rest]
+            self._remote.read(claim, asked, renumbered(sink, rest), deadline)
+
+    def fetch(self, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> bool:
+        """What could not be copied in place."""
+        return self._remote.fetch(ranges, sink, deadline)
 
     def release(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
         """Of a claim whose rows are known, they alone decide: what was read or viewed under it is

@@ -6,9 +6,9 @@ library makes misses of it (`failures.py`), whatever it is. `remote.RemoteTransp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 from ...proto.entry import content_bytes
 from ...proto.keys import Key
@@ -17,6 +17,7 @@ from ...proto.vocabulary import SaveReason, Tier
 from ..results import ClaimMode, DeleteStatus, Entry, Found, ReserveStatus, SaveOutcome
 from .deadline import Deadline
 from .link import Holding
+from .sinks import Sink as Sink
 
 
 class Claimed(NamedTuple):
@@ -39,11 +40,6 @@ class Range(NamedTuple):
     offset_bytes: int
     length_bytes: int
     token_ids: bool = False
-
-
-#: Takes what arrives of a read: the position of the range, the offset from its start, and the
-#: bytes; or None instead of them, for an entry that the daemon could not read.
-Sink: TypeAlias = Callable[[int, int, "bytes | memoryview | None"], None]
 
 
 class ReserveItem(NamedTuple):
@@ -197,6 +193,11 @@ class Transport(Protocol):
         Raises ClaimLost if the claim, or an entry that it pins, was lost before the last byte was
         handed over. After an exception what `sink` got may be other bytes than the entry's.
         """
+
+    def fetch(self, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> bool:
+        """`read` of entries that nobody claimed, each in one range, under a claim for as long as it
+        takes: all in one trip. False: that can't be done here, or not of all of these entries, and
+        nothing was handed over; claim and read them."""
 
     def release(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
         """Give claims back. True: this call did, and the claim was held until now."""

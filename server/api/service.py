@@ -78,7 +78,8 @@ class CacheService:
         self.fetcher: Fetcher | None = None
         self.reads: Final = Quota("reads", config.max_read_bytes, config.stall_timeout_s)
 
-    def _session(self, ref: pb.SessionRef, caller: Caller) -> int:
+    def session_of(self, ref: pb.SessionRef, caller: Caller) -> int:
+        """The session that a call acts for. Raises UnknownSession, StaleIncarnation."""
         return self._sessions.prove(ref, caller).number
 
     async def session(
@@ -102,6 +103,8 @@ class CacheService:
             now_ns=now_ns,
         )
         answer = await core.ask(question, LookupAnswer)
+        if request.brief:
+            return messages.brief_lookup_response(answer, self._config.incarnation)
         return messages.lookup_response(answer, self._config.incarnation)
 
     async def claim(self, request: pb.ClaimRequest, caller: Caller) -> pb.ClaimResponse:
@@ -124,7 +127,7 @@ class CacheService:
             raise MalformedMessage(f"claim mode {request.mode} does not exist")
         return ClaimAsked(
             request=core.next_request(),
-            session=self._session(request.session, caller),
+            session=self.session_of(request.session, caller),
             keys=messages.keys_of("keys", request.keys),
             mode=_CLAIM_MODES[request.mode],
             lease_ns=messages.milliseconds(
@@ -162,7 +165,7 @@ class CacheService:
         messages.batch_of("claim_ids", request.claim_ids)
         question = ReleaseAsked(
             request=core.next_request(),
-            session=self._session(request.session, caller),
+            session=self.session_of(request.session, caller),
             claims=tuple(request.claim_ids),
             now_ns=core.clock.now_ns(),
         )
@@ -176,7 +179,7 @@ class CacheService:
         for start in range(0, len(keys), _DELETED_AT_ONCE):
             question = DeleteAsked(
                 request=core.next_request(),
-                session=self._session(request.session, caller),
+                session=self.session_of(request.session, caller),
                 keys=keys[start : start + _DELETED_AT_ONCE],
                 now_ns=core.clock.now_ns(),
             )
@@ -185,7 +188,7 @@ class CacheService:
         return response
 
     async def fetch(self, request: pb.FetchRequest, caller: Caller) -> pb.FetchResponse:
-        self._session(request.session, caller)
+        self.session_of(request.session, caller)
         keys = messages.keys_of("keys", request.keys)
         if request.mode not in (pb.CLAIM_MODE_RUN, pb.CLAIM_MODE_FIRST):
             raise MalformedMessage(f"a fetch of mode {request.mode} does not exist")
@@ -199,9 +202,9 @@ class CacheService:
     async def read(
         self, request: pb.ReadRequest, caller: Caller
     ) -> AsyncGenerator[pb.ReadResponse, None]:
-        session = self._session(request.session, caller)
+        session = self.session_of(request.session, caller)
         messages.batch_of("ranges", request.ranges)
-        self._claimed(session, request.claim_id)
+        self.claimed(session, request.claim_id)
         async with (
             self.reads.room(READ_BYTES, session),
             aclosing(self._read(session, request)) as responses,
@@ -232,18 +235,12 @@ class CacheService:
         pending = pb.ReadResponse()
         pending_bytes = 0
         for number, wanted in enumerate(request.ranges):
-            entries = self._claimed(session, request.claim_id)
-            if wanted.index >= len(entries):
-                raise InvalidSize(
-                    f"ranges[{number}]: the claim has {len(entries)} entries, "
-                    f"index {wanted.index} is not one of them"
-                )
-            entry = entries[wanted.index]
-            offset, end = _bounds(number, wanted, entry)
+            entries = self.claimed(session, request.claim_id)
+            entry, offset, end = bounds_of(number, wanted, entries)
             sent_bytes = 0
             while offset + sent_bytes < end:
                 # A chunk at a time: in between, others have their turn, and the claim may end.
-                self._claimed(session, request.claim_id)
+                self.claimed(session, request.claim_id)
                 room = limits.CHUNK_BYTES - pending_bytes
                 piece_bytes = min(room, end - offset - sent_bytes)
                 part = pending.parts.add(range=number, offset_bytes=sent_bytes)
@@ -255,9 +252,7 @@ class CacheService:
                     break
                 except StoreError as problem:
                     part.status = pb.READ_STATUS_UNREADABLE
-                    log.warning("entry_unreadable", key=entry.key.hex(), why=str(problem))
-                    # It stays. If it can't be read again, its tier is unhealthy.
-                    self._core.verifications.request(entry)
+                    self.unreadable(entry, str(problem))
                     break
                 self._core.post(BytesRead(entry.tier, piece_bytes, self._core.clock.now_ns()))
                 sent_bytes += piece_bytes
@@ -266,14 +261,19 @@ class CacheService:
                     yield pending
                     pending, pending_bytes = pb.ReadResponse(), 0
         # The last bytes were copied while the claim held, or nobody gets them.
-        self._claimed(session, request.claim_id)
+        self.claimed(session, request.claim_id)
         if pending.parts:
             yield pending
         # Not before: it may end the claim, and with it the reading of the others.
         for entry, why in damaged.values():
             self._core.damaged(entry, why)
 
-    def _claimed(self, session: int, claim_id: int) -> tuple[Entry, ...]:
+    def unreadable(self, entry: Entry, why: str) -> None:
+        """It stays. If it can't be read again, its tier is unhealthy."""
+        log.warning("entry_unreadable", key=entry.key.hex(), why=why)
+        self._core.verifications.request(entry)
+
+    def claimed(self, session: int, claim_id: int) -> tuple[Entry, ...]:
         """The entries of a live claim of this session."""
         tables = self._core.state.tables
         holder = tables.sessions.get(session)
@@ -310,8 +310,17 @@ class CacheService:
         return await asyncio.get_running_loop().run_in_executor(executor, take)
 
 
-def _bounds(number: int, wanted: pb.ReadRange, entry: Entry) -> tuple[int, int]:
-    """First and last byte of a range, checked against the entry."""
+def bounds_of(
+    number: int, wanted: pb.ReadRange, entries: Sequence[Entry]
+) -> tuple[Entry, int, int]:
+    """Entry, first and last byte of a range, checked against the entries of its claim. Raises
+    InvalidSize."""
+    if wanted.index >= len(entries):
+        raise InvalidSize(
+            f"ranges[{number}]: the claim has {len(entries)} entries, "
+            f"index {wanted.index} is not one of them"
+        )
+    entry = entries[wanted.index]
     there_bytes = entry.token_ids_bytes if wanted.token_ids else entry.payload_bytes
     end = wanted.offset_bytes + (wanted.length_bytes or there_bytes - wanted.offset_bytes)
     if wanted.offset_bytes > there_bytes or end > there_bytes:
@@ -319,4 +328,4 @@ def _bounds(number: int, wanted: pb.ReadRange, entry: Entry) -> tuple[int, int]:
             f"ranges[{number}]: bytes {wanted.offset_bytes} to {end} are asked for, "
             f"the entry has {there_bytes}"
         )
-    return wanted.offset_bytes, end
+    return entry, wanted.offset_bytes, end

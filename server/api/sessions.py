@@ -109,6 +109,8 @@ class Sessions:
         self.usage: Final = UsageBook()
         #: how long their calls take
         self.latencies: Final = Latencies(Clock())
+        #: where payloads move beside gRPC (`data_socket`); 0: nowhere
+        self.data_port = 0
         #: called with the number of each session that is over
         self.when_closed: list[Callable[[int], None]] = []
 
@@ -231,6 +233,7 @@ class SessionStream:
             daemon_version=config.daemon_version,
             local_socket=config.local_socket,
             shares=config.shares,
+            data_port=self._sessions.data_port,
             tiers=map(self._tier_limits, self._core.state.tables.ledgers.values()),
         )
 

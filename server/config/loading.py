@@ -217,6 +217,18 @@ def _conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             f"{server.tcp} can be reached from other machines, and there is neither encryption "
             "nor a password; listen on 127.0.0.1, or say allow_remote = true",
         )
+    explicit = server.data if server.data != "auto" else ""
+    if explicit and not server.allow_remote and not _is_loopback(explicit):
+        yield (
+            ("server.data", "server.allow_remote"),
+            f"{explicit} can be reached from other machines, and there is no encryption; listen on "
+            "127.0.0.1, or say allow_remote = true",
+        )
+    if explicit and not server.tcp:
+        yield (
+            ("server.data", "server.tcp"),
+            f"clients learn of {explicit} over TCP only, and there is none: say where with tcp",
+        )
     if server.operators() in (server.address, f"{server.address}{LOCAL_SUFFIX}"):
         yield (
             ("server.admin_address", "server.address"),
