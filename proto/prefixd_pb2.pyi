@@ -1898,6 +1898,7 @@ class TierStats(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     OLDEST_IO_MS_FIELD_NUMBER: builtins.int
     SCRUB_FIELD_NUMBER: builtins.int
+    KEPT_BYTES_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     policy: builtins.str
     budget_bytes: builtins.int
@@ -1928,6 +1929,8 @@ class TierStats(google.protobuf.message.Message):
     """"serving"; "recovering": no saves; "hung": no saves, no claims"""
     oldest_io_ms: builtins.int
     """for how long the oldest read, write or sync of its device is under way"""
+    kept_bytes: builtins.int
+    """What it does not use since it was made smaller, and the system has back only with a restart."""
     @property
     def scrub(self) -> Global___ScrubStats:
         """not set: the tier is not scrubbed"""
@@ -1961,9 +1964,10 @@ class TierStats(google.protobuf.message.Message):
         state: builtins.str = ...,
         oldest_io_ms: builtins.int = ...,
         scrub: Global___ScrubStats | None = ...,
+        kept_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["scrub", b"scrub"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "corrupt", b"corrupt", "dropped_at_start", b"dropped_at_start", "entries", b"entries", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "hit_tokens", b"hit_tokens", "hits", b"hits", "limit_bytes", b"limit_bytes", "max_entries", b"max_entries", "oldest_io_ms", b"oldest_io_ms", "payload_bytes", b"payload_bytes", "pinned_bytes", b"pinned_bytes", "pinned_entries", b"pinned_entries", "policy", b"policy", "published_bytes", b"published_bytes", "read_bytes", b"read_bytes", "recovered_bytes", b"recovered_bytes", "recovered_entries", b"recovered_entries", "reserved_bytes", b"reserved_bytes", "saved_bytes", b"saved_bytes", "saves", b"saves", "scrub", b"scrub", "secured_bytes", b"secured_bytes", "state", b"state", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "corrupt", b"corrupt", "dropped_at_start", b"dropped_at_start", "entries", b"entries", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "hit_tokens", b"hit_tokens", "hits", b"hits", "kept_bytes", b"kept_bytes", "limit_bytes", b"limit_bytes", "max_entries", b"max_entries", "oldest_io_ms", b"oldest_io_ms", "payload_bytes", b"payload_bytes", "pinned_bytes", b"pinned_bytes", "pinned_entries", b"pinned_entries", "policy", b"policy", "published_bytes", b"published_bytes", "read_bytes", b"read_bytes", "recovered_bytes", b"recovered_bytes", "recovered_entries", b"recovered_entries", "reserved_bytes", b"reserved_bytes", "saved_bytes", b"saved_bytes", "saves", b"saves", "scrub", b"scrub", "secured_bytes", b"secured_bytes", "state", b"state", "tier", b"tier"]) -> None: ...
 
 Global___TierStats: typing_extensions.TypeAlias = TierStats
 
@@ -2969,3 +2973,52 @@ class VerifyResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["damaged_entries", b"damaged_entries", "done", b"done", "entries", b"entries", "payload_bytes", b"payload_bytes", "problems", b"problems", "progress_permille", b"progress_permille", "unreadable_entries", b"unreadable_entries"]) -> None: ...
 
 Global___VerifyResponse: typing_extensions.TypeAlias = VerifyResponse
+
+@typing.final
+class ResizeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: builtins.int
+    BUDGET_BYTES_FIELD_NUMBER: builtins.int
+    tier: Global___Tier.ValueType
+    budget_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        tier: Global___Tier.ValueType = ...,
+        budget_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "tier", b"tier"]) -> None: ...
+
+Global___ResizeRequest: typing_extensions.TypeAlias = ResizeRequest
+
+@typing.final
+class ResizeResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BUDGET_BYTES_FIELD_NUMBER: builtins.int
+    ENTRIES_FIELD_NUMBER: builtins.int
+    FREED_BYTES_FIELD_NUMBER: builtins.int
+    KEPT_BYTES_FIELD_NUMBER: builtins.int
+    SECURED_BYTES_FIELD_NUMBER: builtins.int
+    budget_bytes: builtins.int
+    entries: builtins.int
+    """that were evicted"""
+    freed_bytes: builtins.int
+    """their stored bytes"""
+    kept_bytes: builtins.int
+    """see TierStats"""
+    secured_bytes: builtins.int
+    """of the budget; the rest comes in the background"""
+    def __init__(
+        self,
+        *,
+        budget_bytes: builtins.int = ...,
+        entries: builtins.int = ...,
+        freed_bytes: builtins.int = ...,
+        kept_bytes: builtins.int = ...,
+        secured_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "entries", b"entries", "freed_bytes", b"freed_bytes", "kept_bytes", b"kept_bytes", "secured_bytes", b"secured_bytes"]) -> None: ...
+
+Global___ResizeResponse: typing_extensions.TypeAlias = ResizeResponse

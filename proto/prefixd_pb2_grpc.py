@@ -648,6 +648,11 @@ class AdminStub(object):
                 request_serializer=prefixd__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=prefixd__pb2.VerifyResponse.FromString,
                 _registered_method=True)
+        self.Resize = channel.unary_unary(
+                '/prefixd.v1.Admin/Resize',
+                request_serializer=prefixd__pb2.ResizeRequest.SerializeToString,
+                response_deserializer=prefixd__pb2.ResizeResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -774,6 +779,16 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Resize(self, request, context):
+        """Gives a tier another budget until the next start. Where it is smaller, the next victims leave
+        in steps, exactly those that are too many. All or nothing; it goes on when its caller hangs up.
+        Errors: INVALID_ARGUMENT (tier, size), RESOURCE_EXHAUSTED (claims or saves hold too much, a
+        resize is under way, the device is full).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -851,6 +866,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=prefixd__pb2.VerifyRequest.FromString,
                     response_serializer=prefixd__pb2.VerifyResponse.SerializeToString,
+            ),
+            'Resize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resize,
+                    request_deserializer=prefixd__pb2.ResizeRequest.FromString,
+                    response_serializer=prefixd__pb2.ResizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1260,6 +1280,33 @@ class Admin(object):
             '/prefixd.v1.Admin/Verify',
             prefixd__pb2.VerifyRequest.SerializeToString,
             prefixd__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.Admin/Resize',
+            prefixd__pb2.ResizeRequest.SerializeToString,
+            prefixd__pb2.ResizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

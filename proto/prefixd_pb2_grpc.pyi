@@ -787,7 +787,23 @@ _AdminVerifyType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminPreviewType, _AdminEvictType, _AdminCurveType, _AdminDropType, _AdminKickType, _AdminConfigureType, _AdminGcType, _AdminCheckType, _AdminVerifyType]):
+_AdminResizeType = typing_extensions.TypeVar(
+    '_AdminResizeType',
+    grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.ResizeRequest,
+        prefixd_pb2.ResizeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.ResizeRequest,
+        prefixd_pb2.ResizeResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.ResizeRequest,
+        prefixd_pb2.ResizeResponse,
+    ],
+)
+
+class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminPreviewType, _AdminEvictType, _AdminCurveType, _AdminDropType, _AdminKickType, _AdminConfigureType, _AdminGcType, _AdminCheckType, _AdminVerifyType, _AdminResizeType]):
     """---- operators"""
 
     @typing.overload
@@ -852,6 +868,10 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
             prefixd_pb2.VerifyRequest,
             prefixd_pb2.VerifyResponse,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            prefixd_pb2.ResizeRequest,
+            prefixd_pb2.ResizeResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -915,6 +935,10 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
         grpc.aio.UnaryStreamMultiCallable[
             prefixd_pb2.VerifyRequest,
             prefixd_pb2.VerifyResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            prefixd_pb2.ResizeRequest,
+            prefixd_pb2.ResizeResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -988,6 +1012,13 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
     hangs up ends it. Errors: INVALID_ARGUMENT (tier).
     """
 
+    Resize: _AdminResizeType
+    """Gives a tier another budget until the next start. Where it is smaller, the next victims leave
+    in steps, exactly those that are too many. All or nothing; it goes on when its caller hangs up.
+    Errors: INVALID_ARGUMENT (tier, size), RESOURCE_EXHAUSTED (claims or saves hold too much, a
+    resize is under way, the device is full).
+    """
+
 AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.StatsRequest,
@@ -1048,6 +1079,10 @@ AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryStreamMultiCallable[
         prefixd_pb2.VerifyRequest,
         prefixd_pb2.VerifyResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.ResizeRequest,
+        prefixd_pb2.ResizeResponse,
     ],
 ]
 
@@ -1197,6 +1232,18 @@ class AdminServicer(metaclass=abc.ABCMeta):
         """Reads every entry of these tiers back and compares its checksums, telling several times a second
         how far it is. An entry whose bytes are wrong is dropped, one that can't be read stays. Whoever
         hangs up ends it. Errors: INVALID_ARGUMENT (tier).
+        """
+
+    @abc.abstractmethod
+    def Resize(
+        self,
+        request: prefixd_pb2.ResizeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixd_pb2.ResizeResponse, collections.abc.Awaitable[prefixd_pb2.ResizeResponse]]:
+        """Gives a tier another budget until the next start. Where it is smaller, the next victims leave
+        in steps, exactly those that are too many. All or nothing; it goes on when its caller hangs up.
+        Errors: INVALID_ARGUMENT (tier, size), RESOURCE_EXHAUSTED (claims or saves hold too much, a
+        resize is under way, the device is full).
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

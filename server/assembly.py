@@ -22,13 +22,23 @@ from .runtime.index import IndexWriter
 def make_store(plan: TierPlan, *, verify_at_start: bool, sync: bool) -> Store:
     """The store of one tier. Raises StoreError if the system can't give it what it needs."""
     if plan.tier is Tier.RAM:
-        return RamStore(plan.budget_bytes, plan.slab_bytes)
+        return RamStore(plan.budget_bytes, plan.slab_bytes, max_budget_bytes=plan.max_budget_bytes)
     assert plan.directory is not None
     if plan.tier is Tier.SHM:
         return ShmStore(
-            plan.directory, plan.budget_bytes, plan.slab_bytes, verify_payloads=verify_at_start
+            plan.directory,
+            plan.budget_bytes,
+            plan.slab_bytes,
+            verify_payloads=verify_at_start,
+            max_budget_bytes=plan.max_budget_bytes,
         )
-    return DiskStore(plan.directory, plan.budget_bytes, plan.slab_bytes, sync=sync)
+    return DiskStore(
+        plan.directory,
+        plan.budget_bytes,
+        plan.slab_bytes,
+        sync=sync,
+        max_budget_bytes=plan.max_budget_bytes,
+    )
 
 
 def make_index(plan: Plan, incarnation: bytes) -> IndexWriter:
@@ -37,9 +47,9 @@ def make_index(plan: Plan, incarnation: bytes) -> IndexWriter:
 
 
 def max_entries(plan: Plan) -> int:
-    """Entries that the tiers could hold together."""
+    """Entries that the tiers could hold together, as large as they may become."""
     return sum(
-        min(tier.max_entries or tier.budget_bytes, tier.budget_bytes // tier.slab_bytes)
+        min(tier.max_entries or tier.max_budget_bytes, tier.max_budget_bytes // tier.slab_bytes)
         for tier in plan.tiers.values()
     )
 

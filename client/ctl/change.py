@@ -1,4 +1,4 @@
-"""The operators' commands that change a running daemon: delete, kick, config."""
+"""The operators' commands that change a running daemon: delete, kick, tier, config."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...proto.vocabulary import Tier
 from .admin import CHANGE, find_key
 from .command import Ctl, ExitCode, command, print_json
-from .options import LONG_TIMEOUT_S
+from .options import LONG_TIMEOUT_S, TierName, parse_size
 
 if TYPE_CHECKING:
     from ...proto import prefixd_pb2 as pb
@@ -23,6 +24,9 @@ def register(app: typer.Typer) -> None:
     command(config, "diff")(diff)
     command(config, "reload")(reload)
     app.add_typer(config, name="config", rich_help_panel=CHANGE)
+    tier = typer.Typer(no_args_is_help=True, help="The tiers of the running daemon.")
+    command(tier, "resize")(resize)
+    app.add_typer(tier, name="tier", rich_help_panel=CHANGE)
 
 
 def delete(
@@ -55,6 +59,23 @@ def kick(
     with ctl.connect() as daemon:
         daemon.kick(session)
     ctl.show({"session": session}, lambda: f"session {session} was ended")
+
+
+def resize(
+    ctl: Ctl,
+    tier: Annotated[TierName, typer.Argument(help="Which tier.")],
+    budget: Annotated[int, typer.Argument(metavar="SIZE", parser=parse_size, help="12GiB.")],
+) -> None:
+    """Give a tier another budget until the next start.
+
+    The next victims leave where it is smaller, at once; what is claimed stays, or the resize is
+    refused. Write the size into the configuration, too: `config diff` shows what differs.
+    """
+    from . import messages, render
+
+    with ctl.connect(LONG_TIMEOUT_S) as daemon:
+        response = daemon.resize(Tier[tier.name], budget)
+    ctl.show(messages.as_dict(response), lambda: render.resized_view(tier.value, response))
 
 
 def show(ctl: Ctl) -> None:

@@ -156,6 +156,10 @@ class AdminConnection:
         """What became of each key: `pb.DeleteStatus`."""
         return list(self._operate(self._admin.Drop, pb.DropRequest(keys=keys)).results)
 
+    def resize(self, tier: Tier, budget_bytes: int) -> pb.ResizeResponse:
+        request = pb.ResizeRequest(tier=wire_tier(tier), budget_bytes=budget_bytes)
+        return self._operate(self._admin.Resize, request)
+
     def kick(self, session_id: int) -> None:
         """End a session. Raises UnknownSession."""
         self._operate(self._admin.Kick, pb.KickRequest(session_id=session_id))

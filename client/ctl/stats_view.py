@@ -68,6 +68,8 @@ def budget_table(stats: pb.StatsResponse) -> Table:
         budget = size(t.budget_bytes)
         if t.secured_bytes < t.budget_bytes:
             budget += f" ({size(t.secured_bytes)} secured)"
+        if t.kept_bytes:
+            budget += f" (+{size(t.kept_bytes)} kept)"
         if t.state not in ("", "serving"):
             budget += f" ({t.state})"
         table.add_row(

@@ -117,6 +117,7 @@ class Front:
             "Gc": Unary(admin.gc),
             "Check": Unary(admin.check),
             "Verify": Streaming(admin.verify),
+            "Resize": Unary(admin.resize),
         }
 
     def _server(self, services: Mapping[str, Mapping[str, Method]]) -> grpc.aio.Server:

@@ -207,6 +207,9 @@ class Ram(Section):
     budget_bytes: Budget = Field("auto", alias="budget")
     """What entries may take, everything included; 0: no such tier; `auto`: a quarter of the
     available memory."""
+    max_budget_bytes: Size = Field(0, alias="max_budget", ge=0)
+    """Up to where `prefixctl tier resize` may raise the budget without a restart; 0: not above what
+    it is at the start. Memory is taken as it grows, but for 104 bytes of index a slab."""
     policy: Policy = "lru"
     """The order in which entries are evicted."""
     max_entries: Count = 0
@@ -220,6 +223,8 @@ class Shm(Section):
     budget_bytes: Budget = Field("auto", alias="budget")
     """As for [ram]; `auto`: a quarter of all memory, at most half of /dev/shm; less where little
     of them is free."""
+    max_budget_bytes: Size = Field(0, alias="max_budget", ge=0)
+    """As for [ram]."""
     policy: Policy = "lru"
     """The order in which entries are evicted."""
     max_entries: Count = 0
@@ -235,6 +240,8 @@ class Shm(Section):
 class Disk(Section):
     budget_bytes: Budget = Field("auto", alias="budget")
     """As for [ram]; `auto`: a quarter of what the file system could hold, at most 64GiB."""
+    max_budget_bytes: Size = Field(0, alias="max_budget", ge=0)
+    """As for [ram]."""
     policy: Policy = "lru"
     """The order in which entries are evicted."""
     max_entries: Count = 1_000_000

@@ -15,13 +15,13 @@ from dataclasses import replace
 from itertools import islice
 from typing import Final, assert_never
 
-from ...proto.errors import LimitReached, UnknownSession, UnknownTier
+from ...proto.errors import LimitReached, UnknownSession
 from ...proto.vocabulary import Tier
 from ...tiers.eviction.sampled import SampledCurve, position_of_bytes
 from ...tiers.ledger import Ledger
 from ...tiers.store import Usage
-from . import adoption, read_rules, save_rules
-from .answers import Answer, EvictAnswer, Opened, Refused
+from . import adoption, read_rules, resizing, save_rules
+from .answers import Answer, Opened, Refused
 from .checking import ITEMS_A_STEP, Recount
 from .effects import Effect, RecordUsage, Reply
 from .events import (
@@ -44,8 +44,10 @@ from .events import (
     ReleaseAsked,
     RequestDropped,
     ReserveAsked,
+    ResizeAsked,
     SessionLost,
     SessionOpened,
+    SlabsRestored,
     Tick,
     TierChanged,
     TierRecovered,
@@ -152,6 +154,7 @@ class MetaState:
                 | CancelAsked()
                 | WriteBegan()
                 | EvictAsked()
+                | ResizeAsked()
             ):
                 self._answer(transition, event)
                 self._begin_wait(transition, event)
@@ -184,6 +187,8 @@ class MetaState:
                     transition.drop_damaged(entry)
             case ArenaGrown():
                 t.ledgers[event.tier].grow(event.secured_bytes)
+            case SlabsRestored():
+                t.ledgers[event.tier].restore(event.location)
             case TierChanged():
                 t.closed.pop(event.tier, None)
                 if event.state is not TierState.SERVING:
@@ -242,7 +247,9 @@ class MetaState:
             case WriteBegan():
                 return save_rules.began(transition, question)
             case EvictAsked():
-                return self._evict(transition, question)
+                return resizing.evict(transition, question)
+            case ResizeAsked():
+                return resizing.resize(transition, question)
             case _:
                 assert_never(question)
 
@@ -437,18 +444,3 @@ class MetaState:
             transition.tables.set_timer(reservation.expires_ns, Timer.RESERVATION, number)
         else:
             save_rules.lose(transition, reservation, "its time to live ran out", tell=True)
-
-    # ---- operators and starts
-
-    def _evict(self, transition: Transition, asked: EvictAsked) -> EvictAnswer:
-        ledger = transition.tables.ledgers.get(asked.tier)
-        if ledger is None:
-            raise Refusal(UnknownTier(f"this daemon has no {asked.tier.label} tier"))
-        entries = freed_bytes = 0
-        while freed_bytes < asked.free_bytes and entries < asked.max_entries:
-            victim = ledger.next_victim()
-            if victim is None:
-                return EvictAnswer(entries, freed_bytes, more=False)
-            entries += 1
-            freed_bytes += transition.evict(victim, EvictionCause.OPERATOR).stored_bytes
-        return EvictAnswer(entries, freed_bytes, more=True)

@@ -249,6 +249,8 @@ class EvictionCause(Enum):
     """A save needed its room."""
     OPERATOR = "operator"
     """An operator asked for room."""
+    RESIZE = "resize"
+    """An operator made the tier smaller."""
 
 
 @dataclass(slots=True)

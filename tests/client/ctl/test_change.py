@@ -58,3 +58,23 @@ def test_the_configuration_of_a_running_daemon(daemon: PrivateDaemon) -> None:
     assert run(daemon, "config", "diff") == "nothing differs\n"
     assert run(daemon, "config", "reload") == "nothing differs\n"
     assert json.loads(run(daemon, "config", "diff", "--json")) == {"changed": []}
+
+
+def test_a_tier_is_resized_until_the_next_start(daemon: PrivateDaemon) -> None:
+    try:
+        said = run(daemon, "tier", "resize", "ram", "4MiB")
+        assert said.startswith("ram has 4MiB now\n")
+        assert "4MiB stay with the daemon until it is started again" in said
+        assert "until the next start" in said
+        (tier, *_) = json.loads(run(daemon, "stats", "--json"))["tiers"]
+        assert (tier["budget_bytes"], tier["kept_bytes"]) == (4 * 2**20, 4 * 2**20)
+        (changed,) = json.loads(run(daemon, "config", "diff", "--json"))["changed"]
+        assert (changed["option"], changed["running"], changed["configured"]) == (
+            "ram.budget", "4MiB", "8MiB",
+        )  # fmt: skip
+        assert not changed["live"]
+        run(daemon, "tier", "resize", "ram", "16MiB", code=ExitCode.BAD_INPUT)
+        run(daemon, "tier", "resize", "ram", "lots", code=ExitCode.BAD_INPUT)
+    finally:
+        run(daemon, "tier", "resize", "ram", "8MiB")
+    assert run(daemon, "config", "diff") == "nothing differs\n"
