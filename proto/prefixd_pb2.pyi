@@ -3022,3 +3022,183 @@ class ResizeResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "entries", b"entries", "freed_bytes", b"freed_bytes", "kept_bytes", b"kept_bytes", "secured_bytes", b"secured_bytes"]) -> None: ...
 
 Global___ResizeResponse: typing_extensions.TypeAlias = ResizeResponse
+
+@typing.final
+class DrainRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WITHIN_MS_FIELD_NUMBER: builtins.int
+    STOP_FIELD_NUMBER: builtins.int
+    RESUME_FIELD_NUMBER: builtins.int
+    within_ms: builtins.int
+    stop: builtins.bool
+    """end when drained, or when the time is over"""
+    resume: builtins.bool
+    """serve again"""
+    def __init__(
+        self,
+        *,
+        within_ms: builtins.int = ...,
+        stop: builtins.bool = ...,
+        resume: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["resume", b"resume", "stop", b"stop", "within_ms", b"within_ms"]) -> None: ...
+
+Global___DrainRequest: typing_extensions.TypeAlias = DrainRequest
+
+@typing.final
+class DrainResponse(google.protobuf.message.Message):
+    """What is left."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DRAINED_FIELD_NUMBER: builtins.int
+    CLAIMS_FIELD_NUMBER: builtins.int
+    RESERVATIONS_FIELD_NUMBER: builtins.int
+    CALLS_FIELD_NUMBER: builtins.int
+    SESSIONS_FIELD_NUMBER: builtins.int
+    drained: builtins.bool
+    claims: builtins.int
+    reservations: builtins.int
+    calls: builtins.int
+    """reads and saves that move bytes"""
+    sessions: builtins.int
+    """that are open; they stay, and hold nothing when drained"""
+    def __init__(
+        self,
+        *,
+        drained: builtins.bool = ...,
+        claims: builtins.int = ...,
+        reservations: builtins.int = ...,
+        calls: builtins.int = ...,
+        sessions: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["calls", b"calls", "claims", b"claims", "drained", b"drained", "reservations", b"reservations", "sessions", b"sessions"]) -> None: ...
+
+Global___DrainResponse: typing_extensions.TypeAlias = DrainResponse
+
+@typing.final
+class SetLogLevelRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: builtins.int
+    level: builtins.str
+    """debug, info, warning, error"""
+    def __init__(
+        self,
+        *,
+        level: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["level", b"level"]) -> None: ...
+
+Global___SetLogLevelRequest: typing_extensions.TypeAlias = SetLogLevelRequest
+
+@typing.final
+class SetLogLevelResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BEFORE_FIELD_NUMBER: builtins.int
+    before: builtins.str
+    def __init__(
+        self,
+        *,
+        before: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["before", b"before"]) -> None: ...
+
+Global___SetLogLevelResponse: typing_extensions.TypeAlias = SetLogLevelResponse
+
+@typing.final
+class WhyRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    key: builtins.bytes
+    """the beginning of a key: 2 bytes or more"""
+    def __init__(
+        self,
+        *,
+        key: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key"]) -> None: ...
+
+Global___WhyRequest: typing_extensions.TypeAlias = WhyRequest
+
+@typing.final
+class KeyEvent(google.protobuf.message.Message):
+    """Something that happened to an entry."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    WHAT_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
+    AT_UNIX_NS_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    CAUSE_FIELD_NUMBER: builtins.int
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
+    LABEL_FIELD_NUMBER: builtins.int
+    key: builtins.bytes
+    """the first 16 bytes of it"""
+    what: builtins.str
+    """saved, evicted, deleted, damaged, replaced"""
+    tier: Global___Tier.ValueType
+    at_unix_ns: builtins.int
+    reason: Global___SaveReason.ValueType
+    """for which it was saved"""
+    cause: builtins.str
+    """of an eviction: save, operator, resize"""
+    session_id: builtins.int
+    """who saved or deleted it, or for whose save it was evicted; 0: nobody"""
+    owner: builtins.str
+    """of that session, as long as it is known"""
+    label: builtins.str
+    def __init__(
+        self,
+        *,
+        key: builtins.bytes = ...,
+        what: builtins.str = ...,
+        tier: Global___Tier.ValueType = ...,
+        at_unix_ns: builtins.int = ...,
+        reason: Global___SaveReason.ValueType = ...,
+        cause: builtins.str = ...,
+        session_id: builtins.int = ...,
+        owner: builtins.str = ...,
+        label: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_unix_ns", b"at_unix_ns", "cause", b"cause", "key", b"key", "label", b"label", "owner", b"owner", "reason", b"reason", "session_id", b"session_id", "tier", b"tier", "what", b"what"]) -> None: ...
+
+Global___KeyEvent: typing_extensions.TypeAlias = KeyEvent
+
+@typing.final
+class WhyResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: builtins.int
+    PRESENT_FIELD_NUMBER: builtins.int
+    REMEMBERED_EVENTS_FIELD_NUMBER: builtins.int
+    REMEMBERED_SINCE_UNIX_NS_FIELD_NUMBER: builtins.int
+    remembered_events: builtins.int
+    """of all keys"""
+    remembered_since_unix_ns: builtins.int
+    """when the oldest of them happened; 0: there is none"""
+    @property
+    def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KeyEvent]:
+        """the oldest first; the last 1,000"""
+
+    @property
+    def present(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EntryDetail]:
+        """entries that are there and begin so; the first 100"""
+
+    def __init__(
+        self,
+        *,
+        events: collections.abc.Iterable[Global___KeyEvent] | None = ...,
+        present: collections.abc.Iterable[Global___EntryDetail] | None = ...,
+        remembered_events: builtins.int = ...,
+        remembered_since_unix_ns: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["events", b"events", "present", b"present", "remembered_events", b"remembered_events", "remembered_since_unix_ns", b"remembered_since_unix_ns"]) -> None: ...
+
+Global___WhyResponse: typing_extensions.TypeAlias = WhyResponse

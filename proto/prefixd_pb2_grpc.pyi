@@ -803,7 +803,55 @@ _AdminResizeType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminPreviewType, _AdminEvictType, _AdminCurveType, _AdminDropType, _AdminKickType, _AdminConfigureType, _AdminGcType, _AdminCheckType, _AdminVerifyType, _AdminResizeType]):
+_AdminDrainType = typing_extensions.TypeVar(
+    '_AdminDrainType',
+    grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.DrainRequest,
+        prefixd_pb2.DrainResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.DrainRequest,
+        prefixd_pb2.DrainResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.DrainRequest,
+        prefixd_pb2.DrainResponse,
+    ],
+)
+
+_AdminSetLogLevelType = typing_extensions.TypeVar(
+    '_AdminSetLogLevelType',
+    grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.SetLogLevelRequest,
+        prefixd_pb2.SetLogLevelResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.SetLogLevelRequest,
+        prefixd_pb2.SetLogLevelResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.SetLogLevelRequest,
+        prefixd_pb2.SetLogLevelResponse,
+    ],
+)
+
+_AdminWhyType = typing_extensions.TypeVar(
+    '_AdminWhyType',
+    grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.WhyRequest,
+        prefixd_pb2.WhyResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.WhyRequest,
+        prefixd_pb2.WhyResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.WhyRequest,
+        prefixd_pb2.WhyResponse,
+    ],
+)
+
+class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminPreviewType, _AdminEvictType, _AdminCurveType, _AdminDropType, _AdminKickType, _AdminConfigureType, _AdminGcType, _AdminCheckType, _AdminVerifyType, _AdminResizeType, _AdminDrainType, _AdminSetLogLevelType, _AdminWhyType]):
     """---- operators"""
 
     @typing.overload
@@ -872,6 +920,18 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
             prefixd_pb2.ResizeRequest,
             prefixd_pb2.ResizeResponse,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            prefixd_pb2.DrainRequest,
+            prefixd_pb2.DrainResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            prefixd_pb2.SetLogLevelRequest,
+            prefixd_pb2.SetLogLevelResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            prefixd_pb2.WhyRequest,
+            prefixd_pb2.WhyResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -939,6 +999,18 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
         grpc.aio.UnaryUnaryMultiCallable[
             prefixd_pb2.ResizeRequest,
             prefixd_pb2.ResizeResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            prefixd_pb2.DrainRequest,
+            prefixd_pb2.DrainResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            prefixd_pb2.SetLogLevelRequest,
+            prefixd_pb2.SetLogLevelResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            prefixd_pb2.WhyRequest,
+            prefixd_pb2.WhyResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -1015,8 +1087,23 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
     Resize: _AdminResizeType
     """Gives a tier another budget until the next start. Where it is smaller, the next victims leave
     in steps, exactly those that are too many. All or nothing; it goes on when its caller hangs up.
-    Errors: INVALID_ARGUMENT (tier, size), RESOURCE_EXHAUSTED (claims or saves hold too much, a
-    resize is under way, the device is full).
+    Where claims or saves hold too much, another resize is under way or the device is full, it is
+    refused as limit_reached or device_full. Errors: INVALID_ARGUMENT (tier, size).
+    """
+
+    Drain: _AdminDrainType
+    """Begins to drain, and answers when nothing is held or under way any more, or at the bound: no new
+    sessions, claims or saves; what is held stays, and may be read, written and given back. Drained
+    it stays until it is told to resume, or ends if it is told to stop.
+    Errors: INVALID_ARGUMENT (time).
+    """
+
+    SetLogLevel: _AdminSetLogLevelType
+    """What the log says, until the next start or reload. Errors: INVALID_ARGUMENT (level)."""
+
+    Why: _AdminWhyType
+    """What the daemon remembers of the keys that begin so: saved, evicted, deleted, when and by whom.
+    Errors: INVALID_ARGUMENT (key).
     """
 
 AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
@@ -1083,6 +1170,18 @@ AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.ResizeRequest,
         prefixd_pb2.ResizeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.DrainRequest,
+        prefixd_pb2.DrainResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.SetLogLevelRequest,
+        prefixd_pb2.SetLogLevelResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.WhyRequest,
+        prefixd_pb2.WhyResponse,
     ],
 ]
 
@@ -1242,8 +1341,38 @@ class AdminServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[prefixd_pb2.ResizeResponse, collections.abc.Awaitable[prefixd_pb2.ResizeResponse]]:
         """Gives a tier another budget until the next start. Where it is smaller, the next victims leave
         in steps, exactly those that are too many. All or nothing; it goes on when its caller hangs up.
-        Errors: INVALID_ARGUMENT (tier, size), RESOURCE_EXHAUSTED (claims or saves hold too much, a
-        resize is under way, the device is full).
+        Where claims or saves hold too much, another resize is under way or the device is full, it is
+        refused as limit_reached or device_full. Errors: INVALID_ARGUMENT (tier, size).
+        """
+
+    @abc.abstractmethod
+    def Drain(
+        self,
+        request: prefixd_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixd_pb2.DrainResponse, collections.abc.Awaitable[prefixd_pb2.DrainResponse]]:
+        """Begins to drain, and answers when nothing is held or under way any more, or at the bound: no new
+        sessions, claims or saves; what is held stays, and may be read, written and given back. Drained
+        it stays until it is told to resume, or ends if it is told to stop.
+        Errors: INVALID_ARGUMENT (time).
+        """
+
+    @abc.abstractmethod
+    def SetLogLevel(
+        self,
+        request: prefixd_pb2.SetLogLevelRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixd_pb2.SetLogLevelResponse, collections.abc.Awaitable[prefixd_pb2.SetLogLevelResponse]]:
+        """What the log says, until the next start or reload. Errors: INVALID_ARGUMENT (level)."""
+
+    @abc.abstractmethod
+    def Why(
+        self,
+        request: prefixd_pb2.WhyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixd_pb2.WhyResponse, collections.abc.Awaitable[prefixd_pb2.WhyResponse]]:
+        """What the daemon remembers of the keys that begin so: saved, evicted, deleted, when and by whom.
+        Errors: INVALID_ARGUMENT (key).
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

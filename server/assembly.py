@@ -72,7 +72,11 @@ def make_ledger(plan: TierPlan, store: Store) -> Ledger:
 
 def make_state(plan: Plan, stores: Mapping[Tier, Store], now_ns: int) -> MetaState:
     return MetaState(
-        replace(plan.config.sessions.state_config(), curve_keys=plan.config.server.curve_keys),
+        replace(
+            plan.config.sessions.state_config(),
+            curve_keys=plan.config.server.curve_keys,
+            journal_bytes=plan.config.server.journal_bytes,
+        ),
         {t: make_ledger(tier, stores[t]) for t, tier in plan.tiers.items()},
         {tier: store.stored_bytes for tier, store in stores.items()},
         frozenset(tier for tier, store in stores.items() if store.recorded),

@@ -156,6 +156,19 @@ class AdminConnection:
         """What became of each key: `pb.DeleteStatus`."""
         return list(self._operate(self._admin.Drop, pb.DropRequest(keys=keys)).results)
 
+    def drain(self, within_s: float, *, stop: bool, resume: bool) -> pb.DrainResponse:
+        within_ms = round(within_s * 1000)
+        request = pb.DrainRequest(within_ms=within_ms, stop=stop, resume=resume)
+        return self._operate(self._admin.Drain, request)
+
+    def set_log_level(self, level: str) -> str:
+        """The level before."""
+        request = pb.SetLogLevelRequest(level=level)
+        return self._operate(self._admin.SetLogLevel, request).before
+
+    def why(self, beginning: bytes) -> pb.WhyResponse:
+        return self._operate(self._admin.Why, pb.WhyRequest(key=beginning))
+
     def resize(self, tier: Tier, budget_bytes: int) -> pb.ResizeResponse:
         request = pb.ResizeRequest(tier=wire_tier(tier), budget_bytes=budget_bytes)
         return self._operate(self._admin.Resize, request)

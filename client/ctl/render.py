@@ -344,6 +344,18 @@ def resized_view(tier: str, response: pb.ResizeResponse) -> RenderableType:
     return Group(*lines)
 
 
+def drained_view(response: pb.DrainResponse, *, stop: bool) -> RenderableType:
+    """Whether something is still held."""
+    ends = "the daemon ends" if stop else "it stays so until `drain --resume`"
+    if response.drained:
+        return Text.assemble(("drained", "green"), f": nothing is held any more; {ends}")
+    held = (
+        f"{response.claims:,} claims, {response.reservations:,} saves under way and "
+        f"{response.calls:,} calls that move bytes are left"
+    )
+    return Text.assemble(("not drained yet", "bold yellow"), f": {held}; {ends}")
+
+
 def gc_table(response: pb.GcResponse) -> Table:
     table = make_table("reaped", "count", right=("count",))
     for name, count in as_dict(response).items():

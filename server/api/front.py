@@ -118,6 +118,9 @@ class Front:
             "Check": Unary(admin.check),
             "Verify": Streaming(admin.verify),
             "Resize": Unary(admin.resize),
+            "Drain": Unary(admin.drain),
+            "SetLogLevel": Unary(admin.set_log_level),
+            "Why": Unary(admin.why),
         }
 
     def _server(self, services: Mapping[str, Mapping[str, Method]]) -> grpc.aio.Server:

@@ -5,16 +5,20 @@ Every one of these leaves a line in the log that says who did it.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Final
 
 import structlog
 
+from ...proto import limits
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import InvalidSize, UnknownSession
+from ...proto.errors import InvalidSize, MalformedMessage, UnknownSession
 from ...proto.vocabulary import Tier
 from ..core.answers import DeleteAnswer, EvictAnswer
 from ..core.events import DeleteAsked, EvictAsked
+from ..runtime.gate import stopping
 from ..runtime.loop import Core
 from ..runtime.resizing import Resizing
 from ..runtime.slices import Slices
@@ -24,6 +28,11 @@ from .lists import Lists
 
 #: Entries that one event evicts, about a millisecond.
 _EVICTED_AT_ONCE: Final = 128
+#: How often a drain looks whether something is held yet.
+_LOOK_S: Final = 0.02
+#: the part of health that says so
+_DRAIN: Final = "drain"
+_LEVELS: Final = ("debug", "info", "warning", "error")
 #: Keys of a delete that the log names.
 _LOGGED_KEYS: Final = 8
 
@@ -48,6 +57,8 @@ class Operations(Lists):
         self.configurer: Callable[[bool], Awaitable[pb.ConfigureResponse]] | None = None
         #: told of an option that runs with another value from now on; set by the daemon
         self.overridden: Callable[[str, object], None] = lambda _option, _value: None
+        #: ends the daemon in order; set by the daemon
+        self.stopper: Callable[[], None] = lambda: None
 
     async def evict(self, request: pb.EvictRequest, caller: Caller) -> pb.EvictResponse:
         core = self._core
@@ -145,3 +156,55 @@ class Operations(Lists):
             kept_bytes=kept_bytes,
             secured_bytes=resized.budget_bytes - (store.size_bytes - store.secured_bytes),
         )
+
+    # ---- the daemon itself
+
+    async def drain(self, request: pb.DrainRequest, caller: Caller) -> pb.DrainResponse:
+        core = self._core
+        if request.resume and (request.stop or request.within_ms):
+            raise MalformedMessage("resume goes with nothing else")
+        within_s = (
+            messages.milliseconds("within_ms", request.within_ms, 0, limits.MAX_LEASE_MS) / 1e9
+        )
+        if core.gate.stopping:
+            raise stopping()
+        audit(caller, "resume" if request.resume else "drain", stop=request.stop)
+        core.gate.drained = not request.resume
+        if request.resume:
+            core.health.conditions.pop(_DRAIN, None)
+            return self._drained()
+        core.health.conditions[_DRAIN] = "an operator drained it: no new sessions, claims or saves"
+        deadline_s = asyncio.get_running_loop().time() + within_s
+        while not self._drained().drained and asyncio.get_running_loop().time() < deadline_s:
+            await asyncio.sleep(_LOOK_S)
+            if not core.gate.drained:
+                break  # told to resume meanwhile
+        response = self._drained()
+        log.info("drained", done=response.drained, claims=response.claims)
+        if request.stop and core.gate.drained:
+            self.stopper()
+        return response
+
+    def _drained(self) -> pb.DrainResponse:
+        t = self._core.state.tables
+        left = (len(t.claims), len(t.reservations), self._core.calls_working)
+        claims, reservations, calls = left
+        return pb.DrainResponse(
+            drained=self._core.gate.drained and not any(left),
+            claims=claims,
+            reservations=reservations,
+            calls=calls,
+            sessions=len(t.sessions),
+        )
+
+    async def set_log_level(
+        self, request: pb.SetLogLevelRequest, caller: Caller
+    ) -> pb.SetLogLevelResponse:
+        if request.level not in _LEVELS:
+            raise MalformedMessage(f"a log level is one of {', '.join(_LEVELS)}")
+        root = logging.getLogger()
+        before = logging.getLevelName(root.level).lower()
+        audit(caller, "log_level", before=before, level=request.level)
+        root.setLevel(request.level.upper())
+        self.overridden("log.level", request.level)
+        return pb.SetLogLevelResponse(before=before)

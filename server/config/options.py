@@ -190,6 +190,9 @@ class Server(Section):
     off, and how long a call waits for memory that others have."""
     curve_keys: int = Field(8192, ge=0, le=10**7)
     """Keys that each tier samples for `prefixctl curve --live`, about 400 bytes each; 0: none."""
+    journal_bytes: Size = Field(4 * 2**20, alias="journal", ge=0, le=2**28)
+    """Memory for what happened to entries, 44 bytes each, which `prefixctl why` asks; 0: nothing is
+    remembered."""
     scrub_bytes_per_second: Size = Field(8 * 2**20, alias="scrub_rate", ge=0)
     """Bytes a second that are read back from the shm and the disk tier each, to find damage before
     a client does; an entry counts 16KiB beside its payload. 0: nothing is."""

@@ -68,6 +68,7 @@ class SessionOpened:
     request: int
     owner: str
     now_ns: int
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from ...proto.vocabulary import Tier
 from ...tiers.ledger import Ledger
 from .answers import EvictAnswer, ResizeAnswer
 from .events import EvictAsked, ResizeAsked
-from .tables import EvictionCause
+from .journal import EvictionCause
 from .transition import Refusal, Transition
 
 

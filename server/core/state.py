@@ -58,10 +58,10 @@ from .events import (
     WriteStopped,
 )
 from .histogram import AGE_BOUNDS_NS, Histogram
+from .journal import EvictionCause, Journal
 from .save_rules import Footprint
 from .tables import (
     EndSession,
-    EvictionCause,
     FlushUsage,
     Reserve,
     Session,
@@ -94,6 +94,7 @@ class MetaState:
         stamp_ns: int,
     ) -> None:
         self.tables = Tables(config, dict(ledgers), stamp_ns)
+        self.tables.journal = Journal(config.journal_bytes)
         self.tables.tier_counters = {tier: TierCounters() for tier in ledgers}
         self.tables.eviction_ages = {
             (tier, cause): Histogram(AGE_BOUNDS_NS) for tier in ledgers for cause in EvictionCause
@@ -360,6 +361,7 @@ class MetaState:
         session = Session(t.next_session, asked.owner, served_ns, served_ns)
         t.next_session += 1
         t.sessions[session.session] = session
+        t.journal.know(session.session, asked.owner, asked.label)
         t.counters.sessions_opened += 1
         transition.arm(t.config.session_lost_after_ns, Timer.SESSION, session.session)
         return Opened(session.session)

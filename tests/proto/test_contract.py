@@ -60,6 +60,8 @@ COUNTS = {
     "damaged_entries",
     "unreadable_entries",
     "passes",
+    "calls",
+    "remembered_events",
 }
 NAMES = {
     "session_id",

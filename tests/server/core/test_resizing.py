@@ -11,7 +11,7 @@ from prefixd.proto.errors import LimitReached
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.core import answers as an
 from prefixd.server.core import events as ev
-from prefixd.server.core.tables import EvictionCause
+from prefixd.server.core.journal import EvictionCause
 from prefixd.tiers.eviction import POLICIES, make_policy
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.ledger import Ledger
