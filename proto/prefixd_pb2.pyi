@@ -490,6 +490,22 @@ class Usage(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class AbsentBecauseEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     LOOKUPS_FIELD_NUMBER: builtins.int
     HITS_FIELD_NUMBER: builtins.int
     MISSES_FIELD_NUMBER: builtins.int
@@ -497,6 +513,8 @@ class Usage(google.protobuf.message.Message):
     RESTORED_TOKENS_FIELD_NUMBER: builtins.int
     FAILURES_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
+    ABSENT_FIELD_NUMBER: builtins.int
+    ABSENT_BECAUSE_FIELD_NUMBER: builtins.int
     lookups: builtins.int
     hits: builtins.int
     """look-ups that found something"""
@@ -514,6 +532,16 @@ class Usage(google.protobuf.message.Message):
 
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierUsage]: ...
+    @property
+    def absent(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AbsentMiss]:
+        """Of some of the misses that are `absent`, the keys that were looked for: at most 64, of 8 keys."""
+
+    @property
+    def absent_because(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """In Stats only: what the daemon's journal said of them: evicted, deleted, damaged, replaced, or
+        never_saved; not_remembered where the journal does not reach back to the start.
+        """
+
     def __init__(
         self,
         *,
@@ -524,10 +552,28 @@ class Usage(google.protobuf.message.Message):
         restored_tokens: builtins.int = ...,
         failures: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         tiers: collections.abc.Iterable[Global___TierUsage] | None = ...,
+        absent: collections.abc.Iterable[Global___AbsentMiss] | None = ...,
+        absent_because: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["failures", b"failures", "hits", b"hits", "lookup_tokens", b"lookup_tokens", "lookups", b"lookups", "misses", b"misses", "restored_tokens", b"restored_tokens", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["absent", b"absent", "absent_because", b"absent_because", "failures", b"failures", "hits", b"hits", "lookup_tokens", b"lookup_tokens", "lookups", b"lookups", "misses", b"misses", "restored_tokens", b"restored_tokens", "tiers", b"tiers"]) -> None: ...
 
 Global___Usage: typing_extensions.TypeAlias = Usage
+
+@typing.final
+class AbsentMiss(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: builtins.int
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys"]) -> None: ...
+
+Global___AbsentMiss: typing_extensions.TypeAlias = AbsentMiss
 
 @typing.final
 class TierUsage(google.protobuf.message.Message):

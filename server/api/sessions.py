@@ -295,7 +295,9 @@ class SessionStream:
         match request.WhichOneof("kind"):
             case "heartbeat":
                 if request.heartbeat.HasField("usage"):
-                    self._usage.add(check_usage(request.heartbeat.usage))
+                    usage = check_usage(request.heartbeat.usage)
+                    self._usage.add(usage)
+                    self._usage.judge(usage.absent, core.state.tables.journal)
                 core.post(HeartbeatCame(session, now_ns))
                 ack = pb.HeartbeatAck(sequence=request.heartbeat.sequence)
                 _put(self._events, pb.SessionEvent(heartbeat_ack=ack))

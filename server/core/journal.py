@@ -157,23 +157,30 @@ class Journal:
         places.sort(key=lambda place: (place - oldest) % len(self._ring))
         return [self._record(place)[0] for place in places]
 
-    def last(self, key: bytes) -> Happening | None:
-        """The last that happened to a key, if that is known. Takes no longer the more there is."""
+    def fate(self, key: bytes) -> Happening | None:
+        """How a key left the last time; SAVED: it came, and never left; None: nothing is known.
+        Takes no longer the more there is."""
         if not self.written:
             return None
         link = self._last[hash(key) & self._mask]
+        fate: Happening | None = None
         for _ in range(_MOST_LOOKS):
-            if not link:
-                return None
             # Numbers are kept modulo 2**32: how far it is back says which is meant.
             back = (self.written - (link - 1)) & _MASK_32
-            if not 0 < back <= len(self):
-                return None
+            if not link or not 0 < back <= len(self):
+                break
             place = (self.written - back) % self.most * RECORD_BYTES
             record, link = self._record(place)
             if record.key == key[:KEY_BYTES]:
-                return record.what
-        return None
+                fate = record.what
+                if fate is not Happening.SAVED:
+                    break
+        return fate
+
+    @property
+    def reaches_back(self) -> bool:
+        """Is everything remembered that happened since the start?"""
+        return self.most > 0 and self.written <= self.most
 
     def since_ns(self) -> int:
         """When the oldest that is remembered happened; 0: nothing is."""

@@ -13,7 +13,7 @@ from prefixd.client.ctl.command import ExitCode
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto.keys import Key
-from tests.support.daemon import private_daemon
+from tests.support.daemon import eventually, private_daemon
 
 KEY = Key(b"\xab" * 32)
 OTHER = Key(b"\xab" * 31 + b"\xac")
@@ -50,3 +50,17 @@ def test_why(daemon: PrivateDaemon) -> None:
     assert "nothing is remembered of it" in run(daemon, "why", "abac0"), "half a byte counts"
     for wrong in ("ab", "xyz123", "ab" * 33):
         run(daemon, "why", wrong, code=ExitCode.BAD_INPUT)
+
+
+def test_misses_are_told_apart(daemon: PrivateDaemon) -> None:
+    with Client(daemon.address, label="misser") as client:
+        client.save_many([SaveItem(OTHER, b"bytes", 5)], tier=Tier.SHM)
+        run(daemon, "evict", "--bytes", "4KiB", "--tier", "shm")
+        for missing in (OTHER, OTHER, Key(b"\x01" * 32)):
+            with client.claim([missing]) as hit:
+                assert not hit
+    with daemon.admin() as admin:
+        usage = eventually(lambda: admin.stats().usage.get("misser"))
+    assert dict(usage.absent_because) == {"evicted": 2, "never_saved": 1}
+    said = run(daemon, "stats")
+    assert "evicted 66.7 %, never saved 33.3 % (of 3 whose keys are known)" in said
