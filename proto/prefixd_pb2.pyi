@@ -2141,6 +2141,7 @@ class StatsResponse(google.protobuf.message.Message):
     IN_FLIGHT_FIELD_NUMBER: builtins.int
     USAGE_FIELD_NUMBER: builtins.int
     OLDEST_CLAIM_MS_FIELD_NUMBER: builtins.int
+    STAGES_FIELD_NUMBER: builtins.int
     daemon_version: builtins.str
     incarnation: builtins.bytes
     uptime_ms: builtins.int
@@ -2171,6 +2172,10 @@ class StatsResponse(google.protobuf.message.Message):
     def usage(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, Global___Usage]:
         """what clients told since the start, by their label"""
 
+    @property
+    def stages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StageTimes]:
+        """what clients wait for, and what may keep them waiting"""
+
     def __init__(
         self,
         *,
@@ -2189,10 +2194,41 @@ class StatsResponse(google.protobuf.message.Message):
         in_flight: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         usage: collections.abc.Mapping[builtins.str, Global___Usage] | None = ...,
         oldest_claim_ms: builtins.int = ...,
+        stages: collections.abc.Iterable[Global___StageTimes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["claims", b"claims", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "in_flight", b"in_flight", "incarnation", b"incarnation", "notices", b"notices", "oldest_claim_ms", b"oldest_claim_ms", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "usage", b"usage", "waiters", b"waiters"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claims", b"claims", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "in_flight", b"in_flight", "incarnation", b"incarnation", "notices", b"notices", "oldest_claim_ms", b"oldest_claim_ms", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "stages", b"stages", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "usage", b"usage", "waiters", b"waiters"]) -> None: ...
 
 Global___StatsResponse: typing_extensions.TypeAlias = StatsResponse
+
+@typing.final
+class StageTimes(google.protobuf.message.Message):
+    """How long something took since the start, each time."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: builtins.int
+    BOUNDS_NS_FIELD_NUMBER: builtins.int
+    TIMES_FIELD_NUMBER: builtins.int
+    stage: builtins.str
+    """claim, save, commit (of a tier), loop: what the event loop was late"""
+    @property
+    def bounds_ns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """what each bucket holds at most, ascending; one more is above them"""
+
+    @property
+    def times(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """in each bucket"""
+
+    def __init__(
+        self,
+        *,
+        stage: builtins.str = ...,
+        bounds_ns: collections.abc.Iterable[builtins.int] | None = ...,
+        times: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bounds_ns", b"bounds_ns", "stage", b"stage", "times", b"times"]) -> None: ...
+
+Global___StageTimes: typing_extensions.TypeAlias = StageTimes
 
 @typing.final
 class EntryDetail(google.protobuf.message.Message):

@@ -169,6 +169,11 @@ class AdminConnection:
     def why(self, beginning: bytes) -> pb.WhyResponse:
         return self._operate(self._admin.Why, pb.WhyRequest(key=beginning))
 
+    def oldest_claims(self, count: int) -> list[pb.ClaimDetail]:
+        """The claims that are held the longest, the oldest first."""
+        request = pb.ListClaimsRequest(page_claims=count)
+        return list(self._operate(self._admin.ListClaims, request).claims)
+
     def resize(self, tier: Tier, budget_bytes: int) -> pb.ResizeResponse:
         request = pb.ResizeRequest(tier=wire_tier(tier), budget_bytes=budget_bytes)
         return self._operate(self._admin.Resize, request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from itertools import islice
 from typing import Final
@@ -23,6 +23,9 @@ from ...tiers.ledger import Admission, Ledger
 from ..core.checking import MAX_PROBLEMS
 from ..core.entries import EntryTable
 from ..core.events import Tick
+from ..core.histogram import Histogram
+from ..runtime.lag import BUCKETS_US
+from ..runtime.latencies import Latencies
 from ..runtime.loop import Core
 from ..runtime.recounting import recount
 from ..runtime.recovery import collect_garbage
@@ -51,11 +54,13 @@ class AdminService(Operations):
         in_flight: Callable[[], Mapping[str, int]],
         scrubs: Mapping[Tier, Scrub],
         usage: UsageBook,
+        latencies: Latencies | None = None,
     ) -> None:
         """`in_flight`: what calls take of the daemon's memory, by name. `scrubs`: how the tiers
         are doing that are read back in the background. `usage`: what clients count."""
         super().__init__(core)
         self._usage = usage
+        self.latencies: Final = latencies
         self._scrubs = scrubs
         self._config = config
         self._in_flight = in_flight
@@ -81,9 +86,22 @@ class AdminService(Operations):
             in_flight=self._in_flight(),
             notices=core.notices(),
             usage={label: sums.message() for label, sums in self._usage.items()},
+            stages=self._stages(),
             oldest_claim_ms=t.oldest_claim_ns(core.clock.now_ns()) // 1_000_000,
             health="; ".join(f"{name}: {why}" for name, why in unhealthy.items()) or "serving",
         )
+
+    def _stages(self) -> Iterator[pb.StageTimes]:
+        core = self._core
+        if self.latencies is not None:
+            for name in ("claim", "save"):
+                taken: Histogram = getattr(self.latencies, name)
+                yield pb.StageTimes(stage=name, bounds_ns=taken.bounds, times=taken.counts)
+        for tier, taken in core.orders.latencies().items():
+            stage = f"commit {tier.label}"
+            yield pb.StageTimes(stage=stage, bounds_ns=taken.bounds, times=taken.counts)
+        bounds_ns = [1_000 * bound_us for bound_us in BUCKETS_US]
+        yield pb.StageTimes(stage="loop", bounds_ns=bounds_ns, times=core.lag.counts)
 
     def _tier_stats(self, ledger: Ledger) -> pb.TierStats:
         counters = self._core.state.tables.tier_counters[ledger.tier]

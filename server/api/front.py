@@ -55,7 +55,12 @@ class Front:
         #: does not work before it is started
         self.scrubber: Final = Scrubber(core, config.scrub_bytes_per_second)
         self.admin: Final = AdminService(
-            core, config, self.in_flight, self.scrubber.scrubs, self.sessions.usage
+            core,
+            config,
+            self.in_flight,
+            self.scrubber.scrubs,
+            self.sessions.usage,
+            self.sessions.latencies,
         )
         self.health: Final = health.aio.HealthServicer()
         #: gRPC for workers and, apart from them, for operators; neither listens yet

@@ -61,6 +61,7 @@ COUNTS = {
     "unreadable_entries",
     "passes",
     "calls",
+    "times",
     "remembered_events",
 }
 NAMES = {
