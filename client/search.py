@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 
 from ..proto.errors import InvalidSize, InvalidTokens
 from ..proto.keys import Key, Namespace, check_key, iter_block_keys, prefix_keys
-from ..proto.limits import KEY_BYTES, MAX_BATCH_KEYS
+from ..proto.limits import KEY_BYTES, MAX_BATCH_KEYS, MAX_TOLD_KEYS
 from .benefit import MinBenefit
 from .counters import Counters
 from .failures import Failures
@@ -342,7 +342,7 @@ class Searcher:
             max(tokens, default=0) if mode is ClaimMode.FIRST else sum(tokens)
         )
         wait_ms = min(self._shared_wait_ms, prefill_ms or self._shared_wait_ms)
-        if not self._transport.fetch(some, mode, wait_ms, deadline):
+        if not self._transport.pull(some, mode, wait_ms, deadline):
             return False
         more = _Search()
         search(more, some)
@@ -404,7 +404,9 @@ class Searcher:
         """Counted: one hit or one miss."""
         entries = found.entries
         if not entries:
-            return self._miss(found.gap, lookup_tokens)
+            # A run that lacks its first block is none, whatever else there is.
+            told = keys[:1] if mode is ClaimMode.RUN else keys[:MAX_TOLD_KEYS]
+            return self._miss(found.gap, lookup_tokens, told)
         counts = _counts(entries, found.positions, token_counts)
         worth = len(entries)
         if mode is not ClaimMode.ANY:
@@ -425,8 +427,8 @@ class Searcher:
         self._counters.hit(hit.entries, hit.token_counts, lookup_tokens)
         return hit
 
-    def _miss(self, reason: MissReason, lookup_tokens: int) -> Hit:
-        self._counters.miss(reason, lookup_tokens)
+    def _miss(self, reason: MissReason, lookup_tokens: int, keys: Sequence[Key] = ()) -> Hit:
+        self._counters.miss(reason, lookup_tokens, keys)
         return Hit(self._reader, miss=reason)
 
 

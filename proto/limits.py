@@ -33,6 +33,10 @@ MAX_LABEL_CHARS: Final = 64
 #: One number of one such report: sums of them stay exact in the metrics for long.
 MAX_REPORTED: Final = 2**48
 
+#: Misses of which a report names keys, and how many keys of each.
+MAX_TOLD_MISSES: Final = 64
+MAX_TOLD_KEYS: Final = 8
+
 # ---- time
 
 DEFAULT_HEARTBEAT_INTERVAL_MS: Final = 2_000

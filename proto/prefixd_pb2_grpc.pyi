@@ -195,19 +195,19 @@ _CacheDeleteType = typing_extensions.TypeVar(
     ],
 )
 
-_CacheFetchType = typing_extensions.TypeVar(
-    '_CacheFetchType',
+_CachePullType = typing_extensions.TypeVar(
+    '_CachePullType',
     grpc.UnaryUnaryMultiCallable[
-        prefixd_pb2.FetchRequest,
-        prefixd_pb2.FetchResponse,
+        prefixd_pb2.PullRequest,
+        prefixd_pb2.PullResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
-        prefixd_pb2.FetchRequest,
-        prefixd_pb2.FetchResponse,
+        prefixd_pb2.PullRequest,
+        prefixd_pb2.PullResponse,
     ],
     default=grpc.UnaryUnaryMultiCallable[
-        prefixd_pb2.FetchRequest,
-        prefixd_pb2.FetchResponse,
+        prefixd_pb2.PullRequest,
+        prefixd_pb2.PullResponse,
     ],
 )
 
@@ -227,7 +227,7 @@ _CacheReadType = typing_extensions.TypeVar(
     ],
 )
 
-class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimType, _CacheReleaseType, _CacheReserveType, _CacheWriteType, _CacheSaveType, _CacheSaveWholeType, _CacheCancelType, _CacheDeleteType, _CacheFetchType, _CacheReadType]):
+class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimType, _CacheReleaseType, _CacheReserveType, _CacheWriteType, _CacheSaveType, _CacheSaveWholeType, _CacheCancelType, _CacheDeleteType, _CachePullType, _CacheReadType]):
     @typing.overload
     def __init__(self: CacheStub[
         grpc.StreamStreamMultiCallable[
@@ -271,8 +271,8 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
             prefixd_pb2.DeleteResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
-            prefixd_pb2.FetchRequest,
-            prefixd_pb2.FetchResponse,
+            prefixd_pb2.PullRequest,
+            prefixd_pb2.PullResponse,
         ],
         grpc.UnaryStreamMultiCallable[
             prefixd_pb2.ReadRequest,
@@ -323,8 +323,8 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
             prefixd_pb2.DeleteResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
-            prefixd_pb2.FetchRequest,
-            prefixd_pb2.FetchResponse,
+            prefixd_pb2.PullRequest,
+            prefixd_pb2.PullResponse,
         ],
         grpc.aio.UnaryStreamMultiCallable[
             prefixd_pb2.ReadRequest,
@@ -391,7 +391,7 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
     Errors: INVALID_ARGUMENT (batch, key), FAILED_PRECONDITION (session).
     """
 
-    Fetch: _CacheFetchType
+    Pull: _CachePullType
     """Brings entries that other nodes have shared and this one has not, as a save of the daemon's own:
     for CLAIM_MODE_RUN those from the first key on up to the first that nobody has, for
     CLAIM_MODE_FIRST the first that there is before one that is here already. Answers when they are
@@ -449,8 +449,8 @@ CacheAsyncStub: typing_extensions.TypeAlias = CacheStub[
         prefixd_pb2.DeleteResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
-        prefixd_pb2.FetchRequest,
-        prefixd_pb2.FetchResponse,
+        prefixd_pb2.PullRequest,
+        prefixd_pb2.PullResponse,
     ],
     grpc.aio.UnaryStreamMultiCallable[
         prefixd_pb2.ReadRequest,
@@ -569,11 +569,11 @@ class CacheServicer(metaclass=abc.ABCMeta):
         """
 
     @abc.abstractmethod
-    def Fetch(
+    def Pull(
         self,
-        request: prefixd_pb2.FetchRequest,
+        request: prefixd_pb2.PullRequest,
         context: _ServicerContext,
-    ) -> typing.Union[prefixd_pb2.FetchResponse, collections.abc.Awaitable[prefixd_pb2.FetchResponse]]:
+    ) -> typing.Union[prefixd_pb2.PullResponse, collections.abc.Awaitable[prefixd_pb2.PullResponse]]:
         """Brings entries that other nodes have shared and this one has not, as a save of the daemon's own:
         for CLAIM_MODE_RUN those from the first key on up to the first that nobody has, for
         CLAIM_MODE_FIRST the first that there is before one that is here already. Answers when they are
@@ -836,7 +836,71 @@ _AdminVerifyType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminPreviewType, _AdminEvictType, _AdminCurveType, _AdminDropType, _AdminKickType, _AdminConfigureType, _AdminGcType, _AdminCheckType, _AdminVerifyType]):
+_AdminResizeType = typing_extensions.TypeVar(
+    '_AdminResizeType',
+    grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.ResizeRequest,
+        prefixd_pb2.ResizeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.ResizeRequest,
+        prefixd_pb2.ResizeResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.ResizeRequest,
+        prefixd_pb2.ResizeResponse,
+    ],
+)
+
+_AdminDrainType = typing_extensions.TypeVar(
+    '_AdminDrainType',
+    grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.DrainRequest,
+        prefixd_pb2.DrainResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.DrainRequest,
+        prefixd_pb2.DrainResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.DrainRequest,
+        prefixd_pb2.DrainResponse,
+    ],
+)
+
+_AdminSetLogLevelType = typing_extensions.TypeVar(
+    '_AdminSetLogLevelType',
+    grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.SetLogLevelRequest,
+        prefixd_pb2.SetLogLevelResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.SetLogLevelRequest,
+        prefixd_pb2.SetLogLevelResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.SetLogLevelRequest,
+        prefixd_pb2.SetLogLevelResponse,
+    ],
+)
+
+_AdminWhyType = typing_extensions.TypeVar(
+    '_AdminWhyType',
+    grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.WhyRequest,
+        prefixd_pb2.WhyResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.WhyRequest,
+        prefixd_pb2.WhyResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.WhyRequest,
+        prefixd_pb2.WhyResponse,
+    ],
+)
+
+class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminPreviewType, _AdminEvictType, _AdminCurveType, _AdminDropType, _AdminKickType, _AdminConfigureType, _AdminGcType, _AdminCheckType, _AdminVerifyType, _AdminResizeType, _AdminDrainType, _AdminSetLogLevelType, _AdminWhyType]):
     """---- operators"""
 
     @typing.overload
@@ -901,6 +965,22 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
             prefixd_pb2.VerifyRequest,
             prefixd_pb2.VerifyResponse,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            prefixd_pb2.ResizeRequest,
+            prefixd_pb2.ResizeResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            prefixd_pb2.DrainRequest,
+            prefixd_pb2.DrainResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            prefixd_pb2.SetLogLevelRequest,
+            prefixd_pb2.SetLogLevelResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            prefixd_pb2.WhyRequest,
+            prefixd_pb2.WhyResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -964,6 +1044,22 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
         grpc.aio.UnaryStreamMultiCallable[
             prefixd_pb2.VerifyRequest,
             prefixd_pb2.VerifyResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            prefixd_pb2.ResizeRequest,
+            prefixd_pb2.ResizeResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            prefixd_pb2.DrainRequest,
+            prefixd_pb2.DrainResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            prefixd_pb2.SetLogLevelRequest,
+            prefixd_pb2.SetLogLevelResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            prefixd_pb2.WhyRequest,
+            prefixd_pb2.WhyResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -1037,6 +1133,28 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
     hangs up ends it. Errors: INVALID_ARGUMENT (tier).
     """
 
+    Resize: _AdminResizeType
+    """Gives a tier another budget until the next start. Where it is smaller, the next victims leave
+    in steps, exactly those that are too many. All or nothing; it goes on when its caller hangs up.
+    Where claims or saves hold too much, another resize is under way or the device is full, it is
+    refused as limit_reached or device_full. Errors: INVALID_ARGUMENT (tier, size).
+    """
+
+    Drain: _AdminDrainType
+    """Begins to drain, and answers when nothing is held or under way any more, or at the bound: no new
+    sessions, claims or saves; what is held stays, and may be read, written and given back. Drained
+    it stays until it is told to resume, or ends if it is told to stop.
+    Errors: INVALID_ARGUMENT (time).
+    """
+
+    SetLogLevel: _AdminSetLogLevelType
+    """What the log says, until the next start or reload. Errors: INVALID_ARGUMENT (level)."""
+
+    Why: _AdminWhyType
+    """What the daemon remembers of the keys that begin so: saved, evicted, deleted, when and by whom.
+    Errors: INVALID_ARGUMENT (key).
+    """
+
 AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.StatsRequest,
@@ -1097,6 +1215,22 @@ AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryStreamMultiCallable[
         prefixd_pb2.VerifyRequest,
         prefixd_pb2.VerifyResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.ResizeRequest,
+        prefixd_pb2.ResizeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.DrainRequest,
+        prefixd_pb2.DrainResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.SetLogLevelRequest,
+        prefixd_pb2.SetLogLevelResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.WhyRequest,
+        prefixd_pb2.WhyResponse,
     ],
 ]
 
@@ -1246,6 +1380,48 @@ class AdminServicer(metaclass=abc.ABCMeta):
         """Reads every entry of these tiers back and compares its checksums, telling several times a second
         how far it is. An entry whose bytes are wrong is dropped, one that can't be read stays. Whoever
         hangs up ends it. Errors: INVALID_ARGUMENT (tier).
+        """
+
+    @abc.abstractmethod
+    def Resize(
+        self,
+        request: prefixd_pb2.ResizeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixd_pb2.ResizeResponse, collections.abc.Awaitable[prefixd_pb2.ResizeResponse]]:
+        """Gives a tier another budget until the next start. Where it is smaller, the next victims leave
+        in steps, exactly those that are too many. All or nothing; it goes on when its caller hangs up.
+        Where claims or saves hold too much, another resize is under way or the device is full, it is
+        refused as limit_reached or device_full. Errors: INVALID_ARGUMENT (tier, size).
+        """
+
+    @abc.abstractmethod
+    def Drain(
+        self,
+        request: prefixd_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixd_pb2.DrainResponse, collections.abc.Awaitable[prefixd_pb2.DrainResponse]]:
+        """Begins to drain, and answers when nothing is held or under way any more, or at the bound: no new
+        sessions, claims or saves; what is held stays, and may be read, written and given back. Drained
+        it stays until it is told to resume, or ends if it is told to stop.
+        Errors: INVALID_ARGUMENT (time).
+        """
+
+    @abc.abstractmethod
+    def SetLogLevel(
+        self,
+        request: prefixd_pb2.SetLogLevelRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixd_pb2.SetLogLevelResponse, collections.abc.Awaitable[prefixd_pb2.SetLogLevelResponse]]:
+        """What the log says, until the next start or reload. Errors: INVALID_ARGUMENT (level)."""
+
+    @abc.abstractmethod
+    def Why(
+        self,
+        request: prefixd_pb2.WhyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixd_pb2.WhyResponse, collections.abc.Awaitable[prefixd_pb2.WhyResponse]]:
+        """What the daemon remembers of the keys that begin so: saved, evicted, deleted, when and by whom.
+        Errors: INVALID_ARGUMENT (key).
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

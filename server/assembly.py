@@ -28,13 +28,23 @@ from .sharing.sharing import Sharing
 def make_store(plan: TierPlan, *, verify_at_start: bool, sync: bool) -> Store:
     """The store of one tier. Raises StoreError if the system can't give it what it needs."""
     if plan.tier is Tier.RAM:
-        return RamStore(plan.budget_bytes, plan.slab_bytes)
+        return RamStore(plan.budget_bytes, plan.slab_bytes, max_budget_bytes=plan.max_budget_bytes)
     assert plan.directory is not None
     if plan.tier is Tier.SHM:
         return ShmStore(
-            plan.directory, plan.budget_bytes, plan.slab_bytes, verify_payloads=verify_at_start
+            plan.directory,
+            plan.budget_bytes,
+            plan.slab_bytes,
+            verify_payloads=verify_at_start,
+            max_budget_bytes=plan.max_budget_bytes,
         )
-    return DiskStore(plan.directory, plan.budget_bytes, plan.slab_bytes, sync=sync)
+    return DiskStore(
+        plan.directory,
+        plan.budget_bytes,
+        plan.slab_bytes,
+        sync=sync,
+        max_budget_bytes=plan.max_budget_bytes,
+    )
 
 
 def make_index(plan: Plan, incarnation: bytes) -> IndexWriter:
@@ -43,9 +53,9 @@ def make_index(plan: Plan, incarnation: bytes) -> IndexWriter:
 
 
 def max_entries(plan: Plan) -> int:
-    """Entries that the tiers could hold together."""
+    """Entries that the tiers could hold together, as large as they may become."""
     return sum(
-        min(tier.max_entries or tier.budget_bytes, tier.budget_bytes // tier.slab_bytes)
+        min(tier.max_entries or tier.max_budget_bytes, tier.max_budget_bytes // tier.slab_bytes)
         for tier in plan.tiers.values()
     )
 
@@ -72,6 +82,7 @@ def make_state(plan: Plan, stores: Mapping[Tier, Store], now_ns: int) -> MetaSta
             plan.config.sessions.state_config(),
             curve_keys=plan.config.server.curve_keys,
             ram_use=bool(plan.config.shared.engine),
+            journal_bytes=plan.config.server.journal_bytes,
         ),
         {t: make_ledger(tier, stores[t]) for t, tier in plan.tiers.items()},
         {tier: store.stored_bytes for tier, store in stores.items()},

@@ -125,6 +125,8 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
             log.info("metrics", address=metrics_at)
         reloader = Reloader(config, load, core, front.scrubber)
         front.admin.configurer = reloader.configure
+        front.admin.overridden = reloader.override
+        front.admin.stopper = stop.begin
         stop.when_reloaded(lambda: core.supervisor.task("reload", reloader.reload()))
         front.scrubber.start()
         stack.push_async_callback(front.scrubber.close)

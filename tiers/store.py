@@ -187,6 +187,25 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def arena_bytes_of(self, budget_bytes: int) -> int:
+        """What of another budget is for the arena: whole slabs, its header included. Raises
+        ValueError, with the sentence, for a budget that the tier can't have before a restart."""
+
+    @abstractmethod
+    def wants(self, arena_bytes: int) -> None:
+        """The arena is to have so many bytes, which `secure_segments` gets from now on. What was
+        secured already stays."""
+
+    @abstractmethod
+    def give_back(self, location: Location) -> bool:
+        """Let the device have the room of slabs that no entry has any more, and erase the records
+        that named them before. False: it stays until a restart. Raises StoreError."""
+
+    @abstractmethod
+    def take_back(self, location: Location) -> None:
+        """The opposite, before an entry may have them again. Raises StoreFull, StoreError."""
+
+    @abstractmethod
     def set_incarnation(self, incarnation: bytes) -> None:
         """This start of the daemon begins to write to the arena: 16 random bytes that readers
         find in its header. Has to come before the first `writer`. Raises StoreError."""

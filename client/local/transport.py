@@ -192,8 +192,8 @@ class LocalTransport:
     def shares(self) -> bool:
         return self._remote.shares
 
-    def fetch(self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, deadline: Deadline) -> int:
-        return self._remote.fetch(keys, mode, wait_ms, deadline)
+    def pull(self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, deadline: Deadline) -> int:
+        return self._remote.pull(keys, mode, wait_ms, deadline)
 
     def delete(self, keys: Sequence[Key], deadline: Deadline) -> list[DeleteStatus]:
         return self._remote.delete(keys, deadline)

@@ -301,15 +301,15 @@ class RemoteTransport:
         link = self._keeper.current
         return link is not None and link.welcome.shares
 
-    def fetch(self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, deadline: Deadline) -> int:
-        request = pb.FetchRequest(keys=keys, mode=pb.ClaimMode.ValueType(mode), wait_ms=wait_ms)
+    def pull(self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, deadline: Deadline) -> int:
+        request = pb.PullRequest(keys=keys, mode=pb.ClaimMode.ValueType(mode), wait_ms=wait_ms)
 
-        def ask(link: Link, timeout_s: float) -> pb.FetchResponse:
+        def ask(link: Link, timeout_s: float) -> pb.PullResponse:
             request.session.CopyFrom(link.ref)
-            return link.connection.stub.Fetch(request, timeout=timeout_s)
+            return link.connection.stub.Pull(request, timeout=timeout_s)
 
-        _, response = self._call("Fetch", deadline, ask)
-        return response.fetched
+        _, response = self._call("Pull", deadline, ask)
+        return response.pulled
 
     def touch(self, keys: Sequence[Key]) -> None:
         link = self._keeper.current

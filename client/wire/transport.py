@@ -210,9 +210,9 @@ class Transport(Protocol):
 
     @property
     def shares(self) -> bool:
-        """Does the daemon share entries with other nodes, so that `fetch` may bring some?"""
+        """Does the daemon share entries with other nodes, so that `pull` may bring some?"""
 
-    def fetch(self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, deadline: Deadline) -> int:
+    def pull(self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, deadline: Deadline) -> int:
         """Bring what other nodes have of the keys, a run of them or the first; how many came. At
         most `max_batch_keys`."""
 

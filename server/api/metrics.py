@@ -409,6 +409,15 @@ def collect_usage(usage: UsageBook) -> Iterator[Metric]:
             for reason, count in getattr(sums, name).items():
                 by_reason.add_metric([label, reason], count)
         yield by_reason
+    absent = CounterMetricFamily(
+        "prefixd_client_absent_named",
+        "Absent misses whose keys clients named, by what the journal says of these.",
+        labels=["namespace", "because"],
+    )
+    for label, sums in labels:
+        for because, count in sums.absent_because.items():
+            absent.add_metric([label, because], count)
+    yield absent
     for name, about in (
         ("hit_entries", "Entries that searches found."),
         ("hit_tokens", "Tokens of the entries that searches found."),

@@ -187,17 +187,17 @@ class CacheService:
             response.results.extend(r.value for r in answer.results)  # type: ignore[misc]
         return response
 
-    async def fetch(self, request: pb.FetchRequest, caller: Caller) -> pb.FetchResponse:
+    async def pull(self, request: pb.PullRequest, caller: Caller) -> pb.PullResponse:
         self.session_of(request.session, caller)
         keys = messages.keys_of("keys", request.keys)
         if request.mode not in (pb.CLAIM_MODE_RUN, pb.CLAIM_MODE_FIRST):
-            raise MalformedMessage(f"a fetch of mode {request.mode} does not exist")
+            raise MalformedMessage(f"a pull of mode {request.mode} does not exist")
         if self.fetcher is None:
-            return pb.FetchResponse()
+            return pb.PullResponse()
         mode = _CLAIM_MODES[request.mode]
         wait_ms = min(request.wait_ms or limits.DEFAULT_SHARED_WAIT_MS, limits.MAX_WAIT_MS)
         fetched = await self.fetcher(keys, mode, monotonic() + wait_ms / 1e3)
-        return pb.FetchResponse(fetched=fetched)
+        return pb.PullResponse(pulled=fetched)
 
     async def read(
         self, request: pb.ReadRequest, caller: Caller

@@ -209,6 +209,9 @@ class Server(Section):
     off, and how long a call waits for memory that others have."""
     curve_keys: int = Field(8192, ge=0, le=10**7)
     """Keys that each tier samples for `prefixctl curve --live`, about 400 bytes each; 0: none."""
+    journal_bytes: Size = Field(4 * 2**20, alias="journal", ge=0, le=2**28)
+    """Memory for what happened to entries, 44 bytes each, which `prefixctl why` asks; 0: nothing is
+    remembered."""
     scrub_bytes_per_second: Size = Field(8 * 2**20, alias="scrub_rate", ge=0)
     """Bytes a second that are read back from the shm and the disk tier each, to find damage before
     a client does; an entry counts 16KiB beside its payload. 0: nothing is."""
@@ -232,6 +235,9 @@ class Ram(Section):
     budget_bytes: Budget = Field("auto", alias="budget")
     """What entries may take, everything included; 0: no such tier; `auto`: a quarter of the
     available memory."""
+    max_budget_bytes: Size = Field(0, alias="max_budget", ge=0)
+    """Up to where `prefixctl tier resize` may raise the budget without a restart; 0: not above what
+    it is at the start. Memory is taken as it grows, but for 104 bytes of index a slab."""
     policy: Policy = "lru"
     """The order in which entries are evicted."""
     max_entries: Count = 0
@@ -245,6 +251,8 @@ class Shm(Section):
     budget_bytes: Budget = Field("auto", alias="budget")
     """As for [ram]; `auto`: a quarter of all memory, at most half of /dev/shm; less where little
     of them is free."""
+    max_budget_bytes: Size = Field(0, alias="max_budget", ge=0)
+    """As for [ram]."""
     policy: Policy = "lru"
     """The order in which entries are evicted."""
     max_entries: Count = 0
@@ -260,6 +268,8 @@ class Shm(Section):
 class Disk(Section):
     budget_bytes: Budget = Field("auto", alias="budget")
     """As for [ram]; `auto`: a quarter of what the file system could hold, at most 64GiB."""
+    max_budget_bytes: Size = Field(0, alias="max_budget", ge=0)
+    """As for [ram]."""
     policy: Policy = "lru"
     """The order in which entries are evicted."""
     max_entries: Count = 1_000_000

@@ -13,6 +13,7 @@ from . import save_rules
 from .effects import Erase, IndexPut
 from .entries import Entry
 from .events import TierRecovered
+from .journal import Happening
 from .save_rules import Footprint
 from .transition import Transition
 
@@ -77,7 +78,7 @@ def _gives_way(transition: Transition, record: EntryRecord, tier: Tier) -> bool:
     if there is not None:
         if there.tier >= tier:
             return False
-        transition.drop(there)
+        transition.drop(there, Happening.REPLACED)
     flight = t.in_flight.get(record.key)
     why = f"the same entry was found in the {tier.label} tier"
     return flight is None or (

@@ -31,6 +31,7 @@ from .events import (
     ReserveAsked,
     TierState,
 )
+from .journal import Happening
 from .tables import Claim, Session, Timer, WaitMode
 from .transition import Refusal, Transition
 
@@ -238,6 +239,7 @@ def delete(transition: Transition, asked: DeleteAsked) -> DeleteAnswer:
         else:
             t.ledgers[entry.tier].remove(entry)
             transition.forget(key)
+            t.happened(Happening.DELETED, entry, transition.now_ns, asked.session or 0)
             t.counters.deletes += 1
             results.append(DeleteOutcome.DELETED)
     return DeleteAnswer(tuple(results))

@@ -9,7 +9,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum, StrEnum, auto
+from enum import Enum, IntEnum, auto
 from typing import Protocol, TypeAlias, assert_never
 
 from ...proto import limits
@@ -21,6 +21,7 @@ from .answers import Reserved
 from .entries import Entry, EntryTable
 from .events import ClaimAsked, LookupAsked, ReserveAsked, TierState
 from .histogram import Histogram
+from .journal import EvictionCause, Happening, Journal
 
 
 @dataclass(slots=True, eq=False)
@@ -245,15 +246,6 @@ class Timer(IntEnum):
     WAITING = 3
 
 
-class EvictionCause(StrEnum):
-    """For what an entry was evicted. Of strings, whose hash takes no call in Python."""
-
-    SAVE = "save"
-    """A save needed its room."""
-    OPERATOR = "operator"
-    """An operator asked for room."""
-
-
 @dataclass(slots=True)
 class TierCounters:
     """What happened in a tier since the start."""
@@ -331,6 +323,8 @@ class StateConfig:
     curve_keys: int = 0
     #: hand over the use of what is in RAM as well, which no store records
     ram_use: bool = False
+    #: what `journal.Journal` may take
+    journal_bytes: int = 0
 
 
 class Watcher(Protocol):
@@ -408,6 +402,8 @@ class Tables:
     next_token: int = 1
     counters: Counters = field(default_factory=Counters)
     tier_counters: dict[Tier, TierCounters] = field(default_factory=dict)
+    #: what happened to entries
+    journal: Journal = field(default_factory=lambda: Journal(0))
     #: for how long evicted entries had not been used, in nanoseconds
     eviction_ages: dict[tuple[Tier, EvictionCause], Histogram] = field(default_factory=dict)
 
@@ -419,8 +415,13 @@ class Tables:
             return 0
         return 0 if oldest is None else max(0, self.served_ns(now_ns) - oldest.taken_ns)
 
-    def evicted(self, entry: Entry, cause: EvictionCause, now_ns: int) -> None:
-        """Count an eviction."""
+    def happened(self, what: Happening, entry: Entry, now_ns: int, session: int = 0) -> None:
+        """Let the journal remember it."""
+        self.journal.note(what, entry.key, entry.tier, entry.reason, now_ns, session)
+
+    def evicted(self, entry: Entry, cause: EvictionCause, now_ns: int, session: int = 0) -> None:
+        """Count an eviction. `session`: for whose save."""
+        self.happened(cause.happening, entry, now_ns, session)
         counters = self.tier_counters[entry.tier]
         counters.evictions += 1
         counters.evicted_bytes += entry.stored_bytes

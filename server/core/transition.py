@@ -16,10 +16,10 @@ from ...tiers.store import EntryRef
 from .effects import Effect, Erase, IndexDelete, TellClaimLost
 from .entries import Entry
 from .events import ClaimAsked, LookupAsked, ReserveAsked
+from .journal import EvictionCause, Happening
 from .tables import (
     Access,
     Claim,
-    EvictionCause,
     Reservation,
     Session,
     Tables,
@@ -240,10 +240,10 @@ class Transition:
         for recount in tables.recounts:
             recount.entered(entry)
 
-    def evict(self, victim: Key, cause: EvictionCause) -> Entry:
-        """An entry that `Ledger.next_victim` chose leaves."""
+    def evict(self, victim: Key, cause: EvictionCause, session: int = 0) -> Entry:
+        """An entry that `Ledger.next_victim` chose leaves. `session`: for whose save."""
         entry = self.forget(victim)
-        self.tables.evicted(entry, cause, self.now_ns)
+        self.tables.evicted(entry, cause, self.now_ns, session)
         return entry
 
     def forget(self, victim: Key) -> Entry:
@@ -260,11 +260,12 @@ class Transition:
         Claims on it stay until they are released, which tells that they are lost: a read of it
         fails from now on. Its room is free when the last of them ended.
         """
-        self.drop(entry)
+        self.drop(entry, Happening.DAMAGED)
         self.tables.tier_counters[entry.tier].corrupt += 1
 
-    def drop(self, entry: Entry) -> None:
-        """The same of an entry that nothing is wrong with."""
+    def drop(self, entry: Entry, why: Happening) -> None:
+        """The same, also of an entry that nothing is wrong with."""
+        self.tables.happened(why, entry, self.now_ns)
         ledger = self.tables.ledgers[entry.tier]
         ledger.remove(entry)
         self._leave(entry)

@@ -23,7 +23,7 @@ from typing import Final, TypeVar, assert_never
 
 import structlog
 
-from ...proto.errors import Draining, PrefixdError, UnknownSession
+from ...proto.errors import PrefixdError, UnknownSession
 from ...proto.vocabulary import Tier
 from ...tiers.store import Store, StoreFull
 from ..core.answers import Answer, ClaimAnswer, Refused, ReserveAnswer, WriteOrder
@@ -64,6 +64,7 @@ from .clock import Clock
 from .collector import Freezer
 from .committer import CommitResult
 from .devices import Devices
+from .gate import Gate, stopping
 from .health import Health
 from .index import IndexWriter
 from .lag import LoopLag
@@ -88,9 +89,6 @@ CLOSED_WITHIN_S: Final = 3.0
 
 #: Saves that one `Committed` tells of at most.
 _COMMITTED_AT_ONCE: Final = 512
-
-#: What is still asked of a daemon that stops: whatever ends what was begun.
-_ENDINGS: Final = (ReleaseAsked, CancelAsked, WriteBegan)
 
 
 class Core:
@@ -117,9 +115,7 @@ class Core:
         self.devices = Devices(self.stores, executor, clock, self.health, self.post)
         self.verifications = Verifications(self.stores, self.devices, self.health, self.damaged)
         self.supervisor = Supervisor(self.health, self.give_up)
-        self.draining = False
-        #: an event failed, and the state is being recounted: nothing is taken on meanwhile
-        self.recounting = False
+        self.gate = Gate()
         #: set when the daemon has to stop, and why
         self.broken = asyncio.Event()
         self.broken_why = ""
@@ -172,10 +168,10 @@ class Core:
         return _answer_of(self._ask(question).result(), expect)
 
     def _ask(self, question: Question) -> asyncio.Future[Answer]:
-        if self._closed or (self.draining and not isinstance(question, _ENDINGS)):
-            raise _stopping()
-        if self.recounting:
-            raise Draining("the daemon checks its state after a failure; try again soon")
+        if self._closed:
+            raise stopping()
+        if not self.gate.open:
+            self.gate.check(question)
         reply: asyncio.Future[Answer] = self._loop.create_future()
         self._replies[question.request] = reply
         self.post(question)
@@ -238,14 +234,14 @@ class Core:
         request = getattr(event, "request", None)
         if request in self._replies:
             self._replies.pop(request).set_result(Refused(PrefixdError(what)))
-        if not self.recounting:
-            self.recounting = True
+        if not self.gate.recounting:
+            self.gate.recounting = True
             work = self._recount_after_failure()
             self._recount = self.supervisor.task("recount", work, vital=True)
 
     async def _recount_after_failure(self) -> None:
         problems, _ = await recount(self.state)
-        self.recounting = False
+        self.gate.recounting = False
         if problems:
             log.critical("state_broken", problems=problems[:10])
             self._closed = True
@@ -255,7 +251,7 @@ class Core:
 
     def give_up(self, why: str) -> None:
         """The daemon can't go on, and stops."""
-        self.draining = True
+        self.gate.stopping = True
         self.broken_why = self.broken_why or why
         self.broken.set()
 
@@ -269,6 +265,11 @@ class Core:
             self._loop.call_soon_threadsafe(self.post, event)
         except RuntimeError:
             log.debug("event_after_close", kind=type(event).__name__)
+
+    @property
+    def calls_working(self) -> int:
+        """Calls that move bytes at this moment."""
+        return self._working
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -354,7 +355,7 @@ class Core:
             # A row that should be gone may stand.
             log.critical("index_failed", exc_info=problem)
             why = f"a change of it failed: {problem!r}"
-            self._reindexing.revoke(index, why, replace=not self.recounting)
+            self._reindexing.revoke(index, why, replace=not self.gate.recounting)
         else:
             self._reindexing.follow(effects)
 
@@ -459,7 +460,7 @@ class Core:
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more questions and let what moves bytes finish. False: some did not."""
-        self.draining = True
+        self.gate.stopping = True
         if self._idle.is_set():
             return True
         try:
@@ -472,7 +473,7 @@ class Core:
     async def close(self, within_s: float = CLOSED_WITHIN_S) -> bool:
         """Hand everything durable over and end the threads; no questions after this. False: some
         are stuck in I/O, and what they use must stay open until the process ends."""
-        self.draining = True
+        self.gate.stopping = True
         self._flusher.cancel()
         self.lag.close()
         self.devices.stop()
@@ -490,7 +491,7 @@ class Core:
             self._timer.cancel()
         for reply in self._replies.values():
             if not reply.done():
-                reply.set_result(Refused(_stopping()))
+                reply.set_result(Refused(stopping()))
         return ended
 
 
@@ -499,7 +500,3 @@ def _answer_of(answer: Answer, expect: type[A]) -> A:
         raise answer.error
     assert isinstance(answer, expect)
     return answer
-
-
-def _stopping() -> PrefixdError:
-    return Draining("the daemon is stopping; try again when it is back")

@@ -25,7 +25,7 @@ from .record import (
     parts_of,
 )
 from .redis_nodes import Address, Nodes
-from .resp import Refused, Request, Result, exchange
+from .resp import Piece, Refused, Request, Result, exchange
 from .store import Offer, Outcome, SharedEntry, SharedStore, Wanted
 
 #: Connections to each node: so many calls use one at the same time, others find it unavailable.
@@ -101,7 +101,7 @@ class RedisStore(SharedStore):
             for part, pieces in enumerate(rest, 1):
                 part_name = _part_name(name, part)
                 requests.append((part_name, Request(b"SET", part_name, pieces, *until)))
-            head = [encode_header(offer.entry), *first]
+            head: list[Piece] = [encode_header(offer.entry), *first]
             requests.append((name, Request(b"SET", name, head, *until)))
             spans.append(slice(begin, len(requests)))
         self._do(requests, deadline_s)

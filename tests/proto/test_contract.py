@@ -62,6 +62,9 @@ COUNTS = {
     "damaged_entries",
     "unreadable_entries",
     "passes",
+    "calls",
+    "times",
+    "remembered_events",
 }
 NAMES = {
     "session_id",

@@ -183,7 +183,7 @@ async def test_a_daemon_that_stops_says_so(tmp_path: Path) -> None:
         claimed = (await connection.ask(claim=claim_of(session, 1))).claim
         (token,) = await session.granted([item(key(2), DATA)])
         make_staging(daemon, session)
-        daemon.core.draining = True
+        daemon.core.gate.stopping = True
         header = session.header([item(key(3), DATA)])
         refused: dict[str, Any] = {
             "lookup": LOOKUP,
