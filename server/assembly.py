@@ -23,6 +23,7 @@ from .runtime.index import IndexWriter
 from .runtime.loop import Core
 from .sharing.common import SharingConfig, WritePolicy
 from .sharing.sharing import Sharing
+from .sharing.store import SharedStore
 
 
 def make_store(plan: TierPlan, *, verify_at_start: bool, sync: bool) -> Store:
@@ -108,8 +109,18 @@ async def begin_sharing(config: Shared, core: Core) -> Sharing:
     tier = Tier[config.tier.upper()]
     if tier not in core.stores:
         raise ConfigError(f"shared.tier is {config.tier}, which has no budget")
+    if config.payloads == "nodes" and not config.address:
+        raise ConfigError('shared.payloads is "nodes": shared.address has to say where this one is')
+    urls = config.engine.split(",")
+    store: SharedStore
     try:
-        store = RedisStore(config.engine.split(","), config.fleet, password=password)
+        if config.payloads == "nodes":
+            from .sharing.peers import PeerStore
+
+            locations = RedisStore(urls, config.fleet, password=password, prefix=b"px1-at")
+            store = PeerStore(locations, config.address)
+        else:
+            store = RedisStore(urls, config.fleet, password=password)
     except ValueError as problem:
         raise ConfigError(f"shared.engine: {problem}") from None
     return await Sharing.begin(

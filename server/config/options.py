@@ -360,6 +360,12 @@ class Shared(Section):
     """A file with the password of the engine's user, on one line; empty: there is none."""
     fleet: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,32}$")] = "1"
     """Nodes with another one share nothing with this one, in the same engine."""
+    payloads: Literal["engine", "nodes"] = "engine"
+    """Where payloads are: in the engine, a second copy that outlives its node, or at the nodes
+    alone, which read from each other; the engine then has 130 bytes an entry, which say where."""
+    address: TcpAddress = ""
+    """Where other nodes reach this one, as they see it; with `payloads = "nodes"` only. It has to
+    be served there: see `server.tcp`."""
     tier: Literal["ram", "shm", "disk"] = "ram"
     """Where what other nodes have goes here."""
     write: Literal["none", "second-use", "all"] = "second-use"

@@ -341,6 +341,10 @@ class Core:
             except Exception as problem:
                 log.critical("effect_failed", effect=type(effect).__name__, exc_info=problem)
                 self.health.fault("effects", f"{type(effect).__name__} failed: {problem!r}")
+        if self.entry_listener is not None:
+            for effect in effects:
+                if isinstance(effect, IndexPut):
+                    self.entry_listener.published(effect.entry)
 
     def _change_index(self, effects: list[Effect]) -> None:
         index = self.index
@@ -365,10 +369,7 @@ class Core:
 
     def _do(self, effect: Effect) -> None:
         match effect:
-            case IndexPut():
-                if self.entry_listener is not None:
-                    self.entry_listener.published(effect.entry)
-            case IndexDelete():
+            case IndexPut() | IndexDelete():
                 pass
             case Reply():
                 reply = self._replies.pop(effect.request, None)

@@ -140,8 +140,9 @@ class Fetcher:
         self._link.counters.unavailable += len(granted) - len(saved)
         self._link.counters.fetched_entries += len(saved)
         self._link.counters.fetched_bytes += sum(entry.payload_bytes for entry in saved)
-        for entry in saved:
-            self._link.known.remember(entry.key)
+        if self._link.store.holds_payloads:
+            for entry in saved:
+                self._link.known.remember(entry.key)
         return len(saved)
 
 

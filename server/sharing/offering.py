@@ -56,7 +56,10 @@ class Offers:
 
     def published(self, entry: Entry) -> None:
         """`EntryListener`: offered at once, if everything is."""
-        if self._link.config.write is WritePolicy.ALL and entry.key not in self._fetcher:
+        if self._link.config.write is not WritePolicy.ALL:
+            return
+        # What comes from the engine is there. What comes from a node is at two nodes now.
+        if entry.key not in self._fetcher or not self._link.store.holds_payloads:
             self._offer(entry, entry.last_used_ns)
 
     def used(self, usages: Sequence[Usage]) -> None:
@@ -77,13 +80,17 @@ class Offers:
                 self._work.set()
 
     def _offer(self, entry: Entry, last_used_ns: int) -> None:
-        if entry.payload_bytes > self._link.config.memory_bytes:
+        if self._room_of(entry) > self._link.config.memory_bytes:
             return
         if len(self._offers) >= MAX_WAITING_OFFERS:
             self._link.counters.offers_dropped += 1
             return
         self._offers.append(_Waiting(entry, entry.generation, last_used_ns))
         self._work.set()
+
+    def _room_of(self, entry: Entry) -> int:
+        """What its copy takes of this process' memory."""
+        return entry.payload_bytes if self._link.store.holds_payloads else 0
 
     async def run(self) -> None:
         while not self._link.closed:
@@ -107,12 +114,12 @@ class Offers:
         total_bytes = 0
         while self._offers and len(some) < MAX_BATCH_KEYS:
             entry = self._offers[0].entry
-            if some and total_bytes + entry.payload_bytes > BATCH_BYTES:
+            if some and total_bytes + self._room_of(entry) > BATCH_BYTES:
                 break
             offer = self._offers.popleft()
             if _unchanged(offer) and entry.key not in self._link.known:
                 some.append(offer)
-                total_bytes += entry.payload_bytes
+                total_bytes += self._room_of(entry)
             else:
                 self._link.counters.offers_dropped += not _unchanged(offer)
         if not some:
@@ -126,7 +133,10 @@ class Offers:
             await self._link.memory.give_back(total_bytes)
 
     async def _send(self, some: Sequence[_Waiting]) -> None:
-        copies = await self._copies(some)
+        if self._link.store.holds_payloads:
+            copies = await self._copies(some)
+        else:
+            copies = [b""] * len(some)
         # Whatever left its tier while it was copied may be somebody else's bytes.
         ready = [
             (offer, copy)

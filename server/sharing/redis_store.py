@@ -45,17 +45,20 @@ class RedisStore(SharedStore):
         epoch: str,
         connections_per_node: int = CONNECTIONS_PER_NODE,
         password: str | None = None,
+        *,
+        prefix: bytes = b"px1",
     ) -> None:
-        """Connects in the background; see `Nodes` for `urls`. Raises ValueError."""
-        self._prefix: Final = f"px1:{epoch}:".encode()
+        """Connects in the background; see `Nodes` for `urls`. `prefix`: of all names, another one
+        for values of another form. Raises ValueError."""
+        self._prefix: Final = b"%b:%b:" % (prefix, epoch.encode())
         self.nodes: Final = Nodes(urls, connections_per_node, password)
         self.nodes.start()
 
     def find(self, keys: Sequence[Key], deadline_s: float) -> list[SharedEntry | None]:
         requests = [
-            (name, Request(b"GETRANGE", name, b"0", _HEADER_END)) for name in map(self._name, keys)
+            (name, Request(b"GETRANGE", name, b"0", _HEADER_END)) for name in map(self.name, keys)
         ]
-        self._do(requests, deadline_s)
+        self.do(requests, deadline_s)
         return [
             decode_header(key, request.result) if isinstance(request.result, bytes) else None
             for key, (_, request) in zip(keys, requests, strict=True)
@@ -66,7 +69,7 @@ class RedisStore(SharedStore):
         headers = bytearray(HEADER_BYTES * len(wanted))
         firsts = []
         for number, want in enumerate(wanted):
-            name = self._name(want.entry.key)
+            name = self.name(want.entry.key)
             header = memoryview(headers)[number * HEADER_BYTES :][:HEADER_BYTES]
             firsts.append(len(requests))
             for part in range(parts_of(want.entry.payload_bytes)):
@@ -74,7 +77,7 @@ class RedisStore(SharedStore):
                 part_name = _part_name(name, part)
                 into = [room] if part else [header, room]
                 requests.append((part_name, Request(b"GET", part_name, into=into)))
-        self._do(requests, deadline_s)
+        self.do(requests, deadline_s)
         outcomes = []
         for number, (want, first) in enumerate(zip(wanted, firsts, strict=True)):
             parts = requests[first : first + parts_of(want.entry.payload_bytes)]
@@ -94,7 +97,7 @@ class RedisStore(SharedStore):
         spans = []
         for offer in offers:
             begin = len(requests)
-            name = self._name(offer.entry.key)
+            name = self.name(offer.entry.key)
             until = (b"PXAT", str(offer.expires_at_ms).encode())
             first, *rest = cut(offer.pieces)
             # One node gets all of them, in this order: the head last.
@@ -104,7 +107,7 @@ class RedisStore(SharedStore):
             head: list[Piece] = [encode_header(offer.entry), *first]
             requests.append((name, Request(b"SET", name, head, *until)))
             spans.append(slice(begin, len(requests)))
-        self._do(requests, deadline_s)
+        self.do(requests, deadline_s)
         outcomes = []
         broken = []
         for offer, span in zip(offers, spans, strict=True):
@@ -116,19 +119,28 @@ class RedisStore(SharedStore):
             self.drop(broken, deadline_s)
         return outcomes
 
+    def put_values(self, offers: Sequence[Offer], deadline_s: float) -> list[Outcome]:
+        """Keep small values, the pieces alone, under the names of entries."""
+        requests = [
+            (name, Request(b"SET", name, offer.pieces, b"PXAT", str(offer.expires_at_ms).encode()))
+            for name, offer in ((self.name(offer.entry.key), offer) for offer in offers)
+        ]
+        self.do(requests, deadline_s)
+        return [_stored(request) for _, request in requests]
+
     def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> None:
-        self._do(
+        self.do(
             [
                 (name, Request(b"PEXPIREAT", name, str(until_ms).encode(), b"GT"))
-                for name, until_ms in ((self._name(key), until) for key, until in expiries_ms)
+                for name, until_ms in ((self.name(key), until) for key, until in expiries_ms)
             ],
             deadline_s,
         )
 
     def drop(self, keys: Sequence[Key], deadline_s: float) -> None:
         """The head goes; parts behind it can't be found any more, and expire."""
-        names = map(self._name, keys)
-        self._do([(name, Request(b"UNLINK", name)) for name in names], deadline_s)
+        names = map(self.name, keys)
+        self.do([(name, Request(b"UNLINK", name)) for name in names], deadline_s)
 
     def problems(self) -> list[str]:
         found = []
@@ -148,12 +160,14 @@ class RedisStore(SharedStore):
     def close(self) -> None:
         self.nodes.close()
 
-    # ----
+    # ---- the engine, for other stores on top of it
 
-    def _name(self, key: Key) -> bytes:
+    def name(self, key: Key) -> bytes:
+        """Under which an entry lies in the engine."""
         return b"%b{%b}" % (self._prefix, key.hex().encode())
 
-    def _do(self, requests: Iterable[tuple[bytes, Request]], deadline_s: float) -> None:
+    def do(self, requests: Iterable[tuple[bytes, Request]], deadline_s: float) -> None:
+        """Ask each request of the node that has its name; what is not answered stays so."""
         by_node: defaultdict[Address, list[Request]] = defaultdict(list)
         for name, request in requests:
             address = self.nodes.of(name)

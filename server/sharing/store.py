@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from ...proto.keys import Key
 
@@ -43,6 +44,8 @@ class SharedEntry:
     #: 0: the payload has no layer table.
     layer_count: int
     payload_crc32c: int
+    #: The node that has the payload, `host:port`; empty: the engine itself.
+    location: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,9 @@ class Offer:
 
 class SharedStore(ABC):
     """An engine that other nodes use as well."""
+
+    #: False: it knows which node has a payload, and offers need no pieces.
+    holds_payloads: ClassVar[bool] = True
 
     @abstractmethod
     def find(self, keys: Sequence[Key], deadline_s: float) -> list[SharedEntry | None]:

@@ -13,6 +13,7 @@ from prefixd.client import Client, Hit, Key, MissReason, Namespace, SaveItem, Ti
 
 from ...support.fake_redis import FakeRedis
 from ...support.outside import DaemonProcess, daemon_process
+from ...support.redis_servers import free_ports
 from ...support.running import payload
 
 PATIENCE_S = 60.0
@@ -44,6 +45,31 @@ def fleet(*flags: str) -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Cl
 def everything() -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Client]]]:
     with fleet("--shared.write=all") as made:
         yield made
+
+
+@pytest.fixture
+def peers() -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Client]]]:
+    """Two that read from each other; the engine has no payloads."""
+    with ExitStack() as stack:
+        engine = FakeRedis()
+        stack.callback(engine.close)
+        daemons, clients = [], []
+        for port in free_ports(2):
+            address = f"127.0.0.1:{port}"
+            daemon = stack.enter_context(
+                daemon_process(
+                    f"--shared.engine={engine.url}",
+                    "--shared.write=all",
+                    "--shared.payloads=nodes",
+                    f"--shared.address={address}",
+                    f"--server.tcp={address}",
+                )
+            )
+            daemon.start()
+            daemons.append(daemon)
+            client = Client(daemon.address, shared_wait_ms=30_000, deadline_ms=60_000)
+            clients.append(stack.enter_context(client))
+        yield engine, daemons, clients
 
 
 def keys_of(client: Client) -> list[Key]:
@@ -254,3 +280,52 @@ def test_bad_settings_end_the_start_with_a_sentence(flag: str, words: str) -> No
     assert ended.status != 0
     assert words in ended.err
     assert "secret" not in ended.err
+
+
+def test_nodes_read_from_each_other(
+    peers: tuple[FakeRedis, list[DaemonProcess], list[Client]],
+) -> None:
+    engine, _, (here, there) = peers
+    save(here, range(12))
+    eventually(lambda: len(engine.values) == 12)
+    assert max(len(value) for value, _ in engine.values.values()) < 200
+    before = dict(engine.values)
+    assert run_of(there) == 12
+    eventually(lambda: all(engine.values[name][0] != before[name][0] for name in before))
+    here.delete(keys_of(here))
+    assert run_of(here) == 12, "and back again"
+
+
+def test_what_a_node_has_evicted_is_a_miss_and_is_asked_for_once(
+    peers: tuple[FakeRedis, list[DaemonProcess], list[Client]],
+) -> None:
+    engine, _, (here, there) = peers
+    save(here, range(12))
+    eventually(lambda: len(engine.values) == 12)
+    here.delete(keys_of(here)[4:5])
+    assert run_of(there) == 4
+    assert not any(keys_of(here)[4].hex().encode() in name for name in engine.values)
+
+
+def test_a_node_that_is_gone_is_a_miss(
+    peers: tuple[FakeRedis, list[DaemonProcess], list[Client]],
+) -> None:
+    engine, daemons, (here, there) = peers
+    save(here, range(12))
+    eventually(lambda: len(engine.values) == 12)
+    daemons[0].kill()
+    assert run_of(there) == 0
+    save(there, range(12))
+    assert run_of(there) == 12
+
+
+def test_a_node_that_lies_about_its_address_is_a_miss(
+    peers: tuple[FakeRedis, list[DaemonProcess], list[Client]],
+) -> None:
+    engine, _, (here, there) = peers
+    save(here, range(12))
+    eventually(lambda: len(engine.values) == 12)
+    for name, (value, until) in list(engine.values.items()):
+        engine.values[name] = (value[:64] + b"no address \xff", until)
+    assert run_of(there) == 0
+    assert run_of(here) == 12
