@@ -94,33 +94,19 @@ def make_state(plan: Plan, stores: Mapping[Tier, Store], now_ns: int) -> MetaSta
 
 async def begin_sharing(config: Shared, core: Core) -> Sharing:
     """What this node shares with others. Raises ConfigError for an engine that it can't have."""
-    try:
-        from .sharing.redis_store import RedisStore
-    except ImportError as problem:
-        raise ConfigError(
-            f"shared.engine needs more than is installed: pip install 'prefixd[shared]' ({problem})"
-        ) from None
-    password = None
-    if config.password_file:
-        try:
-            password = Path(config.password_file).read_text().strip()
-        except OSError as problem:
-            raise ConfigError(f"shared.password_file can't be read: {problem}") from None
     tier = Tier[config.tier.upper()]
     if tier not in core.stores:
         raise ConfigError(f"shared.tier is {config.tier}, which has no budget")
-    if config.payloads == "nodes" and not config.address:
-        raise ConfigError('shared.payloads is "nodes": shared.address has to say where this one is')
-    urls = config.engine.split(",")
-    store: SharedStore
     try:
-        if config.payloads == "nodes":
-            from .sharing.peers import PeerStore
-
-            locations = RedisStore(urls, config.fleet, password=password, prefix=b"px1-at")
-            store = PeerStore(locations, config.address)
-        else:
-            store = RedisStore(urls, config.fleet, password=password)
+        store = _shared_store(config)
+    except ImportError as problem:
+        extra = "s3" if config.engine.startswith("s3:") else "shared"
+        raise ConfigError(
+            f"shared.engine needs more than is installed ({problem}): "
+            f"pip install 'prefixd[{extra}]'"
+        ) from None
+    except ConfigError:
+        raise
     except ValueError as problem:
         raise ConfigError(f"shared.engine: {problem}") from None
     return await Sharing.begin(
@@ -133,3 +119,35 @@ async def begin_sharing(config: Shared, core: Core) -> Sharing:
             memory_bytes=config.memory_bytes,
         ),
     )
+
+
+def _shared_store(config: Shared) -> SharedStore:
+    """Each engine's library is imported only here."""
+    urls = config.engine.split(",")
+    if urls[0].startswith("s3:"):
+        from .sharing.object_store import ObjectStore
+
+        if len(urls) > 1 or config.payloads == "nodes":
+            raise ValueError("s3 is one bucket, and keeps payloads itself")
+        return ObjectStore(urls[0], config.fleet)
+    from .sharing.redis_store import RedisStore
+
+    password = _password(config.password_file)
+    if config.payloads == "engine":
+        return RedisStore(urls, config.fleet, password=password)
+    from .sharing.peers import PeerStore
+
+    if not config.address:
+        raise ConfigError('shared.payloads is "nodes": shared.address has to say where this one is')
+    locations = RedisStore(urls, config.fleet, password=password, prefix=b"px1-at")
+    return PeerStore(locations, config.address)
+
+
+def _password(path: str) -> str | None:
+    """The one in a file; None: there is none. Raises ConfigError."""
+    if not path:
+        return None
+    try:
+        return Path(path).read_text().strip()
+    except OSError as problem:
+        raise ConfigError(f"shared.password_file can't be read: {problem}") from None

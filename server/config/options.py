@@ -115,8 +115,8 @@ def _tcp_address(value: object) -> object:
 
 def _engine_urls(value: object) -> object:
     for url in str(value).split(",") if value else ():
-        if not re.fullmatch(r"rediss?://[^\s,]+", url):
-            raise ValueError("should be redis://host:port or rediss://host:port")
+        if not re.fullmatch(r"(rediss?|s3)://[^\s,]+", url):
+            raise ValueError("should be redis://host:port, rediss://host:port or s3://bucket")
         if re.match(r"rediss?://[^/@]*:[^/@]*@", url):
             raise ValueError("should have no password in it: use `shared.password_file`")
     return value
@@ -354,8 +354,9 @@ class Sessions(Section):
 class Shared(Section):
     engine: EngineUrls = ""
     """Where nodes share entries: redis://[user@]host:port, or rediss:// for TLS, of some nodes of a
-    Valkey or Redis, single or Cluster, with commas between; empty: this node shares nothing. Needs
-    `pip install 'prefixd[shared]'`."""
+    Valkey or Redis, single or Cluster, with commas between; or s3://bucket[/prefix], with
+    AWS_REGION, AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and so on in the environment. Empty: this node
+    shares nothing. Needs `pip install 'prefixd[shared]'`, or `prefixd[s3]`."""
     password_file: str = ""
     """A file with the password of the engine's user, on one line; empty: there is none."""
     fleet: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,32}$")] = "1"
