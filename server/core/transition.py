@@ -271,7 +271,8 @@ class Transition:
     def pin(self, session: Session, claim: Claim) -> None:
         """A claim takes hold of its entries."""
         t = self.tables
-        held, recounts = session.pins, t.recounts
+        pins, recounts = session.pins, t.recounts
+        parts, mask = pins.parts, pins.mask
         for entry in reversed(claim.entries):
             if recounts:
                 for recount in recounts:
@@ -279,18 +280,22 @@ class Transition:
             if not entry.pins:
                 t.ledgers[entry.tier].pin(entry)
             entry.pins += 1
+            held = parts[hash(entry.key) & mask]
             count = held.get(entry, 0)
             held[entry] = count + 1
             if not count:
                 tier = entry.tier
                 session.pinned_bytes[tier] = session.pinned_bytes.get(tier, 0) + entry.stored_bytes
+        pins.changed()
 
     def unpin(self, claim: int, session: Session, entry: Entry) -> None:
         """One entry of a claim that ended is let go."""
         t = self.tables
         for recount in t.recounts:
             recount.unclaimed(claim, entry)
-        held = session.pins
+        pins = session.pins
+        pins.changes += 1
+        held = pins.parts[hash(entry.key) & pins.mask]
         count = held[entry]
         if count > 1:
             held[entry] = count - 1
