@@ -51,8 +51,9 @@ log = structlog.get_logger("prefixd")
 
 #: Serve once so much of an arena is real memory; the rest follows in the background.
 _SECURED_BEFORE_SERVING_BYTES = 256 * 2**20
-#: A daemon listens after so long, whatever its tiers still have to recover.
-_HEAD_START_S = 0.5
+#: A daemon listens after so long, whatever its tiers still have to recover. With what comes before,
+#: most of it imports, that is within a second.
+_HEAD_START_S = 0.25
 #: How long a stop waits for calls that were told to end.
 _ENDED_WITHIN_S = 2.0
 _HEALTH_INTERVAL_S = 1.0

@@ -19,8 +19,10 @@ from ...proto.errors import DaemonUnavailable, DeadlineExceeded, PrefixdError
 from .connection import AdminConnection, Health
 
 SHM: Final = Path("/dev/shm")
-MODULE: Final = "prefixd.server.daemon"
+MODULE: Final = "prefixd"
 START_WITHIN_S: Final = 60.0
+#: It is asked this often whether it serves: a daemon that recovers has better things to do.
+_ASKED_EACH_S: Final = 0.02
 STOP_WITHIN_S: Final = 30.0
 #: Of the daemon's log, when it did not start.
 _TAIL_LINES: Final = 15
@@ -34,9 +36,17 @@ class PrivateDaemon:
     `directory/disk` and in `shm_directory`. Neither directory is removed.
     """
 
-    def __init__(self, directory: Path, shm_directory: Path, flags: Sequence[str]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        shm_directory: Path,
+        flags: Sequence[str],
+        *,
+        start_within_s: float = START_WITHIN_S,
+    ) -> None:
         self.directory = directory
         self.shm_directory = shm_directory
+        self.start_within_s = start_within_s
         self.log = directory / "log"
         self.address = f"unix:{directory / 'd.sock'}"
         self._command = [
@@ -103,7 +113,7 @@ class PrivateDaemon:
         return "\n".join(lines[-_TAIL_LINES:])
 
     def _wait_until_serving(self, process: subprocess.Popen[bytes]) -> None:
-        deadline_s = time.monotonic() + START_WITHIN_S
+        deadline_s = time.monotonic() + self.start_within_s
         with self.admin(timeout_s=0.5) as admin:
             while process.poll() is None:
                 try:
@@ -113,9 +123,10 @@ class PrivateDaemon:
                         return
                 except (DaemonUnavailable, DeadlineExceeded):
                     pass  # not there yet
+                time.sleep(_ASKED_EACH_S)
                 if time.monotonic() > deadline_s:
                     raise PrefixdError(
-                        f"the daemon did not start within {START_WITHIN_S:g} s:\n{self.tail()}"
+                        f"the daemon did not start within {self.start_within_s:g} s:\n{self.tail()}"
                     )
         raise PrefixdError(
             f"the daemon ended at once with status {process.returncode}:\n{self.tail()}"

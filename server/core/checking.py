@@ -193,6 +193,7 @@ class Recount:
             session = t.sessions.get(number) or t.ending.get(number)
             if session is not None:
                 self._visit_session(session)
+                yield from self._visit_pins(session)
                 yield
         for number in timed[Timer.WAITING]:
             self._visit_waiting(number)
@@ -286,15 +287,28 @@ class Recount:
             self._say(f"session {number} holds reservation {token}, which does not exist")
         for request in session.waits.keys() - t.waiting.keys():
             self._say(f"session {number} counts request {request}, which does not wait")
-        pinned_bytes = sum(session.pinned_bytes.values())
-        if pinned_bytes != sum(map(_STORED_BYTES, session.pins)):
-            self._say(f"session {number} is charged {pinned_bytes} pinned bytes, and holds others")
         held = [t.reservations[token] for token in session.tokens if token in t.reservations]
         reserved_bytes = sum(session.reserved_bytes.values())
         if reserved_bytes != sum(map(_STORED_BYTES, held)):
             self._say(
                 f"session {number} is charged {reserved_bytes} reserved bytes, and holds others"
             )
+
+    def _visit_pins(self, session: Session) -> Iterator[None]:
+        """What a session is charged for. Of one that holds much, and pins or lets go of something
+        meanwhile, nothing can be said."""
+        pins = session.pins
+        changes, stored_bytes = pins.changes, 0
+        for part in pins.parts:
+            if changes != pins.changes:
+                return
+            stored_bytes += sum(map(_STORED_BYTES, part))
+            if pins.mask:
+                yield
+        pinned_bytes = sum(session.pinned_bytes.values())
+        if changes == pins.changes and pinned_bytes != stored_bytes:
+            number = session.session
+            self._say(f"session {number} is charged {pinned_bytes} pinned bytes, and holds others")
 
     def _visit_waiting(self, request: int) -> None:
         t = self._t

@@ -150,10 +150,10 @@ def _check_share(transition: Transition, session: Session, entries: Sequence[Ent
     A single entry may be larger than that; it is pinned alone. Raises Refusal.
     """
     t = transition.tables
-    held = session.pins
+    parts, mask = session.pins.parts, session.pins.mask
     added: dict[Tier, int] = {}
     for entry in entries:
-        if entry not in held:
+        if entry not in parts[hash(entry.key) & mask]:
             added[entry.tier] = added.get(entry.tier, 0) + entry.stored_bytes
     for tier, added_bytes in added.items():
         pinned_bytes = session.pinned_bytes.get(tier, 0)

@@ -22,6 +22,7 @@ from .entries import Entry, EntryTable
 from .events import ClaimAsked, LookupAsked, ReserveAsked, TierState
 from .histogram import Histogram
 from .journal import EvictionCause, Happening, Journal
+from .pins import Pins
 
 
 @dataclass(slots=True, eq=False)
@@ -142,8 +143,8 @@ class Session:
     waits: dict[int, None] = field(default_factory=dict)
     #: claims that were lost and not yet given back, with the reason; bounded like claims
     lost_claims: dict[int, str] = field(default_factory=dict)
-    #: entries that its claims hold, and how many of its claims hold each
-    pins: dict[Entry, int] = field(default_factory=dict)
+    #: what its claims hold
+    pins: Pins = field(default_factory=Pins)
     #: stored bytes of `pins`, and of its reservations
     pinned_bytes: dict[Tier, int] = field(default_factory=dict)
     reserved_bytes: dict[Tier, int] = field(default_factory=dict)
@@ -318,7 +319,7 @@ class StateConfig:
     #: how long a reservation may stand without its first byte
     unwritten_ttl_ns: int = limits.MAX_LEASE_MS * 1_000_000
     #: what one event does at most of work that can wait: an entry, a key or a request each
-    max_steps: int = 4096
+    max_steps: int = 2048
     #: keys that the live hit curve of a tier samples; 0: there is none
     curve_keys: int = 0
     #: hand over the use of what is in RAM as well, which no store records

@@ -296,26 +296,34 @@ class Transition:
     def pin(self, session: Session, claim: Claim) -> None:
         """A claim takes hold of its entries."""
         t = self.tables
-        held, pinned_bytes, ledgers = session.pins, session.pinned_bytes, t.ledgers
+        pinned_bytes, ledgers = session.pinned_bytes, t.ledgers
+        pins = session.pins
+        parts, mask = pins.parts, pins.mask
         for entry in reversed(claim.entries):
             for recount in t.recounts:
                 recount.claimed(entry)
             if not entry.pins:
                 ledgers[entry.tier].pin(entry)
             entry.pins += 1
+            held = parts[hash(entry.key) & mask]
             count = held.get(entry, 0)
             held[entry] = count + 1
             if not count:
                 tier = entry.tier
                 pinned_bytes[tier] = pinned_bytes.get(tier, 0) + entry.stored_bytes
+        pins.changed()
 
     def unpin(self, claim: int, session: Session, entries: Sequence[Entry]) -> None:
         """These entries of a claim that ended are let go, in this order."""
         t = self.tables
-        held, pinned_bytes, ledgers = session.pins, session.pinned_bytes, t.ledgers
+        pinned_bytes, ledgers = session.pinned_bytes, t.ledgers
+        pins = session.pins
+        parts, mask = pins.parts, pins.mask
+        pins.changes += 1
         for entry in entries:
             for recount in t.recounts:
                 recount.unclaimed(claim, entry)
+            held = parts[hash(entry.key) & mask]
             count = held[entry]
             if count > 1:
                 held[entry] = count - 1

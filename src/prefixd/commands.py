@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from importlib import import_module
 
@@ -17,10 +18,14 @@ def prefixctl() -> None:
 
 
 def _run(command: str, module: str) -> None:
+    # What is imported stays: the collector would look for garbage all the time, and find none.
+    gc.disable()
     try:
         main = import_module(module, __package__).main
     except ModuleNotFoundError as missing:
         if (missing.name or "").startswith(f"{__package__}."):
             raise
         sys.exit(f"{command}: {missing.name} is not installed: pip install 'prefixd[server]'")
+    gc.freeze()
+    gc.enable()
     main()

@@ -90,17 +90,23 @@ class Side:
         get, in_dict = self.reader.get, self.dict.get
         warm = self.batches(self.keys[: WARM_BATCHES * self.batch_keys])
         absent = self.batches([Key(os.urandom(32)) for _ in range(WARM_BATCHES * self.batch_keys)])
-        found = {id(batch): self.reader.run(batch) for batch in warm}
+        found = {
+            id(batch): [placed for placed in self.reader.find(batch) if placed is not None]
+            for batch in warm
+        }
 
         def from_dict(batch: list[Key]) -> object:
             return [in_dict(key) for key in batch]
 
         def unchanged(batch: list[Key]) -> object:
-            return self.reader.unchanged(batch, found[id(batch)])
+            return self.reader.unchanged(found[id(batch)])
+
+        def find(batch: list[Key]) -> object:
+            return list(self.reader.find(batch))
 
         cases: dict[str, tuple[Callable[[list[Key]], object], list[list[Key]] | None]] = {
             "get, warm": (get, warm),
-            "run, warm": (self.reader.run, warm),
+            "find, warm": (find, warm),
             "unchanged, warm": (unchanged, warm),
             "miss, warm": (get, absent),
             "get, cold": (get, None),

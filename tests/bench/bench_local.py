@@ -10,6 +10,7 @@ between private buffers, 48 of 5 MiB; `copy_crc32c` checks them as well, by one 
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import time
@@ -24,9 +25,6 @@ from prefixd.client.wire.connection import Calls
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.copying import copy, copy_crc32c
 
-CALLS = 500
-ROUNDS = 11
-ENTRIES, ENTRY_BYTES = 48, 5 * 2**20
 Pairs: TypeAlias = "list[tuple[memoryview, memoryview]]"
 BUDGETS = ("--ram.budget=16MiB", "--shm.budget=16MiB", "--disk.budget=16MiB")
 
@@ -53,7 +51,7 @@ def report(what: str, medians: dict[str, float], base: str, **more: float) -> No
         print(json.dumps(row | more), flush=True)
 
 
-def calls() -> None:
+def calls(rounds: int) -> None:
     request = pb.LookupRequest(keys=[bytes(32)])
     with (
         temporary_directories("bench") as (directory, shm_directory),
@@ -71,12 +69,12 @@ def calls() -> None:
         cases = {
             name: lambda way=way: way.Lookup(request, timeout=60) for name, way in ways.items()
         }
-        report("call", by_turns(cases, CALLS), "local")
+        report("call", by_turns(cases, rounds), "local")
 
 
-def copies() -> None:
-    sources = [memoryview(bytearray(b"s" * ENTRY_BYTES)) for _ in range(ENTRIES)]
-    rooms = [memoryview(bytearray(b"r" * ENTRY_BYTES)) for _ in range(ENTRIES)]
+def copies(rounds: int, entries: int, entry_bytes: int) -> None:
+    sources = [memoryview(bytearray(b"s" * entry_bytes)) for _ in range(entries)]
+    rooms = [memoryview(bytearray(b"r" * entry_bytes)) for _ in range(entries)]
     pairs = list(zip(rooms, sources, strict=True))
 
     def each(copying: Callable[[memoryview, memoryview], object], some: Pairs) -> None:
@@ -85,8 +83,8 @@ def copies() -> None:
 
     def shared() -> None:
         with ThreadPoolExecutor(1) as second:
-            rest = second.submit(each, copy_crc32c, pairs[ENTRIES // 2 :])
-            each(copy_crc32c, pairs[: ENTRIES // 2])
+            rest = second.submit(each, copy_crc32c, pairs[entries // 2 :])
+            each(copy_crc32c, pairs[: entries // 2])
             rest.result()
 
     cases: dict[str, Callable[[], object]] = {
@@ -95,9 +93,19 @@ def copies() -> None:
         "copy_crc32c, two threads": shared,
         "a thread, for nothing": lambda: ThreadPoolExecutor(1).submit(int).result(),
     }
-    report("copy", by_turns(cases, ROUNDS), "copy")
+    report("copy", by_turns(cases, rounds), "copy")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--calls", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--entries", type=int, default=48)
+    parser.add_argument("--entry-bytes", type=int, default=5 * 2**20)
+    options = parser.parse_args()
+    calls(options.calls)
+    copies(options.rounds, options.entries, options.entry_bytes)
 
 
 if __name__ == "__main__":
-    calls()
-    copies()
+    main()

@@ -193,13 +193,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trace", type=Path, help="a Mooncake-format trace; made if not given")
+    parser.add_argument("--requests", type=int, default=12_000, help="of the one that is made")
     parser.add_argument("--capacities", default="1000,4096,10000,30000")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--keys", type=int, default=1_000_000)
     parser.add_argument("--pinned", type=int, default=100_000)
     parser.add_argument("--only", choices=("replay", "curve", "keys"))
     options = parser.parse_args()
-    requests = generate("multi-turn", requests=12_000) if options.trace is None else None
+    requests = generate("multi-turn", requests=options.requests) if options.trace is None else None
     trace = TraceColumns.load(read_trace(options.trace) if requests is None else requests)
     capacities = [int(text) for text in options.capacities.split(",")]
     show("trace", requests=len(trace), blocks=trace.blocks, unique_blocks=trace.unique_blocks)

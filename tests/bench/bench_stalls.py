@@ -3,6 +3,9 @@
     python tests/bench/bench_stalls.py                    # the core with its loop, in this process
     python tests/bench/bench_stalls.py --daemon           # a real daemon, its clients over the wire
 
+With a million entries that takes about five minutes, of which a half minute fills it, and 7 GiB;
+each line is printed as soon as it is measured.
+
 One client claims and releases a batch of 48 keys all the time; meanwhile the daemon recounts its
 state, reads every payload back, lists everything, wakes 1,000 waiters, takes back what a large
 session held, sweeps, and evicts all. The longest of these claims is what counts, beside the
@@ -196,8 +199,11 @@ class Inside:
         gc.collect()
         gc.freeze()
 
-    async def measure(self, operation: str, work: Callable[[], Awaitable[object]]) -> Row:
-        """Claims in a circle until the work is done."""
+    async def measure(
+        self, operation: str, work: Callable[[], Awaitable[object]], pause_s: float = 0
+    ) -> Row:
+        """Claims in a circle until the work is done. `pause_s`: after each of them; without one
+        the loop never waits, and a thread that works would get the interpreter each 5 ms only."""
         self.core.lag.max_us = 0
         claims_s: list[float] = []
         cpu_s: list[float] = []
@@ -216,6 +222,8 @@ class Inside:
             if claim:
                 await self.release(self.session, claim)
             self.core.post(HeartbeatCame(self.session, self.now_ns()))
+            if pause_s:
+                await asyncio.sleep(pause_s)
         took_s = time.perf_counter() - start
         await doing
         return row_of(operation, took_s, claims_s, self.core.lag.max_us, max(cpu_s))
@@ -294,12 +302,12 @@ CALLER: Final = cast(Caller, _Operator())
 ZEROS_CRC32C: Final = 0x98F94189
 
 
-async def inside(entries: int) -> list[Row]:
+async def inside(entries: int, found: Callable[[Row], None]) -> None:
     with ThreadPoolExecutor(2) as executor:
         side = Inside(entries, executor)
         await side.fill(entries)
-        rows = [await side.measure("nothing", side.nothing)]
         for name, work in (
+            ("nothing", side.nothing),
             ("check", side.check),
             ("verify", side.verify),
             ("ls of everything", side.list_all),
@@ -308,17 +316,16 @@ async def inside(entries: int) -> list[Row]:
             ("gc", side.sweep),
             ("evict everything", side.evict_all),
         ):
-            rows.append(await side.measure(name, work))
+            found(await side.measure(name, work, pause_s=0.001 if work == side.verify else 0))
         assert side.core.state.tables.counters.sessions_lost == 1, "but for the large one"
         await side.core.close()
         side.core.stores[Tier.RAM].close()
-    return rows
 
 
 # ---- a real daemon
 
 
-def outside(entries: int) -> list[Row]:
+def outside(entries: int, found: Callable[[Row], None]) -> None:
     flags = (
         f"--ram.budget={(entries + 4 * WAITERS) * SLAB_BYTES}",
         f"--ram.slab={SLAB_BYTES}",
@@ -334,11 +341,9 @@ def outside(entries: int) -> list[Row]:
         client = stack.enter_context(Client(daemon.address))
         assert client.wait_connected()
         keys = fill(client, entries)
-        rows = []
         for name, work in operations(admin):
-            rows.append(measure(client, keys, admin, name, work))
+            found(measure(client, keys, admin, name, work))
         assert admin.stats().counters["prefixd_sessions_lost_total"] == 0
-        return rows
 
 
 def operations(admin: AdminConnection) -> list[tuple[str, Callable[[], object]]]:
@@ -404,22 +409,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--entries", type=int, default=1_000_000)
     parser.add_argument("--daemon", action="store_true", help="a real one, over the wire")
-    parser.add_argument("--json", action="store_true", help="one object instead of a table")
+    parser.add_argument("--json", action="store_true", help="an object a line instead of a table")
     options = parser.parse_args()
     entries: int = options.entries
-    rows = outside(entries) if options.daemon else asyncio.run(inside(entries))
-    if options.json:
-        print(json.dumps([vars(row) for row in rows]))
-        return
-    print(f"{entries:,} entries; claims of {BATCH_KEYS} keys by another client, ms")
-    header = ("took", "claims", "median", "longest", "of it cpu", "loop lag")
-    print(f"{'meanwhile':<24}" + "".join(f"{name:>12}" for name in header))
-    for row in rows:
-        print(
-            f"{row.operation:<24}{row.took_ms:>12,.0f}{row.claims:>12,}"
-            f"{row.median_ms:>12.2f}{row.longest_ms:>12.1f}{row.longest_cpu_ms:>12.1f}"
-            f"{row.lag_ms:>12.1f}"
-        )
+    found = _print_json if options.json else _print_row
+    if not options.json:
+        print(f"{entries:,} entries; claims of {BATCH_KEYS} keys by another client, ms")
+        header = ("took", "claims", "median", "longest", "of it cpu", "loop lag")
+        print(f"{'meanwhile':<24}" + "".join(f"{name:>12}" for name in header), flush=True)
+    if options.daemon:
+        outside(entries, found)
+    else:
+        asyncio.run(inside(entries, found))
+
+
+def _print_json(row: Row) -> None:
+    print(json.dumps(vars(row)), flush=True)
+
+
+def _print_row(row: Row) -> None:
+    print(
+        f"{row.operation:<24}{row.took_ms:>12,.0f}{row.claims:>12,}"
+        f"{row.median_ms:>12.2f}{row.longest_ms:>12.1f}{row.longest_cpu_ms:>12.1f}"
+        f"{row.lag_ms:>12.1f}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -236,7 +236,7 @@ def children_kib() -> int:
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 
 
-def bench_records(count: int, repeats: int, parent: Path | None) -> None:
+def bench_records(count: int, puts: int, repeats: int, parent: Path | None) -> None:
     """Rows in a flat file and in LMDB, by turns: batches of records, and a start with so many."""
     slab_bytes = 2**16
     kinds: list[type[RowFile] | type[LmdbRows]] = [RowFile, LmdbRows]
@@ -258,7 +258,7 @@ def bench_records(count: int, repeats: int, parent: Path | None) -> None:
         rng = random.Random(5)
         for batch in (1, 48, 10_000):
             seconds: dict[str, list[float]] = {kind.__name__: [] for kind in kinds}
-            for _ in range(max(repeats, 6_000 if batch == 1 else 1_500 * 48 // batch)):
+            for _ in range(max(repeats, puts if batch == 1 else puts // 4 * 48 // batch)):
                 slabs = rng.sample(range(1, count + 1), min(batch, count))
                 entries = [record_at(slab, slab_bytes) for slab in slabs]
                 for kind, records in tables.items():
@@ -330,6 +330,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--slabs", type=int, default=1_000_000, help="of the allocator's arena")
     parser.add_argument("--records", type=int, default=1_000_000, help="entries to recover")
+    parser.add_argument("--puts", type=int, default=6_000, help="of one record")
     parser.add_argument("--directory", type=Path, help="where the disk store is made")
     options = parser.parse_args()
     keep_large_blocks()  # as the daemon does
@@ -342,7 +343,7 @@ def main() -> None:
             case "disk":
                 bench_disk(options.entries, options.repeats, options.directory)
             case "records":
-                bench_records(options.records, options.repeats, options.directory)
+                bench_records(options.records, options.puts, options.repeats, options.directory)
             case "extents":
                 bench_extents(options.slabs)
             case _:

@@ -129,7 +129,7 @@ def test_the_ledger_hears_of_the_first_pin_and_the_last(driver: Driver) -> None:
     transition.unpin(2, session, [entry])
     assert (entry.pins, ram.pinned_entries, driver.order()) == (0, 0, "b a")
     assert session.pinned_bytes == {Tier.RAM: 0}
-    assert session.pins == {}
+    assert not session.pins
 
 
 def test_an_eviction_is_told_to_readers_before_the_store(driver: Driver) -> None:

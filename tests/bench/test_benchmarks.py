@@ -1,0 +1,35 @@
+"""Every benchmark still runs. What it measures with so little means nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent
+SMALL = {
+    "bench_entries.py": "--few 48 --many 96 --repeats 1",
+    "bench_index.py": "--entries 100 --rounds 1",
+    "bench_local.py": "--calls 2 --rounds 1 --entries 2 --entry-bytes 4096",
+    "bench_replay.py": "--requests 20 --repeats 1 --keys 100 --pinned 10 --capacities 50",
+    "bench_restart.py": "--entries 100",
+    "bench_stalls.py": "--entries 500",
+    "bench_state.py": "--few 100 --many 200 --pinned 10 --repeats 1",
+    "bench_tiers.py": "--entries 2 --repeats 1 --slabs 60000 --records 100 --puts 4",
+}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in BENCHMARKS.glob("bench_*.py")))
+def test_it_runs(name: str) -> None:
+    arguments = SMALL.get(name, "--help").split()
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / name), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert done.stdout
