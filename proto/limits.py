@@ -33,6 +33,10 @@ MAX_LABEL_CHARS: Final = 64
 #: One number of one such report: sums of them stay exact in the metrics for long.
 MAX_REPORTED: Final = 2**48
 
+#: Misses of which a report names keys, and how many keys of each.
+MAX_TOLD_MISSES: Final = 64
+MAX_TOLD_KEYS: Final = 8
+
 # ---- time
 
 DEFAULT_HEARTBEAT_INTERVAL_MS: Final = 2_000
@@ -43,6 +47,8 @@ DEFAULT_RESERVATION_TTL_MS: Final = 60_000
 MAX_LEASE_MS: Final = 3_600_000
 #: What a reader waits for a save in flight, unless it says otherwise.
 DEFAULT_WAIT_MS: Final = 500
+#: What a search waits for entries of other nodes, unless it says otherwise.
+DEFAULT_SHARED_WAIT_MS: Final = 1_000
 MAX_WAIT_MS: Final = 60_000
 #: How long a client waits for an `evict` or `shutdown` save.
 DEFAULT_SAVE_TIMEOUT_MS: Final = 30_000

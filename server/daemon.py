@@ -39,6 +39,7 @@ from .lock import lock_directories
 from .logs import configure_logs
 from .notify import keep_alive, notify
 from .reloading import Reloader
+from .runtime import collector
 from .runtime.clock import Clock
 from .runtime.idle_heap import give_back_idle_heap
 from .runtime.loop import Core
@@ -97,8 +98,14 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
         asyncio.get_running_loop().set_exception_handler(core.supervisor.failed)
         front = Front(core, service_config(config, incarnation))
         stack.callback(front.close)
+        if config.shared.engine:
+            sharing = await assembly.begin_sharing(config.shared, core)
+            stack.push_async_callback(sharing.close)
+            front.service.fetcher = sharing.fetch
+            front.admin.shared = sharing.counts
         await front.local.start()
         stack.push_async_callback(_within, front.local.close())
+        stack.push_async_callback(_within, front.data.close())
         if config.server.metrics:
             collector = StateCollector(
                 core.state,
@@ -112,11 +119,14 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
                 latencies=front.sessions.latencies,
                 commits=core.orders.latencies,
                 now_ns=core.clock.now_ns,
+                shared=front.admin.shared,
             )
             metrics_at = stack.enter_context(serve_metrics(config.server.metrics, collector))
             log.info("metrics", address=metrics_at)
         reloader = Reloader(config, load, core, front.scrubber)
         front.admin.configurer = reloader.configure
+        front.admin.overridden = reloader.override
+        front.admin.stopper = stop.begin
         stop.when_reloaded(lambda: core.supervisor.task("reload", reloader.reload()))
         front.scrubber.start()
         stack.push_async_callback(front.scrubber.close)
@@ -153,6 +163,7 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
         try:
             # Most starts have little to recover: their clients meet no tier that is closed.
             await asyncio.wait(begin_tiers(core, incarnation), timeout=_HEAD_START_S)
+            collector.begin()
             yield core
         finally:
             core.supervisor.cancel()
@@ -200,6 +211,7 @@ def service_config(config: Config, incarnation: bytes) -> ServiceConfig:
         staging_total_bytes=server.staging_total_bytes,
         stall_timeout_s=server.stall_timeout_ns / 1e9,
         scrub_bytes_per_second=server.scrub_bytes_per_second,
+        shares=bool(config.shared.engine),
     )
 
 
@@ -267,11 +279,22 @@ def _listen(front: Front, config: Config) -> list[str]:
             os.umask(before)
         path.chmod(mode)
     addresses = [address for _, _, address, _ in sockets]
+    if server.data_address():
+        addresses.append(_listen_for_data(front, server.data_address()))
     if server.tcp:
         host, _, port = server.tcp.rpartition(":")
         _check_free(host.strip("[]"), int(port), server.tcp)
         addresses.append(f"{host}:{_bind('server.tcp', front.workers, server.tcp)}")
     return addresses
+
+
+def _listen_for_data(front: Front, address: str) -> str:
+    """The address with the port that it got. Raises OSError, which names the option."""
+    host, _, port = address.rpartition(":")
+    try:
+        return f"{host}:{front.data.start(host.strip('[]'), int(port))} (data)"
+    except OSError as problem:
+        raise OSError(f"server.data: can't listen on {address}: {problem.strerror}") from None
 
 
 def _check_free(host: str, port: int, address: str) -> None:

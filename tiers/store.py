@@ -34,7 +34,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final, Protocol, TypeAlias
+from typing import ClassVar, Final, NamedTuple, Protocol, TypeAlias
 
 from ..proto.entry import EntryRecord
 from ..proto.entry import Location as Location
@@ -68,8 +68,7 @@ class EntryRef(Protocol):
     def location(self) -> Location: ...
 
 
-@dataclass(frozen=True, slots=True)
-class StoredEntry:
+class StoredEntry(NamedTuple):
     """An entry that survived a restart, and its use before."""
 
     record: EntryRecord
@@ -80,10 +79,12 @@ class StoredEntry:
 @dataclass(frozen=True, slots=True)
 class RecoveryBatch:
     """A part of what a store found at start. `dropped`: entries that could not be adopted, each
-    with the reason; the key is the one that a damaged record shows."""
+    with the reason; the key is the one that a damaged record shows. `following`: entries in the
+    batches after this one, where that is known."""
 
     entries: list[StoredEntry]
     dropped: list[tuple[Key, str]]
+    following: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,15 @@ class EntryWriter(ABC):
         the writer can't go on.
         """
 
+    def room(self, most_bytes: int) -> memoryview | None:  # noqa: ARG002  # for others
+        """Where some of the next bytes may be written by the caller, who says with `filled` how
+        many were; None: this store has to `write` them. Raises StoreError."""
+        return None
+
+    def filled(self, length_bytes: int) -> None:
+        """So many bytes were written into the last `room`."""
+        raise NotImplementedError
+
     @abstractmethod
     def seal(self) -> int:
         """All bytes are there: return the CRC32C of the payload as it was stored.
@@ -175,6 +185,25 @@ class Store(ABC):
         was secured stays, and a later call goes on: less than a segment is left to the others
         who use the device. Raises StoreError.
         """
+
+    @abstractmethod
+    def arena_bytes_of(self, budget_bytes: int) -> int:
+        """What of another budget is for the arena: whole slabs, its header included. Raises
+        ValueError, with the sentence, for a budget that the tier can't have before a restart."""
+
+    @abstractmethod
+    def wants(self, arena_bytes: int) -> None:
+        """The arena is to have so many bytes, which `secure_segments` gets from now on. What was
+        secured already stays."""
+
+    @abstractmethod
+    def give_back(self, location: Location) -> bool:
+        """Let the device have the room of slabs that no entry has any more, and erase the records
+        that named them before. False: it stays until a restart. Raises StoreError."""
+
+    @abstractmethod
+    def take_back(self, location: Location) -> None:
+        """The opposite, before an entry may have them again. Raises StoreFull, StoreError."""
 
     @abstractmethod
     def set_incarnation(self, incarnation: bytes) -> None:

@@ -1,5 +1,5 @@
 """Everything that stands in front of a running core, put together: sessions, services, the local
-socket, and the two gRPC servers, of workers and of operators."""
+socket, the data socket, and the two gRPC servers, of workers and of operators."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from ..runtime.loop import Core
 from ..runtime.scrubbing import Scrubber
 from ..runtime.staging import StagingPool
 from .admin import AdminService
+from .data_calls import DataCalls
+from .data_socket import DataServer
 from .grpc_adapter import Method, OneMessage, Streaming, Unary, add_service
 from .hand_over import Handoff
 from .local_socket import LocalServer
@@ -52,10 +54,22 @@ class Front:
         self.local: Final = LocalServer(
             config, self.sessions, self.service, self.saves, self.hand_over
         )
+        self.data: Final = DataServer(
+            config,
+            self.sessions,
+            self.service,
+            self.saves,
+            DataCalls(core, self.service, self.saves),
+        )
         #: does not work before it is started
         self.scrubber: Final = Scrubber(core, config.scrub_bytes_per_second)
         self.admin: Final = AdminService(
-            core, config, self.in_flight, self.scrubber.scrubs, self.sessions.usage
+            core,
+            config,
+            self.in_flight,
+            self.scrubber.scrubs,
+            self.sessions.usage,
+            self.sessions.latencies,
         )
         self.health: Final = health.aio.HealthServicer()
         #: gRPC for workers and, apart from them, for operators; neither listens yet
@@ -73,12 +87,16 @@ class Front:
             "save_stream_bytes": self.saves.arriving.used_bytes,
             "local_request_bytes": self.local.buffered_bytes,
             "local_connections": len(self.local.connections),
+            "data_request_bytes": self.data.large.used_bytes,
+            "data_connections": len(self.data.connections),
             "staging_bytes": self.stagings.used_bytes,
             "verifications": self._core.verifications.pending,
             "read_stream_refusals": self.service.reads.refusals,
             "save_stream_refusals": self.saves.arriving.refusals,
             "local_request_refusals": self.local.large.refusals,
             "local_connection_refusals": self.local.refusals,
+            "data_request_refusals": self.data.large.refusals,
+            "data_connection_refusals": self.data.refusals,
             "staging_refusals": self.stagings.refusals,
             "verifications_dropped": self._core.verifications.dropped,
         }
@@ -94,6 +112,7 @@ class Front:
             "Reserve": Unary(saves.reserve),
             "Cancel": Unary(saves.cancel),
             "Delete": Unary(service.delete),
+            "Pull": Unary(service.pull),
             "Save": Unary(saves.save),
             "SaveWhole": OneMessage(saves.save_whole),
             "Write": Unary(saves.write),
@@ -117,6 +136,10 @@ class Front:
             "Gc": Unary(admin.gc),
             "Check": Unary(admin.check),
             "Verify": Streaming(admin.verify),
+            "Resize": Unary(admin.resize),
+            "Drain": Unary(admin.drain),
+            "SetLogLevel": Unary(admin.set_log_level),
+            "Why": Unary(admin.why),
         }
 
     def _server(self, services: Mapping[str, Mapping[str, Method]]) -> grpc.aio.Server:

@@ -113,6 +113,19 @@ def _tcp_address(value: object) -> object:
     return address
 
 
+def _engine_urls(value: object) -> object:
+    for url in str(value).split(",") if value else ():
+        if not re.fullmatch(r"rediss?://[^\s,]+", url):
+            raise ValueError("should be redis://host:port or rediss://host:port")
+        if re.match(r"rediss?://[^/@]*:[^/@]*@", url):
+            raise ValueError("should have no password in it: use `shared.password_file`")
+    return value
+
+
+def _data_address(value: object) -> object:
+    return value if value == "auto" else _tcp_address(value)
+
+
 Policy: TypeAlias = Annotated[str, BeforeValidator(_policy), Kind("|".join(POLICIES))]
 Budget: TypeAlias = Annotated[
     Annotated[int, Field(ge=0)] | Literal["auto"],
@@ -125,6 +138,8 @@ Duration: TypeAlias = Annotated[int, BeforeValidator(_duration), Kind("DURATION"
 Directory: TypeAlias = Annotated[Path, BeforeValidator(_directory), Kind("DIR|auto")]
 Mode: TypeAlias = Annotated[int, BeforeValidator(_mode), Kind("MODE", "{:04o}".format)]
 TcpAddress: TypeAlias = Annotated[str, BeforeValidator(_tcp_address), Kind("HOST:PORT")]
+EngineUrls: TypeAlias = Annotated[str, BeforeValidator(_engine_urls), Kind("URL,...")]
+DataAddress: TypeAlias = Annotated[str, BeforeValidator(_data_address), Kind("HOST:PORT|auto")]
 Count: TypeAlias = Annotated[int, Field(ge=0)]
 Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 
@@ -160,8 +175,12 @@ class Server(Section):
     tcp: TcpAddress = ""
     """Also listen on host:port; port 0 lets the kernel choose; empty: no TCP. There is neither
     encryption nor a password."""
+    data: DataAddress = "auto"
+    """The data socket, on which clients that come over `tcp` move payloads at two to three times
+    the speed of gRPC; they are told its port. `auto`: any port at the host of `tcp`; empty: none.
+    Without encryption; nobody gets anything there without the secret of a session."""
     allow_remote: bool = False
-    """Allow `tcp` on an address that other machines can reach."""
+    """Allow `tcp` and `data` on an address that other machines can reach."""
     metrics: TcpAddress = ""
     """Serve Prometheus metrics over HTTP on host:port; empty: don't."""
     worker_threads: int = Field(4, ge=1, le=256)
@@ -190,11 +209,20 @@ class Server(Section):
     off, and how long a call waits for memory that others have."""
     curve_keys: int = Field(8192, ge=0, le=10**7)
     """Keys that each tier samples for `prefixctl curve --live`, about 400 bytes each; 0: none."""
+    journal_bytes: Size = Field(4 * 2**20, alias="journal", ge=0, le=2**28)
+    """Memory for what happened to entries, 44 bytes each, which `prefixctl why` asks; 0: nothing is
+    remembered."""
     scrub_bytes_per_second: Size = Field(8 * 2**20, alias="scrub_rate", ge=0)
     """Bytes a second that are read back from the shm and the disk tier each, to find damage before
     a client does; an entry counts 16KiB beside its payload. 0: nothing is."""
     drain_timeout_ns: Duration = Field(10_000 * _MS, alias="drain_timeout", ge=0)
     """How long a stop waits for saves and reads in flight."""
+
+    def data_address(self) -> str:
+        """Where the data socket is; empty: there is none."""
+        if self.data != "auto":
+            return self.data
+        return f"{self.tcp.rpartition(':')[0]}:0" if self.tcp else ""
 
     def operators(self) -> str:
         """Where operators are served."""
@@ -207,6 +235,9 @@ class Ram(Section):
     budget_bytes: Budget = Field("auto", alias="budget")
     """What entries may take, everything included; 0: no such tier; `auto`: a quarter of the
     available memory."""
+    max_budget_bytes: Size = Field(0, alias="max_budget", ge=0)
+    """Up to where `prefixctl tier resize` may raise the budget without a restart; 0: not above what
+    it is at the start. Memory is taken as it grows, but for 104 bytes of index a slab."""
     policy: Policy = "lru"
     """The order in which entries are evicted."""
     max_entries: Count = 0
@@ -220,6 +251,8 @@ class Shm(Section):
     budget_bytes: Budget = Field("auto", alias="budget")
     """As for [ram]; `auto`: a quarter of all memory, at most half of /dev/shm; less where little
     of them is free."""
+    max_budget_bytes: Size = Field(0, alias="max_budget", ge=0)
+    """As for [ram]."""
     policy: Policy = "lru"
     """The order in which entries are evicted."""
     max_entries: Count = 0
@@ -235,6 +268,8 @@ class Shm(Section):
 class Disk(Section):
     budget_bytes: Budget = Field("auto", alias="budget")
     """As for [ram]; `auto`: a quarter of what the file system could hold, at most 64GiB."""
+    max_budget_bytes: Size = Field(0, alias="max_budget", ge=0)
+    """As for [ram]."""
     policy: Policy = "lru"
     """The order in which entries are evicted."""
     max_entries: Count = 1_000_000
@@ -316,6 +351,27 @@ class Sessions(Section):
         )
 
 
+class Shared(Section):
+    engine: EngineUrls = ""
+    """Where nodes share entries: redis://[user@]host:port, or rediss:// for TLS, of some nodes of a
+    Valkey or Redis, single or Cluster, with commas between; empty: this node shares nothing. Needs
+    `pip install 'prefixd[shared]'`."""
+    password_file: str = ""
+    """A file with the password of the engine's user, on one line; empty: there is none."""
+    fleet: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,32}$")] = "1"
+    """Nodes with another one share nothing with this one, in the same engine."""
+    tier: Literal["ram", "shm", "disk"] = "ram"
+    """Where what other nodes have goes here."""
+    write: Literal["none", "second-use", "all"] = "second-use"
+    """What others are offered: nothing, what was read after it was saved, or everything. Everything
+    is a lot: 128 KiB a token at 30,000 tokens a second are 4 GB/s."""
+    life_ns: Duration = Field(86_400_000 * _MS, alias="life", ge=1_000 * _MS)
+    """How long an entry stays in the engine after its last use, at most."""
+    memory_bytes: Size = Field(256 * 2**20, alias="memory", ge=2**20)
+    """What is on its way from and to the engine takes so much of the daemon's memory at most, and
+    no entry that is larger is shared."""
+
+
 class Log(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """What is written to stderr, and worse."""
@@ -331,4 +387,5 @@ class Config(Section):
     shm: Shm = Field(description="The /dev/shm tier: survives a restart of the daemon.")
     disk: Disk = Field(description="The disk tier: survives a restart of the machine.")
     sessions: Sessions = Field(description="Clients, and what they may hold for how long.")
+    shared: Shared = Field(description="Entries of other nodes, through an engine that they share.")
     log: Log = Field(description="What the daemon says on stderr.")

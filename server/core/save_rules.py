@@ -32,10 +32,10 @@ from .events import (
     WriteSealed,
     WriteStopped,
 )
+from .journal import EvictionCause, Happening
 from .read_rules import awaited, find
 from .tables import (
     NEXT_STAGE,
-    EvictionCause,
     Reservation,
     Reserve,
     SaveBatch,
@@ -51,6 +51,7 @@ from .transition import Refusal, Transition
 #: For every block: Enum attribute lookup is slow.
 _SEALED, _REFUSED, _COMMITTED = Signal.SEALED, Signal.REFUSED, Signal.COMMITTED
 _DOOMED, _GONE, _SAVED = Stage.DOOMED, Stage.GONE, SaveOutcome.SAVED
+_NOTED = Happening.SAVED
 
 #: payload bytes, token id bytes -> what the tier's budget is charged
 Footprint = Callable[[int, int], int]
@@ -155,9 +156,12 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
     stage = NEXT_STAGE[Stage.RESERVED, Signal.BEGIN] if begin else Stage.RESERVED
     once = batch.numbers.setdefault
     start = len(results)
+    there, in_flight = t.entries.find, t.in_flight
+    sized, stored_bytes = (-1, -1), 0
     for item in asked.items[start : start + items]:
         session.reserving -= 1
-        found = find(transition, item.key)
+        taken = there(item.key) is not None or item.key in in_flight
+        found = find(transition, item.key) if taken else None
         if found is not None:
             if isinstance(found, Entry):
                 counters.duplicate_saves += 1
@@ -168,7 +172,9 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
             continue
         key, payload_bytes, token_count, layer_count, token_ids = item
         token_ids_bytes = len(token_ids)
-        stored_bytes = footprint(payload_bytes, token_ids_bytes)
+        if sized != (payload_bytes, token_ids_bytes):
+            sized = payload_bytes, token_ids_bytes
+            stored_bytes = footprint(*sized)
         # Without a place so far; what repeats is one object.
         entry = Entry(
             key,
@@ -259,7 +265,7 @@ def make_room(
     while not ledger.fits(coming.stored_bytes):
         victim = ledger.next_victim(coming)
         assert victim is not None, "the ledger promised room"
-        transition.evict(victim, EvictionCause.SAVE)
+        transition.evict(victim, EvictionCause.SAVE, session.session)
     return None
 
 
@@ -366,6 +372,9 @@ def _publish(transition: Transition, reservation: Reservation) -> None:
     entry = reservation.entry
     entry.last_used_ns = t.stamp(transition.now_ns)
     t.ledgers[entry.tier].publish(entry)
+    t.journal.note(
+        _NOTED, entry.key, entry.tier, entry.reason, transition.now_ns, reservation.session
+    )
     counters = t.tier_counters[entry.tier]
     counters.saves += 1
     counters.saved_bytes += entry.payload_bytes

@@ -57,9 +57,14 @@ COUNTS = {
     "hit_entries",
     "parts_copied",
     "problem_count",
+    "data_port",
+    "items",
     "damaged_entries",
     "unreadable_entries",
     "passes",
+    "calls",
+    "times",
+    "remembered_events",
 }
 NAMES = {
     "session_id",
@@ -80,6 +85,8 @@ NAMES = {
     "page_claims",
     "page_reservations",
     "problem_count",
+    "data_port",
+    "items",
 }
 PAIRS = {"extents"}  # offset, length; the comment says so
 
