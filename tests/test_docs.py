@@ -66,3 +66,20 @@ def test_everything_public_is_there() -> None:
     names: dict[str, object] = {}
     exec("from prefixd.client import *", names)
     assert set(prefixd.client.__all__) <= names.keys()
+
+
+#: Of a test file, with the name of one test or without. `ARCHITECTURE.md` names folders as well.
+NAMED = re.compile(r"`((?:[a-z_]+/)*test_[a-z_]+\.py)(?:::([A-Za-z_]+))?`")
+
+
+@pytest.mark.parametrize("page", ["RELIABILITY.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_every_test_that_a_page_names_is_there(page: str) -> None:
+    named = NAMED.findall((ROOT / page).read_text())
+    missing = []
+    for file, name in named:
+        path = ROOT / "tests" / file.removeprefix("tests/")
+        there = path.is_file() and (not name or f"def {name}(" in path.read_text())
+        if not there:
+            missing.append(f"{file}::{name}")
+    assert missing == []
+    assert len(named) > 40 or page != "RELIABILITY.md", "it names what holds its promises"

@@ -279,6 +279,27 @@ def test_the_core_touches_nothing_outside_itself() -> None:
     none(problems())
 
 
+def test_nothing_but_the_core_changes_the_tables() -> None:
+    """Everybody else tells it what happened (`MetaState.apply`)."""
+    changed = re.compile(
+        r"\btables\.\w+[\w.]*(\[[^]]*\])? *([-+]?=)[^=]"
+        r"|\btables\.\w+\.(pop|popitem|append|clear|add|discard|update|setdefault|remove)\("
+        r"|\bdel .*\btables\."
+    )
+    assert changed.search("core.state.tables.entries[key] = entry")
+    assert changed.search("self._core.state.tables.counters.claims += 1")
+    assert not changed.search("if tables.entries == known:")
+
+    def problems() -> Iterator[str]:
+        for path in modules():
+            if name(path).startswith("server/") and not name(path).startswith("server/core/"):
+                for number, line in enumerate(path.read_text().splitlines(), start=1):
+                    if changed.search(line):
+                        yield f"{name(path)}:{number}: {line.strip()}"
+
+    none(problems())
+
+
 # ---- size and words
 
 

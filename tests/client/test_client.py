@@ -27,7 +27,7 @@ from prefixd.client.wire.backoff import Backoff
 from prefixd.client.wire.remote import RemoteTransport
 from prefixd.proto.endpoints import ADDRESS_VARIABLE
 from prefixd.proto.errors import CallerError, ClientClosed, ConfigError, InvalidSize
-from prefixd.proto.keys import Key
+from prefixd.proto.keys import Key, prefix_key
 from tests.support.fakes import PATIENCE_S, FakeDaemon, keys, payloads
 
 NAMESPACE = Namespace(b"f" * 32, "q4_0", b"c" * 32)
@@ -242,8 +242,16 @@ def test_closing_ends_the_calls_of_other_threads(daemon: FakeDaemon) -> None:
         assert claiming.result(PATIENCE_S).miss is MissReason.UNAVAILABLE
 
 
-def test_the_policy_decides_the_stride(daemon: FakeDaemon) -> None:
-    with Client(daemon.address, local=False, policy=SavePolicy(boundary_align_tokens=64)) as client:
-        assert client.policy.boundary_align_tokens == 64
-        chain = client.chain(NAMESPACE, list(range(100)), 10)
-        assert len(chain) == 10
+@pytest.mark.parametrize(("stride_tokens", "found_tokens"), [(64, 64), (30, None)])
+def test_the_policy_decides_the_stride(
+    daemon: FakeDaemon, stride_tokens: int, found_tokens: int | None
+) -> None:
+    """A search looks at its multiples, and nowhere else."""
+    tokens = list(range(100))
+    daemon.put(prefix_key(NAMESPACE, tokens[:64]), b"abc", token_count=64)
+    policy = SavePolicy(boundary_align_tokens=stride_tokens)
+    with Client(daemon.address, local=False, policy=policy) as client:
+        hit = client.longest_prefix(NAMESPACE, tokens)
+        assert (hit and hit.token_count) == found_tokens
+        if hit is not None:
+            hit.release()

@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from prefixd.client import (
+    Client,
+    Hit,
+    Namespace,
+    Reservation,
+    ReserveItem,
+    SaveItem,
+    SaveReason,
+    Tier,
+)
 from prefixd.client.failures import Failures, miss_reason
 from prefixd.client.results import MissReason, SaveOutcome, SaveStatus
 from prefixd.proto import errors
+from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
+from tests.support.fakes import PATIENCE_S, FakeDaemon
 
-KEY = Key(b"k" * 32)
+KEY, OTHER, ANOTHER = (Key(letter * 32) for letter in (b"k", b"o", b"a"))
+NAMESPACE = Namespace(b"f" * 32, "q4_0", b"c" * 32)
+TOKENS = list(range(4_000))
+TERMS: dict[str, Any] = {"tier": Tier.RAM, "reason": SaveReason.EVICT}
+RPCS = [
+    method.name
+    for method in pb.DESCRIPTOR.services_by_name["Cache"].methods
+    if method.name != "Session"
+]
 
 #: The reasons of those that are not simply refused.
 REASONS: dict[type[errors.PrefixdError], MissReason] = {
@@ -73,6 +95,66 @@ def test_every_status_is_a_miss(code: grpc.StatusCode) -> None:
     }
     problem = errors.from_grpc(Failed(code))
     assert miss_reason(problem) is expected.get(code.name, MissReason.UNEXPECTED)
+
+
+#: Each asks the daemon at least once; what it gives is false or none where nothing was served.
+USES: dict[str, Callable[[Client, Hit, Reservation], Any]] = {
+    "longest_prefix": lambda c, _h, _r: c.longest_prefix(NAMESPACE, TOKENS),
+    "longest_prefix, unclaimed": lambda c, _h, _r: c.longest_prefix(NAMESPACE, TOKENS, claim=False),
+    "longest_run": lambda c, h, _r: len(c.longest_run(h.keys)),
+    "resume": lambda c, h, _r: c.resume(h.keys[0], TOKENS, 0, namespace=NAMESPACE),
+    "claim": lambda c, h, _r: len(c.claim(h.keys)),
+    "claim_async": lambda c, h, _r: len(c.claim_async(h.keys).result(PATIENCE_S)),
+    "probe": lambda c, h, _r: c.probe(h.keys)[0].present,
+    "exists": lambda c, h, _r: any(c.exists(h.keys)),
+    "delete": lambda c, h, _r: c.delete(h.keys)[0] == pb.DELETE_STATUS_DELETED,
+    "restore_into": lambda _c, h, _r: h.restore_into([bytearray(3)]).run,
+    "read": lambda _c, h, _r: h.read(0),
+    "layer": lambda _c, h, _r: h.layer(0, 0),
+    "token_ids": lambda _c, h, _r: h.token_ids(0),
+    "save": lambda c, h, _r: c.save(h.keys[0], b"abc", **TERMS).ok,
+    "save_many": lambda c, _h, _r: c.save_many([SaveItem(OTHER, bytes(2**21))], **TERMS)[0].ok,
+    "save_async": lambda c, _h, _r: c.save_async(OTHER, b"abc", **TERMS).result(PATIENCE_S).ok,
+    "reserve": lambda c, _h, _r: c.reserve([ReserveItem(OTHER, 3)], **TERMS)[0].granted,
+    "write": lambda _c, _h, r: r.write(b"abc").ok,
+    "cancel": lambda c, _h, r: c.cancel([r])[0],
+    "release": lambda _c, h, _r: h.release(),
+}
+
+
+class Bare(errors.PrefixdError):
+    """A status that no name of ours goes with: of another server, or of a later version."""
+
+    name = "of_a_later_version"
+
+    def __init__(self, code: grpc.StatusCode) -> None:
+        super().__init__("the sentence")
+        self.code = code  # type: ignore[misc]  # of this one alone
+
+
+@pytest.mark.parametrize(
+    "code",
+    [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK],
+    ids=lambda code: code.name,
+)
+def test_no_status_of_any_call_reaches_the_engine(tmp_path: Path, code: grpc.StatusCode) -> None:
+    """Whatever a daemon answers, an engine goes on without the cache."""
+    with FakeDaemon(f"unix:{tmp_path}/d.sock") as daemon:
+        daemon.put(KEY, b"abc", layer_count=3, token_ids=bytes(4))
+        for name, use in USES.items():
+            with Client(daemon.address, local=False) as client:
+                hit = client.claim([KEY])
+                (reservation,) = client.reserve([ReserveItem(ANOTHER, 3)], **TERMS)
+                assert hit
+                assert reservation.granted
+                for rpc in RPCS:
+                    daemon.fail(rpc, *[Bare(code)] * 20)
+                asked = daemon.rpcs.total()
+                assert not use(client, hit, reservation), name
+                # The fake has no Delete: gRPC says so for it.
+                assert daemon.rpcs.total() > asked or name == "delete", name
+                for rpc in RPCS:
+                    daemon.fail_no_more(rpc)
 
 
 @pytest.mark.parametrize("problem", [KeyError(7), ValueError("no"), MemoryError(), RuntimeError()])

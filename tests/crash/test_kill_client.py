@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -93,10 +92,8 @@ def test_what_a_killed_client_held_is_free_within_two_heartbeats(
     assert before.tiers[1].reserved_bytes > 0
 
     holder.kill()
-    killed_s = time.monotonic()
     eventually(lambda: holds_nothing(admin), within_s=2 * HEARTBEAT_S)
 
-    assert time.monotonic() - killed_s <= 2 * HEARTBEAT_S
     after = admin.stats()
     assert [tier.pinned_entries for tier in after.tiers] == [0, 0, 0]
     assert after.tiers[1].reserved_bytes == 0
@@ -126,11 +123,9 @@ def test_whoever_waits_for_its_save_is_answered_at_once(
         probing = threads.submit(client.probe, RESERVED[:1], wait_ms=wait_ms)
         claiming = threads.submit(client.longest_run, RESERVED[1:], wait_ms=wait_ms)
         eventually(lambda: admin.stats().waiters == 2)
-        started_s = time.monotonic()
         holder.kill()
-        (answer,) = probing.result()
-        hit = claiming.result()
-        assert time.monotonic() - started_s < wait_ms / 1e3 / 2
+        (answer,) = probing.result(wait_ms / 1e3 / 2)
+        hit = claiming.result(wait_ms / 1e3 / 2)
 
     assert answer.presence is Presence.ABSENT
     assert not hit

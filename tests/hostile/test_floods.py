@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import grpc
+import pytest
 
 from prefixd.client import Client, SaveItem, SaveReason, Tier
 from prefixd.client.ctl.private import PrivateDaemon
@@ -423,14 +424,14 @@ async def test_saves_that_never_end_are_bounded_and_cut_off() -> None:
     with eager_daemon(*flags, ram="64MiB") as daemon:
         client = Outside(daemon.address, admin_address(daemon.address))
         session, other = await client.open("flood"), await client.open("other")
-        data = bytes(CHUNK_BYTES)
+        data, over = bytes(CHUNK_BYTES), asyncio.Event()
 
         async def hang(number: int) -> str:
             async def messages() -> AsyncIterator[pb.SaveRequest]:
                 header = session.header([item(key(number), data)])
                 half = data[: len(data) // 2]
                 yield pb.SaveRequest(header=header, parts=[part(0, half, last=False)])
-                await asyncio.Event().wait()
+                await over.wait()
 
             try:
                 await answer(client.cache.Save(messages()))
@@ -441,6 +442,7 @@ async def test_saves_that_never_end_are_bounded_and_cut_off() -> None:
         with watching(daemon, 64 * MIB) as watch:
             endings = await asyncio.gather(*(hang(number) for number in range(40)))
             assert await other.save({key(100): data}) == [pb.SAVE_STATUS_SAVED]
+        over.set()  # the generators end, before Python finds them pending
         assert watch.most["save_stream_bytes"] <= 64 * MIB
         assert any("sent nothing" in ending for ending in endings)
         assert "saved" not in endings
@@ -448,6 +450,41 @@ async def test_saves_that_never_end_are_bounded_and_cut_off() -> None:
         assert stats.reservations == 0
         assert stats.in_flight["save_stream_bytes"] == 0
         await client.close()
+        await asyncio.to_thread(watch.assert_within_and_back)
+
+
+@in_loop
+async def test_calls_beyond_the_bound_are_refused_and_leave_nothing() -> None:
+    """200 look-ups that wait for a save, of which a few may."""
+    flags = ("--server.max_rpcs=12", "--sessions.max_sessions=8")
+    with eager_daemon(*flags) as daemon:
+        client = Outside(daemon.address, admin_address(daemon.address))
+        session = await client.open("flood")
+        await session.granted([item(key(1), bytes(1000))])
+        with watching(daemon, 0) as watch:
+            waiting = [
+                asyncio.ensure_future(client.lookup(key(1), wait_ms=60_000)) for _ in range(200)
+            ]
+            refused = 0
+            while refused < 200 - 20:
+                refused = sum(one.done() for one in waiting)
+                await asyncio.sleep(0)
+            with pytest.raises((Refused, grpc.aio.AioRpcError), match="RESOURCE_EXHAUSTED"):
+                await client.lookup(key(2))
+        for one in waiting:
+            one.cancel()
+        endings = await asyncio.gather(*waiting, return_exceptions=True)
+        told = [one for one in endings if not isinstance(one, asyncio.CancelledError)]
+        assert all("RESOURCE_EXHAUSTED" in str(one) for one in told)
+        await client.close()
+        # The session ended with its connection, and others have room again.
+        again = Outside(daemon.address, admin_address(daemon.address))
+        while True:
+            with suppress(Refused, grpc.aio.AioRpcError):
+                other = await again.open("other")
+                break
+        assert await other.save({key(2): b"abc"}) == [pb.SAVE_STATUS_SAVED]
+        await again.close()
         await asyncio.to_thread(watch.assert_within_and_back)
 
 

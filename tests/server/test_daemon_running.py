@@ -240,6 +240,25 @@ async def test_books_that_do_not_balance_end_the_daemon_with_status_1() -> None:
             await assert_sound(client)
 
 
+WATCHES_NO_MORE = """
+import sys
+from prefixd.server import daemon
+async def dies(*_):
+    raise KeyError("a bug")
+daemon._watch_health = dies
+daemon.main(sys.argv[1:])
+"""
+
+
+def test_a_daemon_whose_health_nobody_watches_ends(daemon: DaemonProcess) -> None:
+    """Health would stay green, whatever happens."""
+    daemon.run_with(WATCHES_NO_MORE)
+    ended = daemon.attempt("--server.drain_timeout=50ms")
+    assert ended.status == 1
+    last = ended.err.splitlines()[-1]
+    assert last == "prefixd: stopped, for health watcher died: KeyError('a bug')"
+
+
 # ---- how it is
 
 

@@ -118,6 +118,10 @@ class FakeDaemon:
         """The next calls of this rpc fail with these, one each."""
         self._failures[name] += errors
 
+    def fail_no_more(self, name: str) -> None:
+        """What of these was not used is forgotten."""
+        self._failures[name].clear()
+
     def hold(self, name: str) -> threading.Event:
         """Calls of this rpc wait for the event that is returned (or for the end)."""
         gate = self._gates[name] = threading.Event()

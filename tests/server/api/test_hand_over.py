@@ -184,7 +184,8 @@ async def test_asking_leaves_no_descriptor_behind(tmp_path: Path) -> None:
                 async with handed_over(daemon, pb.HandOverRequest()):
                     pass
         await daemon.until(lambda: not daemon.local_server.connections)
-        assert open_descriptors() <= before
+        # Some are closed a turn later, and gRPC has its own.
+        await daemon.until(lambda: open_descriptors() <= before)
 
 
 # ---- what is refused
