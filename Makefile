@@ -47,13 +47,14 @@ engines: $(ENGINES)/.done ## llama-cpp-python and transformers themselves, on CP
 # Those that need a GPU to run, but not to have their caches tested: an environment each, without their CUDA parts.
 LMCACHE := lmcache==0.5.6
 SGLANG := sglang==0.5.23
+VLLM := vllm==0.33.0
 $(ENGINES)-%/.done: tests/engines/requirements-%.txt pyproject.toml
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $< hypothesis pytest pytest-timeout -e '.[server]'
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps '$($(shell echo $* | tr a-z A-Z))'
 	@touch $@
 
-engines-%: $(ENGINES)-%/.done ## engines-lmcache, engines-sglang: their own code on CPU, and the figures beside what it brings along
+engines-%: $(ENGINES)-%/.done ## engines-lmcache, -sglang, -vllm: their own code on CPU, and the figures beside what it brings along
 	$(<D)/bin/python -m pytest -q --timeout 600 tests/engines/test_$*.py
 	$(<D)/bin/python -m tests.bench.bench_engines $*
 
