@@ -49,13 +49,13 @@ Sink: TypeAlias = Callable[[int, int, "bytes | memoryview | None"], None]
 class ReserveItem(NamedTuple):
     """One key for which room is wanted.
 
-    `layer_count`: 0, or a divisor of `payload_bytes`, for readers that take single layers.
-    `token_ids`: optional, u32 little-endian (`keys.token_bytes`), for verifying reads.
+    `token_count`: at least 1; None: nobody says. `layer_count`: 0, or a divisor of
+    `payload_bytes`, for readers that take single layers. `token_ids`: optional, u32 little-endian (`keys.token_bytes`), for verifying reads.
     """
 
     key: Key
     payload_bytes: int
-    token_count: int = 0
+    token_count: int | None = None
     layer_count: int = 0
     token_ids: bytes = b""
 
