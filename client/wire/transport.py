@@ -50,7 +50,8 @@ class ReserveItem(NamedTuple):
     """One key for which room is wanted.
 
     `token_count`: at least 1; None: nobody says. `layer_count`: 0, or a divisor of
-    `payload_bytes`, for readers that take single layers. `token_ids`: optional, u32 little-endian (`keys.token_bytes`), for verifying reads.
+    `payload_bytes`, for readers that take single layers. `token_ids`: optional, u32 little-endian
+    (`keys.token_bytes`), for verifying reads.
     """
 
     key: Key
@@ -165,6 +166,9 @@ class Transport(Protocol):
 
     def peek(self, keys: Sequence[Key]) -> list[bool] | None:
         """Which keys are published, in place and at once; None: that needs more than a look."""
+
+    def peek_one(self, key: Key) -> bool | None:
+        """The same of one key, at a fraction of the cost."""
 
     def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
         """How many keys from the first on are published. In place if possible, else by asking."""
