@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: dev demo test sim engines check format proto clean
+.PHONY: dev demo test sim engines docs check format proto clean
 .DEFAULT_GOAL := dev
 
 # Runtime only: what a user has after `pip install 'prefixd[server]'`.
@@ -57,6 +57,14 @@ $(ENGINES)-%/.done: tests/engines/requirements-%.txt pyproject.toml
 engines-%: $(ENGINES)-%/.done ## engines-lmcache, -sglang, -vllm: their own code on CPU, and the figures beside what it brings along
 	$(<D)/bin/python -m pytest -q --timeout 600 tests/engines/test_$*.py
 	$(<D)/bin/python -m tests.bench.bench_engines $*
+
+$(VENV)/.docs: pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs ## the pages and the reference in build/docs; a link that leads nowhere fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 check: $(VENV)/.dev ## lint, types, generated code up to date
 	$(BIN)/ruff format --check .
