@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: dev demo test sim engines check format proto clean
+.PHONY: dev demo test sim engines docs check format proto clean
 .DEFAULT_GOAL := dev
 
 # Runtime only: what a user has after `pip install 'prefixd[server]'`.
@@ -47,15 +47,24 @@ engines: $(ENGINES)/.done ## llama-cpp-python and transformers themselves, on CP
 # Those that need a GPU to run, but not to have their caches tested: an environment each, without their CUDA parts.
 LMCACHE := lmcache==0.5.6
 SGLANG := sglang==0.5.23
+VLLM := vllm==0.33.0
 $(ENGINES)-%/.done: tests/engines/requirements-%.txt pyproject.toml
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $< hypothesis pytest pytest-timeout -e '.[server]'
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps '$($(shell echo $* | tr a-z A-Z))'
 	@touch $@
 
-engines-%: $(ENGINES)-%/.done ## engines-lmcache, engines-sglang: their own code on CPU, and the figures beside what it brings along
+engines-%: $(ENGINES)-%/.done ## engines-lmcache, -sglang, -vllm: their own code on CPU, and the figures beside what it brings along
 	$(<D)/bin/python -m pytest -q --timeout 600 tests/engines/test_$*.py
 	$(<D)/bin/python -m tests.bench.bench_engines $*
+
+$(VENV)/.docs: pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs ## the pages and the reference in build/docs; a link that leads nowhere fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 check: $(VENV)/.dev ## lint, types, generated code up to date
 	$(BIN)/ruff format --check .

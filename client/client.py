@@ -247,7 +247,7 @@ class Client(Saves, KeyCalls):
         for it at most `wait_ms` (None: `policy.session_resume_wait_ms`), and takes the longest
         prefix of `tokens` if it does not come, all in one rpc. The parent is only used if its key
         is that of a prefix of `tokens`: of one of the walk's lengths or all of them, or of as many
-        as it was saved with (an entry saved with `token_count` 0 does not say).
+        as it was saved with (an entry saved without a `token_count` does not say).
         """
         wait_ms = self.policy.session_resume_wait_ms if wait_ms is None else wait_ms
         deadline = self._begin(deadline_ms, wait_ms)

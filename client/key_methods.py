@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from ..proto.errors import CallerError
 from ..proto.keys import Key, check_key
+from ..proto.limits import KEY_BYTES
 from .call_queue import CallQueue
 from .hits import Hit, Reader
 from .results import ClaimMode, DeleteStatus, Found, MissReason, RestoreResult, restore_result
@@ -93,11 +94,12 @@ class KeyCalls(ABC):
     ) -> bool:
         """Is this key published? As `exists`, at a fraction of its cost."""
         self._check_usable()
-        checked = (check_key(key),)
-        found = self._transport.peek(checked)
+        if type(key) is not bytes or len(key) != KEY_BYTES:
+            key = check_key(key)
+        found = self._transport.peek_one(key)
         if found is None:
-            found = self.exists(checked, in_place_only=in_place_only, deadline_ms=deadline_ms)
-        return found[0]
+            (found,) = self.exists((key,), in_place_only=in_place_only, deadline_ms=deadline_ms)
+        return found
 
     def leading_run(
         self,

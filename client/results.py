@@ -66,6 +66,7 @@ class Entry(NamedTuple):
     key: Key
     tier: Tier
     payload_bytes: int
+    #: 0: it was saved without saying.
     token_count: int
     payload_crc32c: int
     #: 0: no layer table; else `payload_bytes / layer_count` bytes each.

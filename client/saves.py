@@ -44,7 +44,8 @@ _BATCH_TOKEN_IDS_BYTES: Final = 2 * MAX_TOKEN_IDS_BYTES
 class SaveItem:
     """One key to save. The payload is referenced: don't change it before the save is done.
 
-    `token_count`: tokens that the state stands for. `layer_count`: 0, or how many equal layers
+    `token_count`: tokens that the state stands for, at least one; None: nobody says, and hits
+    with this entry count no tokens. `layer_count`: 0, or how many equal layers
     the payload is made of, for readers that take single ones. `token_ids`: optional, stored
     with the entry so that a verifying read can recompute its key; `bytes` are taken to be
     u32 little-endian already (as those of a padded block have to be).
@@ -52,7 +53,7 @@ class SaveItem:
 
     key: Key
     payload: Payload
-    token_count: int = 0
+    token_count: int | None = None
     layer_count: int = 0
     token_ids: Tokens | bytes | None = None
 
@@ -384,9 +385,10 @@ def _saving(item: SaveItem) -> Saving:
     )
 
 
-def _check_tokens(token_count: int) -> None:
-    if not 0 <= token_count < 2**32:
-        raise InvalidSize(f"a token count is in 0 ... 2^32 - 1, not {token_count}")
+def _check_tokens(token_count: int | None) -> None:
+    # Not 0: who forgot to say should not have said that.
+    if token_count is not None and not 1 <= token_count < 2**32:
+        raise InvalidSize(f"a token count is in 1 ... 2^32 - 1, or None, not {token_count}")
 
 
 def _checked_terms(terms: SaveTerms) -> SaveTerms:

@@ -39,7 +39,14 @@ logger = logging.getLogger("prefixd.connectors")
 class Pages:
     """Pages by the engine's hashes, as lists of pieces. No method raises."""
 
-    def __init__(self, client: Client, namespace: ForeignNamespace, tier: Tier) -> None:
+    def __init__(
+        self,
+        client: Client,
+        namespace: ForeignNamespace,
+        tier: Tier,
+        page_tokens: int | None = None,
+    ) -> None:
+        self._page_tokens = page_tokens
         self._client = client
         self._namespace = namespace
         self._tier = tier
@@ -70,7 +77,10 @@ class Pages:
 
         def work() -> list[bool]:
             keys = self._namespace.keys(hashes)
-            items = [SaveItem(key, page) for key, page in zip(keys, pages, strict=True)]
+            items = [
+                SaveItem(key, page, self._page_tokens)
+                for key, page in zip(keys, pages, strict=True)
+            ]
             return [each.ok for each in self._client.save_many(items, tier=self._tier)]
 
         return _or([False] * len(hashes), work)
@@ -192,7 +202,9 @@ def _backend() -> type:
         def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
             name = _name(host_pool_name)
             namespace = namespace_of(self._config, self._extra, host_pool, name)
-            pages = Pages(self._client, namespace, self._tier)
+            # Of one pool only: the others hold the same tokens.
+            tokens = getattr(host_pool, "page_size", None) if name == _ANCHOR else None
+            pages = Pages(self._client, namespace, self._tier, tokens)
             self._pools[name] = host_pool, pages
 
         def on_host_pools_registered(self) -> None:

@@ -2,8 +2,7 @@
 
 A hash table in a sealed memfd. The daemon's event loop alone writes it (`server.runtime.index`);
 a client gets the descriptor, maps it read-only, and takes no lock. A row that is found is right.
-A reader that is overtaken by changes again and again may miss a row; the entry then counts as not
-cached.
+A reader that is overtaken by changes again and again may miss a row, as if it were not cached.
 
 The file has a size from the start and is sparse: memory grows with the entries. It is a header,
 the heads of the hash chains (u32 row numbers), and rows of 96 bytes. Row n lies at byte 96 * n;
@@ -26,8 +25,6 @@ row number 0 ends a chain. Integers are little-endian.
     heads: H u32 from byte 4096. Rows: R of them, from the first multiple of 96 behind the heads.
 
     row of an entry
-    offset  bytes  type  meaning
-    ------  -----  ----  ------------------------------------------------------------------
          0     32  raw   key
         32      8  u64   generation; zeroed when the row is removed
         40      8  u64   payload bytes
@@ -310,8 +307,7 @@ class IndexReader:
 
     Rows are returned packed: `unpack_row` and `generation_of` read them. Keys are `KEY_BYTES`
     long, else struct.error is raised. No content of the file makes a method raise or loop: what is
-    damaged or revoked is not found. `live` tells whether the index as a whole may be believed, for
-    callers that would otherwise ask the daemon.
+    damaged or revoked is not found. `live` tells whether the index as a whole may be believed.
     """
 
     def __init__(self, buffer: mmap.mmap | bytes) -> None:
@@ -376,6 +372,19 @@ class IndexReader:
     def contains(self, keys: Iterable[bytes]) -> list[bool]:
         """Which keys are there."""
         return [found is not None for found in self.find(keys)]
+
+    def has(self, key: bytes) -> bool | None:
+        """Is it there? None: the index may not be believed. What one look can't say `find` does."""
+        seen, count, mask = self._shape()
+        hashed = HASHED.unpack(key)[0] * self._multiplier >> HASH_SHIFT
+        bucket = hashed & mask
+        start = self._heads[bucket if bucket < count else bucket & mask >> 1] * ROW_BYTES
+        row = self._data[start : start + CHECKED_BYTES] if start else b""
+        if self._header[STATE] != LIVE:
+            return None
+        if row[_KEY_PART] == key and crc32c(row) == _WHOLE_ONE_EXTENT:
+            return True
+        return bool(start or self._header[SHAPE] != seen) and any(self.contains((key,)))
 
     def unchanged(self, rows: Iterable[Placed]) -> bool:
         """Does each row that was found before still stand, or one of its key and generation?
@@ -465,8 +474,7 @@ class IndexReader:
         return results
 
     def _shape(self) -> tuple[int, int, int]:
-        """`shape` as it is while no row is being moved, the number of heads, and the mask of a
-        hash that goes with it."""
+        """`shape` while no row is being moved, the number of heads, and a hash's mask for them."""
         shape = self._header[SHAPE]
         count = min(max(shape & HEADS_MASK, 1), self.layout.max_heads)
         mask = (1 << (count - 1).bit_length()) - 1

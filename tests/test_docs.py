@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from prefixd.client.ctl.private import PrivateDaemon
 from tests.support.daemon import private_daemon
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 EXPECTED = {
     "shared_prefix.py": "computed blocks: 24\nthe same again: 0\nanother question: 8\n",
     "engine_hashes.py": (
@@ -83,3 +84,19 @@ def test_every_test_that_a_page_names_is_there(page: str) -> None:
             missing.append(f"{file}::{name}")
     assert missing == []
     assert len(named) > 40 or page != "RELIABILITY.md", "it names what holds its promises"
+
+
+def test_everything_public_is_in_the_reference() -> None:
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
+    named = set(re.findall(r"^::: (prefixd[\w.]+)$", pages, re.MULTILINE))
+    public = {f"prefixd.client.{name}" for name in prefixd.client.__all__}
+    assert public - {"prefixd.client.errors"} <= named
+    for name in named - public:
+        module, _, attribute = name.rpartition(".")
+        found = importlib.import_module(module)
+        assert hasattr(found, attribute), name
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == [str(page.relative_to(ROOT / "docs")) for page in PAGES]

@@ -220,7 +220,8 @@ class Replayer:
         for block_id, key in zip(ids[good:], keys[good:], strict=True):
             left_tokens = request.input_length - first[block_id] * options.block_tokens
             token_count = max(0, min(options.block_tokens, left_tokens))
-            items.append(SaveItem(key, self._payloads.payload(block_id), token_count))
+            payload = self._payloads.payload(block_id)
+            items.append(SaveItem(key, payload, token_count or None))
         with _timed(outcome, "save"):
             saved = self._client.save_many(
                 items,

@@ -181,6 +181,12 @@ class LocalTransport:
         index = node.index
         return index.contains(keys) if index is not None and index.live else None
 
+    def peek_one(self, key: Key) -> bool | None:
+        link, node = self._link, self._node
+        if link is None or link.why_ended or node is None or node.index is None:
+            return None
+        return node.index.has(key)
+
     def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
         node = self._indexed(deadline)
         if node is None or node.index is None:

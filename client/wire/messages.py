@@ -109,7 +109,7 @@ def header_of(items: Sequence[ReserveItem], terms: SaveTerms) -> pb.SaveHeader:
             pb.SaveItem(
                 key=item.key,
                 payload_bytes=item.payload_bytes,
-                token_count=item.token_count,
+                token_count=item.token_count or 0,
                 layer_count=item.layer_count,
                 token_ids=item.token_ids,
             )

@@ -274,6 +274,9 @@ class RemoteTransport:
     def peek(self, _keys: Sequence[Key]) -> list[bool] | None:
         return None
 
+    def peek_one(self, _key: Key) -> bool | None:
+        return None
+
     def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
         run = 0
         for batch in self._batches(keys):

@@ -45,13 +45,14 @@ class Range(NamedTuple):
 class ReserveItem(NamedTuple):
     """One key for which room is wanted.
 
-    `layer_count`: 0, or a divisor of `payload_bytes`, for readers that take single layers.
-    `token_ids`: optional, u32 little-endian (`keys.token_bytes`), for verifying reads.
+    `token_count`: at least 1; None: nobody says. `layer_count`: 0, or a divisor of
+    `payload_bytes`, for readers that take single layers. `token_ids`: optional, u32 little-endian
+    (`keys.token_bytes`), for verifying reads.
     """
 
     key: Key
     payload_bytes: int
-    token_count: int = 0
+    token_count: int | None = None
     layer_count: int = 0
     token_ids: bytes = b""
 
@@ -173,6 +174,9 @@ class Transport(Protocol):
 
     def peek(self, keys: Sequence[Key]) -> list[bool] | None:
         """Which keys are published, in place and at once; None: that needs more than a look."""
+
+    def peek_one(self, key: Key) -> bool | None:
+        """The same of one key, at a fraction of the cost."""
 
     def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
         """How many keys from the first on are published. In place if possible, else by asking."""

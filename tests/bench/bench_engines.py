@@ -1,29 +1,31 @@
 #!/usr/bin/env python3
 """The connectors beside what their engines bring along, on /dev/shm, by turns in one run.
 
-    python -m tests.bench.bench_engines lmcache [--turns 5]
+    python -m tests.bench.bench_engines lmcache|sglang|vllm [--turns 5]
 
-To be run in an engine's environment (`make engines-lmcache` makes one). One row an operation, in a
-table: the median of all turns in ms, and how many times as fast as the engine's own it is. Only
-the ratios mean something.
+To be run in an engine's environment, which `make engines-lmcache` (`-sglang`, `-vllm`) makes. One
+row an operation, in a table: the median of all turns in ms, and how many times as fast as the
+engine's own it is. Only the ratios mean something.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from tempfile import TemporaryDirectory
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
 
 #: One turn: the milliseconds that each operation took.
 Turn: TypeAlias = Callable[[], dict[str, float]]
 GIB: Final = "1GiB"
+MIB: Final = 2**20
 #: Of one turn, beside a warm-up.
 ROUNDS: Final = 5
 
@@ -113,7 +115,51 @@ def sglang() -> tuple[str, dict[str, Turn]]:
     }
 
 
-ENGINES: Final = {"lmcache": lmcache, "sglang": sglang}
+def vllm() -> tuple[str, dict[str, Turn]]:
+    """Jobs of 32 chunks of 2 MiB. The file tier has 16 threads and its C extension. It answers a
+    lookup in a later step, so that its figure is that of asking again and again."""
+    import numpy as np
+
+    from tests.engines import vllm_tiering as tiering
+
+    chunks, chunk_bytes = 32, 2 * MIB
+    rows = np.ones((chunks, chunk_bytes), np.int8)
+
+    def turn_of(options: dict[str, Any]) -> dict[str, float]:
+        made = tiering.tier(memoryview(rows), **options)
+        taken: dict[str, list[float]] = {"store": [], "promote": [], "lookup of 32": []}
+        for number in range(1 + ROUNDS):
+            keys = tiering.keys(chunks, os.urandom(4))
+            began = time.perf_counter()
+            made.submit_store(tiering.job(2 * number, keys, range(chunks)))
+            assert tiering.ended(made).success
+            stored = time.perf_counter()
+            while not all(made.lookup(key, tiering.context()).name == "HIT" for key in keys):
+                made.on_schedule_end(None)
+            looked = time.perf_counter()
+            made.submit_load(tiering.job(2 * number + 1, keys, range(chunks), is_promotion=True))
+            assert tiering.ended(made).success
+            taken["store"].append(stored - began)
+            taken["lookup of 32"].append(looked - stored)
+            taken["promote"].append(time.perf_counter() - looked)
+        made.shutdown()
+        return {name: statistics.median(each[1:]) * 1e3 for name, each in taken.items()}
+
+    def own() -> dict[str, float]:
+        with TemporaryDirectory(dir="/dev/shm") as directory:
+            return turn_of({"type": "fs", "root_dir": directory})
+
+    def ours(name: str) -> Turn:
+        def turn() -> dict[str, float]:
+            with daemon_of() as daemon:
+                return turn_of(tiering.prefixd(daemon.address, name))
+
+        return turn
+
+    return "fs", {"fs": own, **{name: ours(name) for name in ("shm", "ram")}}
+
+
+ENGINES: Final = {"lmcache": lmcache, "sglang": sglang, "vllm": vllm}
 
 
 def main() -> None:

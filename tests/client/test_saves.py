@@ -256,6 +256,7 @@ def test_what_only_the_daemon_knows_is_an_outcome(daemon: FakeDaemon, client: Cl
         ({"payload": []}, InvalidSize),
         ({"payload": [b"abc", 5]}, CallerError),
         ({"token_count": -1}, InvalidSize),
+        ({"token_count": 0}, InvalidSize),
         ({"token_count": 2**32}, InvalidSize),
         ({"layer_count": 2}, InvalidSize),
         ({"layer_count": -1}, InvalidSize),

@@ -126,6 +126,8 @@ def test_pages_come_back_one_entry_each(storage: Any, pool: Pool, daemon: Privat
     assert [pool.page(page) for page in (5, 6, 7)] == expected
     with daemon.admin() as admin:
         assert sum(tier.entries for tier in admin.stats().tiers) >= 3
+    with storage._client.claim(storage._pools["kv"][1]._namespace.keys(keys)) as hit:
+        assert list(hit.token_counts) == [64] * 3
     assert storage.batch_get_v1([], []) == storage.batch_set_v1([], []) == []
 
 

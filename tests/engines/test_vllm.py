@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.connectors.plugins import register_vllm
 from tests.engines import vllm_tiering as tiering
 from tests.support.daemon import private_daemon
 
@@ -79,6 +80,14 @@ def test_store_reset_look_up_promote(daemon: PrivateDaemon, rows: Any, name: str
     made.complete_load(keys, ctx)
     made.on_request_finished(ctx)
     tiering.shut_down(made)
+
+
+def test_its_factory_knows_the_name_of_the_tier(daemon: PrivateDaemon, rows: Any) -> None:
+    register_vllm()
+    register_vllm()
+    made = tiering.tier(memoryview(rows), type="prefixd", address=daemon.address)
+    assert type(made).__name__ == "PrefixdTier"
+    made.shutdown()
 
 
 def test_nothing_is_there(tier: Any) -> None:

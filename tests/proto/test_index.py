@@ -73,6 +73,11 @@ class Image:
         for row, right in zip(found, self.rows, strict=True):
             assert row is None or row == right
         assert self.reader.get(ABSENT) == [None] * len(ABSENT)
+        believed = None if not self.reader.live else False
+        assert [self.reader.has(key) or believed for key in KEYS] == [
+            row is not None or believed for row in found
+        ]
+        assert {self.reader.has(key) for key in ABSENT} == {believed}
         for number in self.numbers():
             assert self.reader.row_at(number) in (None, *self.rows)
         return len(found) - found.count(None)

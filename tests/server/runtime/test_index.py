@@ -221,6 +221,7 @@ def test_a_chain_is_bounded() -> None:
     with index(1_000) as (writer, reader):
         assert [writer.put(entry_of(key, 1)) for key in keys].count(True) == MAX_CHAIN
         assert reader.contains(keys) == [True] * MAX_CHAIN + [False] * 2 * MAX_CHAIN
+        assert [reader.has(key) for key in keys] == reader.contains(keys)
         assert writer.stats().unlisted == 2 * MAX_CHAIN
         # Others are none the worse for it, a listed one may change, and room is used again.
         assert writer.put(entry_of(key_of(1), 1))

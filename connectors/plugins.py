@@ -1,0 +1,37 @@
+"""What engines call at their start, in every process of theirs, where prefixd is installed.
+
+Neither does anything that an engine without prefixd would notice: no connection, no thread, no
+change to how it works, and no exception.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from typing import Any
+
+from . import compat
+
+logger = logging.getLogger("prefixd.connectors")
+
+
+def register_vllm() -> None:
+    """`{"type": "prefixd", ...}` names the tier, without a `module_path`."""
+    try:
+        factory: Any = import_module("vllm.v1.kv_offload.tiering.factory").SecondaryTierFactory
+        known: dict[str, object] = getattr(factory, "_registry", {})
+        if "prefixd" not in known:
+            factory.register_tier("prefixd", "prefixd.connectors.vllm", "PrefixdTier")
+    except Exception as problem:
+        # Not there, or another vLLM: the connector says so when it is asked for.
+        logger.debug("no tier of the name prefixd: %s", problem)
+
+
+def register_sglang() -> None:
+    """SGLang names its backends by module and class: there is nothing to register. Says at start
+    what would come as a surprise with the first request."""
+    from . import sglang
+
+    found = compat.version_of(sglang.PACKAGE)
+    if found not in ("unknown", sglang.TESTED):
+        logger.info("prefixd's connector was made for SGLang %s; this is %s", sglang.TESTED, found)

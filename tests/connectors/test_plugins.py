@@ -1,0 +1,93 @@
+"""The entry points that engines call at their start."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from prefixd.connectors import compat, plugins
+from tests.support.daemon import WITHIN_S
+
+ROOT = Path(__file__).resolve().parents[2]
+GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+FACTORY = "vllm.v1.kv_offload.tiering.factory"
+
+
+class SecondaryTierFactory:
+    _registry: dict[str, tuple[str, str]]
+
+    @classmethod
+    def register_tier(cls, tier_type: str, module_path: str, class_name: str) -> None:
+        if tier_type in cls._registry:
+            raise ValueError(f"Tier {tier_type!r} is already registered.")
+        cls._registry[tier_type] = module_path, class_name
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **contents: Any) -> None:
+    parts = FACTORY.split(".")
+    for end in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(parts[end - 1]))
+    vars(sys.modules[FACTORY]).update(contents)
+
+
+def test_they_are_those_that_engines_look_for() -> None:
+    assert {group: list(names) for group, names in GROUPS.items()} == {
+        "vllm.general_plugins": ["prefixd"],
+        "sglang.srt.plugins": ["prefixd"],
+    }
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_without_the_engine_nothing_happens(group: str) -> None:
+    """In a process of its own: nothing of an engine, and no gRPC server, comes along."""
+    value = GROUPS[group]["prefixd"]
+    script = (
+        "import sys, threading\n"
+        "from importlib.metadata import EntryPoint\n"
+        f"found = EntryPoint('prefixd', {value!r}, {group!r}).load()\n"
+        "assert found() is None and found() is None\n"
+        "assert threading.active_count() == 1\n"
+        "assert not {'vllm', 'sglang', 'torch'} & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_vllm_knows_the_tier_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    SecondaryTierFactory._registry = {}
+    install(monkeypatch, SecondaryTierFactory=SecondaryTierFactory)
+    register = EntryPoint("prefixd", GROUPS["vllm.general_plugins"]["prefixd"], "").load()
+    register()
+    register()  # in some processes vLLM calls it twice
+    assert SecondaryTierFactory._registry == {"prefixd": ("prefixd.connectors.vllm", "PrefixdTier")}
+
+
+def test_another_vllm_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    plugins.register_vllm()
+    install(monkeypatch, SecondaryTierFactory=object())
+    plugins.register_vllm()
+
+
+@pytest.mark.parametrize(("found", "said"), [("0.5.23", 0), ("9.9", 1), ("unknown", 0)])
+def test_another_sglang_is_said_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, found: str, said: int
+) -> None:
+    monkeypatch.setattr(compat, "version_of", lambda _package: found)
+    with caplog.at_level(logging.INFO, "prefixd.connectors"):
+        plugins.register_sglang()
+    assert len(caplog.records) == said
