@@ -190,18 +190,22 @@ class Counters:
         kinds: Iterable[tuple[Tier, SaveReason]],
     ) -> None:
         """How saves ended, each with its payload, its tier and why it was made."""
+        ended: dict[tuple[SaveStatus, tuple[Tier, SaveReason]], int] = {}
+        saved_entries = saved_bytes = 0
+        # The kinds may be one that repeats without end.
+        for outcome, size_bytes, kind in zip(outcomes, payload_bytes, kinds, strict=False):
+            status = outcome.status
+            how = status, kind
+            ended[how] = ended.get(how, 0) + 1
+            if status is SaveStatus.SAVED:
+                saved_entries += 1
+                saved_bytes += size_bytes
         with self._lock:
-            saves = self._groups["saves"]
-            # The kinds may be one that repeats without end.
-            for outcome, size_bytes, (tier, reason) in zip(
-                outcomes, payload_bytes, kinds, strict=False
-            ):
-                status = outcome.status
-                saves[status.label] += 1
-                self._report.add("saves", tier, reason, status.label)
-                if status is SaveStatus.SAVED:
-                    self._scalars["saved_entries"] += 1
-                    self._scalars["saved_bytes"] += size_bytes
+            self._scalars["saved_entries"] += saved_entries
+            self._scalars["saved_bytes"] += saved_bytes
+            for (status, (tier, reason)), entries in ended.items():
+                self._groups["saves"][status.label] += entries
+                self._report.add("saves", tier, reason, status.label, amount=entries)
 
     def take_report(self) -> Report:
         """What happened since this was last called, at one moment."""

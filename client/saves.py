@@ -370,19 +370,17 @@ def _size_of(savings: Sequence[Saving]) -> int:
 
 
 def _saving(item: SaveItem) -> Saving:
-    payload = flat_bytes(item.payload)
+    payload, layer_count, token_count = flat_bytes(item.payload), item.layer_count, item.token_count
     token_ids = b"" if item.token_ids is None else item.token_ids
     if not isinstance(token_ids, bytes):
         token_ids = bytes(token_bytes(token_ids))
-    check_layout(len(payload), item.layer_count)
-    check_token_ids(len(token_ids))
-    _check_tokens(item.token_count)
-    return Saving(
-        ReserveItem(
-            check_key(item.key), len(payload), item.token_count, item.layer_count, token_ids
-        ),
-        payload,
-    )
+    payload_bytes = len(payload)
+    check_layout(payload_bytes, layer_count)
+    if token_ids:
+        check_token_ids(len(token_ids))
+    _check_tokens(token_count)
+    key = check_key(item.key)
+    return Saving(ReserveItem(key, payload_bytes, token_count, layer_count, token_ids), payload)
 
 
 def _check_tokens(token_count: int | None) -> None:

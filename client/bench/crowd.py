@@ -14,6 +14,7 @@ from ...proto.errors import PrefixdError
 from ...proto.keys import Key
 from ..client import Client
 from ..restores import Verify
+from .moving import private_memory
 from .samples import Case
 
 #: With the number of processes behind it.
@@ -27,8 +28,10 @@ def work(
     """A process of the crowd: restores all of `keys` whenever it is told to. Says None, or what
     went wrong."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    room = memoryview(bytearray(b"\1" * (len(keys) * block_bytes)))
+    room = private_memory(len(keys) * block_bytes)
     rooms = [room[i * block_bytes : (i + 1) * block_bytes] for i in range(len(keys))]
+    for each in rooms:
+        each[:] = b"\1" * block_bytes
     with contextlib.suppress(EOFError, BrokenPipeError), Client(address, verify=verify) as client:
         pipe.send(None if client.wait_connected() else "no daemon answers")
         while pipe.recv():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,13 +22,22 @@ MEMCPY: Final = "memcpy"
 
 
 class Buffers:
-    """Ordinary private memory, all of it touched: blocks to save, and room to restore them to."""
+    """Private memory as an engine has it, all of it touched: blocks to save, and room to restore
+    them to.
+
+    Tensors begin at multiples of 64 bytes. What malloc gives for a `bytearray` begins 16 bytes
+    behind a page: between that and an arena, where blocks begin with a page, memcpy has half of
+    its speed for anything below a MiB, whoever calls it.
+    """
 
     def __init__(self, blocks: int, block_bytes: int) -> None:
         """No two blocks are the same."""
         self.block_bytes = block_bytes
-        self._source = memoryview(bytearray(os.urandom(blocks * block_bytes)))
-        self._room = memoryview(bytearray(b"\1" * (blocks * block_bytes)))
+        self._source = private_memory(blocks * block_bytes)
+        self._room = private_memory(blocks * block_bytes)
+        for source, room in zip(self.sources(blocks), self.rooms(blocks), strict=True):
+            source[:] = os.urandom(block_bytes)
+            room[:] = b"\1" * block_bytes
 
     def sources(self, blocks: int) -> list[memoryview]:
         return self._parts(self._source, blocks)
@@ -51,6 +61,11 @@ class Buffers:
     def _parts(self, of: memoryview, blocks: int) -> list[memoryview]:
         size = self.block_bytes
         return [of[i * size : (i + 1) * size] for i in range(blocks)]
+
+
+def private_memory(size_bytes: int) -> memoryview:
+    """Memory that is nobody else's and begins with a page."""
+    return memoryview(mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def memcpy_case(buffers: Buffers, blocks: int) -> Case:

@@ -218,25 +218,27 @@ def _filled(
             yield None, request
             request = pb.SaveStagedRequest()
         for item, payload in enumerate(payloads):
-            crc, offset_bytes = 0, 0
-            while offset_bytes < len(payload):
+            crc, offset_bytes, payload_bytes = 0, 0, len(payload)
+            while offset_bytes < payload_bytes:
                 if slot is None:
                     slot, used_bytes = take(), 0
-                piece = payload[offset_bytes : offset_bytes + memory.slot_bytes - used_bytes]
+                room_bytes = memory.slot_bytes - used_bytes
+                whole = not offset_bytes and payload_bytes <= room_bytes
+                piece = payload if whole else payload[offset_bytes : offset_bytes + room_bytes]
                 if told_bytes and told_bytes + len(piece) > MESSAGE_BYTES:
                     yield None, request
                     request, told_bytes = pb.SaveStagedRequest(), 0
-                place = slot + used_bytes
-                crc = copy_crc32c(memory.room(place, len(piece)), piece, crc)
-                offset_bytes += len(piece)
-                used_bytes += len(piece)
-                told_bytes += len(piece)
-                left_bytes -= len(piece)
+                place, piece_bytes = slot + used_bytes, len(piece)
+                crc = copy_crc32c(memory.room(place, piece_bytes), piece, crc)
+                offset_bytes += piece_bytes
+                used_bytes += piece_bytes
+                told_bytes += piece_bytes
+                left_bytes -= piece_bytes
                 request.parts.add(
                     item=item,
                     staging_offset_bytes=place,
-                    length_bytes=len(piece),
-                    last=offset_bytes == len(payload),
+                    length_bytes=piece_bytes,
+                    last=offset_bytes == payload_bytes,
                     payload_crc32c=crc,
                 )
                 if used_bytes == memory.slot_bytes or not left_bytes:

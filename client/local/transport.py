@@ -211,7 +211,7 @@ class LocalTransport:
         check: Sequence[bool],
         in_place: object | None = None,
     ) -> list[Copied]:
-        if isinstance(in_place, InPlace):
+        if isinstance(in_place, InPlace) and not self._closed:
             return in_place.node.copy(entries, targets, check, in_place.rows)
         node = self._indexed()
         if node is None:

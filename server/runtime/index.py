@@ -106,6 +106,8 @@ class IndexWriter:
         self._unlisted = 0
         #: as in the header: the number of heads, and a count of changes
         self._shape = FIRST_HEADS
+        #: of these, what every key is placed with
+        self._count, self._mask = FIRST_HEADS, _mask_of(FIRST_HEADS)
         #: rows that were removed, chained by their links
         self._free_row = 0
         #: the first row that was never used
@@ -268,10 +270,8 @@ class IndexWriter:
 
     def _bucket(self, key: bytes) -> int:
         (word,) = _hashed(key)
-        count = self._shape & HEADS_MASK
-        bit = 1 << (count - 1).bit_length()
-        bucket: int = word * self._multiplier >> HASH_SHIFT & bit - 1
-        return bucket if bucket < count else bucket ^ bit >> 1
+        bucket: int = word * self._multiplier >> HASH_SHIFT & self._mask
+        return bucket if bucket < self._count else bucket & self._mask >> 1
 
     def _find(self, bucket: int, key: bytes) -> tuple[int, int, int]:
         """The row before that of `key`, its own row, and how many rows were passed; 0: none."""
@@ -311,8 +311,10 @@ class IndexWriter:
         self._continuation_rows -= len(numbers) - 1
 
     def _publish(self, shape: int) -> None:
-        self._shape = shape & _SHAPE_MASK
-        self._header[SHAPE] = self._shape
+        self._shape = self._header[SHAPE] = shape & _SHAPE_MASK
+        if shape & HEADS_MASK != self._count:
+            self._count = shape & HEADS_MASK
+            self._mask = _mask_of(self._count)
 
     def _add_head(self) -> None:
         """Divide one chain in two: the new head takes the hashes that have its highest bit."""
@@ -430,6 +432,10 @@ class IndexWriter:
                 raise
             return False
         return True
+
+
+def _mask_of(heads: int) -> int:
+    return (1 << (heads - 1).bit_length()) - 1
 
 
 def _sealed_memfd(size_bytes: int) -> tuple[int, mmap.mmap]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import multiprocessing
 from collections.abc import Iterator
@@ -138,6 +139,14 @@ def test_what_is_gone_is_noticed(client: Client, daemon: PrivateDaemon) -> None:
     for operation in (batch.restore, batch.view, batch.exists):
         with pytest.raises(PrefixdError, match="only 0 of 2 blocks are there"):
             operation()
+
+
+def test_buffers_begin_where_an_engines_do() -> None:
+    """A tensor begins at a multiple of 64 bytes; what malloc gives does not, and costs memcpy half
+    of its speed."""
+    buffers = Buffers(2, 64)
+    for view in (*buffers.sources(2), *buffers.rooms(2)):
+        assert ctypes.addressof(ctypes.c_char.from_buffer(view)) % 64 == 0
 
 
 def test_no_two_blocks_are_the_same() -> None:
