@@ -27,7 +27,7 @@ from ..runtime.incoming import Feed
 from ..runtime.loop import Core
 
 #: One turn moves so many bytes at most, in a few milliseconds; then others have the thread.
-TURN_BYTES: Final = 16 * 2**20
+TURN_BYTES: Final = 8 * 2**20
 #: How long a thread waits for a socket that is full or empty before it is left to the loop.
 _PATIENCE_MS: Final = 1
 #: Buffers that one call of the kernel takes.

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 import pytest
@@ -28,6 +28,7 @@ from prefixd.proto.errors import (
     DeadlineExceeded,
     MalformedMessage,
     PrefixdError,
+    UnknownSession,
 )
 from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
@@ -206,6 +207,37 @@ def test_where_nobody_listens_nothing_was_asked() -> None:
     for _ in range(2):  # the second is not even tried
         with pytest.raises(NoLine):
             calls.save(pb.RawSaveRequest(), [], PATIENCE_S)
+
+
+def test_a_session_that_ended_in_the_middle_is_no_reason_to_ask_again() -> None:
+    """What came before it would come twice."""
+    failure = answer(pb.DataResponse(failure=pb.Failure(error="unknown_session")))
+    for said, error in ((failure, UnknownSession), (part(0, 0, PAYLOAD) + failure, ClaimLost)):
+        restore, _ = room_for(PAYLOAD)
+        with daemon_that_says(said) as port, pytest.raises(error):
+            calls_to(port).fetch(pb.FetchRequest(), 1, restore, PATIENCE_S)
+
+
+def test_a_connection_that_is_not_taken_leaves_time_for_grpc() -> None:
+    """The kernel takes connections until nobody accepts them any more; then it says nothing."""
+    asked: list[float] = []
+
+    class Grpc:
+        def Lookup(self, _request: pb.LookupRequest, timeout: float) -> pb.LookupResponse:
+            asked.append(timeout)
+            return pb.LookupResponse()
+
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listening, ExitStack() as full:
+        address = listening.getsockname()
+        for _ in range(3):
+            blocked = full.enter_context(socket.socket())
+            blocked.setblocking(False)
+            blocked.connect_ex(address)
+        calls = DataCalls(*address, REF, Grpc())  # type: ignore[arg-type]  # no other call is made
+        calls.Lookup(pb.LookupRequest(), SOON_S)
+        calls.Lookup(pb.LookupRequest(), SOON_S)
+    assert 0 < asked[0] <= SOON_S / 2
+    assert asked[1] > asked[0], "it does not try again at once"
 
 
 def test_calls_under_way_fail_with_their_session() -> None:

@@ -201,6 +201,7 @@ async def test_connections_that_prove_nothing_make_room(
             await second.send(attach=session.ref)
             with pytest.raises(Refused, match="1 connections already"):
                 await second.response()
+            assert daemon.front.data.refusals == 2
             await third.send_bytes(b"\1")
             await line.ask(lookup=pb.LookupRequest(keys=[key(1)]))
 
