@@ -19,7 +19,9 @@ from prefixd.client.bench.run import OverData
 from prefixd.client.counters import Counters
 from prefixd.client.restores import Restore
 from prefixd.client.results import Entry
+from prefixd.client.wire import remote
 from prefixd.client.wire.data_line import DataCalls, DataLine, NoLine
+from prefixd.client.wire.data_transport import DataTransport
 from prefixd.proto import data
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
@@ -259,6 +261,48 @@ def test_calls_under_way_fail_with_their_session() -> None:
         assert isinstance(raised[0], DaemonUnavailable)
         with pytest.raises(NoLine):
             calls.save(pb.RawSaveRequest(), [], PATIENCE_S)
+
+
+class Opened:
+    """A link that was opened, as far as the transport looks at it."""
+
+    def __init__(self, data_port: int) -> None:
+        self.welcome = pb.Welcome(data_port=data_port)
+        self.ref = REF
+        self.connection = self.calls = object()
+        self.data: DataCalls | None = None
+        self.on_end: list[object] = []
+
+
+@pytest.mark.parametrize(
+    ("address", "data_port", "host"),
+    [
+        ("cache.example:7", 8, "cache.example"),
+        ("dns:///cache.example:7", 8, "cache.example"),
+        ("[::1]:7", 8, "::1"),
+        ("cache.example:7", 0, None),
+        ("/run/d.sock", 8, None),
+    ],
+)
+def test_the_data_socket_is_where_the_daemon_was_reached(
+    monkeypatch: pytest.MonkeyPatch, address: str, data_port: int, host: str | None
+) -> None:
+    """And a session may be open before the constructor returns."""
+    opened = Opened(data_port)
+
+    def keeper(*_: object, when_opened: Callable[[object], None], **__: object) -> None:
+        when_opened(opened)
+
+    monkeypatch.setattr(remote, "SessionKeeper", keeper)
+    DataTransport(address, counters=Counters())
+    if host is None:
+        assert opened.data is None
+        assert opened.calls is opened.connection
+    else:
+        assert opened.data is not None
+        assert (opened.data._host, opened.data._port) == (host, data_port)
+        assert opened.calls is opened.data
+        assert opened.on_end == [opened.data.hang_up]
 
 
 # ---- on real daemons
