@@ -58,8 +58,13 @@ def stats(
     ] = False,
 ) -> None:
     """Show budgets, hits, saves and evictions of the tiers."""
-    from . import messages, render, stats_view
+    from . import fleet, messages, render, stats_view
 
+    if ctl.common.targets:
+        if watch is not None or counters:
+            raise typer.BadParameter("--watch and --counters are of one daemon: use --address")
+        fleet.stats(ctl)
+        return
     with ctl.connect() as daemon:
         if watch is not None:
             _watch(ctl, daemon, watch)
@@ -338,8 +343,11 @@ def check(ctl: Ctl) -> None:
 
     Exits 1 when something is wrong. The payloads are not read: that is `verify`.
     """
-    from . import messages, render
+    from . import fleet, messages, render
 
+    if ctl.common.targets:
+        fleet.check(ctl, LONG_TIMEOUT_S)
+        return
     with ctl.connect(LONG_TIMEOUT_S) as daemon:
         response = daemon.check()
     ctl.show(messages.as_dict(response), lambda: render.check_view(response))

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 
+#: What can be asked of several daemons at once.
+FLEET_COMMANDS = ("stats", "check")
+
+
 class ExitCode(IntEnum):
     """What a script can tell from the exit status."""
 
@@ -48,6 +52,8 @@ class Common:
     address: str | None = None
     as_json: bool = False
     timeout_s: float | None = None
+    #: several daemons, in the place of one
+    targets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +118,15 @@ AddressOption = Annotated[
         rich_help_panel="Common options",
     ),
 ]
+TargetsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--targets",
+        metavar="ADDRESS,...",
+        help="Several daemons instead of one, for stats and check.",
+        rich_help_panel="Common options",
+    ),
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print JSON.", rich_help_panel="Common options")
 ]
@@ -150,7 +165,12 @@ def command(
             common.insert(1, _option("as_json", JsonOption, default=False))
 
         def invoke(ctx: typer.Context, **given: Any) -> None:
-            function(Ctl(_merged(ctx, given)), **given)  # type: ignore[call-arg]  # keywords only
+            merged = _merged(ctx, given)
+            if merged.targets and (merged.address is not None or name not in FLEET_COMMANDS):
+                raise typer.BadParameter(
+                    f"--targets goes with {' and '.join(FLEET_COMMANDS)}, without --address"
+                )
+            function(Ctl(merged), **given)  # type: ignore[call-arg]  # keywords only
 
         context = inspect.Parameter(
             "ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
@@ -180,7 +200,19 @@ def _merged(ctx: typer.Context, given: dict[str, Any]) -> Common:
         before.address if address is None else address,
         given.pop("as_json", False) or before.as_json,
         before.timeout_s if timeout_s is None else timeout_s,
+        before.targets,
     )
+
+
+def parse_targets(text: str | None) -> tuple[str, ...]:
+    """Addresses with commas between them. Raises BadParameter."""
+    from ...proto.endpoints import normalize_address
+    from ...proto.errors import ConfigError
+
+    try:
+        return tuple(dict.fromkeys(map(normalize_address, text.split(",")))) if text else ()
+    except ConfigError as problem:
+        raise typer.BadParameter(f"--targets: {problem}") from None
 
 
 class Group(TyperGroup):

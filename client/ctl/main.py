@@ -12,7 +12,17 @@ from typing import Annotated
 import typer
 
 from . import admin, bench, change, lab, lab_curve, lab_fleet, replay, top, why
-from .command import AddressOption, Common, Ctl, Group, JsonOption, TimeoutOption, command
+from .command import (
+    AddressOption,
+    Common,
+    Ctl,
+    Group,
+    JsonOption,
+    TargetsOption,
+    TimeoutOption,
+    command,
+    parse_targets,
+)
 
 app = typer.Typer(
     name="prefixctl",
@@ -38,6 +48,7 @@ def root(
     address: AddressOption = None,
     as_json: JsonOption = False,
     timeout: TimeoutOption = None,
+    targets: TargetsOption = None,
     version: Annotated[  # noqa: ARG001  # its callback does it
         bool,
         typer.Option(
@@ -54,7 +65,7 @@ def root(
 
     Exit codes: 0 good, 1 something is wrong, 2 bad input, 3 no daemon there.
     """
-    ctx.obj = Common(address, as_json, timeout)
+    ctx.obj = Common(address, as_json, timeout, parse_targets(targets))
 
 
 def version(ctl: Ctl) -> None:

@@ -20,16 +20,20 @@ from typing import Final, TypeVar
 from ...proto import data
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import (
+    ClaimLost,
     DaemonUnavailable,
     DeadlineExceeded,
     MalformedMessage,
     PrefixdError,
+    StaleIncarnation,
+    UnknownSession,
     from_name,
 )
 from ...proto.layout import crc32c
 from ...proto.limits import MAX_BATCH_KEYS
 from ...proto.pieces import FlatBytes, views_of
 from .connection import Calls
+from .deadline import Deadline
 from .sinks import Rooms, Sink
 
 T = TypeVar("T")
@@ -38,6 +42,7 @@ T = TypeVar("T")
 #: for so long, too.
 _CONNECT_S: Final = 0.5
 _AGAIN_AFTER_S: Final = 5.0
+_KEEPALIVE_S: Final = 30
 _TIMEVAL: Final = struct.Struct("ll")
 #: What is read ahead, of messages and maybe of the bytes behind them.
 _AHEAD_BYTES: Final = 16 * 2**10
@@ -64,10 +69,13 @@ class DataLine:
         self._greeting = data.frame(pb.DataRequest(attach=session))
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
         self._start = self._end = 0
+        #: Something has come of what was asked for last.
+        self.moved = False
 
     def begin(self, request: pb.DataRequest, timeout_s: float) -> None:
         """Ask; everything up to the last answer has this time."""
         self._until_s = time.monotonic() + timeout_s
+        self.moved = False
         greeting, self._greeting = self._greeting, b""
         self._send([memoryview(greeting + data.frame(request))])
 
@@ -101,7 +109,7 @@ class DataLine:
                 return
             if not response.HasField("part") or response.part.range >= count:
                 raise PrefixdError("the daemon sent something that was not asked for")
-            part = response.part
+            part, self.moved = response.part, True
             if part.status != pb.READ_STATUS_OK:
                 sink(part.range, part.offset_bytes, None)
             elif not isinstance(sink, Rooms):
@@ -243,7 +251,9 @@ class DataCalls:
         if time.monotonic() < self._not_before_s:
             raise NoLine("nobody took the last connection")
         try:
-            return DataLine(self._host, self._port, self._session, min(timeout_s, _CONNECT_S))
+            # Half of the time is left for asking over gRPC.
+            within_s = min(timeout_s / 2, _CONNECT_S)
+            return DataLine(self._host, self._port, self._session, within_s)
         except OSError as problem:
             self._not_before_s = time.monotonic() + _AGAIN_AFTER_S
             raise NoLine(str(problem)) from None
@@ -275,9 +285,18 @@ class DataCalls:
         self._asked(asked, timeout_s, lambda line: line.parts(count, sink))
 
     def fetch(self, request: pb.FetchRequest, count: int, sink: Sink, timeout_s: float) -> None:
-        """Raises NoLine, PrefixdError: UnknownEntry before anything came."""
-        asked = pb.DataRequest(fetch=request)
-        self._asked(asked, timeout_s, lambda line: line.parts(count, sink))
+        """Raises NoLine, PrefixdError: UnknownEntry, and what says that there is no such session,
+        before anything came."""
+
+        def take(line: DataLine) -> None:
+            try:
+                line.parts(count, sink)
+            except (UnknownSession, StaleIncarnation) as problem:
+                if line.moved:
+                    raise ClaimLost(str(problem)) from None
+                raise
+
+        self._asked(pb.DataRequest(fetch=request), timeout_s, take)
 
     def save(
         self, request: pb.RawSaveRequest, payloads: Sequence[FlatBytes], timeout_s: float
@@ -311,34 +330,39 @@ class DataCalls:
     # ---- connection.Calls
 
     def Lookup(self, request: pb.LookupRequest, timeout: float) -> pb.LookupResponse:
+        deadline = Deadline(timeout * 1e3)
         try:
             return self._ask(pb.DataRequest(lookup=request), timeout).lookup
         except NoLine:
-            return self._instead.Lookup(request, timeout=timeout)
+            return self._instead.Lookup(request, timeout=deadline.left_s())
 
     def Claim(self, request: pb.ClaimRequest, timeout: float) -> pb.ClaimResponse:
+        deadline = Deadline(timeout * 1e3)
         try:
             return self._ask(pb.DataRequest(claim=request), timeout).claim
         except NoLine:
-            return self._instead.Claim(request, timeout=timeout)
+            return self._instead.Claim(request, timeout=deadline.left_s())
 
     def Release(self, request: pb.ReleaseRequest, timeout: float) -> pb.ReleaseResponse:
+        deadline = Deadline(timeout * 1e3)
         try:
             return self._ask(pb.DataRequest(release=request), timeout).release
         except NoLine:
-            return self._instead.Release(request, timeout=timeout)
+            return self._instead.Release(request, timeout=deadline.left_s())
 
     def Reserve(self, request: pb.ReserveRequest, timeout: float) -> pb.ReserveResponse:
+        deadline = Deadline(timeout * 1e3)
         try:
             return self._ask(pb.DataRequest(reserve=request), timeout).reserve
         except NoLine:
-            return self._instead.Reserve(request, timeout=timeout)
+            return self._instead.Reserve(request, timeout=deadline.left_s())
 
     def Cancel(self, request: pb.CancelRequest, timeout: float) -> pb.CancelResponse:
+        deadline = Deadline(timeout * 1e3)
         try:
             return self._ask(pb.DataRequest(cancel=request), timeout).cancel
         except NoLine:
-            return self._instead.Cancel(request, timeout=timeout)
+            return self._instead.Cancel(request, timeout=deadline.left_s())
 
 
 def _connected(host: str, port: int, timeout_s: float) -> socket.socket:
@@ -347,8 +371,10 @@ def _connected(host: str, port: int, timeout_s: float) -> socket.socket:
     connected = socket.create_connection((host, port), timeout_s)
     connected.settimeout(None)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # One that a firewall forgot is found to be dead before a call is.
+    # No firewall forgets a connection that nothing is asked on, or a call finds it.
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
     return connected
 
 

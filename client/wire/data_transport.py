@@ -29,7 +29,7 @@ class DataTransport(RemoteTransport):
     data_host: str | None = None
 
     def _opened(self, link: Link) -> None:
-        address, port = self._keeper.address, link.welcome.data_port
+        address, port = self._address, link.welcome.data_port
         host = self.data_host
         if host is None and not address.startswith(UNIX_SCHEME):
             host = address.rpartition(":")[0].rpartition("/")[2].strip("[]")

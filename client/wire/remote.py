@@ -76,8 +76,9 @@ class RemoteTransport:
         `Client`. Raises ConfigError for what is no address, InvalidSize for a name or a label
         that can't be one."""
         self._counters = counters
+        self._address = default_address() if address is None else normalize_address(address)
         self._keeper = SessionKeeper(
-            default_address() if address is None else normalize_address(address),
+            self._address,
             hello_of(name, label),
             counters=counters,
             connect_timeout_ms=connect_timeout_ms,
@@ -86,7 +87,7 @@ class RemoteTransport:
         )
 
     def _opened(self, link: Link) -> None:
-        """A session was opened, and nobody uses it yet. In the keeper's thread."""
+        """Before a session is used. In the keeper's thread; `_keeper` may not be there yet."""
 
     @property
     def max_batch_keys(self) -> int:

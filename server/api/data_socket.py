@@ -28,6 +28,7 @@ from ...proto.errors import (
     UnknownSession,
 )
 from ..runtime.quota import Quota
+from ..runtime.supervision import Supervisor
 from .calls import Process, error_of
 from .data_calls import DataCalls
 from .saves import Saves
@@ -61,10 +62,12 @@ class DataServer:
         service: CacheService,
         saves: Saves,
         calls: DataCalls,
+        supervisor: Supervisor,
     ) -> None:
         self.config: Final = config
         self.sessions: Final = sessions
         self.calls: Final = calls
+        self._supervisor: Final = supervisor
         #: how a request that takes one answer is answered, by its kind
         self.methods: Final[dict[str, _Method]] = {
             "lookup": service.lookup,
@@ -80,7 +83,7 @@ class DataServer:
         self.attached: Final[dict[int, set[_Connection]]] = {}
         #: those above MAX_SMALL_REQUEST_BYTES, which come when there is room for all of them
         self.large: Final = Quota("requests", config.max_local_bytes, config.stall_timeout_s)
-        #: connections that were refused because there were too many
+        #: connections that were refused: too many, or none that proved a session
         self.refusals = 0
         self._listening: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
@@ -104,7 +107,7 @@ class DataServer:
             listening.close()
             raise
         self._listening = listening
-        self._accepting = asyncio.get_running_loop().create_task(self._accept(listening))
+        self._accepting = self._supervisor.task("data socket", self._accept(listening))
         bound: int = listening.getsockname()[1]
         self.sessions.data_port = bound
         return bound
@@ -138,7 +141,12 @@ class DataServer:
                 # A client proves its session with its first bytes: the oldest is none.
                 self.refusals += 1
                 self.forget_unproved(next(iter(self.unproved))).hang_up()
-            connection = _Connection(self, _prepared(sock, self.config.stall_timeout_s))
+            try:
+                _prepare(sock, self.config.stall_timeout_s)
+            except OSError:
+                sock.close()  # its client is gone already
+                continue
+            connection = _Connection(self, sock)
             self.connections.add(connection)
             self.unproved[connection] = None
             await asyncio.sleep(0)  # others have their turn
@@ -153,15 +161,15 @@ class DataServer:
             connection.hang_up()
 
 
-def _prepared(sock: socket.socket, stall_timeout_s: float) -> socket.socket:
-    """A connection that was accepted. Here TLS is to be put around it (an `SSLContext`)."""
+def _prepare(sock: socket.socket, stall_timeout_s: float) -> None:
+    """A connection that was accepted. Here TLS is to be put around it (an `SSLContext`). Raises
+    OSError."""
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # A peer that is gone, or takes nothing, is not waited for without end, answered or not.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     stall_ms = max(1, round(stall_timeout_s * 1e3))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
-    return sock
 
 
 class _Call:
@@ -234,7 +242,11 @@ class _Connection:
             pass  # clients come and go
         except Exception as problem:
             error = error_of("data", problem)
-            log.warning("data_connection_ended", why=str(error))
+            if self._session is None:
+                # Anybody could fill the log with these.
+                self._server.refusals += 1
+            else:
+                log.warning("data_connection_ended", session=self._session, why=str(error))
             if self.may_tell:
                 with suppress(OSError):
                     self.sock.send(_failure(error))
@@ -251,7 +263,6 @@ class _Connection:
         session = server.sessions.prove(request.attach, _Attaching()).number
         others = server.attached.setdefault(session, set())
         if len(others) >= server.config.max_connections_per_session:
-            server.refusals += 1
             raise LimitReached(f"this session has {len(others)} connections already")
         others.add(self)
         self._session = session

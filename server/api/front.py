@@ -60,6 +60,7 @@ class Front:
             self.service,
             self.saves,
             DataCalls(core, self.service, self.saves),
+            core.supervisor,
         )
         #: does not work before it is started
         self.scrubber: Final = Scrubber(core, config.scrub_bytes_per_second)

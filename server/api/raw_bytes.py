@@ -27,9 +27,12 @@ from ..runtime.incoming import Feed
 from ..runtime.loop import Core
 
 #: One turn moves so many bytes at most, in a few milliseconds; then others have the thread.
-TURN_BYTES: Final = 16 * 2**20
+TURN_BYTES: Final = 8 * 2**20
 #: How long a thread waits for a socket that is full or empty before it is left to the loop.
 _PATIENCE_MS: Final = 1
+#: The next part is begun when fewer bytes wait to be sent: one call of the kernel takes many small
+#: ones, and little of an entry is looked at before its turn.
+_AHEAD_BYTES: Final = 256 * 2**10
 #: Buffers that one call of the kernel takes.
 _GATHER: Final = 64
 
@@ -85,7 +88,7 @@ class Sending:
         """One turn. Raises OSError when the client is gone."""
         left_bytes = TURN_BYTES
         while True:
-            while self._queued_bytes < data.PART_BYTES and self._load():
+            while self._queued_bytes < _AHEAD_BYTES and self._load():
                 pass
             if not self._queue:
                 return Progress.DONE

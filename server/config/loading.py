@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Final
 
@@ -240,8 +241,10 @@ def _conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             f"{format_bytes(server.staging_bytes)} for one client are more than the "
             f"{format_bytes(server.staging_total_bytes)} for all",
         )
-    if server.tcp and server.tcp == server.metrics and not server.tcp.endswith(":0"):
-        yield ("server.tcp", "server.metrics"), f"both are {server.tcp}"
+    listening = (("tcp", server.tcp), ("data", explicit), ("metrics", server.metrics))
+    for (one, at), (other, there) in combinations(listening, 2):
+        if at and at == there and not at.endswith(":0"):
+            yield (f"server.{one}", f"server.{other}"), f"both are {at}"
     if isinstance(config.disk.budget_bytes, int) and 0 < config.disk.budget_bytes < MIN_SLAB_BYTES:
         yield ("disk.budget",), f"{format_bytes(config.disk.budget_bytes)} do not hold one page"
     for name, tier in (("ram", config.ram), ("shm", config.shm)):

@@ -191,17 +191,19 @@ class Server(Section):
     """What all clients have of it together. Who gets none saves over gRPC; what was not used for a
     minute is given back."""
     max_read_bytes: Size = Field(256 * 2**20, alias="max_reads", ge=4 * 2**20)
-    """Memory for reads over gRPC that their clients have not taken yet, 4MiB each; one client has
-    half of it at most."""
+    """Memory for reads over gRPC or the data socket that their clients have not taken yet, 4MiB
+    each; one client has half of it at most."""
     max_save_bytes: Size = Field(2**30, alias="max_saves", ge=16 * 2**20)
-    """Memory for saves that arrive over gRPC, 16MiB each (the largest message); one client has half
-    of it at most."""
+    """Memory for saves that arrive over gRPC, 16MiB each (the largest message), or over the data
+    socket, 4MiB each; one client has half of it at most."""
     max_local_bytes: Size = Field(256 * 2**20, alias="max_local", ge=16 * 2**20)
-    """Memory for requests on the local socket that are not answered yet."""
+    """Memory for requests on the local socket that are not answered yet, and as much for those on
+    the data socket."""
     max_connections: int = Field(1024, ge=1)
-    """Connections to the local socket at most; those of no session are closed when idle."""
+    """Connections to the local socket at most, and as many to the data socket; those of no session
+    are closed when idle."""
     max_connections_per_session: int = Field(256, ge=1)
-    """Connections to the local socket that one client may have."""
+    """Connections to each of these sockets that one client may have."""
     max_rpcs: int = Field(512, ge=1)
     """Calls over gRPC at once, beside the streams of sessions."""
     stall_timeout_ns: Duration = Field(30_000 * _MS, alias="stall_timeout", ge=10 * _MS)

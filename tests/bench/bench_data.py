@@ -1,7 +1,6 @@
 #!/usr/bin/env python3
 """What the data socket costs (loopback TCP) beside gRPC (the Unix socket), by turns: time, and
-CPU-seconds of
-client and daemon together, which are steadier.
+CPU-seconds of client and daemon together, which are steadier.
 
     python tests/bench/bench_data.py [REPEATS]
 

@@ -164,11 +164,12 @@ async def test_a_socket_that_a_dead_daemon_left_is_no_obstacle(daemon: DaemonPro
     assert not socket_file.exists(), "one that ends in order leaves none"
 
 
-@pytest.mark.parametrize("option", ["server.tcp", "server.metrics"])
+@pytest.mark.parametrize("option", ["server.tcp", "server.data", "server.metrics"])
 def test_a_port_in_use_is_named(daemon: DaemonProcess, option: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        ended = daemon.attempt(f"--{option}={address}")
+        # Later ones are meant.
+        ended = daemon.attempt("--server.tcp=127.0.0.1:0", f"--{option}={address}")
     assert ended.status == 1
     assert address in ended.complaint
 

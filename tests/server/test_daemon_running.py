@@ -373,12 +373,14 @@ async def test_it_listens_wherever_it_is_told_to_and_says_what_it_is() -> None:
         daemon.start()
         assert (daemon.directory / "d.sock").stat().st_mode & 0o777 == 0o660
         (serving,) = daemon.logged("serving")
-        unix, admin, tcp = serving["addresses"]
+        unix, admin, data, tcp = serving["addresses"]
+        host, _, port = data.removesuffix(" (data)").rpartition(":")
         assert (unix, serving["pid"]) == (daemon.address, daemon.pid)
         assert admin == f"{unix}.admin"
         assert (daemon.directory / "d.sock.admin").stat().st_mode & 0o777 == 0o600
         async with daemon.client() as client, daemon.client(tcp) as other:
             session, remote = await client.open(), await other.open()
+            assert (host, int(port)) == ("127.0.0.1", remote.welcome.data_port)
             assert remote.number != session.number
             await session.save({key(1): DATA})
             assert await remote.restore(key(1)) == DATA

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 import pytest
@@ -19,7 +19,9 @@ from prefixd.client.bench.run import OverData
 from prefixd.client.counters import Counters
 from prefixd.client.restores import Restore
 from prefixd.client.results import Entry
+from prefixd.client.wire import remote
 from prefixd.client.wire.data_line import DataCalls, DataLine, NoLine
+from prefixd.client.wire.data_transport import DataTransport
 from prefixd.proto import data
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
@@ -28,6 +30,7 @@ from prefixd.proto.errors import (
     DeadlineExceeded,
     MalformedMessage,
     PrefixdError,
+    UnknownSession,
 )
 from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
@@ -208,6 +211,37 @@ def test_where_nobody_listens_nothing_was_asked() -> None:
             calls.save(pb.RawSaveRequest(), [], PATIENCE_S)
 
 
+def test_a_session_that_ended_in_the_middle_is_no_reason_to_ask_again() -> None:
+    """What came before it would come twice."""
+    failure = answer(pb.DataResponse(failure=pb.Failure(error="unknown_session")))
+    for said, error in ((failure, UnknownSession), (part(0, 0, PAYLOAD) + failure, ClaimLost)):
+        restore, _ = room_for(PAYLOAD)
+        with daemon_that_says(said) as port, pytest.raises(error):
+            calls_to(port).fetch(pb.FetchRequest(), 1, restore, PATIENCE_S)
+
+
+def test_a_connection_that_is_not_taken_leaves_time_for_grpc() -> None:
+    """The kernel takes connections until nobody accepts them any more; then it says nothing."""
+    asked: list[float] = []
+
+    class Grpc:
+        def Lookup(self, _request: pb.LookupRequest, timeout: float) -> pb.LookupResponse:
+            asked.append(timeout)
+            return pb.LookupResponse()
+
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listening, ExitStack() as full:
+        address = listening.getsockname()
+        for _ in range(3):
+            blocked = full.enter_context(socket.socket())
+            blocked.setblocking(False)
+            blocked.connect_ex(address)
+        calls = DataCalls(*address, REF, Grpc())  # type: ignore[arg-type]  # no other call is made
+        calls.Lookup(pb.LookupRequest(), SOON_S)
+        calls.Lookup(pb.LookupRequest(), SOON_S)
+    assert 0 < asked[0] <= SOON_S / 2
+    assert asked[1] > asked[0], "it does not try again at once"
+
+
 def test_calls_under_way_fail_with_their_session() -> None:
     with daemon_that_says(hang_up=False) as port:
         calls = calls_to(port)
@@ -227,6 +261,48 @@ def test_calls_under_way_fail_with_their_session() -> None:
         assert isinstance(raised[0], DaemonUnavailable)
         with pytest.raises(NoLine):
             calls.save(pb.RawSaveRequest(), [], PATIENCE_S)
+
+
+class Opened:
+    """A link that was opened, as far as the transport looks at it."""
+
+    def __init__(self, data_port: int) -> None:
+        self.welcome = pb.Welcome(data_port=data_port)
+        self.ref = REF
+        self.connection = self.calls = object()
+        self.data: DataCalls | None = None
+        self.on_end: list[object] = []
+
+
+@pytest.mark.parametrize(
+    ("address", "data_port", "host"),
+    [
+        ("cache.example:7", 8, "cache.example"),
+        ("dns:///cache.example:7", 8, "cache.example"),
+        ("[::1]:7", 8, "::1"),
+        ("cache.example:7", 0, None),
+        ("/run/d.sock", 8, None),
+    ],
+)
+def test_the_data_socket_is_where_the_daemon_was_reached(
+    monkeypatch: pytest.MonkeyPatch, address: str, data_port: int, host: str | None
+) -> None:
+    """And a session may be open before the constructor returns."""
+    opened = Opened(data_port)
+
+    def keeper(*_: object, when_opened: Callable[[object], None], **__: object) -> None:
+        when_opened(opened)
+
+    monkeypatch.setattr(remote, "SessionKeeper", keeper)
+    DataTransport(address, counters=Counters())
+    if host is None:
+        assert opened.data is None
+        assert opened.calls is opened.connection
+    else:
+        assert opened.data is not None
+        assert (opened.data._host, opened.data._port) == (host, data_port)
+        assert opened.calls is opened.data
+        assert opened.on_end == [opened.data.hang_up]
 
 
 # ---- on real daemons

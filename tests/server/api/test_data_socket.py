@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.server.api import data_socket, raw_bytes
 from prefixd.tiers.store import Damaged, StoreError
 from tests.contract.faulty import FaultyStore
-from tests.support.data_client import data_connection
+from tests.support.data_client import DataConnection, data_connection
 from tests.support.running import (
     OpenSession,
     Refused,
@@ -201,6 +202,7 @@ async def test_connections_that_prove_nothing_make_room(
             await second.send(attach=session.ref)
             with pytest.raises(Refused, match="1 connections already"):
                 await second.response()
+            assert daemon.front.data.refusals == 2
             await third.send_bytes(b"\1")
             await line.ask(lookup=pb.LookupRequest(keys=[key(1)]))
 
@@ -294,6 +296,36 @@ async def test_a_fetch_whose_claim_is_lost_says_so(
             assert await line.part()
             with pytest.raises((Refused, EOFError, ConnectionError)):
                 await line.part()
+
+
+@in_loop
+async def test_an_entry_that_left_the_table_is_not_read_any_further(tmp_path: Path) -> None:
+    """Within one turn, before the loop knows: its room may be another's."""
+    async with daemon_for_large(tmp_path) as (daemon, session):
+        await session.save({key(1): LARGE[: 3 * MIB]})
+        entry = daemon.tables.entries[key(1)]
+        here, there = socket.socketpair()
+        with here, there:
+            here.setblocking(False)
+            ranges = [raw_bytes.SentRange(0, entry, False, 0, 3 * MIB)]
+            sending = raw_bytes.Sending(daemon.core, here, ranges)
+            assert sending.run(0) is raw_bytes.Progress.WAITING
+            assert not sending.between_parts
+            entry.published = False
+            line = DataConnection(there)
+            there.setblocking(False)
+            reading = asyncio.ensure_future(line.part())
+            while sending.run(0) is not raw_bytes.Progress.DONE:
+                await asyncio.sleep(0)
+            first = await reading
+            assert first is not None
+            assert first[1] == LARGE[:MIB], "what was begun"
+            second = await line.part()
+            assert second is not None
+            assert (second[0].status, second[1]) == (pb.READ_STATUS_UNREADABLE, b"")
+            assert sending.between_parts
+            assert [each for each, _ in sending.unreadable] == [entry]
+        entry.published = True
 
 
 @in_loop

@@ -111,6 +111,15 @@ def test_remote_tcp_is_possible_on_purpose() -> None:
     assert config.server.tcp == "0.0.0.0:7070"
 
 
+def test_the_data_socket_is_where_tcp_is_unless_told_otherwise() -> None:
+    assert load().server.data_address() == ""
+    assert load("--tcp", "127.0.0.1:7070").server.data_address() == "127.0.0.1:0"
+    assert load("--tcp", "[::1]:7070").server.data_address() == "[::1]:0"
+    assert load("--tcp", "127.0.0.1:7070", "--server.data=").server.data_address() == ""
+    config = load("--tcp=0.0.0.0:7070", "--server.data=0.0.0.0:7071", "--server.allow_remote")
+    assert config.server.data_address() == "0.0.0.0:7071"
+
+
 def test_the_address_variable_of_the_clients_is_the_daemons_too() -> None:
     env = {"PREFIXD_ADDRESS": "/a/b.sock"}
     assert load(env=env).server.address == "unix:/a/b.sock"
@@ -269,6 +278,9 @@ def test_a_flag_that_takes_no_value() -> None:
         ),
         (["--tcp=127.0.0.1:7", "--metrics=127.0.0.1:7"], "server.tcp and server.metrics"),
         (["--tcp=cache.example:7"], "server.tcp and server.allow_remote"),
+        (["--tcp=[::1]:7", "--server.data=0.0.0.0:8"], "server.data and server.allow_remote"),
+        (["--server.data=127.0.0.1:8"], "server.data and server.tcp"),
+        (["--tcp=127.0.0.1:7", "--server.data=127.0.0.1:7"], "server.tcp and server.data"),
     ],
 )
 def test_options_that_contradict_each_other(argv: list[str], keys: str) -> None:
