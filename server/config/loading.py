@@ -206,12 +206,21 @@ def _reason(error: ErrorDetails, option: Option) -> str:
 def _conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     """Options that are right by themselves and wrong together: which, and why."""
     server, sessions = config.server, config.sessions
-    if server.tcp and not server.allow_remote and not _is_loopback(server.tcp):
+    secured = server.tls_cert and (server.tokens or server.tls_client_ca)
+    if server.tcp and not secured and not server.allow_remote and not _is_loopback(server.tcp):
+        lack = "nobody is asked who they are" if server.tls_cert else "nothing is encrypted"
         yield (
             ("server.tcp", "server.allow_remote"),
-            f"{server.tcp} can be reached from other machines, and there is neither encryption "
-            "nor a password; listen on 127.0.0.1, or say allow_remote = true",
+            f"{server.tcp} can be reached from other machines, and {lack}; listen on 127.0.0.1, "
+            "set tls_cert, tls_key and tokens, or say allow_remote = true",
         )
+    if bool(server.tls_cert) != bool(server.tls_key):
+        yield ("server.tls_cert", "server.tls_key"), "one of them is set, and TLS needs both"
+    for name in ("tls_client_ca", "tokens"):
+        if getattr(server, name) and not server.tls_cert:
+            yield (f"server.{name}", "server.tls_cert"), "they need TLS; nothing else protects them"
+    if server.tls_cert and not server.tcp:
+        yield ("server.tls_cert", "server.tcp"), "TLS is for TCP, which is switched off"
     if server.operators() in (server.address, f"{server.address}{LOCAL_SUFFIX}"):
         yield (
             ("server.admin_address", "server.address"),

@@ -106,6 +106,12 @@ def test_operators_are_served_beside_the_workers_unless_told_otherwise() -> None
     assert elsewhere.operators() == "unix:/a/b"
 
 
+def test_remote_tcp_needs_no_consent_with_tls_and_somebody_to_ask() -> None:
+    tls = ("--tcp", "0.0.0.0:7070", "--server.tls_cert=c", "--server.tls_key=k")
+    for asked in ("--server.tokens=t", "--server.tls_client_ca=ca"):
+        assert load(*tls, asked).server.tcp == "0.0.0.0:7070"
+
+
 def test_remote_tcp_is_possible_on_purpose() -> None:
     config = load("--tcp", "0.0.0.0:7070", "--server.allow_remote")
     assert config.server.tcp == "0.0.0.0:7070"
@@ -191,7 +197,7 @@ def test_everything_wrong_is_said_at_once_and_where_it_came_from(tmp_path: Path)
         "sessions.heartbeat = '1ms' (from --sessions.heartbeat): should be at least 50ms",
         "log.level = 'loud' (from --log.level): should be 'debug', 'info', 'warning' or 'error'",
         "server.tcp and server.allow_remote: 0.0.0.0:7070 can be reached from other machines, and "
-        "there is neither encryption nor a password; listen on 127.0.0.1, or say "
+        "nothing is encrypted; listen on 127.0.0.1, set tls_cert, tls_key and tokens, or say "
         "allow_remote = true",
     ]
 
@@ -269,6 +275,17 @@ def test_a_flag_that_takes_no_value() -> None:
         ),
         (["--tcp=127.0.0.1:7", "--metrics=127.0.0.1:7"], "server.tcp and server.metrics"),
         (["--tcp=cache.example:7"], "server.tcp and server.allow_remote"),
+        (
+            ["--tcp=0.0.0.0:7", "--server.tls_cert=c", "--server.tls_key=k"],
+            "server.tcp and server.allow_remote",
+        ),
+        (["--tcp=127.0.0.1:7", "--server.tls_cert=c"], "server.tls_cert and server.tls_key"),
+        (["--tcp=127.0.0.1:7", "--server.tokens=t"], "server.tokens and server.tls_cert"),
+        (
+            ["--tcp=127.0.0.1:7", "--server.tls_client_ca=t"],
+            "server.tls_client_ca and server.tls_cert",
+        ),
+        (["--server.tls_cert=c", "--server.tls_key=k"], "server.tls_cert and server.tcp"),
     ],
 )
 def test_options_that_contradict_each_other(argv: list[str], keys: str) -> None:
