@@ -174,6 +174,8 @@ def _name_of(label: str) -> Text:
 def counters_table(counters: Mapping[str, int]) -> Table:
     """Everything that the daemon counts, by its metric name."""
     table = make_table("counter", "value", right=("value",))
+    table.caption = "calls to the daemon: what clients look up and read in place is not among them"
+    table.caption_justify = "left"
     for name, value in sorted(counters.items()):
         table.add_row(name, f"{value:,}")
     return table
