@@ -174,6 +174,11 @@ class AdminConnection:
         request = pb.ListClaimsRequest(page_claims=count)
         return list(self._operate(self._admin.ListClaims, request).claims)
 
+    def clear(self, namespace: str, tiers: Sequence[Tier]) -> pb.ClearResponse:
+        """Of all tiers unless some are named."""
+        request = pb.ClearRequest(namespace=namespace, tiers=map(wire_tier, tiers))
+        return self._operate(self._admin.Clear, request)
+
     def resize(self, tier: Tier, budget_bytes: int) -> pb.ResizeResponse:
         request = pb.ResizeRequest(tier=wire_tier(tier), budget_bytes=budget_bytes)
         return self._operate(self._admin.Resize, request)

@@ -144,6 +144,7 @@ class Front:
             "Drain": Unary(admin.drain),
             "SetLogLevel": Unary(admin.set_log_level),
             "Why": Unary(admin.why),
+            "Clear": Unary(admin.clear),
         }
 
     def _server(

@@ -187,6 +187,7 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
             0,
             0,
             False,
+            session.label,
         )
         refusal = make_room(transition, session, entry)
         if refusal is not None:

@@ -63,6 +63,7 @@ COUNTS = {
     "calls",
     "times",
     "remembered_events",
+    "unknown_entries",
 }
 NAMES = {
     "session_id",
