@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
 from ..proto import prefixd_pb2 as pb
@@ -30,8 +30,8 @@ _SCALARS: Final = (
     "sessions",  # opened, the first one included
 )
 
-#: Over gRPC or over the local socket, where SaveStaged is the one that gRPC does not have.
-_RPCS: Final = (*pb.DESCRIPTOR.services_by_name["Cache"].methods_by_name, "SaveStaged")
+#: Over gRPC, or over the local or the data socket, which have one each that gRPC does not have.
+_RPCS: Final = (*pb.DESCRIPTOR.services_by_name["Cache"].methods_by_name, "SaveStaged", "Fetch")
 _LABELS: Final = {tier: tier.label for tier in Tier}
 
 
@@ -126,7 +126,7 @@ class Counters:
                 self._report.tell_absent(keys)
 
     def hit(
-        self, entries: Iterable[Entry], token_counts: Iterable[int], lookup_tokens: int = 0
+        self, entries: Collection[Entry], token_counts: Collection[int], lookup_tokens: int = 0
     ) -> None:
         """One look-up that found these. `lookup_tokens`: what it was for; 0: nobody said."""
         with self._lock:
@@ -224,11 +224,13 @@ class Counters:
             return {**self._scalars, **groups}
 
 
-def _by_tier(entries: Iterable[Entry], amounts: Iterable[int]) -> dict[Tier, tuple[int, int]]:
+def _by_tier(entries: Collection[Entry], amounts: Collection[int]) -> dict[Tier, tuple[int, int]]:
     """How many entries there are of each tier, and the sum of their amounts."""
+    tiers = {entry.tier for entry in entries}
+    if len(tiers) == 1:
+        return {tiers.pop(): (len(entries), sum(amounts))}
     found: dict[Tier, tuple[int, int]] = {}
     for entry, amount in zip(entries, amounts, strict=True):
-        tier = entry.tier
-        count, total = found.get(tier, (0, 0))
-        found[tier] = count + 1, total + amount
+        count, total = found.get(entry.tier, (0, 0))
+        found[entry.tier] = count + 1, total + amount
     return found

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Final, Literal, TypeAlias
 
-from ..proto.copying import copy, copy_crc32c
+from ..proto.copying import copy, copy_crc32c, crc32c_of
 from ..proto.errors import PrefixdError
 from ..proto.keys import Key
 from ..proto.pieces import FlatBytes
@@ -18,7 +18,8 @@ from .benefit import LoadSpeeds
 from .failures import Failures
 from .results import Entry, MissReason
 from .threads import Threads
-from .wire.transport import Copied, Sink
+from .wire.sinks import Rooms
+from .wire.transport import Copied
 
 #: Whose CRC32C is checked on restore: of everything, of what came from disk, of nothing.
 Verify: TypeAlias = Literal["always", "disk", "never"]
@@ -31,8 +32,9 @@ SHARED_BYTES: Final = 16 * 2**20
 CPUS: Final = len(os.sched_getaffinity(0))
 
 
-class Restore:
-    """Takes the parts of a read (it is a `Sink`) and copies them into the caller's buffers."""
+class Restore(Rooms):
+    """Takes the parts of a read (it is a `Sink`) and copies them into the caller's buffers, or has
+    them put there."""
 
     def __init__(
         self,
@@ -72,16 +74,29 @@ class Restore:
         if data is None:
             self._misses[index] = MissReason.UNREADABLE
             return
-        view = self._views[index]
-        end_bytes = offset_bytes + len(data)
+        room = self.room(index, offset_bytes, len(data))
+        if self._check[index]:
+            self._crcs[index] = copy_crc32c(room, data, self._crcs[index])
+        else:
+            copy(room, data)
+        self._came(index, len(data))
+
+    def room(self, index: int, offset_bytes: int, length_bytes: int) -> FlatBytes:
+        view, end_bytes = self._views[index], offset_bytes + length_bytes
         if offset_bytes != self._received[index] or end_bytes > len(view):
             raise PrefixdError("the daemon sent bytes that are not the next ones")
+        return view[offset_bytes:end_bytes]
+
+    def filled(self, index: int, length_bytes: int) -> None:
         if self._check[index]:
-            self._crcs[index] = copy_crc32c(view[offset_bytes:end_bytes], data, self._crcs[index])
-        else:
-            copy(view[offset_bytes:end_bytes], data)
-        self._received[index] = end_bytes
-        if end_bytes == len(view):
+            start = self._received[index]
+            came = self._views[index][start : start + length_bytes]
+            self._crcs[index] = crc32c_of(came, self._crcs[index])
+        self._came(index, length_bytes)
+
+    def _came(self, index: int, length_bytes: int) -> None:
+        self._received[index] += length_bytes
+        if self._received[index] == len(self._views[index]):
             self._finish(index)
 
     def _finish(self, index: int) -> None:
@@ -122,9 +137,11 @@ class Restore:
         self._whole.update(whole)
         self._validated.update(whole)
         by_tier: dict[Tier, int] = {}
-        for n in whole:
-            entry = self._entries[n]
-            by_tier[entry.tier] = by_tier.get(entry.tier, 0) + entry.payload_bytes
+        entries = (
+            self._entries if len(whole) == len(outcomes) else [self._entries[n] for n in whole]
+        )
+        for tier in {entry.tier for entry in entries}:
+            by_tier[tier] = sum([each.payload_bytes for each in entries if each.tier is tier])
         total_bytes = sum(by_tier.values())
         for tier, tier_bytes in by_tier.items():
             share_s = (now_s - self._since_s) * tier_bytes / total_bytes
@@ -184,7 +201,7 @@ class Restore:
 
 #: `Transport.copy`.
 CopyInPlace: TypeAlias = Callable[
-    [Sequence[Entry], Sequence[FlatBytes], Sequence[bool]], list[Copied]
+    [Sequence[Entry], Sequence[FlatBytes], Sequence[bool], object | None], list[Copied]
 ]
 
 
@@ -200,15 +217,16 @@ class Copier:
         self._second = Threads("prefixd-restore", 1)
         self._sharing = threading.Lock()
 
-    def copy(self, restore: Restore) -> list[int]:
-        """Returns the entries that have to be read from the daemon."""
+    def copy(self, restore: Restore, in_place: object | None = None) -> list[int]:
+        """Returns the entries that have to be read from the daemon. `in_place`: where they lie, if
+        that is known."""
         everything = range(len(restore))
         half = _half(restore) if CPUS > 1 and restore.checked_bytes >= SHARED_BYTES else 0
         if not half or not self._sharing.acquire(blocking=False):
-            return restore.copied(self._copied(restore, everything))
+            return restore.copied(self._copied(restore, everything, in_place))
         try:
             return restore.copied(
-                self._copied_by_two(restore, everything[:half], everything[half:])
+                self._copied_by_two(restore, everything[:half], everything[half:], in_place)
             )
         finally:
             self._sharing.release()
@@ -217,25 +235,27 @@ class Copier:
         """Copies go on without the second thread."""
         self._second.close()
 
-    def _copied(self, restore: Restore, indices: range) -> list[Copied]:
+    def _copied(self, restore: Restore, indices: range, in_place: object | None) -> list[Copied]:
         try:
-            return self._copy_in_place(*restore.targets(indices))
+            return self._copy_in_place(*restore.targets(indices), in_place)
         except Exception as problem:
             self._failures.reason(problem)
             return [Copied.GONE] * len(indices)
 
-    def _copied_by_two(self, restore: Restore, first: range, rest: range) -> list[Copied]:
+    def _copied_by_two(
+        self, restore: Restore, first: range, rest: range, in_place: object | None
+    ) -> list[Copied]:
         done = threading.Event()
         rest_copied: list[Copied] = []
 
         def copy_rest() -> None:
-            rest_copied.extend(self._copied(restore, rest))
+            rest_copied.extend(self._copied(restore, rest, in_place))
             done.set()
 
         if not self._second.submit(copy_rest):
-            return self._copied(restore, range(first.start, rest.stop))
+            return self._copied(restore, range(first.start, rest.stop), in_place)
         try:
-            first_copied = self._copied(restore, first)
+            first_copied = self._copied(restore, first, in_place)
         finally:
             done.wait()  # nothing is written into the buffers after this call
         return first_copied + rest_copied
@@ -261,11 +281,6 @@ class Collect:
             self.unreadable = True
         else:
             self.parts.append(bytes(data))
-
-
-def renumbered(sink: Sink, numbers: Sequence[int]) -> Sink:
-    """A sink for ranges that are `numbers` of those that `sink` knows."""
-    return lambda number, offset_bytes, data: sink(numbers[number], offset_bytes, data)
 
 
 def content_of(entry: Entry) -> tuple[int, int, int]:

@@ -186,7 +186,7 @@ class _ReserveStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     RESERVE_STATUS_IN_FLIGHT: _ReserveStatus.ValueType  # 3
     """somebody else is saving it"""
     RESERVE_STATUS_TOO_LARGE: _ReserveStatus.ValueType  # 4
-    """for this tier, for ever"""
+    """for this tier, or what one client may reserve of it, for ever"""
     RESERVE_STATUS_NO_ROOM: _ReserveStatus.ValueType  # 5
     """everything is pinned or reserved, or this session's share is, or the tier takes no saves now; may succeed later"""
 
@@ -199,7 +199,7 @@ RESERVE_STATUS_PRESENT: ReserveStatus.ValueType  # 2
 RESERVE_STATUS_IN_FLIGHT: ReserveStatus.ValueType  # 3
 """somebody else is saving it"""
 RESERVE_STATUS_TOO_LARGE: ReserveStatus.ValueType  # 4
-"""for this tier, for ever"""
+"""for this tier, or what one client may reserve of it, for ever"""
 RESERVE_STATUS_NO_ROOM: ReserveStatus.ValueType  # 5
 """everything is pinned or reserved, or this session's share is, or the tier takes no saves now; may succeed later"""
 Global___ReserveStatus: typing_extensions.TypeAlias = ReserveStatus
@@ -750,7 +750,9 @@ class Welcome(google.protobuf.message.Message):
     DAEMON_VERSION_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
     LOCAL_SOCKET_FIELD_NUMBER: builtins.int
+    SHARES_FIELD_NUMBER: builtins.int
     SESSION_SECRET_FIELD_NUMBER: builtins.int
+    DATA_PORT_FIELD_NUMBER: builtins.int
     incarnation: builtins.bytes
     session_id: builtins.int
     heartbeat_interval_ms: builtins.int
@@ -763,8 +765,14 @@ class Welcome(google.protobuf.message.Message):
     daemon_version: builtins.str
     local_socket: builtins.str
     """where clients on this host are served; empty: nowhere (see LocalRequest)"""
+    shares: builtins.bool
+    """is there a shared engine that Pull asks?"""
     session_secret: builtins.bytes
     """for SessionRef: 16 random bytes that only this client knows"""
+    data_port: builtins.int
+    """The TCP port of the data socket (see DataRequest), on the host that the client reached the daemon
+    at; 0: there is none.
+    """
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierLimits]: ...
     def __init__(
@@ -781,9 +789,11 @@ class Welcome(google.protobuf.message.Message):
         daemon_version: builtins.str = ...,
         tiers: collections.abc.Iterable[Global___TierLimits] | None = ...,
         local_socket: builtins.str = ...,
+        shares: builtins.bool = ...,
         session_secret: builtins.bytes = ...,
+        data_port: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk_bytes", b"chunk_bytes", "claim_lease_ms", b"claim_lease_ms", "daemon_version", b"daemon_version", "heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "local_socket", b"local_socket", "max_batch_keys", b"max_batch_keys", "max_message_bytes", b"max_message_bytes", "reservation_ttl_ms", b"reservation_ttl_ms", "session_id", b"session_id", "session_secret", b"session_secret", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_bytes", b"chunk_bytes", "claim_lease_ms", b"claim_lease_ms", "daemon_version", b"daemon_version", "data_port", b"data_port", "heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "local_socket", b"local_socket", "max_batch_keys", b"max_batch_keys", "max_message_bytes", b"max_message_bytes", "reservation_ttl_ms", b"reservation_ttl_ms", "session_id", b"session_id", "session_secret", b"session_secret", "shares", b"shares", "tiers", b"tiers"]) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 
@@ -890,10 +900,13 @@ class LookupRequest(google.protobuf.message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     STOP_AT_FIRST_ABSENT_FIELD_NUMBER: builtins.int
     WAIT_MS_FIELD_NUMBER: builtins.int
+    BRIEF_FIELD_NUMBER: builtins.int
     stop_at_first_absent: builtins.bool
     """results end with the first key that is not present"""
     wait_ms: builtins.int
     """wait this long for keys in flight, then answer what is"""
+    brief: builtins.bool
+    """tell presences instead of results"""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     def __init__(
@@ -902,8 +915,9 @@ class LookupRequest(google.protobuf.message.Message):
         keys: collections.abc.Iterable[builtins.bytes] | None = ...,
         stop_at_first_absent: builtins.bool = ...,
         wait_ms: builtins.int = ...,
+        brief: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keys", b"keys", "stop_at_first_absent", b"stop_at_first_absent", "wait_ms", b"wait_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["brief", b"brief", "keys", b"keys", "stop_at_first_absent", b"stop_at_first_absent", "wait_ms", b"wait_ms"]) -> None: ...
 
 Global___LookupRequest: typing_extensions.TypeAlias = LookupRequest
 
@@ -937,16 +951,24 @@ class LookupResponse(google.protobuf.message.Message):
 
     INCARNATION_FIELD_NUMBER: builtins.int
     RESULTS_FIELD_NUMBER: builtins.int
+    PRESENCES_FIELD_NUMBER: builtins.int
     incarnation: builtins.bytes
     @property
-    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LookupResult]: ...
+    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LookupResult]:
+        """none, if brief"""
+
+    @property
+    def presences(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Presence.ValueType]:
+        """if brief"""
+
     def __init__(
         self,
         *,
         incarnation: builtins.bytes = ...,
         results: collections.abc.Iterable[Global___LookupResult] | None = ...,
+        presences: collections.abc.Iterable[Global___Presence.ValueType] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "results", b"results"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "presences", b"presences", "results", b"results"]) -> None: ...
 
 Global___LookupResponse: typing_extensions.TypeAlias = LookupResponse
 
@@ -1530,6 +1552,51 @@ class DeleteResponse(google.protobuf.message.Message):
 Global___DeleteResponse: typing_extensions.TypeAlias = DeleteResponse
 
 @typing.final
+class PullRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    MODE_FIELD_NUMBER: builtins.int
+    WAIT_MS_FIELD_NUMBER: builtins.int
+    mode: Global___ClaimMode.ValueType
+    """CLAIM_MODE_RUN or CLAIM_MODE_FIRST"""
+    wait_ms: builtins.int
+    """how long it may take; 0: a second"""
+    @property
+    def session(self) -> Global___SessionRef: ...
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        session: Global___SessionRef | None = ...,
+        keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+        mode: Global___ClaimMode.ValueType = ...,
+        wait_ms: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys", "mode", b"mode", "session", b"session", "wait_ms", b"wait_ms"]) -> None: ...
+
+Global___PullRequest: typing_extensions.TypeAlias = PullRequest
+
+@typing.final
+class PullResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PULLED_FIELD_NUMBER: builtins.int
+    pulled: builtins.int
+    """entries that came"""
+    def __init__(
+        self,
+        *,
+        pulled: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["pulled", b"pulled"]) -> None: ...
+
+Global___PullResponse: typing_extensions.TypeAlias = PullResponse
+
+@typing.final
 class CancelRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1679,6 +1746,254 @@ class LocalResponse(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["failure", "hand_over", "lookup", "claim", "release", "reserve", "cancel", "save_staged"] | None: ...
 
 Global___LocalResponse: typing_extensions.TypeAlias = LocalResponse
+
+@typing.final
+class DataRequest(google.protobuf.message.Message):
+    """---- clients elsewhere
+
+    Beside gRPC over TCP the daemon listens at Welcome.data_port for small calls and for payloads: a
+    stream of messages framed as on the local socket, and of the bytes that some of them announce.
+    One call at a time on a connection, on as many connections as there are calls at once. The first
+    request is `attach`, at once and by itself; a request above 16 KiB may have to wait for room.
+    What the rpcs of the same names promise holds here too. A client that hangs up with an answer as
+    the last thing that came has not taken it: what that granted is given back.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ATTACH_FIELD_NUMBER: builtins.int
+    LOOKUP_FIELD_NUMBER: builtins.int
+    CLAIM_FIELD_NUMBER: builtins.int
+    RELEASE_FIELD_NUMBER: builtins.int
+    RESERVE_FIELD_NUMBER: builtins.int
+    CANCEL_FIELD_NUMBER: builtins.int
+    GIVE_BACK_FIELD_NUMBER: builtins.int
+    READ_FIELD_NUMBER: builtins.int
+    FETCH_FIELD_NUMBER: builtins.int
+    SAVE_FIELD_NUMBER: builtins.int
+    @property
+    def attach(self) -> Global___SessionRef:
+        """whose connection this is: not answered"""
+
+    @property
+    def lookup(self) -> Global___LookupRequest: ...
+    @property
+    def claim(self) -> Global___ClaimRequest: ...
+    @property
+    def release(self) -> Global___ReleaseRequest: ...
+    @property
+    def reserve(self) -> Global___ReserveRequest: ...
+    @property
+    def cancel(self) -> Global___CancelRequest: ...
+    @property
+    def give_back(self) -> Global___ReleaseRequest:
+        """as GiveBack of a session: not answered"""
+
+    @property
+    def read(self) -> Global___ReadRequest:
+        """answered by parts, then by read_end"""
+
+    @property
+    def fetch(self) -> Global___FetchRequest:
+        """the same"""
+
+    @property
+    def save(self) -> Global___RawSaveRequest:
+        """answered by save_ready unless nothing is wanted, then by save"""
+
+    def __init__(
+        self,
+        *,
+        attach: Global___SessionRef | None = ...,
+        lookup: Global___LookupRequest | None = ...,
+        claim: Global___ClaimRequest | None = ...,
+        release: Global___ReleaseRequest | None = ...,
+        reserve: Global___ReserveRequest | None = ...,
+        cancel: Global___CancelRequest | None = ...,
+        give_back: Global___ReleaseRequest | None = ...,
+        read: Global___ReadRequest | None = ...,
+        fetch: Global___FetchRequest | None = ...,
+        save: Global___RawSaveRequest | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "fetch", b"fetch", "give_back", b"give_back", "kind", b"kind", "lookup", b"lookup", "read", b"read", "release", b"release", "reserve", b"reserve", "save", b"save"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "fetch", b"fetch", "give_back", b"give_back", "kind", b"kind", "lookup", b"lookup", "read", b"read", "release", b"release", "reserve", b"reserve", "save", b"save"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["attach", "lookup", "claim", "release", "reserve", "cancel", "give_back", "read", "fetch", "save"] | None: ...
+
+Global___DataRequest: typing_extensions.TypeAlias = DataRequest
+
+@typing.final
+class DataResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FAILURE_FIELD_NUMBER: builtins.int
+    LOOKUP_FIELD_NUMBER: builtins.int
+    CLAIM_FIELD_NUMBER: builtins.int
+    RELEASE_FIELD_NUMBER: builtins.int
+    RESERVE_FIELD_NUMBER: builtins.int
+    CANCEL_FIELD_NUMBER: builtins.int
+    PART_FIELD_NUMBER: builtins.int
+    READ_END_FIELD_NUMBER: builtins.int
+    SAVE_READY_FIELD_NUMBER: builtins.int
+    SAVE_FIELD_NUMBER: builtins.int
+    @property
+    def failure(self) -> Global___Failure: ...
+    @property
+    def lookup(self) -> Global___LookupResponse: ...
+    @property
+    def claim(self) -> Global___ClaimResponse: ...
+    @property
+    def release(self) -> Global___ReleaseResponse: ...
+    @property
+    def reserve(self) -> Global___ReserveResponse: ...
+    @property
+    def cancel(self) -> Global___CancelResponse: ...
+    @property
+    def part(self) -> Global___RawPart: ...
+    @property
+    def read_end(self) -> Global___ReadEnd: ...
+    @property
+    def save_ready(self) -> Global___SaveReady: ...
+    @property
+    def save(self) -> Global___SaveResponse: ...
+    def __init__(
+        self,
+        *,
+        failure: Global___Failure | None = ...,
+        lookup: Global___LookupResponse | None = ...,
+        claim: Global___ClaimResponse | None = ...,
+        release: Global___ReleaseResponse | None = ...,
+        reserve: Global___ReserveResponse | None = ...,
+        cancel: Global___CancelResponse | None = ...,
+        part: Global___RawPart | None = ...,
+        read_end: Global___ReadEnd | None = ...,
+        save_ready: Global___SaveReady | None = ...,
+        save: Global___SaveResponse | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "failure", b"failure", "kind", b"kind", "lookup", b"lookup", "part", b"part", "read_end", b"read_end", "release", b"release", "reserve", b"reserve", "save", b"save", "save_ready", b"save_ready"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "failure", b"failure", "kind", b"kind", "lookup", b"lookup", "part", b"part", "read_end", b"read_end", "release", b"release", "reserve", b"reserve", "save", b"save", "save_ready", b"save_ready"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["failure", "lookup", "claim", "release", "reserve", "cancel", "part", "read_end", "save_ready", "save"] | None: ...
+
+Global___DataResponse: typing_extensions.TypeAlias = DataResponse
+
+@typing.final
+class FetchRequest(google.protobuf.message.Message):
+    """Claim, Read and Release in one: of entries that the client knows. Errors: those of Read, and
+    NOT_FOUND unknown_entry, before the first part, where not all of them are there any more.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    GENERATIONS_FIELD_NUMBER: builtins.int
+    RANGES_FIELD_NUMBER: builtins.int
+    @property
+    def session(self) -> Global___SessionRef: ...
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    @property
+    def generations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """of each key"""
+
+    @property
+    def ranges(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ReadRange]:
+        """index: among the keys"""
+
+    def __init__(
+        self,
+        *,
+        session: Global___SessionRef | None = ...,
+        keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+        generations: collections.abc.Iterable[builtins.int] | None = ...,
+        ranges: collections.abc.Iterable[Global___ReadRange] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["generations", b"generations", "keys", b"keys", "ranges", b"ranges", "session", b"session"]) -> None: ...
+
+Global___FetchRequest: typing_extensions.TypeAlias = FetchRequest
+
+@typing.final
+class RawPart(google.protobuf.message.Message):
+    """Announces `length_bytes` of a range, which follow behind this message."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANGE_FIELD_NUMBER: builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: builtins.int
+    LENGTH_BYTES_FIELD_NUMBER: builtins.int
+    STATUS_FIELD_NUMBER: builtins.int
+    range: builtins.int
+    offset_bytes: builtins.int
+    length_bytes: builtins.int
+    status: Global___ReadStatus.ValueType
+    def __init__(
+        self,
+        *,
+        range: builtins.int = ...,
+        offset_bytes: builtins.int = ...,
+        length_bytes: builtins.int = ...,
+        status: Global___ReadStatus.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["length_bytes", b"length_bytes", "offset_bytes", b"offset_bytes", "range", b"range", "status", b"status"]) -> None: ...
+
+Global___RawPart: typing_extensions.TypeAlias = RawPart
+
+@typing.final
+class ReadEnd(google.protobuf.message.Message):
+    """Every range was sent, and the claim was held until the last byte had left. Without it nothing that
+    was sent is known to be right.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ReadEnd: typing_extensions.TypeAlias = ReadEnd
+
+@typing.final
+class RawSaveRequest(google.protobuf.message.Message):
+    """Save, or write what was reserved before."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    RESERVED_FIELD_NUMBER: builtins.int
+    @property
+    def header(self) -> Global___SaveHeader: ...
+    @property
+    def reserved(self) -> Global___StagedReservations: ...
+    def __init__(
+        self,
+        *,
+        header: Global___SaveHeader | None = ...,
+        reserved: Global___StagedReservations | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header", "reserved", b"reserved"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "reserved", b"reserved"]) -> None: ...
+
+Global___RawSaveRequest: typing_extensions.TypeAlias = RawSaveRequest
+
+@typing.final
+class SaveReady(google.protobuf.message.Message):
+    """Which payloads are wanted. The client sends them in this order, without anything between them,
+    each followed by its CRC32C (u32 little-endian).
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ITEMS_FIELD_NUMBER: builtins.int
+    @property
+    def items(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        items: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["items", b"items"]) -> None: ...
+
+Global___SaveReady: typing_extensions.TypeAlias = SaveReady
 
 @typing.final
 class Failure(google.protobuf.message.Message):
@@ -2126,6 +2441,22 @@ class StatsResponse(google.protobuf.message.Message):
         def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class SharedEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     DAEMON_VERSION_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     UPTIME_MS_FIELD_NUMBER: builtins.int
@@ -2141,6 +2472,7 @@ class StatsResponse(google.protobuf.message.Message):
     IN_FLIGHT_FIELD_NUMBER: builtins.int
     USAGE_FIELD_NUMBER: builtins.int
     OLDEST_CLAIM_MS_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
     STAGES_FIELD_NUMBER: builtins.int
     daemon_version: builtins.str
     incarnation: builtins.bytes
@@ -2173,6 +2505,10 @@ class StatsResponse(google.protobuf.message.Message):
         """what clients told since the start, by their label"""
 
     @property
+    def shared(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """what was brought from and offered to other nodes; empty: nothing is shared"""
+
+    @property
     def stages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StageTimes]:
         """what clients wait for, and what may keep them waiting"""
 
@@ -2194,9 +2530,10 @@ class StatsResponse(google.protobuf.message.Message):
         in_flight: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         usage: collections.abc.Mapping[builtins.str, Global___Usage] | None = ...,
         oldest_claim_ms: builtins.int = ...,
+        shared: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         stages: collections.abc.Iterable[Global___StageTimes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["claims", b"claims", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "in_flight", b"in_flight", "incarnation", b"incarnation", "notices", b"notices", "oldest_claim_ms", b"oldest_claim_ms", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "stages", b"stages", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "usage", b"usage", "waiters", b"waiters"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claims", b"claims", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "in_flight", b"in_flight", "incarnation", b"incarnation", "notices", b"notices", "oldest_claim_ms", b"oldest_claim_ms", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "shared", b"shared", "stages", b"stages", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "usage", b"usage", "waiters", b"waiters"]) -> None: ...
 
 Global___StatsResponse: typing_extensions.TypeAlias = StatsResponse
 

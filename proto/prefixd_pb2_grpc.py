@@ -84,6 +84,11 @@ class CacheStub(object):
                 request_serializer=prefixd__pb2.DeleteRequest.SerializeToString,
                 response_deserializer=prefixd__pb2.DeleteResponse.FromString,
                 _registered_method=True)
+        self.Pull = channel.unary_unary(
+                '/prefixd.v1.Cache/Pull',
+                request_serializer=prefixd__pb2.PullRequest.SerializeToString,
+                response_deserializer=prefixd__pb2.PullResponse.FromString,
+                _registered_method=True)
         self.Read = channel.unary_stream(
                 '/prefixd.v1.Cache/Read',
                 request_serializer=prefixd__pb2.ReadRequest.SerializeToString,
@@ -184,6 +189,17 @@ class CacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pull(self, request, context):
+        """Brings entries that other nodes have shared and this one has not, as a save of the daemon's own:
+        for CLAIM_MODE_RUN those from the first key on up to the first that nobody has, for
+        CLAIM_MODE_FIRST the first that there is before one that is here already. Answers when they are
+        published, or when the time is over. Without a shared engine it answers 0 at once.
+        Errors: INVALID_ARGUMENT (batch, key, mode), FAILED_PRECONDITION (session).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Read(self, request, context):
         """Streams the payloads of claimed entries, in the order asked for. A single entry that cannot be
         read is a part with its status; the others are sent, and the claim is held on.
@@ -247,6 +263,11 @@ def add_CacheServicer_to_server(servicer, server):
                     servicer.Delete,
                     request_deserializer=prefixd__pb2.DeleteRequest.FromString,
                     response_serializer=prefixd__pb2.DeleteResponse.SerializeToString,
+            ),
+            'Pull': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pull,
+                    request_deserializer=prefixd__pb2.PullRequest.FromString,
+                    response_serializer=prefixd__pb2.PullResponse.SerializeToString,
             ),
             'Read': grpc.unary_stream_rpc_method_handler(
                     servicer.Read,
@@ -524,6 +545,33 @@ class Cache(object):
             '/prefixd.v1.Cache/Delete',
             prefixd__pb2.DeleteRequest.SerializeToString,
             prefixd__pb2.DeleteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pull(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.Cache/Pull',
+            prefixd__pb2.PullRequest.SerializeToString,
+            prefixd__pb2.PullResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -195,6 +195,22 @@ _CacheDeleteType = typing_extensions.TypeVar(
     ],
 )
 
+_CachePullType = typing_extensions.TypeVar(
+    '_CachePullType',
+    grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.PullRequest,
+        prefixd_pb2.PullResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.PullRequest,
+        prefixd_pb2.PullResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.PullRequest,
+        prefixd_pb2.PullResponse,
+    ],
+)
+
 _CacheReadType = typing_extensions.TypeVar(
     '_CacheReadType',
     grpc.UnaryStreamMultiCallable[
@@ -211,7 +227,7 @@ _CacheReadType = typing_extensions.TypeVar(
     ],
 )
 
-class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimType, _CacheReleaseType, _CacheReserveType, _CacheWriteType, _CacheSaveType, _CacheSaveWholeType, _CacheCancelType, _CacheDeleteType, _CacheReadType]):
+class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimType, _CacheReleaseType, _CacheReserveType, _CacheWriteType, _CacheSaveType, _CacheSaveWholeType, _CacheCancelType, _CacheDeleteType, _CachePullType, _CacheReadType]):
     @typing.overload
     def __init__(self: CacheStub[
         grpc.StreamStreamMultiCallable[
@@ -253,6 +269,10 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
         grpc.UnaryUnaryMultiCallable[
             prefixd_pb2.DeleteRequest,
             prefixd_pb2.DeleteResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            prefixd_pb2.PullRequest,
+            prefixd_pb2.PullResponse,
         ],
         grpc.UnaryStreamMultiCallable[
             prefixd_pb2.ReadRequest,
@@ -301,6 +321,10 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
         grpc.aio.UnaryUnaryMultiCallable[
             prefixd_pb2.DeleteRequest,
             prefixd_pb2.DeleteResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            prefixd_pb2.PullRequest,
+            prefixd_pb2.PullResponse,
         ],
         grpc.aio.UnaryStreamMultiCallable[
             prefixd_pb2.ReadRequest,
@@ -367,6 +391,14 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
     Errors: INVALID_ARGUMENT (batch, key), FAILED_PRECONDITION (session).
     """
 
+    Pull: _CachePullType
+    """Brings entries that other nodes have shared and this one has not, as a save of the daemon's own:
+    for CLAIM_MODE_RUN those from the first key on up to the first that nobody has, for
+    CLAIM_MODE_FIRST the first that there is before one that is here already. Answers when they are
+    published, or when the time is over. Without a shared engine it answers 0 at once.
+    Errors: INVALID_ARGUMENT (batch, key, mode), FAILED_PRECONDITION (session).
+    """
+
     Read: _CacheReadType
     """Streams the payloads of claimed entries, in the order asked for. A single entry that cannot be
     read is a part with its status; the others are sent, and the claim is held on.
@@ -415,6 +447,10 @@ CacheAsyncStub: typing_extensions.TypeAlias = CacheStub[
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.DeleteRequest,
         prefixd_pb2.DeleteResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.PullRequest,
+        prefixd_pb2.PullResponse,
     ],
     grpc.aio.UnaryStreamMultiCallable[
         prefixd_pb2.ReadRequest,
@@ -530,6 +566,19 @@ class CacheServicer(metaclass=abc.ABCMeta):
         changed, say. What is pinned or in flight stays as it is, and is said to be. Whoever can name a
         key may delete it, as it may read it and may have saved it.
         Errors: INVALID_ARGUMENT (batch, key), FAILED_PRECONDITION (session).
+        """
+
+    @abc.abstractmethod
+    def Pull(
+        self,
+        request: prefixd_pb2.PullRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixd_pb2.PullResponse, collections.abc.Awaitable[prefixd_pb2.PullResponse]]:
+        """Brings entries that other nodes have shared and this one has not, as a save of the daemon's own:
+        for CLAIM_MODE_RUN those from the first key on up to the first that nobody has, for
+        CLAIM_MODE_FIRST the first that there is before one that is here already. Answers when they are
+        published, or when the time is over. Without a shared engine it answers 0 at once.
+        Errors: INVALID_ARGUMENT (batch, key, mode), FAILED_PRECONDITION (session).
         """
 
     @abc.abstractmethod

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
+from ..proto.errors import ConfigError
 from ..proto.keys import Key
 from ..proto.vocabulary import Tier
 from ..tiers.disk import DiskStore
@@ -15,8 +17,12 @@ from ..tiers.ram import RamStore
 from ..tiers.shm import ShmStore
 from ..tiers.store import Store
 from .config.budgets import Plan, TierPlan
+from .config.options import Shared
 from .core.state import MetaState
 from .runtime.index import IndexWriter
+from .runtime.loop import Core
+from .sharing.common import SharingConfig, WritePolicy
+from .sharing.sharing import Sharing
 
 
 def make_store(plan: TierPlan, *, verify_at_start: bool, sync: bool) -> Store:
@@ -75,10 +81,44 @@ def make_state(plan: Plan, stores: Mapping[Tier, Store], now_ns: int) -> MetaSta
         replace(
             plan.config.sessions.state_config(),
             curve_keys=plan.config.server.curve_keys,
+            ram_use=bool(plan.config.shared.engine),
             journal_bytes=plan.config.server.journal_bytes,
         ),
         {t: make_ledger(tier, stores[t]) for t, tier in plan.tiers.items()},
         {tier: store.stored_bytes for tier, store in stores.items()},
         frozenset(tier for tier, store in stores.items() if store.recorded),
         now_ns,
+    )
+
+
+async def begin_sharing(config: Shared, core: Core) -> Sharing:
+    """What this node shares with others. Raises ConfigError for an engine that it can't have."""
+    try:
+        from .sharing.redis_store import RedisStore
+    except ImportError as problem:
+        raise ConfigError(
+            f"shared.engine needs more than is installed: pip install 'prefixd[shared]' ({problem})"
+        ) from None
+    password = None
+    if config.password_file:
+        try:
+            password = Path(config.password_file).read_text().strip()
+        except OSError as problem:
+            raise ConfigError(f"shared.password_file can't be read: {problem}") from None
+    tier = Tier[config.tier.upper()]
+    if tier not in core.stores:
+        raise ConfigError(f"shared.tier is {config.tier}, which has no budget")
+    try:
+        store = RedisStore(config.engine.split(","), config.fleet, password=password)
+    except ValueError as problem:
+        raise ConfigError(f"shared.engine: {problem}") from None
+    return await Sharing.begin(
+        core,
+        store,
+        SharingConfig(
+            tier=tier,
+            write=WritePolicy(config.write),
+            life_ms=config.life_ns // 1_000_000,
+            memory_bytes=config.memory_bytes,
+        ),
     )

@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,9 @@ from .logs import configure_logs
 from .notify import keep_alive, notify
 from .reloading import Reloader
 from .remote import credentials_of, tokens_of
+from .runtime import collector
 from .runtime.clock import Clock
+from .runtime.idle_heap import give_back_idle_heap
 from .runtime.loop import Core
 from .runtime.recovery import Recovery
 from .runtime.securing import Securing
@@ -96,8 +99,14 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
         asyncio.get_running_loop().set_exception_handler(core.supervisor.failed)
         front = Front(core, service_config(config, incarnation))
         stack.callback(front.close)
+        if config.shared.engine:
+            sharing = await assembly.begin_sharing(config.shared, core)
+            stack.push_async_callback(sharing.close)
+            front.service.fetcher = sharing.fetch
+            front.admin.shared = sharing.counts
         await front.local.start()
         stack.push_async_callback(_within, front.local.close())
+        stack.push_async_callback(_within, front.data.close())
         if config.server.metrics:
             collector = StateCollector(
                 core.state,
@@ -111,6 +120,7 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
                 latencies=front.sessions.latencies,
                 commits=core.orders.latencies,
                 now_ns=core.clock.now_ns,
+                shared=front.admin.shared,
             )
             metrics_at = stack.enter_context(serve_metrics(config.server.metrics, collector))
             log.info("metrics", address=metrics_at)
@@ -154,6 +164,7 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
         try:
             # Most starts have little to recover: their clients meet no tier that is closed.
             await asyncio.wait(begin_tiers(core, incarnation), timeout=_HEAD_START_S)
+            collector.begin()
             yield core
         finally:
             core.supervisor.cancel()
@@ -201,6 +212,7 @@ def service_config(config: Config, incarnation: bytes) -> ServiceConfig:
         staging_total_bytes=server.staging_total_bytes,
         stall_timeout_s=server.stall_timeout_ns / 1e9,
         scrub_bytes_per_second=server.scrub_bytes_per_second,
+        shares=bool(config.shared.engine),
     )
 
 
@@ -213,6 +225,7 @@ async def _serve_rpcs(core: Core, config: Config, front: Front, stop: Stop) -> N
     watching = core.supervisor.task("health watcher", _watch_health(core, front), vital=True)
     notify("READY=1")
     core.supervisor.task("watchdog", keep_alive())
+    core.supervisor.task("heap", give_back_idle_heap(core.executor, partial(_served, core)))
     log.info("serving", version=__version__, pid=os.getpid(), addresses=addresses)
     await _first(stop.asked.wait(), core.broken.wait())
     notify("STOPPING=1")
@@ -225,6 +238,13 @@ async def _serve_rpcs(core: Core, config: Config, front: Front, stop: Stop) -> N
     core.end_sessions()
     await _within(asyncio.gather(*(server.stop(grace=1.0) for server in servers)))
     log.info("stopped")
+
+
+def _served(core: Core) -> tuple[object, ...]:
+    """Something else after every call that asked for something, and while one is read."""
+    tables = core.state.tables
+    read_bytes = [tier.read_bytes for tier in tables.tier_counters.values()]
+    return (*astuple(tables.counters), *read_bytes)
 
 
 async def _within(ending: Awaitable[object]) -> None:
@@ -262,6 +282,8 @@ def _listen(front: Front, config: Config) -> tuple[list[str], list[grpc.aio.Serv
             os.umask(before)
         path.chmod(mode)
     addresses = [address for _, _, address, _ in sockets]
+    if server.data_address():
+        addresses.append(_listen_for_data(front, server.data_address()))
     if server.tcp:
         host, _, port = server.tcp.rpartition(":")
         _check_free(host.strip("[]"), int(port), server.tcp)
@@ -270,6 +292,15 @@ def _listen(front: Front, config: Config) -> tuple[list[str], list[grpc.aio.Serv
         addresses.append(f"{host}:{_bind('server.tcp', remote, server.tcp, secured)}")
         return addresses, [remote]
     return addresses, []
+
+
+def _listen_for_data(front: Front, address: str) -> str:
+    """The address with the port that it got. Raises OSError, which names the option."""
+    host, _, port = address.rpartition(":")
+    try:
+        return f"{host}:{front.data.start(host.strip('[]'), int(port))} (data)"
+    except OSError as problem:
+        raise OSError(f"server.data: can't listen on {address}: {problem.strerror}") from None
 
 
 def _check_free(host: str, port: int, address: str) -> None:

@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "server/core": {"proto", "tiers"},
     "server/runtime": {"proto", "tiers", "server.core"},
     "server/api": {"proto", "tiers", "server.core", "server.runtime"},
+    "server/sharing": {"proto", "tiers", "server.core", "server.runtime"},
     "server/config": {"proto", "tiers", "server.core.tables"},
     "server": {"proto", "tiers"},
     # The library. What it holds, and the two ways to a daemon.

@@ -91,6 +91,10 @@ class BaseArena(ABC):
         """A range of an entry's bytes, read-only, in order. Raises Damaged if the location or
         the arena does not hold so many bytes, StoreError if they can't be read."""
 
+    def writable(self, start: int, length_bytes: int) -> memoryview | None:  # noqa: ARG002  # for others
+        """The daemon's own view of a range of the arena; None: it is not mapped."""
+        return None
+
     @abstractmethod
     def write_header(self, incarnation: bytes, slab_bytes: int) -> None:
         """Write the arena's first page (`proto.arena_header`). Raises StoreError, StoreFull."""
@@ -136,6 +140,8 @@ class Arena(BaseArena):
         # Pages are only ever allocated in order, by `secure_segments`.
         self.found_bytes = min(os.fstat(fd).st_blocks * 512, size_bytes) if found else 0
         self.secured_bytes = self.found_bytes
+        #: behind them, what an earlier start left is not in memory yet
+        self._populated_bytes = 0
         self._mapping = mmap.mmap(fd, max_bytes)
         self._writable = memoryview(self._mapping)
         self._readable = self._writable.toreadonly()
@@ -192,16 +198,16 @@ class Arena(BaseArena):
     def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
         """As in every arena. Each step runs without the GIL, and brings pages of an earlier
         start back into memory."""
-        done_bytes = 0
-        while done_bytes < self.size_bytes:
-            length_bytes = min(segment_bytes, self.size_bytes - done_bytes)
+        while self._populated_bytes < self.size_bytes:
+            start = self._populated_bytes
+            length_bytes = min(segment_bytes, self.size_bytes - start)
             with write_errors(secure_sentence(self)):
-                secure_range(self.fd, done_bytes, length_bytes)
-            with address_of(self._writable[done_bytes : done_bytes + length_bytes]) as address:
+                secure_range(self.fd, start, length_bytes)
+            with address_of(self._writable[start : start + length_bytes]) as address:
                 # Older kernels don't have it (EINVAL); then pages are faulted in on first use.
                 _libc.madvise(address, length_bytes, _MADV_POPULATE_WRITE)
-            done_bytes += length_bytes
-            self.secured_bytes = max(self.secured_bytes, done_bytes)
+            self._populated_bytes = start + length_bytes
+            self.secured_bytes = max(self.secured_bytes, self._populated_bytes)
             yield self.secured_bytes
 
     def put(self, start: int, data: memoryview, crc: int) -> int:
@@ -220,7 +226,7 @@ class Arena(BaseArena):
         ]
 
     def writable(self, start: int, length_bytes: int) -> memoryview:
-        """The daemon's own view of a range of the arena."""
+        """As in every arena; there always is one."""
         return self._writable[start : start + length_bytes]
 
     def write_header(self, incarnation: bytes, slab_bytes: int) -> None:
@@ -280,6 +286,24 @@ class ArenaWriter(EntryWriter):
             self.failed_syncs = self._arena.failed_syncs
         self._crc = self._put(view, self._crc)
         self._written_bytes = written_bytes
+
+    def room(self, most_bytes: int) -> memoryview | None:
+        start, extent_bytes = self.entry.location[self._extent : self._extent + 2]
+        left_bytes = min(extent_bytes - self._used_bytes, most_bytes)
+        most_bytes = min(left_bytes, self.entry.payload_bytes - self._written_bytes)
+        return self._arena.writable(start + self._used_bytes, most_bytes)
+
+    def filled(self, length_bytes: int) -> None:
+        location = self.entry.location
+        start, extent_bytes = location[self._extent : self._extent + 2]
+        room = self._arena.writable(start + self._used_bytes, length_bytes)
+        assert room is not None, "what was filled was room"
+        self._crc = crc32c(room, self._crc)
+        self._written_bytes += length_bytes
+        self._used_bytes += length_bytes
+        if self._used_bytes == extent_bytes and self._extent + 2 < len(location):
+            self._extent += 2
+            self._used_bytes = 0
 
     def seal(self) -> int:
         if self._written_bytes != self.entry.payload_bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,10 +16,11 @@ from ..proto.layout import crc32c
 from ..proto.units import format_bytes
 from .arena import ArenaWriter, BaseArena, check_slab, whole_slabs
 from .files import write_errors
-from .records import USAGE_BYTES, Records
+from .records import USAGE_BYTES, USAGE_FILE, Records
 from .row_table import RowTable
 from .store import (
     SEGMENT_BYTES,
+    SMALLEST_SEGMENT_BYTES,
     Buffer,
     Damaged,
     EntryRef,
@@ -53,7 +55,29 @@ class ArenaStore(Store):
         return whole_slabs(content_bytes(payload_bytes, token_ids_bytes), self.slab_bytes)
 
     def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
-        return self.arena.secure_segments(segment_bytes)
+        """On a device that is smaller than a segment, in halves of it: of a larger one less than
+        a segment is left to others."""
+        whole_bytes = segment_bytes
+        while True:
+            if (
+                self.secured_bytes < whole_bytes
+                and segment_bytes > SMALLEST_SEGMENT_BYTES
+                and not self._fits(segment_bytes)
+            ):
+                segment_bytes //= 2
+                continue
+            self._secure_rows(self.secured_bytes + segment_bytes)
+            step = next(self.arena.secure_segments(segment_bytes), None)
+            if step is None:
+                return
+            yield step
+
+    def _fits(self, more_bytes: int) -> bool:  # noqa: ARG002  # memory says so when it is asked for
+        """Does the device say that it has so much more for the arena?"""
+        return True
+
+    def _secure_rows(self, upto_bytes: int) -> None:
+        """Before so much of the arena: a slab without a place for its record is of no use."""
 
     def arena_bytes_of(self, budget_bytes: int) -> int:
         arena_bytes = self._arena_bytes_of(budget_bytes)
@@ -210,17 +234,21 @@ class RecordedStore(ArenaStore):
 
     # ---- writing
 
-    def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
-        """Rows first: a slab without a place for its record is of no use."""
-        steps = self.arena.secure_segments(segment_bytes)
-        while True:
-            secured_bytes = self.arena.secured_bytes
-            target_bytes = min(self.arena.size_bytes, secured_bytes + segment_bytes)
-            self._records.secure(target_bytes // self.slab_bytes)
-            step = next(steps, None)
-            if step is None:
-                return
-            yield step
+    def _fits(self, more_bytes: int) -> bool:
+        """With the records that belong to it. What an earlier start left is there already."""
+        wanted_bytes = min(self.secured_bytes + more_bytes, self.size_bytes)
+        held_bytes = 0
+        with write_errors(f"look at {self.directory}"):
+            device = os.statvfs(self.directory)
+            for pattern in (ARENA_FILE, "records*", USAGE_FILE):
+                for file in self.directory.glob(pattern):
+                    with suppress(FileNotFoundError):  # LMDB has another one by now
+                        held_bytes += file.stat().st_blocks * 512
+        needed_bytes = wanted_bytes + self.record_bytes(wanted_bytes // self.slab_bytes)
+        return needed_bytes - held_bytes <= device.f_bavail * device.f_frsize
+
+    def _secure_rows(self, upto_bytes: int) -> None:
+        self._records.secure(min(upto_bytes, self.arena.size_bytes) // self.slab_bytes)
 
     def set_incarnation(self, incarnation: bytes) -> None:
         self.arena.write_header(incarnation, self.slab_bytes)
@@ -274,7 +302,7 @@ class RecordedStore(ArenaStore):
             except Damaged as problem:
                 dropped.append((record.key, str(problem)))
                 self._records.forget([record])
-        return RecoveryBatch(entries, dropped)
+        return RecoveryBatch(entries, dropped, batch.following)
 
     def scan(self) -> Iterator[list[EntryRecord]]:
         return self._records.scan()
@@ -297,3 +325,8 @@ class _RecordedWriter(ArenaWriter):
         if not self.written_bytes:
             self._records.flush()
         super().write(data)
+
+    def room(self, most_bytes: int) -> memoryview | None:
+        if not self.written_bytes:
+            self._records.flush()
+        return super().room(most_bytes)

@@ -95,7 +95,9 @@ class Ledger:
             and reserved_bytes > self.max_reserved_bytes
         ):
             return Admission.NO_ROOM
-        if self.fits(stored_bytes, entries):
+        if stored_bytes <= self.limit_bytes - self.published_bytes - self.reserved_bytes and (
+            not self.max_entries or self.entries + self.reservations + entries <= self.max_entries
+        ):
             return Admission.FITS
         unpinned_entries = self.entries - self.pinned_entries
         if self.fits_after(stored_bytes, entries, self.unpinned_bytes, unpinned_entries):

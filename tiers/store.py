@@ -34,7 +34,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final, Protocol, TypeAlias
+from typing import ClassVar, Final, NamedTuple, Protocol, TypeAlias
 
 from ..proto.entry import EntryRecord
 from ..proto.entry import Location as Location
@@ -47,6 +47,8 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 #: What is secured at once: about 30 ms on a machine that has the memory at hand.
 SEGMENT_BYTES: Final = 64 * 2**20
+#: What is left of a device that has no room for a segment is taken in halves of it, down to this.
+SMALLEST_SEGMENT_BYTES: Final = 2**20
 #: How much of a payload is read at once to compute its checksum.
 VERIFY_BYTES: Final = 2**20
 
@@ -66,8 +68,7 @@ class EntryRef(Protocol):
     def location(self) -> Location: ...
 
 
-@dataclass(frozen=True, slots=True)
-class StoredEntry:
+class StoredEntry(NamedTuple):
     """An entry that survived a restart, and its use before."""
 
     record: EntryRecord
@@ -78,10 +79,12 @@ class StoredEntry:
 @dataclass(frozen=True, slots=True)
 class RecoveryBatch:
     """A part of what a store found at start. `dropped`: entries that could not be adopted, each
-    with the reason; the key is the one that a damaged record shows."""
+    with the reason; the key is the one that a damaged record shows. `following`: entries in the
+    batches after this one, where that is known."""
 
     entries: list[StoredEntry]
     dropped: list[tuple[Key, str]]
+    following: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,15 @@ class EntryWriter(ABC):
         Raises ValueError beyond `entry.payload_bytes`, StoreError, StoreFull. After a StoreError
         the writer can't go on.
         """
+
+    def room(self, most_bytes: int) -> memoryview | None:  # noqa: ARG002  # for others
+        """Where some of the next bytes may be written by the caller, who says with `filled` how
+        many were; None: this store has to `write` them. Raises StoreError."""
+        return None
+
+    def filled(self, length_bytes: int) -> None:
+        """So many bytes were written into the last `room`."""
+        raise NotImplementedError
 
     @abstractmethod
     def seal(self) -> int:

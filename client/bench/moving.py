@@ -71,8 +71,10 @@ class Subject:
     peer: str
     client: Client
     tier: Tier
-    #: Reads in place: restores need no claim, and what lies in an arena can be viewed.
+    #: Reads in place: what lies in an arena can be viewed.
     local: bool
+    #: A claim before a restore saves it calls; without, it makes one for itself if it needs one.
+    claims: bool = False
 
     @property
     def views(self) -> bool:
@@ -122,8 +124,8 @@ class Batch:
             raise PrefixdError(f"{self._subject.peer}: {len(refused)} blocks were not saved: {why}")
 
     def restore(self) -> None:
-        """In place without a claim; over gRPC a claim first costs the fewest rpcs."""
-        with self._subject.client.longest_run(self.keys, claim=not self._subject.local) as hit:
+        """With the fewest calls that there can be."""
+        with self._subject.client.longest_run(self.keys, claim=self._subject.claims) as hit:
             self._expect(len(hit))
             result = hit.restore_into(self._rooms)
         if not result:

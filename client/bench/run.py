@@ -14,6 +14,7 @@ from ..client import Client
 from ..counters import Counters
 from ..local.transport import LocalTransport
 from ..restores import Verify
+from ..wire.data_transport import DataTransport
 from ..wire.remote import RemoteTransport
 from .crowd import Crowd
 from .evicting import ALONE, OPS, PINNED, Evictions
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from ..ctl.connection import AdminConnection
 
 #: Who moves blocks, by the word for it.
-MOVERS: Final = ("ram", "shm", "disk", "grpc")
+MOVERS: Final = ("ram", "shm", "disk", "data", "grpc")
+#: Those that are no tier: ways of a client on another host, to the RAM tier.
+REMOTE: Final = ("data", "grpc")
 PARTS: Final = (*MOVERS, "walk", "many", "evict")
 #: Times as many samples of an eviction: it is over in milliseconds, and daemons are compared.
 _EVICTION_SAMPLES: Final = 4
@@ -93,13 +96,13 @@ def measure(address: str, admin: AdminConnection, plan: Plan, note: Note) -> Ite
     """
     present = {Tier(tier.tier) for tier in admin.stats().tiers}
     for mover in plan.movers:
-        if mover != "grpc" and Tier[mover.upper()] not in present:
+        if mover not in REMOTE and Tier[mover.upper()] not in present:
             raise UnknownTier(f"this daemon has no {mover} tier; name the parts to measure")
     note("waiting until the daemon's memory is secured")
     wait_until_secured(admin)
-    with _clients(address, plan, note) as (local, remote):
+    with _clients(address, plan, note) as (local, over_data, remote):
         if plan.movers:
-            yield from _moves(_subjects(plan, local, remote), plan, note)
+            yield from _moves(_subjects(plan, local, over_data, remote), plan, note)
         if "walk" in plan.parts:
             note("walks and chains")
             yield from _walks(local, admin, plan)
@@ -133,8 +136,9 @@ def wait_until_secured(admin: AdminConnection) -> None:
 
 
 @contextmanager
-def _clients(address: str, plan: Plan, note: Note) -> Iterator[tuple[Client, Client]]:
-    """The client as everybody has it, and the same kept on gRPC."""
+def _clients(address: str, plan: Plan, note: Note) -> Iterator[tuple[Client, Client, Client]]:
+    """The client as everybody has it, and the same as on another host: with the daemon's data
+    socket, and kept on gRPC."""
     counters = Counters()
     in_place = LocalTransport(RemoteTransport(address, "bench", counters=counters))
     with ExitStack() as stack:
@@ -142,11 +146,27 @@ def _clients(address: str, plan: Plan, note: Note) -> Iterator[tuple[Client, Cli
         counters = Counters()
         over_grpc = RemoteTransport(address, "bench-grpc", counters=counters)
         remote = stack.enter_context(_client(over_grpc, counters, plan.verify))
-        if not (local.wait_connected() and remote.wait_connected()):
+        counters = Counters()
+        with_data = OverData(address, "bench-data", counters=counters)
+        over_data = stack.enter_context(_client(with_data, counters, plan.verify))
+        if not all(client.wait_connected() for client in (local, remote, over_data)):
             raise PrefixdError(f"the daemon at {address} takes no session")
+        if "data" in plan.parts and not with_data.has_data:
+            raise PrefixdError("this daemon has no data socket; name the parts to measure")
         for feature, why in in_place.refused().items():
             note(f"not in place, {feature}: {why}")
-        yield local, remote
+        yield local, over_data, remote
+
+
+class OverData(DataTransport):
+    """Over this host's loopback, as if it were another host's network."""
+
+    data_host = "127.0.0.1"
+
+    @property
+    def has_data(self) -> bool:
+        link = self.current
+        return link is not None and link.data is not None
 
 
 def _client(
@@ -160,10 +180,12 @@ def _client(
     )
 
 
-def _subjects(plan: Plan, local: Client, remote: Client) -> Iterator[Subject]:
+def _subjects(plan: Plan, local: Client, over_data: Client, remote: Client) -> Iterator[Subject]:
     for mover in plan.movers:
         if mover == "grpc":
-            yield Subject("prefixd-grpc", remote, Tier.RAM, local=False)
+            yield Subject("prefixd-grpc", remote, Tier.RAM, local=False, claims=True)
+        elif mover == "data":
+            yield Subject("prefixd-data", over_data, Tier.RAM, local=False)
         else:
             yield Subject(f"prefixd-{mover}", local, Tier[mover.upper()], local=True)
 

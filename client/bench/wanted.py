@@ -25,11 +25,19 @@ class Goals:
     view_us: float = 0
 
 
+#: The data socket, of gRPC's speed, and of Mooncake's over TCP.
+DATA_RESTORE, DATA_SAVE, DATA_EXISTS, DATA_PEER = 2.0, 1.7, 2.0, 1.5
+#: The same of a single block.
+DATA_ONE_RESTORE: Final = 2.5
+
 #: From here on what is done for each block does not count beside its bytes.
 LARGE_BYTES: Final = 2 * 2**20
 LARGE: Final = Goals(restore=1.5, save=2.5, disk_restore=0.6, disk_save=0.25)
 SMALL: Final = Goals(restore=2, save=1.8, disk_restore=0.5, disk_save=0.35, view_us=250)
 REDIS: Final = "redis-unix"
+MOONCAKE_TCP: Final = "mooncake-tcp"
+DATA: Final = "prefixd-data"
+GRPC: Final = "prefixd-grpc"
 ARENAS: Final = ("prefixd-ram", "prefixd-shm")
 
 
@@ -55,6 +63,10 @@ def wanted(rows: Rows, peers: Rows, block_bytes: int) -> list[Wanted]:
     if rows.batches:
         goals = LARGE if block_bytes >= LARGE_BYTES else SMALL
         found += _wanted_of_moves(rows, peers, rows.batches[-1], goals)
+        one, over_grpc = (rows.find(peer, "restore", 1) for peer in (DATA, GRPC))
+        if goals is LARGE and rows.batches[0] == 1 and one is not None and over_grpc is not None:
+            what = f"restore of 1 block, {DATA} / {GRPC}"
+            found.append(Wanted(what, over_grpc.p50_ms / one.p50_ms, DATA_ONE_RESTORE))
     for what, op, hashing_op in searches():
         for row in rows.of(op):
             alone = rows.find(HASHING, hashing_op, row.blocks)
@@ -109,4 +121,9 @@ def _wanted_of_moves(rows: Rows, peers: Rows, blocks: int, goals: Goals) -> list
     add("save", "prefixd-disk", rows.find("prefixd-ram", "save", blocks), goals.disk_save)
     for peer in ARENAS:
         add("exists", peer, peers.find(REDIS, "exists", blocks), 1.0)
+    if goals is LARGE:
+        for op, least in (("restore", DATA_RESTORE), ("save", DATA_SAVE), ("exists", DATA_EXISTS)):
+            add(op, DATA, rows.find(GRPC, op, blocks), least)
+        for op in ("restore", "save"):
+            add(op, DATA, peers.find(MOONCAKE_TCP, op, blocks), DATA_PEER)
     return found

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..bench.samples import Row
     from .private import PrivateDaemon
 
-PARTS_HELP: Final = "ram shm disk grpc walk many evict"
+PARTS_HELP: Final = "ram shm disk data grpc walk many evict"
 #: Slabs as daemons have them, and the smallest there are.
 SLAB_BYTES: Final = 64 * 2**10
 SMALL_SLAB_BYTES: Final = 4 * 2**10
@@ -186,6 +186,7 @@ def tier_flags(plan: Plan) -> list[str]:
         f"--ram.budget={arena_bytes}",
         f"--shm.budget={arena_bytes if 'shm' in plan.parts else 0}",
         f"--disk.budget={disk_bytes if 'disk' in plan.parts else 0}",
+        *(["--server.tcp=127.0.0.1:0"] if "data" in plan.parts else []),
         "--sessions.max_pinned_share=1",
         "--sessions.max_reserved_share=1",
         f"--disk.max_in_flight={in_flight_bytes}",

@@ -38,6 +38,8 @@ def stats_view(stats: pb.StatsResponse, address: str) -> RenderableType:
     lines.append(budget_table(stats))
     if any(t.saves or t.hits or t.recovered_entries for t in stats.tiers):
         lines.append(activity_table(stats))
+    if stats.shared:
+        lines.append(shared_line(stats))
     oldest = f" (oldest {age(stats.oldest_claim_ms * NS_PER_MS)})" if stats.claims else ""
     lines.append(
         Text(
@@ -46,6 +48,24 @@ def stats_view(stats: pb.StatsResponse, address: str) -> RenderableType:
         )
     )
     return Group(*lines)
+
+
+def shared_line(stats: pb.StatsResponse) -> Text:
+    """What came from other nodes and went to them."""
+    s = stats.shared
+    line = (
+        f"shared: {s['fetched_entries']:,} entries ({size(s['fetched_bytes'])}) brought, "
+        f"{s['offered_entries']:,} ({size(s['offered_bytes'])}) offered, "
+        f"{s['waiting_offers']:,} wait"
+    )
+    problems = {
+        "did not come": s["unavailable"],
+        "damaged": s["damaged"],
+        "refused": s["refused"],
+        "dropped": s["offers_dropped"],
+    }
+    said = [f"{count:,} {what}" for what, count in problems.items() if count]
+    return Text("; ".join([line, *said]))
 
 
 def headline(stats: pb.StatsResponse, address: str) -> Text:

@@ -27,6 +27,7 @@ from ...proto.limits import MAX_MESSAGE_BYTES, SESSION_LOST_AFTER_INTERVALS
 from ..counters import Counters, Report
 from ..results import Entry
 from .connection import Calls, Connection
+from .data_line import DataCalls
 
 logger = logging.getLogger("prefixd.client")
 
@@ -115,7 +116,9 @@ class Link:
         self.before_heartbeat: Callable[[], None] | None = None
         #: Called when the session has ended, in any thread, to make the calls fail that are under
         #: way on other connections than this.
-        self.on_end: Callable[[], None] | None = None
+        self.on_end: list[Callable[[], None]] = []
+        #: The data socket of a daemon elsewhere, if it has one.
+        self.data: DataCalls | None = None
         #: Why the session ended; empty while it lasts.
         self.why_ended = ""
         #: A call got no answer: is the daemon there? Whatever answers that ends it.
@@ -220,9 +223,9 @@ class Link:
         self.reservations.end(self.why_ended)
 
     def _end_calls(self) -> None:
-        on_end, self.on_end = self.on_end, None
-        if on_end is not None:
-            on_end()
+        on_end, self.on_end = self.on_end, []
+        for end in on_end:
+            end()
 
     def _requests(self, hello: pb.Hello, welcome_within_s: float) -> Iterator[pb.SessionRequest]:
         """What gRPC sends, in its own thread."""

@@ -13,7 +13,7 @@ from ...proto.limits import MAX_BATCH_KEYS
 from ...proto.vocabulary import SaveReason, Tier
 from ..results import Entry, Found, Presence, ReserveStatus, SaveOutcome, SaveStatus
 from .link import Link
-from .transport import Granted, ReserveItem, SaveTerms
+from .transport import Granted, Range, ReserveItem, SaveTerms
 
 
 @contextmanager
@@ -55,6 +55,15 @@ def found_of(key: Key, result: pb.LookupResult) -> Found:
     return Found(Presence.ABSENT)
 
 
+def present_of(keys: Sequence[Key], response: pb.LookupResponse) -> list[bool]:
+    """Of a brief look-up. Raises PrefixdError where it is not one for each key."""
+    if len(response.presences) != len(keys):
+        raise PrefixdError(
+            f"the daemon said of {len(response.presences)} keys what it was asked of {len(keys)}"
+        )
+    return [presence == pb.PRESENCE_PRESENT for presence in response.presences]
+
+
 def granted_of(link: Link, result: pb.ReserveResult) -> Granted:
     status = ReserveStatus(result.status)
     held = link.reservations.hold(link, result.token) if status is ReserveStatus.GRANTED else None
@@ -81,6 +90,15 @@ def outcomes_of(keys: Sequence[Key], results: Sequence[pb.SaveResult]) -> list[S
     """Raises PrefixdError where they are not one for each key."""
     with understanding():
         return [outcome_of(key, result) for key, result in zip(keys, results, strict=True)]
+
+
+def range_of(wanted: Range) -> pb.ReadRange:
+    return pb.ReadRange(
+        index=wanted.place,
+        offset_bytes=wanted.offset_bytes,
+        length_bytes=wanted.length_bytes,
+        token_ids=wanted.token_ids,
+    )
 
 
 def header_of(items: Sequence[ReserveItem], terms: SaveTerms) -> pb.SaveHeader:

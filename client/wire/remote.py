@@ -38,6 +38,7 @@ from .transport import (
     Claimed,
     Copied,
     Granted,
+    Looked,
     Range,
     ReserveItem,
     SaveTerms,
@@ -81,7 +82,11 @@ class RemoteTransport:
             counters=counters,
             connect_timeout_ms=connect_timeout_ms,
             backoff=backoff,
+            when_opened=self._opened,
         )
+
+    def _opened(self, link: Link) -> None:
+        """A session was opened, and nobody uses it yet. In the keeper's thread."""
 
     @property
     def max_batch_keys(self) -> int:
@@ -197,17 +202,7 @@ class RemoteTransport:
     def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
         link = self._holder(claim)
         request = pb.ReadRequest(
-            session=link.ref,
-            claim_id=claim.number,
-            ranges=[
-                pb.ReadRange(
-                    index=wanted.place,
-                    offset_bytes=wanted.offset_bytes,
-                    length_bytes=wanted.length_bytes,
-                    token_ids=wanted.token_ids,
-                )
-                for wanted in ranges
-            ],
+            session=link.ref, claim_id=claim.number, ranges=map(messages.range_of, ranges)
         )
         timeout_s = deadline.left_s()
         check_answering(link)
@@ -232,6 +227,9 @@ class RemoteTransport:
             call.cancel()  # no effect once it has ended
         if claim.why_lost is not None:
             raise ClaimLost(claim.why_lost)
+
+    def fetch(self, _ranges: Sequence[Range], _sink: Sink, _deadline: Deadline) -> bool:
+        return False
 
     def release(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
         link = self._keeper.current
@@ -266,7 +264,12 @@ class RemoteTransport:
         claim.link.send(pb.SessionRequest(give_back=give_back))
 
     def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
-        return [found.present for found in self.lookup(keys, 0, deadline)]
+        found: list[bool] = []
+        for batch in self._batches(keys):
+            request = pb.LookupRequest(keys=batch, brief=True)
+            _, response = self._call("Lookup", deadline, partial(_lookup, request))
+            found += messages.present_of(batch, response)
+        return found
 
     def peek(self, _keys: Sequence[Key]) -> list[bool] | None:
         return None
@@ -274,9 +277,9 @@ class RemoteTransport:
     def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
         run = 0
         for batch in self._batches(keys):
-            request = pb.LookupRequest(keys=batch, stop_at_first_absent=True)
+            request = pb.LookupRequest(keys=batch, stop_at_first_absent=True, brief=True)
             _, response = self._call("Lookup", deadline, partial(_lookup, request))
-            present = [each.presence == pb.PRESENCE_PRESENT for each in response.results]
+            present = [presence == pb.PRESENCE_PRESENT for presence in response.presences]
             run += present.index(False) if False in present else len(present)
             if len(present) < len(batch) or not all(present):
                 break
@@ -293,19 +296,36 @@ class RemoteTransport:
         with messages.understanding():
             return [DeleteStatus(status) for _, status in zip(keys, response.results, strict=True)]
 
+    @property
+    def shares(self) -> bool:
+        link = self._keeper.current
+        return link is not None and link.welcome.shares
+
+    def pull(self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, deadline: Deadline) -> int:
+        request = pb.PullRequest(keys=keys, mode=pb.ClaimMode.ValueType(mode), wait_ms=wait_ms)
+
+        def ask(link: Link, timeout_s: float) -> pb.PullResponse:
+            request.session.CopyFrom(link.ref)
+            return link.connection.stub.Pull(request, timeout=timeout_s)
+
+        _, response = self._call("Pull", deadline, ask)
+        return response.pulled
+
     def touch(self, keys: Sequence[Key]) -> None:
         link = self._keeper.current
         if link is not None:
             for told in self._batches(keys):
                 link.send(pb.SessionRequest(touch=pb.Touch(keys=told)))
 
-    def find(
-        self, _keys: Iterable[Key], _mode: ClaimMode, _deadline: Deadline
-    ) -> list[tuple[int, Entry]] | None:
+    def find(self, _keys: Iterable[Key], _mode: ClaimMode, _deadline: Deadline) -> Looked | None:
         return None
 
     def copy(
-        self, entries: Sequence[Entry], _targets: Sequence[FlatBytes], _check: Sequence[bool]
+        self,
+        entries: Sequence[Entry],
+        _targets: Sequence[FlatBytes],
+        _check: Sequence[bool],
+        _in_place: object | None = None,
     ) -> list[Copied]:
         return [Copied.GONE] * len(entries)
 

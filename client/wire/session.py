@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -66,7 +67,10 @@ class SessionKeeper:
         counters: Counters,
         connect_timeout_ms: int,
         backoff: Backoff | None = None,
+        when_opened: Callable[[Link], None] | None = None,
     ) -> None:
+        """`when_opened`: told of each session before anybody uses it, in the keeper's thread."""
+        self._when_opened = when_opened
         self.address = address
         self._hello = hello
         self._counters = counters
@@ -204,6 +208,8 @@ class SessionKeeper:
                 return
             link.open()
             self._counters.add("sessions")
+            if self._when_opened is not None:
+                self._when_opened(link)
             if not self._enter(_State.UP, link):
                 return
             logger.info("session %d with the daemon at %s", link.ref.session_id, self.address)

@@ -6,9 +6,9 @@ library makes misses of it (`failures.py`), whatever it is. `remote.RemoteTransp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 from ...proto.entry import content_bytes
 from ...proto.keys import Key
@@ -17,6 +17,7 @@ from ...proto.vocabulary import SaveReason, Tier
 from ..results import ClaimMode, DeleteStatus, Entry, Found, ReserveStatus, SaveOutcome
 from .deadline import Deadline
 from .link import Holding
+from .sinks import Sink as Sink
 
 
 class Claimed(NamedTuple):
@@ -24,7 +25,7 @@ class Claimed(NamedTuple):
 
     #: None: nothing was there to claim.
     holding: Holding | None
-    positions: list[int]
+    positions: Sequence[int]
     entries: list[Entry]
     #: Is somebody saving one of the keys that are not there?
     in_flight: bool
@@ -39,11 +40,6 @@ class Range(NamedTuple):
     offset_bytes: int
     length_bytes: int
     token_ids: bool = False
-
-
-#: Takes what arrives of a read: the position of the range, the offset from its start, and the
-#: bytes; or None instead of them, for an entry that the daemon could not read.
-Sink: TypeAlias = Callable[[int, int, "bytes | memoryview | None"], None]
 
 
 class ReserveItem(NamedTuple):
@@ -76,6 +72,15 @@ class Copied(Enum):
     GONE = 2
     #: The entry is there, and its bytes are not those that were saved.
     CORRUPT = 3
+
+
+class Looked(NamedTuple):
+    """What was found without asking: positions among the keys, entries, and where they lie, for
+    `Transport.copy`."""
+
+    positions: Sequence[int]
+    entries: list[Entry]
+    in_place: object
 
 
 class SaveTerms(NamedTuple):
@@ -139,17 +144,20 @@ class Transport(Protocol):
 
     # ---- in place: without asking the daemon, where that is possible
 
-    def find(
-        self, keys: Iterable[Key], mode: ClaimMode, deadline: Deadline
-    ) -> list[tuple[int, Entry]] | None:
-        """What `mode` wants of the keys, with their positions, pinned by nobody; None: this
-        can't be said without asking. Takes no more keys than it needs."""
+    def find(self, keys: Iterable[Key], mode: ClaimMode, deadline: Deadline) -> Looked | None:
+        """What `mode` wants of the keys, pinned by nobody; None: this can't be said without
+        asking. Takes no more keys than it needs."""
 
     def copy(
-        self, entries: Sequence[Entry], targets: Sequence[FlatBytes], check: Sequence[bool]
+        self,
+        entries: Sequence[Entry],
+        targets: Sequence[FlatBytes],
+        check: Sequence[bool],
+        in_place: object | None = None,
     ) -> list[Copied]:
         """Copy whole payloads, claimed or not, into `targets`, each as long as its payload.
-        `check`: whose CRC32C is compared. Never raises PrefixdError."""
+        `check`: whose CRC32C is compared. `in_place`: where they lie, if that is known. Never
+        raises PrefixdError."""
 
     def views(self, claim: Holding, entries: Sequence[Entry]) -> list[list[memoryview]] | None:
         """Claimed payloads where they lie; None: not all of them can be reached."""
@@ -186,6 +194,11 @@ class Transport(Protocol):
         handed over. After an exception what `sink` got may be other bytes than the entry's.
         """
 
+    def fetch(self, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> bool:
+        """`read` of entries that nobody claimed, each in one range, under a claim for as long as it
+        takes: all in one trip. False: that can't be done here, or not of all of these entries, and
+        nothing was handed over; claim and read them."""
+
     def release(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
         """Give claims back. True: this call did, and the claim was held until now."""
 
@@ -194,6 +207,14 @@ class Transport(Protocol):
 
     def delete(self, keys: Sequence[Key], deadline: Deadline) -> list[DeleteStatus]:
         """Drop entries; at most `max_batch_keys`."""
+
+    @property
+    def shares(self) -> bool:
+        """Does the daemon share entries with other nodes, so that `pull` may bring some?"""
+
+    def pull(self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, deadline: Deadline) -> int:
+        """Bring what other nodes have of the keys, a run of them or the first; how many came. At
+        most `max_batch_keys`."""
 
     def suspect(self, keys: Sequence[Key]) -> None:
         """Tell the daemon of bytes that did not match their checksum, without waiting."""

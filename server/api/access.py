@@ -42,6 +42,7 @@ CACHE_ROLES: Final = {
     "SaveWhole": Role.WRITE,
     "Cancel": Role.WRITE,
     "Delete": Role.WRITE,
+    "Pull": Role.WRITE,
 }
 MIN_TOKEN_CHARS: Final = 32
 MAX_TOKENS: Final = 1_000

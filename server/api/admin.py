@@ -65,6 +65,8 @@ class AdminService(Operations):
         self._config = config
         self._in_flight = in_flight
         self._started_ns = core.clock.now_ns()
+        #: what was shared with other nodes, where anything is; set by the daemon
+        self.shared: Callable[[], Mapping[str, int]] = dict
 
     # ---- what there is
 
@@ -84,6 +86,7 @@ class AdminService(Operations):
             waiters=len(t.waiting),
             counters=counters_dict(core.state) | lag_dict(core.lag),
             in_flight=self._in_flight(),
+            shared=self.shared(),
             notices=core.notices(),
             usage={label: sums.message() for label, sums in self._usage.items()},
             stages=self._stages(),

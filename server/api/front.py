@@ -1,5 +1,5 @@
 """Everything that stands in front of a running core, put together: sessions, services, the local
-socket, and the two gRPC servers, of workers and of operators."""
+socket, the data socket, and the two gRPC servers, of workers and of operators."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from ..runtime.scrubbing import Scrubber
 from ..runtime.staging import StagingPool
 from .access import CACHE_ROLES, Role, Tokens
 from .admin import AdminService
+from .data_calls import DataCalls
+from .data_socket import DataServer
 from .grpc_adapter import Context, Guard, Method, OneMessage, Streaming, Unary, add_service
 from .hand_over import Handoff
 from .local_socket import LocalServer
@@ -53,6 +55,13 @@ class Front:
         self.hand_over: Final = Handoff(core, self.stagings)
         self.local: Final = LocalServer(
             config, self.sessions, self.service, self.saves, self.hand_over
+        )
+        self.data: Final = DataServer(
+            config,
+            self.sessions,
+            self.service,
+            self.saves,
+            DataCalls(core, self.service, self.saves),
         )
         #: does not work before it is started
         self.scrubber: Final = Scrubber(core, config.scrub_bytes_per_second)
@@ -95,12 +104,16 @@ class Front:
             "save_stream_bytes": self.saves.arriving.used_bytes,
             "local_request_bytes": self.local.buffered_bytes,
             "local_connections": len(self.local.connections),
+            "data_request_bytes": self.data.large.used_bytes,
+            "data_connections": len(self.data.connections),
             "staging_bytes": self.stagings.used_bytes,
             "verifications": self._core.verifications.pending,
             "read_stream_refusals": self.service.reads.refusals,
             "save_stream_refusals": self.saves.arriving.refusals,
             "local_request_refusals": self.local.large.refusals,
             "local_connection_refusals": self.local.refusals,
+            "data_request_refusals": self.data.large.refusals,
+            "data_connection_refusals": self.data.refusals,
             "staging_refusals": self.stagings.refusals,
             "verifications_dropped": self._core.verifications.dropped,
             "token_refusals": self.tokens.refusals if self.tokens is not None else 0,
@@ -117,6 +130,7 @@ class Front:
             "Reserve": Unary(saves.reserve),
             "Cancel": Unary(saves.cancel),
             "Delete": Unary(service.delete),
+            "Pull": Unary(service.pull),
             "Save": Unary(saves.save),
             "SaveWhole": OneMessage(saves.save_whole),
             "Write": Unary(saves.write),

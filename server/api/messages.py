@@ -147,6 +147,16 @@ def lookup_response(answer: LookupAnswer, incarnation: bytes) -> pb.LookupRespon
     return pb.LookupResponse(incarnation=incarnation, results=map(_lookup_result, answer.results))
 
 
+def brief_lookup_response(answer: LookupAnswer, incarnation: bytes) -> pb.LookupResponse:
+    return pb.LookupResponse(incarnation=incarnation, presences=map(_presence, answer.results))
+
+
+def _presence(found: Found) -> pb.Presence.ValueType:
+    if isinstance(found, Entry):
+        return pb.PRESENCE_PRESENT
+    return pb.PRESENCE_ABSENT if found is None else pb.PRESENCE_IN_FLIGHT
+
+
 def _lookup_result(found: Found) -> pb.LookupResult:
     if isinstance(found, Entry):
         return pb.LookupResult(presence=pb.PRESENCE_PRESENT, entry=info_of(found))

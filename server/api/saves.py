@@ -44,7 +44,9 @@ class StagedRequests(Protocol):
 #: Of each item of a save, why it is not written; None: it is.
 Refusals: TypeAlias = "list[pb.SaveResult | None]"
 #: The first message of a save.
-Opening: TypeAlias = "pb.SaveRequest | pb.SaveWholeRequest | pb.SaveStagedRequest"
+Opening: TypeAlias = (
+    "pb.SaveRequest | pb.SaveWholeRequest | pb.SaveStagedRequest | pb.RawSaveRequest"
+)
 
 #: What a stream of bytes may take of the daemon's memory: the message that comes is as large as
 #: its client makes it.
@@ -125,12 +127,12 @@ class Saves:
     ) -> pb.SaveResponse:
         async with self._stream(requests) as (first, room):
             membership = await self._prove(_header(first).session, caller, room)
-            refusals, incoming = await self._begin_save(first, membership)
+            refusals, incoming = await self.begin_save(first, membership)
 
             async def take(request: pb.SaveRequest) -> None:
                 await incoming.feed(_pieces(request.parts, refusals))
 
-            with self._core.working(), self._timed():
+            with self._core.working(), self.timed():
                 async with incoming.to_the_end():
                     await take(first)
                     while incoming.broken is None:
@@ -138,7 +140,7 @@ class Saves:
                         if request is None:
                             break
                         await take(request)
-                return pb.SaveResponse(results=await _results(refusals, incoming))
+                return pb.SaveResponse(results=await results_of(refusals, incoming))
 
     async def save_whole(
         self, requests: AsyncIterator[pb.SaveWholeRequest], caller: Caller
@@ -146,11 +148,11 @@ class Saves:
         """`requests` is one, which is only taken from the wire when there is room for it."""
         async with self._stream(requests) as (request, room):
             membership = await self._prove(_header(request).session, caller, room)
-            refusals, incoming = await self._begin_save(request, membership)
-            with self._core.working(), self._timed():
+            refusals, incoming = await self.begin_save(request, membership)
+            with self._core.working(), self.timed():
                 async with incoming.to_the_end():
                     await incoming.feed(_pieces(request.parts, refusals))
-                return pb.SaveWholeResponse(results=await _results(refusals, incoming))
+                return pb.SaveWholeResponse(results=await results_of(refusals, incoming))
 
     async def write(
         self, requests: AsyncIterator[pb.WriteRequest], caller: Caller
@@ -161,7 +163,7 @@ class Saves:
             #: in the order in which the stream names them: refused with this, or being written
             named: dict[int, pb.SaveResult | None] = {}
             request: pb.WriteRequest | None = first
-            with self._core.working(), self._timed():
+            with self._core.working(), self.timed():
                 async with incoming.to_the_end():
                     while request is not None and incoming.broken is None:
                         await self._write(request, membership, incoming, named)
@@ -201,17 +203,16 @@ class Saves:
         tell: Callable[[pb.SaveStagedResponse], None],
     ) -> None:
         """For clients on this host (`local_socket`), who are told of every copy."""
-        reserved = first.reserved if first.HasField("reserved") else None
-        membership = self._sessions.prove((reserved or _header(first)).session, caller)
+        membership, reserved = self.opened(first, caller)
         with (
             self._stagings.using(membership.number) as staging,
             self._core.working(),
-            self._timed(),
+            self.timed(),
         ):
             if reserved is None:
-                refusals, incoming = await self._begin_save(first, membership)
+                refusals, incoming = await self.begin_save(first, membership)
             else:
-                refusals, incoming = await self._begin_reserved(reserved, membership)
+                refusals, incoming = await self.begin_reserved(reserved, membership)
 
             async def take(request: pb.SaveStagedRequest) -> None:
                 if not request.parts:
@@ -249,7 +250,15 @@ class Saves:
                         await asyncio.sleep(0)  # others have their turn
             tell(_staged_results(refusals, await incoming.ended()))
 
-    def _timed(self) -> AbstractContextManager[None]:
+    def opened(
+        self, first: pb.SaveStagedRequest | pb.RawSaveRequest, caller: Caller
+    ) -> tuple[Membership, pb.StagedReservations | None]:
+        """Whose save it is, and what was reserved for it before. Raises PrefixdError."""
+        reserved = first.reserved if first.HasField("reserved") else None
+        return self._sessions.prove((reserved or _header(first)).session, caller), reserved
+
+    def timed(self) -> AbstractContextManager[None]:
+        """Around a save, for the statistics."""
         latencies = self._sessions.latencies
         return latencies.measured(latencies.save)
 
@@ -272,9 +281,7 @@ class Saves:
         await room.belongs_to(membership.number)
         return membership
 
-    async def _begin_save(
-        self, first: Opening, membership: Membership
-    ) -> tuple[Refusals, Incoming]:
+    async def begin_save(self, first: Opening, membership: Membership) -> tuple[Refusals, Incoming]:
         """Reserve what the first message asks for, and open what is granted."""
         answer = await self._reserve(_header(first), membership, begin=True)
         incoming = Incoming(self._core)
@@ -287,7 +294,7 @@ class Saves:
                 refusals.append(messages.refused_save(reserved))
         return refusals, incoming
 
-    async def _begin_reserved(
+    async def begin_reserved(
         self, reserved: pb.StagedReservations, membership: Membership
     ) -> tuple[Refusals, Incoming]:
         messages.batch_of("tokens", reserved.tokens)
@@ -379,7 +386,8 @@ def _staged_results(refusals: Refusals, ended: Mapping[int, SaveEnded]) -> pb.Sa
     return pb.SaveStagedResponse(results=_results_of(refusals, ended))
 
 
-async def _results(refusals: Refusals, incoming: Incoming) -> list[pb.SaveResult]:
+async def results_of(refusals: Refusals, incoming: Incoming) -> list[pb.SaveResult]:
+    """How each item ended, once all did."""
     return _results_of(refusals, await incoming.ended())
 
 

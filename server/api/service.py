@@ -4,11 +4,19 @@ to the state. Saves are in `saves`."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Sequence,
+)
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from time import monotonic
+from typing import Final, TypeAlias
 
 import structlog
 
@@ -22,6 +30,7 @@ from ...proto.errors import (
     UnknownClaim,
     UnknownSession,
 )
+from ...proto.keys import Key
 from ...tiers.store import Damaged, StoreError
 from ..core.answers import ClaimAnswer, DeleteAnswer, LookupAnswer, ReleaseAnswer
 from ..core.entries import Entry
@@ -55,6 +64,10 @@ _CLAIM_MODES = {
 }
 
 
+#: Keys, what is wanted of them, until when (`time.monotonic()`); how many came.
+Fetcher: TypeAlias = Callable[[Sequence[Key], ClaimMode, float], Awaitable[int]]
+
+
 class CacheService:
     """See prefixd.proto for what each call promises. Methods raise PrefixdError."""
 
@@ -62,9 +75,12 @@ class CacheService:
         self._core = core
         self._sessions = sessions
         self._config = config
+        #: brings what other nodes have; None: this one shares nothing
+        self.fetcher: Fetcher | None = None
         self.reads: Final = Quota("reads", config.max_read_bytes, config.stall_timeout_s)
 
-    def _session(self, ref: pb.SessionRef, caller: Caller) -> int:
+    def session_of(self, ref: pb.SessionRef, caller: Caller) -> int:
+        """The session that a call acts for. Raises UnknownSession, StaleIncarnation."""
         return self._sessions.prove(ref, caller).number
 
     async def session(
@@ -92,16 +108,31 @@ class CacheService:
             now_ns=now_ns,
         )
         answer = await core.ask(question, LookupAnswer)
+        if request.brief:
+            return messages.brief_lookup_response(answer, self._config.incarnation)
         return messages.lookup_response(answer, self._config.incarnation)
 
     async def claim(self, request: pb.ClaimRequest, caller: Caller) -> pb.ClaimResponse:
+        question = self._claim_asked(request, caller)
+        with self._sessions.latencies.measured(self._sessions.latencies.claim):
+            answer = await self._core.ask(question, ClaimAnswer)
+        return self._claim_response(request, caller, question, answer)
+
+    def claim_now(self, request: pb.ClaimRequest, caller: Caller) -> pb.ClaimResponse:
+        """`claim` that waits for no save."""
+        question = self._claim_asked(request, caller)
+        with self._sessions.latencies.measured(self._sessions.latencies.claim):
+            answer = self._core.ask_now(question, ClaimAnswer)
+        return self._claim_response(request, caller, question, answer)
+
+    def _claim_asked(self, request: pb.ClaimRequest, caller: Caller) -> ClaimAsked:
         core = self._core
         now_ns = core.clock.now_ns()
         if request.mode not in _CLAIM_MODES:
             raise MalformedMessage(f"claim mode {request.mode} does not exist")
-        question = ClaimAsked(
+        return ClaimAsked(
             request=core.next_request(),
-            session=self._session(request.session, caller),
+            session=self.session_of(request.session, caller),
             keys=messages.keys_of("keys", request.keys),
             mode=_CLAIM_MODES[request.mode],
             lease_ns=messages.milliseconds(
@@ -113,8 +144,10 @@ class CacheService:
             wait_until_ns=messages.wait_until(now_ns, request.wait_ms),
             now_ns=now_ns,
         )
-        with self._sessions.latencies.measured(self._sessions.latencies.claim):
-            answer = await core.ask(question, ClaimAnswer)
+
+    def _claim_response(
+        self, request: pb.ClaimRequest, caller: Caller, question: ClaimAsked, answer: ClaimAnswer
+    ) -> pb.ClaimResponse:
         caller.when_done(partial(self._release_unseen, question, answer))
         if request.brief:
             return messages.brief_claim_response(answer)
@@ -129,15 +162,19 @@ class CacheService:
             core.post(ReleaseAsked(core.next_request(), asked.session, claims, now_ns))
 
     async def release(self, request: pb.ReleaseRequest, caller: Caller) -> pb.ReleaseResponse:
+        return self.release_now(request, caller)
+
+    def release_now(self, request: pb.ReleaseRequest, caller: Caller) -> pb.ReleaseResponse:
+        """`release`, which waits for nothing."""
         core = self._core
         messages.batch_of("claim_ids", request.claim_ids)
         question = ReleaseAsked(
             request=core.next_request(),
-            session=self._session(request.session, caller),
+            session=self.session_of(request.session, caller),
             claims=tuple(request.claim_ids),
             now_ns=core.clock.now_ns(),
         )
-        answer = await core.ask(question, ReleaseAnswer)
+        answer = core.ask_now(question, ReleaseAnswer)
         return pb.ReleaseResponse(results=[r.value for r in answer.results])  # type: ignore[misc]
 
     async def delete(self, request: pb.DeleteRequest, caller: Caller) -> pb.DeleteResponse:
@@ -147,7 +184,7 @@ class CacheService:
         for start in range(0, len(keys), _DELETED_AT_ONCE):
             question = DeleteAsked(
                 request=core.next_request(),
-                session=self._session(request.session, caller),
+                session=self.session_of(request.session, caller),
                 keys=keys[start : start + _DELETED_AT_ONCE],
                 now_ns=core.clock.now_ns(),
             )
@@ -155,12 +192,24 @@ class CacheService:
             response.results.extend(r.value for r in answer.results)  # type: ignore[misc]
         return response
 
+    async def pull(self, request: pb.PullRequest, caller: Caller) -> pb.PullResponse:
+        self.session_of(request.session, caller)
+        keys = messages.keys_of("keys", request.keys)
+        if request.mode not in (pb.CLAIM_MODE_RUN, pb.CLAIM_MODE_FIRST):
+            raise MalformedMessage(f"a pull of mode {request.mode} does not exist")
+        if self.fetcher is None:
+            return pb.PullResponse()
+        mode = _CLAIM_MODES[request.mode]
+        wait_ms = min(request.wait_ms or limits.DEFAULT_SHARED_WAIT_MS, limits.MAX_WAIT_MS)
+        fetched = await self.fetcher(keys, mode, monotonic() + wait_ms / 1e3)
+        return pb.PullResponse(pulled=fetched)
+
     async def read(
         self, request: pb.ReadRequest, caller: Caller
     ) -> AsyncGenerator[pb.ReadResponse, None]:
-        session = self._session(request.session, caller)
+        session = self.session_of(request.session, caller)
         messages.batch_of("ranges", request.ranges)
-        self._claimed(session, request.claim_id)
+        self.claimed(session, request.claim_id)
         async with (
             self.reads.room(READ_BYTES, session),
             aclosing(self._read(session, request)) as responses,
@@ -191,18 +240,12 @@ class CacheService:
         pending = pb.ReadResponse()
         pending_bytes = 0
         for number, wanted in enumerate(request.ranges):
-            entries = self._claimed(session, request.claim_id)
-            if wanted.index >= len(entries):
-                raise InvalidSize(
-                    f"ranges[{number}]: the claim has {len(entries)} entries, "
-                    f"index {wanted.index} is not one of them"
-                )
-            entry = entries[wanted.index]
-            offset, end = _bounds(number, wanted, entry)
+            entries = self.claimed(session, request.claim_id)
+            entry, offset, end = bounds_of(number, wanted, entries)
             sent_bytes = 0
             while offset + sent_bytes < end:
                 # A chunk at a time: in between, others have their turn, and the claim may end.
-                self._claimed(session, request.claim_id)
+                self.claimed(session, request.claim_id)
                 room = limits.CHUNK_BYTES - pending_bytes
                 piece_bytes = min(room, end - offset - sent_bytes)
                 part = pending.parts.add(range=number, offset_bytes=sent_bytes)
@@ -214,9 +257,7 @@ class CacheService:
                     break
                 except StoreError as problem:
                     part.status = pb.READ_STATUS_UNREADABLE
-                    log.warning("entry_unreadable", key=entry.key.hex(), why=str(problem))
-                    # It stays. If it can't be read again, its tier is unhealthy.
-                    self._core.verifications.request(entry)
+                    self.unreadable(entry, str(problem))
                     break
                 self._core.post(BytesRead(entry.tier, piece_bytes, self._core.clock.now_ns()))
                 sent_bytes += piece_bytes
@@ -225,14 +266,19 @@ class CacheService:
                     yield pending
                     pending, pending_bytes = pb.ReadResponse(), 0
         # The last bytes were copied while the claim held, or nobody gets them.
-        self._claimed(session, request.claim_id)
+        self.claimed(session, request.claim_id)
         if pending.parts:
             yield pending
         # Not before: it may end the claim, and with it the reading of the others.
         for entry, why in damaged.values():
             self._core.damaged(entry, why)
 
-    def _claimed(self, session: int, claim_id: int) -> tuple[Entry, ...]:
+    def unreadable(self, entry: Entry, why: str) -> None:
+        """It stays. If it can't be read again, its tier is unhealthy."""
+        log.warning("entry_unreadable", key=entry.key.hex(), why=why)
+        self._core.verifications.request(entry)
+
+    def claimed(self, session: int, claim_id: int) -> tuple[Entry, ...]:
         """The entries of a live claim of this session."""
         tables = self._core.state.tables
         holder = tables.sessions.get(session)
@@ -269,8 +315,17 @@ class CacheService:
         return await asyncio.get_running_loop().run_in_executor(executor, take)
 
 
-def _bounds(number: int, wanted: pb.ReadRange, entry: Entry) -> tuple[int, int]:
-    """First and last byte of a range, checked against the entry."""
+def bounds_of(
+    number: int, wanted: pb.ReadRange, entries: Sequence[Entry]
+) -> tuple[Entry, int, int]:
+    """Entry, first and last byte of a range, checked against the entries of its claim. Raises
+    InvalidSize."""
+    if wanted.index >= len(entries):
+        raise InvalidSize(
+            f"ranges[{number}]: the claim has {len(entries)} entries, "
+            f"index {wanted.index} is not one of them"
+        )
+    entry = entries[wanted.index]
     there_bytes = entry.token_ids_bytes if wanted.token_ids else entry.payload_bytes
     end = wanted.offset_bytes + (wanted.length_bytes or there_bytes - wanted.offset_bytes)
     if wanted.offset_bytes > there_bytes or end > there_bytes:
@@ -278,4 +333,4 @@ def _bounds(number: int, wanted: pb.ReadRange, entry: Entry) -> tuple[int, int]:
             f"ranges[{number}]: bytes {wanted.offset_bytes} to {end} are asked for, "
             f"the entry has {there_bytes}"
         )
-    return wanted.offset_bytes, end
+    return entry, wanted.offset_bytes, end

@@ -78,6 +78,8 @@ class ServiceConfig:
     staging_total_bytes: int = 2**30
     #: how long a client may leave a call without progress
     stall_timeout_s: float = 30.0
+    #: there is a shared engine, which `CacheService.pull` asks
+    shares: bool = False
     #: read back in the background from each tier that is scrubbed; 0: no tier is
     scrub_bytes_per_second: int = 0
 
@@ -107,6 +109,8 @@ class Sessions:
         self.usage: Final = UsageBook()
         #: how long their calls take
         self.latencies: Final = Latencies(Clock())
+        #: where payloads move beside gRPC (`data_socket`); 0: nowhere
+        self.data_port = 0
         #: called with the number of each session that is over
         self.when_closed: list[Callable[[int], None]] = []
 
@@ -230,6 +234,8 @@ class SessionStream:
             chunk_bytes=limits.CHUNK_BYTES,
             daemon_version=config.daemon_version,
             local_socket=config.local_socket,
+            shares=config.shares,
+            data_port=self._sessions.data_port,
             tiers=map(self._tier_limits, self._core.state.tables.ledgers.values()),
         )
 

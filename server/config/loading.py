@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -177,8 +178,12 @@ def _validate(
                 sources.refuse(list(wrong.values()))
 
 
+#: In a URL. What is complained of may be just that it is there.
+_PASSWORD: Final = re.compile(r"(//[^/@:]*:)[^/@]*@")
+
+
 def _complaint(path: str, entry: Given, why: str) -> str:
-    value = repr(entry.value)
+    value = _PASSWORD.sub(r"\1...@", repr(entry.value))
     shown = value if len(value) <= 80 else f"{value[:77]}..."
     return f"{path} = {shown} (from {entry.origin}): {why}"
 
@@ -221,6 +226,23 @@ def _conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             yield (f"server.{name}", "server.tls_cert"), "they need TLS; nothing else protects them"
     if server.tls_cert and not server.tcp:
         yield ("server.tls_cert", "server.tcp"), "TLS is for TCP, which is switched off"
+    explicit = server.data if server.data != "auto" else ""
+    if explicit and not server.allow_remote and not _is_loopback(explicit):
+        yield (
+            ("server.data", "server.allow_remote"),
+            f"{explicit} can be reached from other machines, and there is no encryption; listen on "
+            "127.0.0.1, or say allow_remote = true",
+        )
+    if explicit and server.tls_cert:
+        yield (
+            ("server.data", "server.tls_cert"),
+            "the data socket has neither TLS nor roles: leave it out, or TLS",
+        )
+    if explicit and not server.tcp:
+        yield (
+            ("server.data", "server.tcp"),
+            f"clients learn of {explicit} over TCP only, and there is none: say where with tcp",
+        )
     if server.operators() in (server.address, f"{server.address}{LOCAL_SUFFIX}"):
         yield (
             ("server.admin_address", "server.address"),

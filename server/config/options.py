@@ -119,6 +119,19 @@ def _tcp_address(value: object) -> object:
     return address
 
 
+def _engine_urls(value: object) -> object:
+    for url in str(value).split(",") if value else ():
+        if not re.fullmatch(r"rediss?://[^\s,]+", url):
+            raise ValueError("should be redis://host:port or rediss://host:port")
+        if re.match(r"rediss?://[^/@]*:[^/@]*@", url):
+            raise ValueError("should have no password in it: use `shared.password_file`")
+    return value
+
+
+def _data_address(value: object) -> object:
+    return value if value == "auto" else _tcp_address(value)
+
+
 File: TypeAlias = Annotated[str, BeforeValidator(_file), Kind("FILE")]
 Policy: TypeAlias = Annotated[str, BeforeValidator(_policy), Kind("|".join(POLICIES))]
 Budget: TypeAlias = Annotated[
@@ -132,6 +145,8 @@ Duration: TypeAlias = Annotated[int, BeforeValidator(_duration), Kind("DURATION"
 Directory: TypeAlias = Annotated[Path, BeforeValidator(_directory), Kind("DIR|auto")]
 Mode: TypeAlias = Annotated[int, BeforeValidator(_mode), Kind("MODE", "{:04o}".format)]
 TcpAddress: TypeAlias = Annotated[str, BeforeValidator(_tcp_address), Kind("HOST:PORT")]
+EngineUrls: TypeAlias = Annotated[str, BeforeValidator(_engine_urls), Kind("URL,...")]
+DataAddress: TypeAlias = Annotated[str, BeforeValidator(_data_address), Kind("HOST:PORT|auto")]
 Count: TypeAlias = Annotated[int, Field(ge=0)]
 Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 
@@ -167,9 +182,15 @@ class Server(Section):
     tcp: TcpAddress = ""
     """Also listen on host:port; port 0 lets the kernel choose; empty: no TCP. Without `tls_cert`
     there is neither encryption nor a password."""
+    data: DataAddress = "auto"
+    """The data socket, on which clients that come over `tcp` move payloads at two to three times
+    the speed of gRPC; they are told its port. `auto`: any port at the host of `tcp`, but none with
+    `tls_cert`; empty: none. Without encryption and without roles; nobody gets anything there
+    without the secret of a session."""
     allow_remote: bool = False
     """Allow `tcp` on an address that other machines can reach without TLS, or without both tokens
-    and `tls_client_ca`: whoever reaches it can then read and replace everything."""
+    and `tls_client_ca`, and `data` on any such: whoever reaches these can then read and replace
+    everything."""
     tls_cert: File = ""
     """The certificate for `tcp`, with its chain, as PEM; empty: no TLS. With `tls_key`."""
     tls_key: File = ""
@@ -216,6 +237,14 @@ class Server(Section):
     a client does; an entry counts 16KiB beside its payload. 0: nothing is."""
     drain_timeout_ns: Duration = Field(10_000 * _MS, alias="drain_timeout", ge=0)
     """How long a stop waits for saves and reads in flight."""
+
+    def data_address(self) -> str:
+        """Where the data socket is; empty: there is none."""
+        if self.data != "auto":
+            return self.data
+        if self.tls_cert:
+            return ""  # nothing there is encrypted, and no role is asked for
+        return f"{self.tcp.rpartition(':')[0]}:0" if self.tcp else ""
 
     def operators(self) -> str:
         """Where operators are served."""
@@ -320,7 +349,8 @@ class Sessions(Section):
     more than it restores at the moment."""
     max_reserved_share: Share = 0.5
     """The part of a tier that the saves of one client may have reserved at once, which evicts what
-    others use; more are told to try again. A single entry may be larger."""
+    others use; more are told to try again. A single entry may be larger, unless it is reserved
+    before its bytes are there."""
     unwritten_ttl_ns: Duration = Field(
         120_000 * _MS, alias="unwritten_ttl", ge=1 * _MS, le=limits.MAX_LEASE_MS * _MS
     )
@@ -343,6 +373,27 @@ class Sessions(Section):
         )
 
 
+class Shared(Section):
+    engine: EngineUrls = ""
+    """Where nodes share entries: redis://[user@]host:port, or rediss:// for TLS, of some nodes of a
+    Valkey or Redis, single or Cluster, with commas between; empty: this node shares nothing. Needs
+    `pip install 'prefixd[shared]'`."""
+    password_file: str = ""
+    """A file with the password of the engine's user, on one line; empty: there is none."""
+    fleet: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,32}$")] = "1"
+    """Nodes with another one share nothing with this one, in the same engine."""
+    tier: Literal["ram", "shm", "disk"] = "ram"
+    """Where what other nodes have goes here."""
+    write: Literal["none", "second-use", "all"] = "second-use"
+    """What others are offered: nothing, what was read after it was saved, or everything. Everything
+    is a lot: 128 KiB a token at 30,000 tokens a second are 4 GB/s."""
+    life_ns: Duration = Field(86_400_000 * _MS, alias="life", ge=1_000 * _MS)
+    """How long an entry stays in the engine after its last use, at most."""
+    memory_bytes: Size = Field(256 * 2**20, alias="memory", ge=2**20)
+    """What is on its way from and to the engine takes so much of the daemon's memory at most, and
+    no entry that is larger is shared."""
+
+
 class Log(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """What is written to stderr, and worse."""
@@ -358,4 +409,5 @@ class Config(Section):
     shm: Shm = Field(description="The /dev/shm tier: survives a restart of the daemon.")
     disk: Disk = Field(description="The disk tier: survives a restart of the machine.")
     sessions: Sessions = Field(description="Clients, and what they may hold for how long.")
+    shared: Shared = Field(description="Entries of other nodes, through an engine that they share.")
     log: Log = Field(description="What the daemon says on stderr.")

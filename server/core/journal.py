@@ -20,7 +20,7 @@ A record, 40 bytes, little-endian:
 from __future__ import annotations
 
 from array import array
-from enum import Enum, IntEnum
+from enum import IntEnum, StrEnum
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -52,8 +52,8 @@ class Happening(IntEnum):
     REPLACED = 7
 
 
-class EvictionCause(Enum):
-    """For what an entry was evicted."""
+class EvictionCause(StrEnum):
+    """For what an entry was evicted. Of strings, whose hash takes no call in Python."""
 
     SAVE = "save"
     """A save needed its room."""

@@ -116,6 +116,8 @@ class MetaState:
         if isinstance(event, Tick):
             self.tables.credit_ns += event.late_ns
         transition = Transition(self.tables, event.now_ns)
+        if self.tables.unobserved:
+            transition.observe_now()
         self._happen(transition, event)
         self._work(transition, self.tables.config.max_steps)
         self.tables.sift_timers(self.tables.config.max_steps)
@@ -124,7 +126,7 @@ class MetaState:
     @property
     def busy(self) -> bool:
         """Is there work left for `WorkLeft`?"""
-        return bool(self.tables.backlog)
+        return bool(self.tables.backlog or self.tables.unobserved)
 
     def next_deadline_ns(self) -> int | None:
         """When a Tick is due at the latest, if nothing else happens."""
@@ -282,13 +284,11 @@ class MetaState:
     # Each of these says whether it is done, and how many steps it took.
 
     def _unpin(self, transition: Transition, job: Unpin, steps: int) -> tuple[bool, int]:
-        left = job.left
-        stop = max(0, left - steps)
-        took = left - stop
-        while left > stop:
-            left -= 1
-            job.left = left
-            transition.unpin(job.claim, job.session, job.entries[left])
+        left = max(0, job.left - steps)
+        took = job.left - left
+        leaving = job.entries[left : job.left]
+        job.left = left
+        transition.unpin(job.claim, job.session, leaving[::-1])
         if not left:
             del transition.tables.unpinning[job.claim]
         return not left, took

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
 from typing import Protocol, TypeAlias, assert_never
@@ -232,6 +232,9 @@ class Reserve:
     dropped: bool = False
 
 
+#: What a hit curve is shown: key, tokens, stored bytes.
+Access: TypeAlias = "tuple[Key, int, int]"
+
 Job: TypeAlias = Unpin | Wake | Reserve | EndSession | FlushUsage
 
 
@@ -320,6 +323,8 @@ class StateConfig:
     max_steps: int = 4096
     #: keys that the live hit curve of a tier samples; 0: there is none
     curve_keys: int = 0
+    #: hand over the use of what is in RAM as well, which no store records
+    ram_use: bool = False
     #: what `journal.Journal` may take
     journal_bytes: int = 0
 
@@ -374,6 +379,8 @@ class Tables:
     recounts: list[Watcher] = field(default_factory=list)
     #: what hits every capacity of a tier would have had, from a sample of its keys
     curves: dict[Tier, SampledCurve[Key]] = field(default_factory=dict)
+    #: what they are still to be shown, in order
+    unobserved: list[tuple[Tier, Sequence[Access]]] = field(default_factory=list)
     #: entries whose use is not yet recorded by their store, in order of use; none of the RAM
     #: tier, which is gone with the daemon
     unrecorded: dict[Key, Entry] = field(default_factory=dict)

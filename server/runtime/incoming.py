@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import structlog
 
@@ -45,8 +45,26 @@ class Piece(NamedTuple):
     offset_bytes: int | None = None
 
 
+class Turn(Protocol):
+    """Something that brings bytes for some of a stream's writes."""
+
+    @property
+    def feeds(self) -> Sequence[Feed]:
+        """The writes that it may bring bytes for, the same from being queued to `then`."""
+
+    @property
+    def tier(self) -> Tier:
+        """The slowest that it writes to."""
+
+    def take(self) -> PrefixdError | None:
+        """Store the bytes, on any thread. Returns what breaks the stream, if anything does."""
+
+    def then(self) -> None:
+        """It has been taken. On the loop."""
+
+
 @dataclass(slots=True)
-class _Feed:
+class Feed:
     """One reservation that this stream writes."""
 
     write: Write
@@ -81,7 +99,7 @@ class _Feed:
             return
         writer.write(piece.data)
         if piece.last:
-            self._last(piece)
+            self.finish(piece.payload_crc32c)
 
     def fail(self, problem: Exception) -> None:
         """The store could not take a piece."""
@@ -95,7 +113,8 @@ class _Feed:
                 log.error("write_failed", key=self.write.order.key.hex(), exc_info=problem)
         self.problem = (SaveOutcome.FAILED, why)
 
-    def _last(self, piece: Piece) -> None:
+    def finish(self, payload_crc32c: int) -> None:
+        """The last byte came, of a payload meant to have this CRC32C. Raises StoreError."""
         writer = self.write.writer
         taken_bytes, meant_bytes = writer.written_bytes, self.write.order.payload_bytes
         if taken_bytes != meant_bytes:
@@ -103,7 +122,7 @@ class _Feed:
             self.problem = (SaveOutcome.LENGTH_MISMATCH, why)
             return
         self.complete = True
-        self.meant_crc32c = piece.payload_crc32c
+        self.meant_crc32c = payload_crc32c
         self.crc32c = writer.seal()
 
 
@@ -111,7 +130,7 @@ class _Feed:
 class _Message:
     """Pieces that came together; `feeds` are theirs, one for each."""
 
-    feeds: Sequence[_Feed]
+    feeds: Sequence[Feed]
     pieces: Sequence[Piece]
     then: Callable[[], None]
 
@@ -142,21 +161,21 @@ class Incoming:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._loop = asyncio.get_running_loop()
-        self._feeds: dict[int, _Feed] = {}
-        self._waiting: deque[_Message] = deque()
+        self._feeds: dict[int, Feed] = {}
+        self._waiting: deque[Turn] = deque()
         self._copying: asyncio.Future[None] | None = None
         #: writes whose save has not ended
         self._open = 0
         self._all_ended: asyncio.Future[None] | None = None
         #: writes that are complete, which the state was not told yet
-        self._sealed: list[_Feed] = []
+        self._sealed: list[Feed] = []
         self._sealed_bytes = 0
         #: what broke the stream: a piece out of order
         self.broken: PrefixdError | None = None
 
     def add(self, number: int, write: Write) -> None:
         """`number` is how the stream's pieces name this write."""
-        self._feeds[number] = _Feed(write)
+        self._feeds[number] = Feed(write)
         if write.ended is None:
             self._open += 1
             write.when_ended = self._one_ended
@@ -192,6 +211,22 @@ class Incoming:
         if self._copying is None and self._take_at_once(message):
             self._taken(message, message.take())
             return
+        self._queue(message)
+
+    async def take_turn(self, turn: Turn, *, inline: bool) -> None:
+        """Take what brings its bytes itself, `inline` on the loop, else on a worker thread; returns
+        when it has. One at a time."""
+        if inline:
+            self._taken(turn, turn.take())
+        else:
+            self._queue(turn)
+            await self.idle()
+        self.tell_sealed()
+
+    def feed_of(self, number: int) -> Feed:
+        return self._feeds[number]
+
+    def _queue(self, message: Turn) -> None:
         for feed in message.feeds:
             feed.write.busy += 1
         self._waiting.append(message)
@@ -239,7 +274,7 @@ class Incoming:
                 broken = message.take()
             self._loop.call_soon_threadsafe(self._copied, message, broken)
 
-    def _copied(self, message: _Message, broken: PrefixdError | None) -> None:
+    def _copied(self, message: Turn, broken: PrefixdError | None) -> None:
         for feed in message.feeds:
             feed.write.busy -= 1
         self._taken(message, broken)
@@ -251,12 +286,12 @@ class Incoming:
         else:
             self.tell_sealed()
 
-    def _taken(self, message: _Message, broken: PrefixdError | None) -> None:
+    def _taken(self, message: Turn, broken: PrefixdError | None) -> None:
         self.broken = self.broken or broken
         self._settle(message.feeds)
         message.then()
 
-    def _settle(self, feeds: Sequence[_Feed]) -> None:
+    def _settle(self, feeds: Sequence[Feed]) -> None:
         """Tell the state what became of the writes of one message; of those that are complete
         only when there are many, see `tell_sealed`."""
         for feed in feeds:

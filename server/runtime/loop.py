@@ -23,7 +23,6 @@ from typing import Final, TypeVar, assert_never
 
 import structlog
 
-from ...proto.entry import EntryRecord
 from ...proto.errors import PrefixdError, UnknownSession
 from ...proto.vocabulary import Tier
 from ...tiers.store import Store, StoreFull
@@ -69,7 +68,7 @@ from .gate import Gate, stopping
 from .health import Health
 from .index import IndexWriter
 from .lag import LoopLag
-from .listeners import Listener
+from .listeners import EntryListener, Listener
 from .recounting import recount
 from .reindexing import Reindexing
 from .store_commands import StoreOrders
@@ -121,7 +120,8 @@ class Core:
         self.broken = asyncio.Event()
         self.broken_why = ""
         self._closed = False
-        self._working = 0
+        #: calls that move bytes at this moment
+        self.calls_working = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._loop = asyncio.get_running_loop()
@@ -130,12 +130,13 @@ class Core:
         self._replies: dict[int, asyncio.Future[Answer]] = {}
         self._last_request = 0
         self._listeners: dict[int, Listener] = {}
+        self.entry_listener: EntryListener | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns: int | None = None
         self.orders = StoreOrders(
             self.stores, self._commit_done, self.devices.under_way, self._committer_died, clock
         )
-        self._freezer = Freezer()
+        self.freezer = Freezer()
         self.lag = LoopLag(clock)
         self._going_on = False
         self._recount: asyncio.Task[None] | None = None
@@ -151,13 +152,7 @@ class Core:
 
     async def ask(self, question: Question, expect: type[A]) -> A:
         """Apply a question and wait for its answer. Raises what the state refuses it with."""
-        if self._closed:
-            raise stopping()
-        if not self.gate.open:
-            self.gate.check(question)
-        reply: asyncio.Future[Answer] = self._loop.create_future()
-        self._replies[question.request] = reply
-        self.post(question)
+        reply = self._ask(question)
         try:
             # Shielded: what is granted while the asker is being cancelled has to be known here.
             answer = reply.result() if reply.done() else await asyncio.shield(reply)
@@ -167,10 +162,21 @@ class Core:
             else:
                 self.post(RequestDropped(question.request, self.clock.now_ns()))
             raise
-        if isinstance(answer, Refused):
-            raise answer.error
-        assert isinstance(answer, expect)
-        return answer
+        return _answer_of(answer, expect)
+
+    def ask_now(self, question: Question, expect: type[A]) -> A:
+        """The same, of a question that waits for nothing; not from within another event."""
+        return _answer_of(self._ask(question).result(), expect)
+
+    def _ask(self, question: Question) -> asyncio.Future[Answer]:
+        if self._closed:
+            raise stopping()
+        if not self.gate.open:
+            self.gate.check(question)
+        reply: asyncio.Future[Answer] = self._loop.create_future()
+        self._replies[question.request] = reply
+        self.post(question)
+        return reply
 
     def _undo(self, question: Question, answer: Answer) -> None:
         """Whoever asked is gone, and will never use what was granted."""
@@ -261,21 +267,16 @@ class Core:
         except RuntimeError:
             log.debug("event_after_close", kind=type(event).__name__)
 
-    @property
-    def calls_working(self) -> int:
-        """Calls that move bytes at this moment."""
-        return self._working
-
     @contextmanager
     def working(self) -> Iterator[None]:
         """Something is moving bytes: a stop waits for it, as long as it is willing to wait."""
-        self._working += 1
+        self.calls_working += 1
         self._idle.clear()
         try:
             yield
         finally:
-            self._working -= 1
-            if not self._working:
+            self.calls_working -= 1
+            if not self.calls_working:
                 self._idle.set()
 
     # ---- sessions
@@ -307,19 +308,7 @@ class Core:
 
         If it was lost since it was granted, the write has ended already.
         """
-        record = EntryRecord(
-            order.key,
-            order.tier,
-            order.reason,
-            order.generation,
-            order.generation,
-            order.payload_bytes,
-            order.token_count,
-            order.layer_count,
-            len(order.token_ids),
-            order.location,
-        )
-        write = Write(order, self.stores[order.tier].writer(record, order.token_ids))
+        write = Write(order, self.stores[order.tier])
         if order.token in self.state.tables.reservations:
             self.writes[order.token] = write
         else:
@@ -341,6 +330,8 @@ class Core:
         room, and an entry is there before any client is told so."""
         self._change_index(effects)
         for effect in effects:
+            if type(effect) is IndexPut or type(effect) is IndexDelete:
+                continue
             try:
                 self._do(effect)
             except Exception as problem:
@@ -352,11 +343,10 @@ class Core:
         try:
             # Of one that was revoked nobody believes anything.
             for effect in () if index.revoked else effects:
-                match effect:
-                    case IndexPut():
-                        index.put(effect.entry)
-                    case IndexDelete():
-                        index.delete(effect.key)
+                if isinstance(effect, IndexPut):
+                    index.put(effect.entry)
+                elif isinstance(effect, IndexDelete):
+                    index.delete(effect.key)
         except Exception as problem:
             # A row that should be gone may stand.
             log.critical("index_failed", exc_info=problem)
@@ -371,7 +361,10 @@ class Core:
 
     def _do(self, effect: Effect) -> None:
         match effect:
-            case IndexPut() | IndexDelete():
+            case IndexPut():
+                if self.entry_listener is not None:
+                    self.entry_listener.published(effect.entry)
+            case IndexDelete():
                 pass
             case Reply():
                 reply = self._replies.pop(effect.request, None)
@@ -399,6 +392,8 @@ class Core:
                 self.verifications.request(effect.entry)
             case RecordUsage():
                 self.orders.record_usage(effect.tier, effect.usages)
+                if self.entry_listener is not None:
+                    self.entry_listener.used(effect.usages)
             case TellClaimLost() | TellReservationLost():
                 listener = self._listeners.get(effect.session)
                 if listener is not None:
@@ -428,8 +423,7 @@ class Core:
         if self._closed:
             return
         self._flusher = self._loop.call_later(FLUSH_INTERVAL_S, self._flush)
-        counters = self.state.tables.tier_counters.values()
-        self._freezer.published(sum(c.saves + c.recovered_entries for c in counters))
+        self.freezer.published(self.state.tables.tier_counters.values())
         self._tick(flush=True)
         self._end_lost_sessions()
 
@@ -468,7 +462,7 @@ class Core:
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
-            log.warning("drain_timed_out", still_working=self._working)
+            log.warning("drain_timed_out", still_working=self.calls_working)
             return False
         return True
 
@@ -495,3 +489,10 @@ class Core:
             if not reply.done():
                 reply.set_result(Refused(stopping()))
         return ended
+
+
+def _answer_of(answer: Answer, expect: type[A]) -> A:
+    if isinstance(answer, Refused):
+        raise answer.error
+    assert isinstance(answer, expect)
+    return answer

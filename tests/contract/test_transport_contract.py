@@ -1,4 +1,5 @@
-"""What every transport does: the same suite in place and over gRPC, each on a real daemon.
+"""What every transport does: the same suite in place, over gRPC and over the data socket, each on
+a real daemon.
 
 A behaviour that holds for one and not for the other is a mistake in one of them; what a transport
 does faster than the other is tested with it.
@@ -34,7 +35,7 @@ from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.local.transport import LocalTransport
 from prefixd.proto.errors import CallerError, ClientClosed, InvalidBatch, InvalidKey, InvalidSize
 from prefixd.proto.keys import Key, prefix_key
-from tests.support.daemon import eventually, private_daemon
+from tests.support.daemon import eventually, tcp_address, tcp_daemon
 from tests.support.fakes import PATIENCE_S
 
 POLICY = SavePolicy(boundary_align_tokens=20)
@@ -48,19 +49,26 @@ EVICT = SaveReason.EVICT
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[PrivateDaemon]:
-    with private_daemon("--sessions.heartbeat=60s", ram="64MiB") as daemon:
+    with tcp_daemon("--sessions.heartbeat=60s", ram="64MiB") as daemon:
         yield daemon
 
 
-@pytest.fixture(params=["local", "remote"])
+@pytest.fixture(params=["local", "grpc", "data"])
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Client]]:
     """Makes clients over the transport that is being tested."""
     made: list[Client] = []
 
-    def make(address: str, **options: Any) -> Client:
+    def make(daemon: PrivateDaemon, **options: Any) -> Client:
+        address = tcp_address(daemon) if request.param == "data" else daemon.address
         client = Client(address, local=request.param == "local", policy=POLICY, **options)
         made.append(client)
         assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
+        with daemon.admin() as admin:
+            before = admin.stats().in_flight["data_connections"]
+            client.probe(fresh_keys(1), wait_ms=1)
+            assert admin.stats().in_flight["data_connections"] - before == (
+                address is not daemon.address
+            )
         return client
 
     yield make
@@ -70,7 +78,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Client]]:
 
 @pytest.fixture
 def client(daemon: PrivateDaemon, make: Callable[..., Client]) -> Client:
-    return make(daemon.address)
+    return make(daemon)
 
 
 @pytest.fixture(params=Tier, ids=lambda tier: tier.label)
@@ -198,7 +206,7 @@ def test_a_conversation_is_resumed(client: Client, tier: Tier) -> None:
 def test_what_was_saved_comes_back(
     daemon: PrivateDaemon, make: Callable[..., Client], tier: Tier, verify: str
 ) -> None:
-    client = make(daemon.address, verify=verify)
+    client = make(daemon, verify=verify)
     keys, payloads = save_some(client, tier)
     with client.claim(keys) as hit:
         result, restored = restore(hit)
@@ -380,7 +388,7 @@ def test_a_claim_that_is_lost_is_a_miss_of_everything(
     daemon: PrivateDaemon, make: Callable[..., Client], tier: Tier
 ) -> None:
     """Unless the rows prove in place that the bytes are still those that were claimed."""
-    keys, payloads = save_some(client := make(daemon.address, lease_ms=LEASE_MS), tier)
+    keys, payloads = save_some(client := make(daemon, lease_ms=LEASE_MS), tier)
     hit = client.claim(keys)
     eventually(lambda: hit.lost)
     assert not hit.claimed
@@ -404,7 +412,7 @@ def test_a_claim_that_was_lost_unseen_is_told_at_its_release(
     daemon: PrivateDaemon, make: Callable[..., Client]
 ) -> None:
     """Another client sees that it is gone; whether ours has heard of it does not matter."""
-    client = make(daemon.address, lease_ms=LEASE_MS)
+    client = make(daemon, lease_ms=LEASE_MS)
     (key,) = fresh_keys(1)
     assert client.save(key, b"bytes", tier=Tier.RAM, reason=EVICT).ok
     hit = client.claim([key])
@@ -418,8 +426,8 @@ def test_a_batch_larger_than_a_sessions_share_is_saved_whole(
     make: Callable[..., Client], tier: Tier
 ) -> None:
     """Into an empty tier: what was reserved first is free again when the rest comes."""
-    with private_daemon("--disk.max_in_flight=1MiB") as daemon:
-        client = make(daemon.address)
+    with tcp_daemon("--disk.max_in_flight=1MiB") as daemon:
+        client = make(daemon)
         keys = fresh_keys(60)
         items = [SaveItem(key, payload_of(key, 100_000), 7) for key in keys]
         outcomes = client.save_many(items, tier=tier, reason=EVICT, deadline_ms=60_000)
@@ -463,8 +471,8 @@ def test_what_is_granted_to_a_call_that_gave_up_is_given_back(
 
 
 def test_a_daemon_that_died_is_a_miss(make: Callable[..., Client]) -> None:
-    with private_daemon() as daemon:
-        client = make(daemon.address)
+    with tcp_daemon() as daemon:
+        client = make(daemon)
         keys, payloads = save_some(client)
         held, found = client.claim(keys), client.longest_run(keys, claim=False)
         (reservation,) = client.reserve(
@@ -537,7 +545,7 @@ def test_every_public_method_is_in_this_suite() -> None:
 def test_a_closed_client_says_so_and_gave_everything_back(
     daemon: PrivateDaemon, make: Callable[..., Client]
 ) -> None:
-    client, other = make(daemon.address), make(daemon.address)
+    client, other = make(daemon), make(daemon)
     keys, _ = save_some(client)
     hit = client.claim(keys)
     (new,) = fresh_keys(1)

@@ -17,6 +17,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor
 
 from prefixd.proto import prefixd_pb2 as pb
+from tests.support.data_client import data_connection
 from tests.support.running import (
     OpenSession,
     Refused,
@@ -52,6 +53,13 @@ KINDS = [
 ]
 
 
+DATA_KINDS = [
+    field.name
+    for field in pb.DataRequest.DESCRIPTOR.fields
+    if leads_to_a_session(field.message_type)
+]
+
+
 class Victim:
     """A session that holds something of every kind, and what a thief would ask for it."""
 
@@ -78,6 +86,7 @@ class Victim:
         written = pb.WritePart(token=self.token, data=DATA, last=True)
         release = pb.ReleaseRequest(session=ref, claim_ids=[self.claim])
         reserved = pb.StagedReservations(session=ref, tokens=[self.token])
+        generation = self.daemon.tables.entries[MINE].generation if self.claim else 0
         staged = pb.StagedPart(length_bytes=len(DATA), last=True)
         return {
             "Claim": pb.ClaimRequest(session=ref, keys=[MINE]),
@@ -97,6 +106,11 @@ class Victim:
             "cancel": pb.CancelRequest(session=ref, tokens=[self.token]),
             "save_staged": pb.SaveStagedRequest(reserved=reserved, parts=[staged], last=True),
             "attach": ref,
+            "read": pb.ReadRequest(session=ref, claim_id=self.claim, ranges=[pb.ReadRange()]),
+            "fetch": pb.FetchRequest(
+                session=ref, keys=[MINE], generations=[generation], ranges=[pb.ReadRange()]
+            ),
+            "save": pb.RawSaveRequest(reserved=reserved),
         }
 
     async def assert_unharmed(self) -> None:
@@ -129,9 +143,10 @@ def forgeries(session: OpenSession, other: OpenSession) -> Iterator[tuple[str, p
 
 
 def test_what_is_tried_is_what_the_contract_has() -> None:
-    assert {*RPCS, *KINDS} == Victim(None, None).requests(pb.SessionRef()).keys()  # type: ignore[arg-type]  # neither is looked at
+    assert {*RPCS, *KINDS, *DATA_KINDS} == Victim(None, None).requests(pb.SessionRef()).keys()  # type: ignore[arg-type]  # neither is looked at
     assert len(RPCS) >= 8
     assert len(KINDS) >= 8
+    assert len(DATA_KINDS) >= 8
 
 
 async def over_grpc(daemon: Running, name: str, request: Any) -> None:
@@ -176,6 +191,30 @@ async def test_nor_does_the_local_socket(tmp_path: Path, kind: str) -> None:
                 assert refused.value.name == "unknown_session", what
             thief.close()
         assert not daemon.local_server.attached
+        await victim.assert_unharmed()
+
+
+@pytest.mark.parametrize("kind", DATA_KINDS)
+@in_loop
+async def test_nor_does_the_data_socket(tmp_path: Path, kind: str) -> None:
+    """On a connection of the thief's own session, and with the right secret on it neither."""
+    async with running(tmp_path) as daemon:
+        session, other = await daemon.open("victim"), await daemon.open("thief")
+        victim = Victim(daemon, session)
+        await victim.open()
+        for what, ref in (*forgeries(session, other), ("the right secret", session.ref)):
+            own = None if kind == "attach" else other
+            if kind == "attach" and ref is session.ref:
+                continue
+            async with data_connection(daemon, own) as thief:
+                await thief.send(**{kind: victim.requests(ref)[kind]})
+                if kind == "give_back":
+                    await thief.ask(lookup=pb.LookupRequest(keys=[MINE]))
+                    continue
+                with pytest.raises(Refused) as refused:
+                    await thief.response()
+                assert refused.value.name == "unknown_session", what
+        await daemon.until(lambda: not daemon.front.data.attached)
         await victim.assert_unharmed()
 
 

@@ -57,6 +57,8 @@ COUNTS = {
     "hit_entries",
     "parts_copied",
     "problem_count",
+    "data_port",
+    "items",
     "damaged_entries",
     "unreadable_entries",
     "passes",
@@ -84,6 +86,8 @@ NAMES = {
     "page_claims",
     "page_reservations",
     "problem_count",
+    "data_port",
+    "items",
 }
 PAIRS = {"extents"}  # offset, length; the comment says so
 

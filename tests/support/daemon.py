@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +33,23 @@ def private_daemon(
         command = (*SMALL_SLABS, *budgets, *flags)
         with PrivateDaemon(directory, shm_directory, command) as daemon:
             yield daemon
+
+
+@contextmanager
+def tcp_daemon(*flags: str, **budgets: str) -> Iterator[PrivateDaemon]:
+    """The same, which listens on TCP too, and has a data socket: at `tcp_address`, also after it
+    was started again."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    with private_daemon(f"--server.tcp=127.0.0.1:{port}", *flags, **budgets) as daemon:
+        yield daemon
+
+
+def tcp_address(daemon: PrivateDaemon) -> str:
+    """Where a `tcp_daemon` listens, as it said itself."""
+    (address,) = {*re.findall(r"127\.0\.0\.1:\d+(?= *['\"])", daemon.log.read_text())}
+    return str(address)
 
 
 @contextmanager

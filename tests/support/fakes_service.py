@@ -136,9 +136,10 @@ class FakeService(rpc.CacheServicer):
             d._enter("Lookup")
             with d.changed:
                 d._wait_for(request.wait_ms, lambda: not any(map(d._in_flight, request.keys)))
-                return pb.LookupResponse(
-                    incarnation=d.incarnation, results=[self._found(key) for key in request.keys]
-                )
+                results = [self._found(key) for key in request.keys]
+                if request.brief:
+                    return pb.LookupResponse(presences=[each.presence for each in results])
+                return pb.LookupResponse(incarnation=d.incarnation, results=results)
 
         return self._mangled("Lookup", _answer(context, answer))
 

@@ -523,5 +523,6 @@ async def running(
                     connection.close()
                 await asyncio.gather(front.workers.stop(grace=0), front.operators.stop(grace=0))
                 await front.local.close()
+                await front.data.close()
         finally:
             await core.close()

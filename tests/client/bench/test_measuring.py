@@ -12,7 +12,14 @@ import pytest
 from prefixd.client.bench.crowd import Crowd
 from prefixd.client.bench.evicting import EVICTED, OPS, Evictions
 from prefixd.client.bench.moving import Batch, Buffers, Subject, memcpy_case, new_keys
-from prefixd.client.bench.run import MOVERS, PARTS, Plan, measure, measure_evictions
+from prefixd.client.bench.run import (
+    MOVERS,
+    PARTS,
+    OverData,
+    Plan,
+    measure,
+    measure_evictions,
+)
 from prefixd.client.bench.samples import Row
 from prefixd.client.bench.walking import CHAIN_BLOCKS, HASHING, Walks, questions_of, rpcs_of
 from prefixd.client.client import Client
@@ -30,7 +37,9 @@ BLOCKS = 3
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[PrivateDaemon]:
-    with private_daemon(ram="16MiB", shm="16MiB", disk="16MiB") as running:
+    with private_daemon(
+        "--server.tcp=127.0.0.1:0", ram="16MiB", shm="16MiB", disk="16MiB"
+    ) as running:
         yield running
 
 
@@ -72,13 +81,30 @@ def test_a_batch_goes_there_and_back(client: Client, tier: Tier) -> None:
 
 
 def test_the_same_over_grpc(remote: Client) -> None:
-    batch = Batch(Subject("me", remote, Tier.RAM, local=False), Buffers(2, 50_000), 2)
+    batch = Batch(Subject("me", remote, Tier.RAM, local=False, claims=True), Buffers(2, 50_000), 2)
     assert [case.op for case in batch.cases()] == ["save", "restore", "exists"]
     batch.verify()
     batch.exists()
     rpcs = remote.counters["rpcs"]
     assert isinstance(rpcs, dict)
     assert (rpcs["Claim"], rpcs["Read"], rpcs["Lookup"]) == (1, 1, 1)
+
+
+def test_the_same_over_the_data_socket(daemon: PrivateDaemon) -> None:
+    """Two trips for a restore: what is there, and then claim and bytes in one."""
+    counters = Counters()
+    transport = OverData(daemon.address, counters=counters)
+    with Client(transport=transport, counters=counters) as client:
+        assert client.wait_connected()
+        batch = Batch(Subject("me", client, Tier.RAM, local=False), Buffers(2, 50_000), 2)
+        batch.verify()
+        rpcs = client.counters["rpcs"]
+        assert isinstance(rpcs, dict)
+        assert {name: count for name, count in rpcs.items() if count} == {
+            "Save": 1,
+            "Lookup": 1,
+            "Fetch": 1,
+        }
 
 
 def test_every_save_is_of_new_keys(client: Client) -> None:
@@ -251,7 +277,8 @@ def test_a_plan_is_measured(daemon: PrivateDaemon) -> None:
         rows = list(measure(daemon.address, admin, plan, notes.append))
         assert problems_of(admin) == []
     assert len({(row.peer, row.op, row.blocks) for row in rows}) == len(rows)
-    moved = {"prefixd-ram": 4, "prefixd-shm": 4, "prefixd-disk": 3, "prefixd-grpc": 3, "memcpy": 1}
+    moved = {"prefixd-ram": 4, "prefixd-shm": 4, "prefixd-disk": 3, "memcpy": 1}
+    moved |= {"prefixd-data": 3, "prefixd-grpc": 3}
     for blocks in plan.batches:
         assert {peer: len(_moves(rows, peer, blocks)) for peer in moved} == moved
     searches = [row for row in rows if "rpcs" in row.more]
@@ -271,6 +298,13 @@ def test_a_plan_is_measured(daemon: PrivateDaemon) -> None:
 def _moves(rows: list[Row], peer: str, blocks: int) -> list[str]:
     ops = ("save", "restore", "view", "exists")
     return [row.op for row in rows if (row.peer, row.blocks) == (peer, blocks) and row.op in ops]
+
+
+def test_a_daemon_without_a_data_socket_says_so() -> None:
+    with private_daemon() as daemon, daemon.admin() as admin:
+        rows = measure(daemon.address, admin, Plan(("data",), (1,), 100, repeats=1), lambda _: None)
+        with pytest.raises(PrefixdError, match="no data socket"):
+            list(rows)
 
 
 def test_parts_are_measured_by_themselves(daemon: PrivateDaemon) -> None:

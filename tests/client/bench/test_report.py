@@ -101,6 +101,28 @@ def test_what_is_wanted() -> None:
     assert table.rows[4][1:] == ("at least 0.6x", "0.40x", "no")
 
 
+def test_what_is_wanted_of_the_data_socket() -> None:
+    rows = Rows(
+        [
+            Row("memcpy", "restore", 1, 1.0, 5.0),
+            Row("prefixd-data", "restore", 1, 4.0, 1.3),
+            Row("prefixd-grpc", "restore", 1, 12.0, 0.4),
+            *(Row("prefixd-data", op, 48, 100.0, 2.5) for op in ("restore", "save", "exists")),
+            *(Row("prefixd-grpc", op, 48, 190.0, 1.3) for op in ("restore", "save", "exists")),
+        ]
+    )
+    peers = Rows([Row("mooncake-tcp", "save", 48, 300.0, 0.8)])
+    found = {one.what: (one.value, one.limit) for one in wanted(rows, peers, 5 * 2**20)}
+    assert found == {
+        "restore of 48 blocks, prefixd-data / prefixd-grpc": (1.9, 2.0),
+        "save of 48 blocks, prefixd-data / prefixd-grpc": (1.9, 1.7),
+        "exists of 48 blocks, prefixd-data / prefixd-grpc": (1.9, 2.0),
+        "save of 48 blocks, prefixd-data / mooncake-tcp": (3.0, 1.5),
+        "restore of 1 block, prefixd-data / prefixd-grpc": (3.0, 2.5),
+    }
+    assert "prefixd-data" not in str(wanted(rows, peers, 2**16))
+
+
 def test_small_blocks_have_goals_of_their_own() -> None:
     ram_save = Row("prefixd-disk", "save", 48, 100.0, 2.5)
     rows = Rows([*OURS.of("restore"), *OURS.of("save"), *OURS.of("view"), ram_save])

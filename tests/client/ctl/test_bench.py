@@ -58,7 +58,8 @@ def test_everything_is_measured_and_nothing_is_left(temporary: Path) -> None:
     assert result.exit_code == 0, result.output
     rows = rows_of(result.stdout)
     assert {row["peer"] for row in rows} == {
-        "memcpy", "hashing", "prefixd-ram", "prefixd-shm", "prefixd-disk", "prefixd-grpc",
+        "memcpy", "hashing", "prefixd-ram", "prefixd-shm", "prefixd-disk", "prefixd-data",
+        "prefixd-grpc",
     }  # fmt: skip
     for row in rows:
         assert set(row) >= {"peer", "op", "blocks", "p50_ms"}
@@ -154,7 +155,7 @@ def test_a_daemon_without_the_tier_says_so(daemon: PrivateDaemon) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["tape"], "no such part: tape; ram shm disk grpc walk many evict"),
+        (["tape"], "no such part: tape; ram shm disk data grpc walk many evict"),
         (["ram", "--batches", "1,x"], "'1,x' is no list of numbers"),
         (["ram", "--batches", "0"], "a batch is at least 1"),
         (["ram", "--verify", "sometimes"], "--verify is one of always, disk, never"),

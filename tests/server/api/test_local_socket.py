@@ -161,12 +161,12 @@ async def test_a_failure_of_the_daemon_is_one_of_the_contract(
 async def test_a_failure_where_nothing_can_be_answered_ends_the_connection(
     tmp_path: Path,
 ) -> None:
-    async def broken(*_: object) -> None:
+    def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
     async with running(tmp_path) as daemon:
         session = await daemon.open()
-        daemon.local_server.methods["release"] = broken
+        daemon.local_server.at_once["give_back"] = broken
         with bare(daemon) as connection:
             request = pb.ReleaseRequest(session=session.ref, claim_ids=[1])
             await connection.send(frame(give_back=request))

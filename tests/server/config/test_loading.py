@@ -112,6 +112,13 @@ def test_remote_tcp_needs_no_consent_with_tls_and_somebody_to_ask() -> None:
         assert load(*tls, asked).server.tcp == "0.0.0.0:7070"
 
 
+def test_with_tls_there_is_no_data_socket() -> None:
+    """It has neither encryption nor roles."""
+    assert load("--tcp", "127.0.0.1:70").server.data_address() == "127.0.0.1:0"
+    tls = ("--tcp", "127.0.0.1:70", "--server.tls_cert=c", "--server.tls_key=k")
+    assert load(*tls).server.data_address() == ""
+
+
 def test_remote_tcp_is_possible_on_purpose() -> None:
     config = load("--tcp", "0.0.0.0:7070", "--server.allow_remote")
     assert config.server.tcp == "0.0.0.0:7070"
@@ -286,6 +293,13 @@ def test_a_flag_that_takes_no_value() -> None:
             "server.tls_client_ca and server.tls_cert",
         ),
         (["--server.tls_cert=c", "--server.tls_key=k"], "server.tls_cert and server.tcp"),
+        (
+            [
+                *("--tcp=127.0.0.1:7", "--server.data=127.0.0.1:8"),
+                *("--server.tls_cert=c", "--server.tls_key=k"),
+            ],
+            "server.data and server.tls_cert",
+        ),
     ],
 )
 def test_options_that_contradict_each_other(argv: list[str], keys: str) -> None:

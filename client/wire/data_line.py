@@ -1,0 +1,363 @@
+"""The data socket of a daemon elsewhere (proto.data): small calls, and payloads without a copy of
+this side's own.
+
+One call at a time goes over a connection; there are as many connections as there were calls at
+once. A call that fails on its way closes its connection, so that no answer is taken for that of
+another call; the daemon gives back what that granted. Sockets block here, and the kernel keeps the
+deadlines: a payload of any size then takes few calls of it.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Final, TypeVar
+
+from ...proto import data
+from ...proto import prefixd_pb2 as pb
+from ...proto.errors import (
+    DaemonUnavailable,
+    DeadlineExceeded,
+    MalformedMessage,
+    PrefixdError,
+    from_name,
+)
+from ...proto.layout import crc32c
+from ...proto.limits import MAX_BATCH_KEYS
+from ...proto.pieces import FlatBytes, views_of
+from .connection import Calls
+from .sinks import Rooms, Sink
+
+T = TypeVar("T")
+
+#: A daemon that does not take a connection in this time is asked over gRPC, and those that follow
+#: for so long, too.
+_CONNECT_S: Final = 0.5
+_AGAIN_AFTER_S: Final = 5.0
+_TIMEVAL: Final = struct.Struct("ll")
+#: What is read ahead, of messages and maybe of the bytes behind them.
+_AHEAD_BYTES: Final = 16 * 2**10
+#: What is received, or sent, between two looks at the deadline, and checksummed while it is in the
+#: cache.
+_PIECE_BYTES: Final = 2**20
+#: Buffers that one call of the kernel takes.
+_GATHER: Final = 64
+
+
+class NoLine(OSError):
+    """No connection can be had, and nothing was asked."""
+
+
+class DataLine:
+    """One connection. Not thread-safe. Calls raise PrefixdError, also what the daemon refuses them
+    with."""
+
+    def __init__(self, host: str, port: int, session: pb.SessionRef, timeout_s: float) -> None:
+        """Raises OSError when nobody listens there."""
+        self._socket = _connected(host, port, timeout_s)
+        self._until_s = 0.0
+        # With the first request: it is not answered.
+        self._greeting = data.frame(pb.DataRequest(attach=session))
+        self._ahead = memoryview(bytearray(_AHEAD_BYTES))
+        self._start = self._end = 0
+
+    def begin(self, request: pb.DataRequest, timeout_s: float) -> None:
+        """Ask; everything up to the last answer has this time."""
+        self._until_s = time.monotonic() + timeout_s
+        greeting, self._greeting = self._greeting, b""
+        self._send([memoryview(greeting + data.frame(request))])
+
+    def response(self) -> pb.DataResponse:
+        """The next one."""
+        self._read_ahead(data.HEAD.size)
+        (size_bytes,) = data.HEAD.unpack_from(self._ahead, self._start)
+        if size_bytes > data.MAX_MESSAGE_BYTES:
+            raise MalformedMessage(f"the daemon announced a message of {size_bytes} bytes")
+        self._start += data.HEAD.size
+        if size_bytes <= _AHEAD_BYTES - data.HEAD.size:
+            self._read_ahead(size_bytes)
+            message = bytes(self._ahead[self._start : self._start + size_bytes])
+            self._start += size_bytes
+        else:
+            whole = bytearray(size_bytes)
+            with memoryview(whole) as room:
+                self._receive(room)
+            message = bytes(whole)
+        response = data.response_of(message)
+        if response.HasField("failure"):
+            failure = response.failure
+            raise from_name(failure.error, failure.message, retryable=failure.retry)
+        return response
+
+    def parts(self, count: int, sink: Sink) -> None:
+        """Everything that was asked for of `count` ranges."""
+        while True:
+            response = self.response()
+            if response.HasField("read_end"):
+                return
+            if not response.HasField("part") or response.part.range >= count:
+                raise PrefixdError("the daemon sent something that was not asked for")
+            part = response.part
+            if part.status != pb.READ_STATUS_OK:
+                sink(part.range, part.offset_bytes, None)
+            elif not isinstance(sink, Rooms):
+                if part.length_bytes > data.PART_BYTES:
+                    raise PrefixdError(f"the daemon sent {part.length_bytes} bytes at once")
+                came = bytearray(part.length_bytes)
+                with memoryview(came) as room:
+                    self._receive(room)
+                sink(part.range, part.offset_bytes, bytes(came))
+            else:
+                room_there = sink.room(part.range, part.offset_bytes, part.length_bytes)
+                for view in views_of(room_there):
+                    for start in range(0, len(view), _PIECE_BYTES):
+                        piece = view[start : start + _PIECE_BYTES]
+                        self._receive(piece)
+                        sink.filled(part.range, len(piece))
+
+    def payloads(self, payloads: Sequence[FlatBytes]) -> None:
+        """Send them, each with its CRC32C behind it."""
+        queue: list[memoryview] = []
+        queued_bytes = 0
+        for payload in payloads:
+            crc = 0
+            for view in views_of(payload):
+                for start in range(0, len(view), _PIECE_BYTES):
+                    piece = view[start : start + _PIECE_BYTES]
+                    crc = crc32c(piece, crc)
+                    queue.append(piece)
+                    queued_bytes += len(piece)
+                    if queued_bytes >= _PIECE_BYTES or len(queue) >= _GATHER - 1:
+                        self._send(queue)
+                        queue, queued_bytes = [], 0
+            queue.append(memoryview(data.CRC.pack(crc)))
+        self._send(queue)
+
+    # ---- bytes
+
+    def _send(self, buffers: Sequence[memoryview]) -> None:
+        while buffers:
+            with _in_our_words():
+                self._arm(socket.SO_SNDTIMEO)
+                sent_bytes = self._socket.sendmsg(buffers)
+            rest = []
+            for buffer in buffers:
+                if len(buffer) > sent_bytes:
+                    rest.append(buffer[sent_bytes:])
+                sent_bytes = max(0, sent_bytes - len(buffer))
+            buffers = rest
+
+    def _read_ahead(self, wanted_bytes: int) -> None:
+        """Have so many bytes there."""
+        if self._end - self._start >= wanted_bytes:
+            return
+        if self._start:
+            there_bytes = self._end - self._start
+            self._ahead[:there_bytes] = bytes(self._ahead[self._start : self._end])
+            self._start, self._end = 0, there_bytes
+        while self._end < wanted_bytes:
+            self._end += self._receive_some(self._ahead[self._end :], 0)
+
+    def _receive(self, room: memoryview) -> None:
+        """Fill all of it."""
+        ahead_bytes = min(len(room), self._end - self._start)
+        if ahead_bytes:
+            room[:ahead_bytes] = self._ahead[self._start : self._start + ahead_bytes]
+            self._start += ahead_bytes
+            room = room[ahead_bytes:]
+        while room:
+            room = room[self._receive_some(room, socket.MSG_WAITALL) :]
+
+    def _receive_some(self, room: memoryview, flags: int) -> int:
+        with _in_our_words():
+            self._arm(socket.SO_RCVTIMEO)
+            came_bytes = self._socket.recv_into(room, len(room), flags)
+        if not came_bytes:
+            raise DaemonUnavailable("the daemon hung up")
+        return came_bytes
+
+    def _arm(self, direction: int) -> None:
+        """Let the kernel end the next call at the deadline. Raises DeadlineExceeded."""
+        left_us = int((self._until_s - time.monotonic()) * 1e6)
+        if left_us <= 0:
+            raise TimeoutError
+        packed = _TIMEVAL.pack(*divmod(left_us, 1_000_000))
+        self._socket.setsockopt(socket.SOL_SOCKET, direction, packed)
+
+    def shut_down(self) -> None:
+        """Make the call that is under way fail. From another thread."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class DataCalls:
+    """`connection.Calls` over lines, or `instead` of them while none can be had; and what moves
+    payloads. Thread-safe."""
+
+    def __init__(self, host: str, port: int, session: pb.SessionRef, instead: Calls) -> None:
+        self._host, self._port = host, port
+        self._session = session
+        self._instead = instead
+        self._lock = threading.Lock()
+        self._idle: list[DataLine] = []
+        self._busy: set[DataLine] = set()
+        self._closed = False
+        #: Before this moment, on the monotonic clock, nobody tries to connect.
+        self._not_before_s = 0.0
+
+    @contextmanager
+    def line(self, timeout_s: float) -> Iterator[DataLine]:
+        """A line for one call, from its request to its last response. Raises NoLine."""
+        with self._lock:
+            if self._closed:
+                raise NoLine("these connections were closed")
+            line = self._idle.pop() if self._idle else None
+        line = line or self._connect(timeout_s)
+        with self._lock:
+            self._busy.add(line)
+            closed = self._closed
+        try:
+            if closed:
+                raise NoLine("these connections were closed")
+            yield line
+        except BaseException:
+            with self._lock:
+                self._busy.discard(line)
+            line.close()
+            raise
+        with self._lock:
+            self._busy.discard(line)
+            if not self._closed:
+                self._idle.append(line)
+                return
+        line.close()
+
+    def _connect(self, timeout_s: float) -> DataLine:
+        if time.monotonic() < self._not_before_s:
+            raise NoLine("nobody took the last connection")
+        try:
+            return DataLine(self._host, self._port, self._session, min(timeout_s, _CONNECT_S))
+        except OSError as problem:
+            self._not_before_s = time.monotonic() + _AGAIN_AFTER_S
+            raise NoLine(str(problem)) from None
+
+    def hang_up(self) -> None:
+        """The session has ended: calls under way fail, now."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            for line in self._busy:
+                line.shut_down()
+        for line in idle:
+            line.close()
+
+    def _ask(self, request: pb.DataRequest, timeout_s: float) -> pb.DataResponse:
+        return self._asked(request, timeout_s, DataLine.response)
+
+    def _asked(self, request: pb.DataRequest, timeout_s: float, take: Callable[[DataLine], T]) -> T:
+        """Send a request and `take` what answers it. Raises NoLine, PrefixdError."""
+        with self.line(timeout_s) as line:
+            line.begin(request, timeout_s)
+            return take(line)
+
+    # ---- payloads
+
+    def read(self, request: pb.ReadRequest, count: int, sink: Sink, timeout_s: float) -> None:
+        """Raises NoLine, PrefixdError."""
+        asked = pb.DataRequest(read=request)
+        self._asked(asked, timeout_s, lambda line: line.parts(count, sink))
+
+    def fetch(self, request: pb.FetchRequest, count: int, sink: Sink, timeout_s: float) -> None:
+        """Raises NoLine, PrefixdError: UnknownEntry before anything came."""
+        asked = pb.DataRequest(fetch=request)
+        self._asked(asked, timeout_s, lambda line: line.parts(count, sink))
+
+    def save(
+        self, request: pb.RawSaveRequest, payloads: Sequence[FlatBytes], timeout_s: float
+    ) -> list[pb.SaveResult]:
+        """Raises NoLine, PrefixdError."""
+
+        def move(line: DataLine) -> list[pb.SaveResult]:
+            response = line.response()
+            if response.HasField("save_ready"):
+                items = response.save_ready.items
+                if any(item >= len(payloads) for item in items):
+                    raise PrefixdError("the daemon asked for a payload that there is not")
+                try:
+                    line.payloads([payloads[item] for item in items])
+                except DaemonUnavailable:
+                    line.response()  # it hung up, and before that said why
+                    raise
+                response = line.response()
+            return list(response.save.results)
+
+        return self._asked(pb.DataRequest(save=request), timeout_s, move)
+
+    def give_back(self, session: pb.SessionRef, claims: Sequence[int]) -> None:
+        """Release claims without waiting for the answer. Raises NoLine, PrefixdError."""
+        with self.line(_CONNECT_S) as line:
+            for start in range(0, len(claims), MAX_BATCH_KEYS):
+                batch = claims[start : start + MAX_BATCH_KEYS]
+                asked = pb.ReleaseRequest(session=session, claim_ids=batch)
+                line.begin(pb.DataRequest(give_back=asked), _CONNECT_S)
+
+    # ---- connection.Calls
+
+    def Lookup(self, request: pb.LookupRequest, timeout: float) -> pb.LookupResponse:
+        try:
+            return self._ask(pb.DataRequest(lookup=request), timeout).lookup
+        except NoLine:
+            return self._instead.Lookup(request, timeout=timeout)
+
+    def Claim(self, request: pb.ClaimRequest, timeout: float) -> pb.ClaimResponse:
+        try:
+            return self._ask(pb.DataRequest(claim=request), timeout).claim
+        except NoLine:
+            return self._instead.Claim(request, timeout=timeout)
+
+    def Release(self, request: pb.ReleaseRequest, timeout: float) -> pb.ReleaseResponse:
+        try:
+            return self._ask(pb.DataRequest(release=request), timeout).release
+        except NoLine:
+            return self._instead.Release(request, timeout=timeout)
+
+    def Reserve(self, request: pb.ReserveRequest, timeout: float) -> pb.ReserveResponse:
+        try:
+            return self._ask(pb.DataRequest(reserve=request), timeout).reserve
+        except NoLine:
+            return self._instead.Reserve(request, timeout=timeout)
+
+    def Cancel(self, request: pb.CancelRequest, timeout: float) -> pb.CancelResponse:
+        try:
+            return self._ask(pb.DataRequest(cancel=request), timeout).cancel
+        except NoLine:
+            return self._instead.Cancel(request, timeout=timeout)
+
+
+def _connected(host: str, port: int, timeout_s: float) -> socket.socket:
+    """A connection to the daemon. Here TLS is to be put around it (an `SSLContext`). Raises
+    OSError."""
+    connected = socket.create_connection((host, port), timeout_s)
+    connected.settimeout(None)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # One that a firewall forgot is found to be dead before a call is.
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return connected
+
+
+@contextmanager
+def _in_our_words() -> Iterator[None]:
+    """What a socket raises, as gRPC's failures are told."""
+    try:
+        yield
+    except (TimeoutError, BlockingIOError):
+        raise DeadlineExceeded("the daemon did not answer in time") from None
+    except OSError as problem:
+        raise DaemonUnavailable(f"the data connection broke: {problem}") from None

@@ -1,0 +1,216 @@
+"""The calls of the data socket that move payloads: read, fetch, save.
+
+The services decide what may be moved (`service`, `saves`); worker threads move it (`raw_bytes`), a
+turn at a time, between which the claim is looked at and others have their turn. What a slow client
+can hold is bounded by the quotas of reads and saves, for how long by `stall_timeout`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol, TypeVar
+
+from ...proto import limits
+from ...proto import prefixd_pb2 as pb
+from ...proto.errors import ClaimLost, InvalidBatch, UnknownEntry
+from ..core.answers import ReleaseAnswer
+from ..core.events import BytesRead, ReleaseAsked
+from ..runtime.incoming import Incoming
+from ..runtime.loop import Core
+from . import messages
+from .calls import Caller, Process
+from .raw_bytes import Progress, Receiving, Sending, SentRange
+from .saves import Refusals, Saves, results_of
+from .service import READ_BYTES, CacheService, bounds_of
+
+T = TypeVar("T")
+
+#: Fewer bytes than this are moved on the loop: to wake a thread takes as long.
+_INLINE_BYTES: Final = 256 * 2**10
+#: What a save takes of the daemon's memory: what the socket holds, and a piece for a disk.
+_SAVE_BYTES: Final = 4 * limits.CHUNK_BYTES
+
+
+class Line(Protocol):
+    """The connection of a call."""
+
+    sock: socket.socket
+    #: Would the client understand a message now? Not in the middle of a part.
+    may_tell: bool
+    #: Would the next bytes be a request? Not in the middle of a save.
+    in_step: bool
+
+    async def tell(self, response: pb.DataResponse) -> None:
+        """Raises OSError, LimitReached."""
+
+    async def writable(self) -> None:
+        """Wait until the socket takes bytes. Raises LimitReached of a client that reads nothing."""
+
+    async def readable(self) -> None:
+        """Wait until there are bytes. Raises LimitReached of a client that sends nothing."""
+
+
+class DataCalls:
+    """The event loop's. Methods raise PrefixdError, and OSError when the client is gone."""
+
+    def __init__(self, core: Core, service: CacheService, saves: Saves) -> None:
+        self._core = core
+        self._service = service
+        self._saves = saves
+
+    # ---- out
+
+    async def read(self, request: pb.ReadRequest, caller: Caller, line: Line) -> None:
+        session = self._service.session_of(request.session, caller)
+        async with self._service.reads.room(READ_BYTES, session):
+            await self._read(session, request, line)
+        await line.tell(pb.DataResponse(read_end=pb.ReadEnd()))
+
+    async def fetch(self, request: pb.FetchRequest, caller: Caller, line: Line) -> None:
+        """A claim that ends with the last byte."""
+        if len(request.generations) != len(request.keys):
+            raise InvalidBatch("a fetch names the generation of each key")
+        session = self._service.session_of(request.session, caller)
+        async with self._service.reads.room(READ_BYTES, session):
+            claim = await self._claim(request)
+            held = False
+            try:
+                asked = pb.ReadRequest(claim_id=claim, ranges=request.ranges)
+                await self._read(session, asked, line)
+                question = self._release_of(session, claim)
+                (result,) = (await self._core.ask(question, ReleaseAnswer)).results
+                held = result.value == pb.RELEASE_STATUS_RELEASED
+            finally:
+                if not held:
+                    self._core.post(self._release_of(session, claim))
+        if not held:
+            raise ClaimLost("the claim was lost; throw away what was read under it")
+        await line.tell(pb.DataResponse(read_end=pb.ReadEnd()))
+
+    async def _claim(self, request: pb.FetchRequest) -> int:
+        """A claim on exactly what the client means. Raises UnknownEntry."""
+        asked = pb.ClaimRequest(session=request.session, keys=request.keys, brief=True)
+        granted = await self._service.claim(asked, _Nobody())
+        if list(granted.generations) == list(request.generations):
+            return granted.claim_id
+        if granted.claim_id:
+            self._core.post(self._release_of(request.session.session_id, granted.claim_id))
+        raise UnknownEntry("some entries are gone or were replaced since they were found")
+
+    def _release_of(self, session: int, claim: int) -> ReleaseAsked:
+        core = self._core
+        return ReleaseAsked(core.next_request(), session, (claim,), core.clock.now_ns())
+
+    async def _read(self, session: int, request: pb.ReadRequest, line: Line) -> None:
+        service, core = self._service, self._core
+        ranges = self._ranges(session, request)
+        sending = Sending(core, line.sock, ranges)
+        whole_bytes = sum(wanted.end - wanted.start for wanted in ranges)
+        tier = max((wanted.entry.tier for wanted in ranges), default=None)
+        inline = tier is None or (whole_bytes <= _INLINE_BYTES and not core.stores[tier].blocking)
+        try:
+            with core.working():
+                progress = Progress.PAUSED
+                while progress is not Progress.DONE:
+                    service.claimed(session, request.claim_id)
+                    if inline:
+                        progress = sending.run(0)
+                    else:
+                        assert tier is not None
+                        progress = await _to_its_end(
+                            asyncio.get_running_loop().run_in_executor(
+                                core.devices.executor(tier), sending.run
+                            )
+                        )
+                    if progress is Progress.WAITING:
+                        await line.writable()
+                # The last bytes left while the claim held, or nothing that was sent counts.
+                service.claimed(session, request.claim_id)
+        finally:
+            line.may_tell = line.in_step = sending.between_parts
+            self._told(sending)
+
+    def _ranges(self, session: int, request: pb.ReadRequest) -> list[SentRange]:
+        messages.batch_of("ranges", request.ranges)
+        entries = self._service.claimed(session, request.claim_id)
+        found = []
+        for number, wanted in enumerate(request.ranges):
+            entry, start, end = bounds_of(number, wanted, entries)
+            if end > start:
+                found.append(SentRange(number, entry, wanted.token_ids, start, end))
+        return found
+
+    def _told(self, sending: Sending) -> None:
+        """Tell what came of it, once no thread sends any more."""
+        core = self._core
+        for tier, sent_bytes in sending.sent_bytes.items():
+            core.post(BytesRead(tier, sent_bytes, core.clock.now_ns()))
+        for entry, why in sending.unreadable:
+            self._service.unreadable(entry, why)
+        for entry, why in sending.damaged.values():
+            core.damaged(entry, why)
+
+    # ---- in
+
+    async def save(self, request: pb.RawSaveRequest, caller: Caller, line: Line) -> None:
+        saves, core = self._saves, self._core
+        membership, reserved = saves.opened(request, caller)
+        async with saves.arriving.room(_SAVE_BYTES, membership.number):
+            with core.working(), saves.timed():
+                if reserved is None:
+                    refusals, incoming = await saves.begin_save(request, membership)
+                else:
+                    refusals, incoming = await saves.begin_reserved(reserved, membership)
+                async with incoming.to_the_end():
+                    await self._receive(refusals, incoming, line)
+                results = await results_of(refusals, incoming)
+        await line.tell(pb.DataResponse(save=pb.SaveResponse(results=results)))
+
+    async def _receive(self, refusals: Refusals, incoming: Incoming, line: Line) -> None:
+        wanted = [number for number, refused in enumerate(refusals) if refused is None]
+        if not wanted:
+            return
+        await line.tell(pb.DataResponse(save_ready=pb.SaveReady(items=wanted)))
+        line.in_step = False
+        receiving = Receiving(line.sock, [incoming.feed_of(number) for number in wanted])
+        blocking = self._core.stores[receiving.tier].blocking
+        while not receiving.complete:
+            inline = receiving.left_bytes <= _INLINE_BYTES and not blocking
+            if inline:
+                receiving.patience_ms = 0
+            receiving.aim()
+            await incoming.take_turn(receiving, inline=inline)
+            if incoming.broken is not None:
+                return  # which whoever waits for the end of it raises
+            if receiving.starved:
+                await line.readable()
+        line.in_step = True
+
+
+class _Nobody:
+    """The caller of a claim that its call releases itself."""
+
+    process: Final[Process | None] = None
+
+    def proved(self, session: int) -> None:
+        """The call has shown it before."""
+
+    def when_done(self, callback: Callable[[bool], None]) -> None:
+        """There is nothing to give back."""
+
+
+async def _to_its_end(work: Awaitable[T]) -> T:
+    """Wait for what a thread does, however often the call is cancelled meanwhile: it uses the
+    socket, which is not closed under its hands."""
+    future = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait((future,))
+        except asyncio.CancelledError as again:
+            cancelled = again
+    if cancelled is not None:
+        raise cancelled
+    return future.result()

@@ -1,0 +1,443 @@
+"""The data socket: calls of clients on other hosts, and their payloads, without gRPC between
+(proto.data).
+
+A connection does nothing before it has proved a session, belongs to that one only, and ends with
+it. Small calls are those of `service` and `saves`, what moves payloads is in `data_calls`. Of a
+connection one request at a time is in the daemon's memory; a large one waits in the kernel until
+there is room. Sockets don't block, and the loop waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+import structlog
+
+from ...proto import data
+from ...proto import prefixd_pb2 as pb
+from ...proto.errors import (
+    InvalidSize,
+    LimitReached,
+    MalformedMessage,
+    PrefixdError,
+    UnknownSession,
+)
+from ..runtime.quota import Quota
+from .calls import Process, error_of
+from .data_calls import DataCalls
+from .saves import Saves
+from .service import CacheService
+from .sessions import ServiceConfig, Sessions
+
+log = structlog.get_logger("prefixd.data")
+
+_BACKLOG: Final = 128
+#: A new connection proves its session within this time.
+_PATIENCE_S: Final = 5.0
+#: Connections that may be about to.
+_MAX_UNPROVED: Final = 64
+#: When the process has no descriptor for another connection, it looks again so much later.
+_CROWDED_S: Final = 1.0
+
+_Method = Callable[[Any, Any], Awaitable[Any]]
+
+
+class _HungUp(Exception):  # no failure: clients may
+    """The client closed its end between two requests."""
+
+
+class DataServer:
+    """Listens where `start` says; it and `close` belong to the event loop."""
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        sessions: Sessions,
+        service: CacheService,
+        saves: Saves,
+        calls: DataCalls,
+    ) -> None:
+        self.config: Final = config
+        self.sessions: Final = sessions
+        self.calls: Final = calls
+        #: how a request that takes one answer is answered, by its kind
+        self.methods: Final[dict[str, _Method]] = {
+            "lookup": service.lookup,
+            "claim": service.claim,
+            "release": service.release,
+            "reserve": saves.reserve,
+            "cancel": saves.cancel,
+        }
+        self.connections: Final[set[_Connection]] = set()
+        #: those of no session yet, the oldest first
+        self.unproved: Final[dict[_Connection, None]] = {}
+        #: by session
+        self.attached: Final[dict[int, set[_Connection]]] = {}
+        #: those above MAX_SMALL_REQUEST_BYTES, which come when there is room for all of them
+        self.large: Final = Quota("requests", config.max_local_bytes, config.stall_timeout_s)
+        #: connections that were refused because there were too many
+        self.refusals = 0
+        self._listening: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        sessions.when_closed.append(self._hang_up_all)
+
+    def start(self, host: str, port: int) -> int:
+        """Bind and listen; the port, which sessions are told from now on. Raises OSError."""
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # What is accepted inherits them: bytes in flight are bounded, and the kernel's own.
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, data.SOCKET_BYTES)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, data.SOCKET_BYTES)
+            listening.setblocking(False)
+            listening.bind(address)
+            listening.listen(_BACKLOG)
+        except OSError:
+            listening.close()
+            raise
+        self._listening = listening
+        self._accepting = asyncio.get_running_loop().create_task(self._accept(listening))
+        bound: int = listening.getsockname()[1]
+        self.sessions.data_port = bound
+        return bound
+
+    async def close(self) -> None:
+        """Refuse new connections and end those that there are."""
+        self.sessions.data_port = 0
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.wait((self._accepting,))
+        if self._listening is not None:
+            self._listening.close()
+        tasks = [connection.hang_up() for connection in list(self.connections)]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listening)
+            except OSError as problem:
+                if problem.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    log.error("connections_refused", why=str(problem))
+                    await asyncio.sleep(_CROWDED_S)
+                continue
+            if len(self.connections) >= self.config.max_connections:
+                self.refusals += 1
+                sock.close()
+                continue
+            if len(self.unproved) >= _MAX_UNPROVED:
+                # A client proves its session with its first bytes: the oldest is none.
+                self.refusals += 1
+                self.forget_unproved(next(iter(self.unproved))).hang_up()
+            connection = _Connection(self, _prepared(sock, self.config.stall_timeout_s))
+            self.connections.add(connection)
+            self.unproved[connection] = None
+            await asyncio.sleep(0)  # others have their turn
+
+    def forget_unproved(self, connection: _Connection) -> _Connection:
+        """It has proved a session, or is about to end."""
+        self.unproved.pop(connection, None)
+        return connection
+
+    def _hang_up_all(self, session: int) -> None:
+        for connection in list(self.attached.get(session, ())):
+            connection.hang_up()
+
+
+def _prepared(sock: socket.socket, stall_timeout_s: float) -> socket.socket:
+    """A connection that was accepted. Here TLS is to be put around it (an `SSLContext`)."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A peer that is gone, or takes nothing, is not waited for without end, answered or not.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    stall_ms = max(1, round(stall_timeout_s * 1e3))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
+    return sock
+
+
+class _Call:
+    """The caller of one request (`calls.Caller`)."""
+
+    process: Final[Process | None] = None
+
+    def __init__(self, session: int) -> None:
+        self._session = session
+        self._when_done: list[Callable[[bool], None]] = []
+
+    def proved(self, session: int) -> None:
+        """Raises UnknownSession for another session than the connection's, proved or not."""
+        if session != self._session:
+            raise UnknownSession(f"this connection does not belong to session {session}")
+
+    def when_done(self, callback: Callable[[bool], None]) -> None:
+        self._when_done.append(callback)
+
+    def done(self, *, gone: bool) -> None:
+        """The client has taken the answer, or (`gone`) never will."""
+        callbacks, self._when_done = self._when_done, []
+        for callback in callbacks:
+            callback(gone)
+
+
+class _Attaching:
+    """The caller of `attach`."""
+
+    process: Final[Process | None] = None
+
+    def proved(self, session: int) -> None:
+        """The connection looks at it itself."""
+
+    def when_done(self, callback: Callable[[bool], None]) -> None:
+        """Nothing was granted."""
+
+
+class _Connection:
+    """One client's connection: its requests, in order, one at a time (`data_calls.Line`)."""
+
+    def __init__(self, server: DataServer, sock: socket.socket) -> None:
+        self._server = server
+        self.sock = sock
+        self._loop = asyncio.get_running_loop()
+        self._stall_s = server.config.stall_timeout_s
+        #: what came and is not taken yet: `_came_bytes` of it
+        self._buffer = memoryview(bytearray(data.HEAD.size + data.MAX_SMALL_REQUEST_BYTES))
+        self._came_bytes = 0
+        self._session: int | None = None
+        self._call = _Call(0)
+        self.may_tell = self.in_step = True
+        self._task = self._loop.create_task(self._run())
+        self._task.add_done_callback(self._ended)
+
+    def hang_up(self) -> asyncio.Task[None]:
+        """End the connection; what it was doing is over when the task is."""
+        self._task.cancel()
+        return self._task
+
+    # ---- from the first byte to the last
+
+    async def _run(self) -> None:
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                await self._attach()
+            while True:
+                await self._serve()
+        except (_HungUp, OSError):
+            pass  # clients come and go
+        except Exception as problem:
+            error = error_of("data", problem)
+            log.warning("data_connection_ended", why=str(error))
+            if self.may_tell:
+                with suppress(OSError):
+                    self.sock.send(_failure(error))
+
+    async def _attach(self) -> None:
+        """Take the first request, which says whose connection this is. Raises PrefixdError."""
+        size_bytes = await self._head()
+        if size_bytes > data.MAX_ATTACH_BYTES:
+            raise InvalidSize("the first request proves a session, and is no longer than that")
+        request = await self._small(size_bytes)
+        if request.WhichOneof("kind") != "attach":
+            raise MalformedMessage("the first request has to prove a session")
+        server = self._server
+        session = server.sessions.prove(request.attach, _Attaching()).number
+        others = server.attached.setdefault(session, set())
+        if len(others) >= server.config.max_connections_per_session:
+            server.refusals += 1
+            raise LimitReached(f"this session has {len(others)} connections already")
+        others.add(self)
+        self._session = session
+        server.forget_unproved(self)
+
+    def _ended(self, _task: asyncio.Task[None]) -> None:
+        """Also of a task that was cancelled before it began."""
+        server = self._server
+        server.connections.discard(self)
+        server.forget_unproved(self)
+        if self._session is not None:
+            others = server.attached[self._session]
+            others.discard(self)
+            if not others:
+                del server.attached[self._session]
+        self.sock.close()
+        # An answer that nothing came after was not taken.
+        self._call.done(gone=True)
+
+    # ---- requests
+
+    async def _serve(self) -> None:
+        """One request and its answer."""
+        size_bytes = await self._head()
+        if size_bytes <= data.MAX_SMALL_REQUEST_BYTES:
+            await self._answer(await self._small(size_bytes))
+            return
+        if size_bytes > data.MAX_MESSAGE_BYTES:
+            raise MalformedMessage(
+                f"a message of {size_bytes} bytes, {data.MAX_MESSAGE_BYTES} is the most"
+            )
+        async with self._server.large.room(size_bytes, self._session):
+            await self._answer(await self._large(size_bytes))
+
+    async def _head(self) -> int:
+        """The length of the next request, once that has begun. Raises _HungUp, OSError."""
+        while self._came_bytes < data.HEAD.size:
+            await self._more()
+        (size_bytes,) = data.HEAD.unpack_from(self._buffer)
+        return int(size_bytes)
+
+    async def _small(self, size_bytes: int) -> pb.DataRequest:
+        end = data.HEAD.size + size_bytes
+        if self._came_bytes < end:
+            with self._stalling():
+                async with asyncio.timeout(self._stall_s):
+                    while self._came_bytes < end:
+                        await self._more()
+        request = bytes(self._buffer[data.HEAD.size : end])
+        left_bytes = self._came_bytes - end
+        if left_bytes:
+            self._buffer[:left_bytes] = bytes(self._buffer[end : self._came_bytes])
+        self._came_bytes = left_bytes
+        return data.request_of(request)
+
+    async def _large(self, size_bytes: int) -> pb.DataRequest:
+        request = bytearray(size_bytes)
+        came_bytes = self._came_bytes - data.HEAD.size
+        request[:came_bytes] = self._buffer[data.HEAD.size : self._came_bytes]
+        self._came_bytes = 0
+        with memoryview(request) as room, self._stalling():
+            while came_bytes < size_bytes:
+                async with asyncio.timeout(self._stall_s):
+                    more_bytes = await self._loop.sock_recv_into(self.sock, room[came_bytes:])
+                if not more_bytes:
+                    raise _HungUp
+                came_bytes += more_bytes
+        return data.request_of(bytes(request))
+
+    async def _more(self) -> None:
+        came_bytes = await self._loop.sock_recv_into(self.sock, self._buffer[self._came_bytes :])
+        if not came_bytes:
+            raise _HungUp
+        self._came_bytes += came_bytes
+
+    async def _answer(self, request: pb.DataRequest) -> None:
+        """Raises where nothing that follows could be understood."""
+        assert self._session is not None
+        self._call.done(gone=False)  # a client that asks again has taken the answer before
+        self._call = call = _Call(self._session)
+        kind = request.WhichOneof("kind")
+        try:
+            match kind:
+                case "give_back":
+                    with suppress(PrefixdError):  # of a claim that is gone
+                        await self._server.methods["release"](request.give_back, call)
+                case "read":
+                    await self._server.calls.read(request.read, call, self)
+                case "fetch":
+                    await self._server.calls.fetch(request.fetch, call, self)
+                case "save":
+                    with self._watched(request.save.header.wait_ms):
+                        await self._server.calls.save(request.save, call, self)
+                case None | "attach":
+                    raise MalformedMessage("a request that has no place here")
+                case _:
+                    asked = getattr(request, kind)
+                    with self._watched(_wait_ms(asked)):
+                        answer = await self._server.methods[kind](asked, call)
+                    await self.tell(pb.DataResponse(**{kind: answer}))
+        except (OSError, _HungUp):
+            raise
+        except Exception as problem:
+            if kind in (None, "attach") or not (self.in_step and self.may_tell):
+                raise
+            await self._send(_failure(error_of(kind, problem)))
+
+    # ---- `data_calls.Line`
+
+    async def tell(self, response: pb.DataResponse) -> None:
+        await self._send(data.frame(response))
+
+    async def writable(self) -> None:
+        await self._until(self._loop.add_writer, self._loop.remove_writer)
+
+    async def readable(self) -> None:
+        await self._until(self._loop.add_reader, self._loop.remove_reader)
+
+    async def _until(self, add: Callable[..., None], remove: Callable[[int], bool]) -> None:
+        fd = self.sock.fileno()
+        ready: asyncio.Future[None] = self._loop.create_future()
+        add(fd, _set, ready)
+        try:
+            with self._stalling():
+                async with asyncio.timeout(self._stall_s):
+                    await ready
+        finally:
+            remove(fd)
+
+    async def _send(self, frame: bytes) -> None:
+        """Raises OSError, LimitReached."""
+        try:
+            sent_bytes = self.sock.send(frame)
+        except BlockingIOError:
+            sent_bytes = 0
+        while sent_bytes < len(frame):
+            self.may_tell = False
+            await self.writable()
+            with suppress(BlockingIOError):
+                sent_bytes += self.sock.send(frame[sent_bytes:])
+        self.may_tell = True
+
+    @contextmanager
+    def _stalling(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError:
+            raise LimitReached(f"the client stood still for {self._stall_s:g} s") from None
+
+    @contextmanager
+    def _watched(self, wait_ms: int) -> Iterator[None]:
+        """Around a call that may wait: it ends when its client hangs up."""
+        if not wait_ms or self._came_bytes:
+            yield
+            return
+        fd = self.sock.fileno()
+        self._loop.add_reader(fd, self._look)
+        try:
+            yield
+        finally:
+            self._loop.remove_reader(fd)
+
+    def _look(self) -> None:
+        try:
+            gone = not self.sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return
+        except OSError:
+            gone = True
+        self._loop.remove_reader(self.sock.fileno())
+        if gone:
+            self._task.cancel()
+
+
+def _wait_ms(request: Any) -> int:
+    """How long a request may wait for others."""
+    if isinstance(request, pb.ReserveRequest):
+        return request.header.wait_ms
+    return int(getattr(request, "wait_ms", 0))
+
+
+def _failure(error: PrefixdError) -> bytes:
+    failure = pb.Failure(error=error.name, message=str(error), retry=error.retryable)
+    return data.frame(pb.DataResponse(failure=failure))
+
+
+def _set(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)

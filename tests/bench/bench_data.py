@@ -1,0 +1,162 @@
+#!/usr/bin/env python3
+"""What the data socket costs (loopback TCP) beside gRPC (the Unix socket), by turns: time, and
+CPU-seconds of
+client and daemon together, which are steadier.
+
+    python tests/bench/bench_data.py [REPEATS]
+
+One JSON object per line; only ratios inside one run mean something. `cpu_s_per_gb` is a mean.
+`beside` is a look-up of one key while another client restores all the time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from prefixd.client.bench.moving import Batch, Buffers, Subject, memcpy_case
+from prefixd.client.bench.run import OverData, wait_until_secured
+from prefixd.client.client import Client
+from prefixd.client.counters import Counters
+from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
+from prefixd.client.wire.remote import RemoteTransport
+from prefixd.proto.vocabulary import Tier
+
+BLOCKS, BLOCK_BYTES = 48, 5 * 2**20
+SMALL_CALLS = 100
+BESIDE_S = 1.0
+#: Another client, in a process of its own: small calls for so many seconds, their median and p99.
+OTHER = """
+import sys, time
+from prefixd.client.bench.run import OverData
+from prefixd.client.client import Client
+from prefixd.client.counters import Counters
+counters = Counters()
+with Client(transport=OverData(sys.argv[1], counters=counters), counters=counters) as client:
+    client.wait_connected()
+    taken = []
+    end = time.perf_counter() + float(sys.argv[2])
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        client.exists([bytes(32)])
+        taken.append(time.perf_counter() - start)
+        time.sleep(0.001)
+    taken.sort()
+    print(taken[len(taken) // 2] * 1e6, taken[len(taken) * 99 // 100] * 1e6)
+"""
+
+
+class Taken:
+    """Seconds, and CPU-seconds of both processes, by what was done."""
+
+    def __init__(self, daemon_pid: int) -> None:
+        self._stat = Path(f"/proc/{daemon_pid}/stat")
+        self._seconds: dict[tuple[str, str, int], list[float]] = {}
+        self._cpu: dict[tuple[str, str, int], list[float]] = {}
+
+    def _cpu_s(self) -> float:
+        fields = self._stat.read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") + sum(os.times()[:2])
+
+    def add(self, who: str, op: str, blocks: int, action: Callable[[], object], times: int) -> None:
+        cpu_s, start_s = self._cpu_s(), time.perf_counter()
+        for _ in range(times):
+            action()
+        taken_s = (time.perf_counter() - start_s) / times
+        self._seconds.setdefault((who, op, blocks), []).append(taken_s)
+        self._cpu.setdefault((who, op, blocks), []).append((self._cpu_s() - cpu_s) / times)
+
+    def forget(self) -> None:
+        self._seconds.clear()
+        self._cpu.clear()
+
+    def rows(self) -> Iterator[dict[str, object]]:
+        for (who, op, blocks), seconds in self._seconds.items():
+            p50_s = statistics.median(seconds)
+            row: dict[str, object] = {"who": who, "op": op, "blocks": blocks}
+            row["p50_ms"] = round(p50_s * 1e3, 3)
+            if op in ("save", "restore"):
+                gb = blocks * BLOCK_BYTES / 1e9
+                row["gb_per_s"] = round(gb / p50_s, 2)
+                row["cpu_s_per_gb"] = round(statistics.fmean(self._cpu[who, op, blocks]) / gb, 2)
+            other = self._seconds.get(("grpc", op, blocks))
+            if who == "data" and other is not None:
+                row["x grpc"] = round(statistics.median(other) / p50_s, 2)
+                if "cpu_s_per_gb" in row:
+                    cpu = [statistics.fmean(self._cpu[w, op, blocks]) for w in ("data", "grpc")]
+                    row["cpu / grpc's"] = round(cpu[0] / max(cpu[1], 1e-9), 2)
+            yield row
+
+
+def subjects(address: str, stack: ExitStack) -> list[Subject]:
+    found = []
+    for name, kind in (("grpc", RemoteTransport), ("data", OverData)):
+        counters = Counters()
+        transport = kind(address, name, counters=counters)
+        client = Client(transport=transport, counters=counters, save_timeout_ms=600_000)
+        stack.enter_context(client)
+        client.wait_connected()
+        found.append(Subject(name, client, Tier.RAM, local=False, claims=name == "grpc"))
+    return found
+
+
+def beside(address: str, moving: Callable[[], object]) -> dict[str, float]:
+    """How long the small calls of another client take while this one moves payloads."""
+    other = subprocess.Popen(
+        [sys.executable, "-c", OTHER, address, str(BESIDE_S)], stdout=subprocess.PIPE, text=True
+    )
+    while other.poll() is None:
+        moving()
+    assert other.stdout is not None
+    p50_us, p99_us = map(float, other.stdout.read().split())
+    return {"p50_us": round(p50_us), "p99_us": round(p99_us)}
+
+
+def main() -> None:
+    repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 8
+    flags = [
+        f"--ram.budget={4 * BLOCKS * BLOCK_BYTES}",
+        *("--shm.budget=0", "--disk.budget=0", "--server.tcp=127.0.0.1:0"),
+        *("--sessions.max_pinned_share=1", "--sessions.max_reserved_share=1"),
+    ]
+    with ExitStack() as stack:
+        directories = stack.enter_context(temporary_directories("bench"))
+        daemon = stack.enter_context(PrivateDaemon(*directories, flags))
+        with daemon.admin() as admin:
+            wait_until_secured(admin)
+        buffers = Buffers(BLOCKS, BLOCK_BYTES)
+        movers = subjects(daemon.address, stack)
+        batches = {
+            (subject.peer, blocks): Batch(subject, buffers, blocks)
+            for subject in movers
+            for blocks in (1, BLOCKS)
+        }
+        taken = Taken(daemon.pid)
+        for turn in range(repeats + 1):
+            if turn == 1:
+                taken.forget()  # the first is a warm-up
+            taken.add("memcpy", "restore", BLOCKS, memcpy_case(buffers, BLOCKS).action, 1)
+            for (who, blocks), batch in batches.items():
+                times = 1 if blocks > 1 else 10
+                batch.renew()
+                taken.add(who, "save", blocks, batch.save, 1)
+                taken.add(who, "restore", blocks, batch.restore, times)
+                taken.add(who, "exists", blocks, batch.exists, SMALL_CALLS)
+        for row in taken.rows():
+            print(json.dumps(row), flush=True)
+        for who in ("grpc", "data"):
+            latencies = beside(daemon.address, batches[who, BLOCKS].restore)
+            print(json.dumps({"who": who, "op": "beside"} | latencies), flush=True)
+        for batch in batches.values():
+            batch.verify()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""The client's end of the data socket, and daemons that say what they must not: whatever comes, a
+call ends within its deadline, in the library's words, and nothing wrong counts as restored."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import pytest
+
+from prefixd.client import Client, MissReason, SaveReason, SaveStatus, Tier
+from prefixd.client.bench.run import OverData
+from prefixd.client.counters import Counters
+from prefixd.client.restores import Restore
+from prefixd.client.results import Entry
+from prefixd.client.wire.data_line import DataCalls, DataLine, NoLine
+from prefixd.proto import data
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.errors import (
+    ClaimLost,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    MalformedMessage,
+    PrefixdError,
+)
+from prefixd.proto.keys import Key
+from prefixd.proto.layout import crc32c
+from tests.support.daemon import eventually, private_daemon, tcp_address, tcp_daemon
+from tests.support.fakes import PATIENCE_S
+
+PAYLOAD: Final = os.urandom(3 * 2**20 + 5)
+REF: Final = pb.SessionRef(session_id=1, secret=bytes(16))
+END: Final = pb.DataResponse(read_end=pb.ReadEnd())
+SOON_S: Final = 0.2
+
+Script = Callable[[socket.socket], None]
+
+
+def answer(message: pb.DataResponse, raw: bytes = b"") -> bytes:
+    return data.frame(message) + raw
+
+
+def part(number: int, offset: int, raw: bytes, **fields: int) -> bytes:
+    told = pb.RawPart(range=number, offset_bytes=offset, length_bytes=len(raw), **fields)  # type: ignore[arg-type]
+    return answer(pb.DataResponse(part=told), raw)
+
+
+@contextmanager
+def daemon_that_says(*answers: bytes, hang_up: bool = True) -> Iterator[int]:
+    """Listens for one connection, and answers whatever comes first with this. Yields its port."""
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(2**16)
+                try:
+                    connection.sendall(b"".join(answers))
+                    if hang_up:
+                        connection.shutdown(socket.SHUT_WR)
+                    over.wait()
+                except OSError:
+                    pass  # the client had enough
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            over.set()
+            thread.join()
+
+
+def entry_of(payload: bytes) -> Entry:
+    crc = crc32c(payload)
+    return Entry(Key(bytes(32)), Tier.RAM, len(payload), 1, crc, 0, 0, 1, SaveReason.COLD)
+
+
+def read(port: int, restore: Restore, timeout_s: float = PATIENCE_S) -> None:
+    line = DataLine("127.0.0.1", port, REF, timeout_s)
+    try:
+        line.begin(pb.DataRequest(read=pb.ReadRequest()), timeout_s)
+        line.parts(len(restore), restore)
+    finally:
+        line.close()
+
+
+def room_for(*payloads: bytes) -> tuple[Restore, list[bytearray]]:
+    buffers = [bytearray(len(payload)) for payload in payloads]
+    entries = [entry_of(payload) for payload in payloads]
+    return Restore(entries, [memoryview(buffer) for buffer in buffers], "always"), buffers
+
+
+def test_parts_arrive_where_they_are_wanted() -> None:
+    restore, buffers = room_for(PAYLOAD, b"x")
+    cut = 2**20 + 1
+    answers = (part(0, 0, PAYLOAD[:cut]), part(0, cut, PAYLOAD[cut:]), part(1, 0, b"x"))
+    with daemon_that_says(*answers, answer(END)) as port:
+        read(port, restore)
+    assert buffers == [PAYLOAD, b"x"]
+    assert restore.misses(None) == [None, None]
+
+
+def test_a_flipped_bit_is_a_miss() -> None:
+    wrong = bytes([PAYLOAD[0] ^ 1]) + PAYLOAD[1:]
+    restore, _ = room_for(PAYLOAD, PAYLOAD)
+    answers = (part(0, 0, wrong), part(1, 0, PAYLOAD))
+    with daemon_that_says(*answers, answer(END)) as port:
+        read(port, restore)
+    assert restore.misses(None) == [MissReason.CORRUPT, None]
+
+
+VIOLATIONS: Final = {
+    "a range that was not asked for": part(2, 0, b"abc"),
+    "a part that is not the next": part(0, 5, b"abc"),
+    "a part beyond the end": part(1, 0, b"abcd"),
+    "another answer": answer(pb.DataResponse(claim=pb.ClaimResponse())),
+    "an empty message": answer(pb.DataResponse()),
+    "a message that is none": data.HEAD.pack(3) + b"\xff\xff\xff",
+    "a message without end": data.HEAD.pack(2**32 - 1),
+}
+
+
+@pytest.mark.parametrize("violation", VIOLATIONS)
+def test_what_must_not_come_is_an_error_of_ours(violation: str) -> None:
+    restore, _ = room_for(b"abc", b"abc")
+    with (
+        daemon_that_says(VIOLATIONS[violation], answer(END)) as port,
+        pytest.raises(PrefixdError),
+    ):
+        read(port, restore)
+    assert restore.misses(MissReason.UNEXPECTED) == [MissReason.UNEXPECTED] * 2
+
+
+@pytest.mark.parametrize("sent_bytes", [0, 3, 30, 2**20, len(PAYLOAD)])
+def test_a_daemon_that_hangs_up_is_unavailable(sent_bytes: int) -> None:
+    """Also behind the last byte: it has not said that the claim was held until then."""
+    restore, _ = room_for(PAYLOAD)
+    whole = part(0, 0, PAYLOAD)
+    with (
+        daemon_that_says(whole[:sent_bytes] if sent_bytes < len(PAYLOAD) else whole) as port,
+        pytest.raises(DaemonUnavailable),
+    ):
+        read(port, restore)
+
+
+@pytest.mark.parametrize("sent_bytes", [0, 3, 30, 2**20, len(PAYLOAD)])
+def test_one_that_stops_costs_the_deadline(sent_bytes: int) -> None:
+    restore, _ = room_for(PAYLOAD)
+    whole = part(0, 0, PAYLOAD)
+    sent = whole[:sent_bytes] if sent_bytes < len(PAYLOAD) else whole
+    with daemon_that_says(sent, hang_up=False) as port:
+        began_s = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            read(port, restore, SOON_S)
+        assert time.monotonic() - began_s >= SOON_S * 0.9
+
+
+def test_what_the_daemon_refuses_is_raised() -> None:
+    failure = pb.Failure(error="claim_lost", message="it is gone")
+    restore, _ = room_for(PAYLOAD)
+    with (
+        daemon_that_says(answer(pb.DataResponse(failure=failure))) as port,
+        pytest.raises(ClaimLost, match="it is gone"),
+    ):
+        read(port, restore)
+
+
+def calls_to(port: int) -> DataCalls:
+    return DataCalls("127.0.0.1", port, REF, None)  # type: ignore[arg-type]  # nothing goes there
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        (answer(pb.DataResponse(save_ready=pb.SaveReady(items=[1]))), PrefixdError),
+        (answer(pb.DataResponse(save_ready=pb.SaveReady(items=[0]))), DaemonUnavailable),
+        (b"", DaemonUnavailable),
+        (data.HEAD.pack(1) + b"\xff", MalformedMessage),
+    ],
+)
+def test_a_save_that_is_answered_wrong_is_an_error_of_ours(
+    said: bytes, error: type[PrefixdError]
+) -> None:
+    with daemon_that_says(said) as port, pytest.raises(error):
+        calls_to(port).save(pb.RawSaveRequest(), [memoryview(PAYLOAD)], PATIENCE_S)
+
+
+def test_a_save_that_nobody_takes_costs_the_deadline() -> None:
+    ready = answer(pb.DataResponse(save_ready=pb.SaveReady(items=[0] * 20)))
+    with daemon_that_says(ready, hang_up=False) as port, pytest.raises(DeadlineExceeded):
+        calls_to(port).save(pb.RawSaveRequest(), [memoryview(PAYLOAD)], SOON_S)
+
+
+def test_where_nobody_listens_nothing_was_asked() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    calls = calls_to(port)
+    for _ in range(2):  # the second is not even tried
+        with pytest.raises(NoLine):
+            calls.save(pb.RawSaveRequest(), [], PATIENCE_S)
+
+
+def test_calls_under_way_fail_with_their_session() -> None:
+    with daemon_that_says(hang_up=False) as port:
+        calls = calls_to(port)
+        raised: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                calls.Claim(pb.ClaimRequest(), PATIENCE_S)
+            except Exception as problem:
+                raised.append(problem)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        eventually(lambda: calls._busy)
+        calls.hang_up()
+        asking.join()
+        assert isinstance(raised[0], DaemonUnavailable)
+        with pytest.raises(NoLine):
+            calls.save(pb.RawSaveRequest(), [], PATIENCE_S)
+
+
+# ---- on real daemons
+
+
+def test_without_a_data_socket_all_goes_over_grpc() -> None:
+    with private_daemon() as daemon:
+        counters = Counters()
+        transport = OverData(daemon.address, counters=counters)
+        with Client(transport=transport, counters=counters) as client:
+            assert client.wait_connected()
+            assert not transport.has_data
+            moves(client)
+
+
+def test_one_that_cannot_be_reached_is_done_without() -> None:
+    """A firewall, say, lets gRPC through and nothing else."""
+
+    class Elsewhere(OverData):
+        data_host = "127.0.0.77"  # nobody listens there
+
+    with private_daemon("--server.tcp=127.0.0.1:0") as daemon:
+        counters = Counters()
+        transport = Elsewhere(daemon.address, counters=counters)
+        with Client(transport=transport, counters=counters) as client:
+            assert client.wait_connected()
+            assert transport.has_data
+            moves(client)
+            with daemon.admin() as admin:
+                assert not admin.stats().in_flight["data_connections"]
+
+
+def moves(client: Client) -> None:
+    """In and out again, in every way."""
+    key = Key(os.urandom(32))
+    assert client.save(key, PAYLOAD, tier=Tier.RAM, reason=SaveReason.EVICT).ok
+    with client.claim([key]) as hit:
+        assert hit.read(0) == PAYLOAD
+        assert hit.release()
+    assert client.longest_run([key], claim=False).read(0) == PAYLOAD
+    assert client.exists([key]) == [True]
+
+
+def test_a_daemon_that_stops_in_the_middle_costs_each_call_its_deadline() -> None:
+    with (
+        tcp_daemon("--sessions.heartbeat=60s", ram="64MiB") as daemon,
+        Client(tcp_address(daemon), local=False) as client,
+    ):
+        assert client.wait_connected()
+        large, key, other = os.urandom(30 * 2**20), Key(os.urandom(32)), Key(os.urandom(32))
+        assert client.save(key, large, tier=Tier.RAM, reason=SaveReason.EVICT).ok
+        hit = client.claim([key])
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            result = client.restore_into(hit, [bytearray(len(large))], deadline_ms=200)
+            assert result.miss is MissReason.DEADLINE
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
+        buffer = bytearray(len(large))
+        assert client.restore_into(hit, [buffer])
+        assert buffer == large
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            outcome = client.save(
+                other, large, tier=Tier.RAM, reason=SaveReason.EVICT, deadline_ms=200
+            )
+            assert outcome.status is SaveStatus.DEADLINE
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
+        assert hit.release()
+        with daemon.admin() as admin:
+            eventually(lambda: not admin.reservations())
+        moves(client)

@@ -1,0 +1,185 @@
+"""Clients of the data socket that ask for more than they take, or send more than is read: the
+daemon's memory stays within its bounds, and the others are served meanwhile."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+import pytest
+
+from prefixd.client import Client, SaveReason, SaveStatus, Tier
+from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.client.wire.link import Link
+from prefixd.proto import data
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.keys import Key
+from prefixd.proto.limits import MAX_BATCH_KEYS, MAX_MESSAGE_BYTES
+from tests.hostile.test_floods import MIB, SLACK_BYTES, pour, session_at, watching
+from tests.support.daemon import eventually, tcp_address, tcp_daemon
+
+LARGE: Final = os.urandom(8 * MIB)
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[PrivateDaemon]:
+    flags = (
+        "--sessions.heartbeat=60s",
+        "--server.stall_timeout=2s",
+        "--server.max_local=16MiB",
+        "--server.max_reads=16MiB",
+        "--server.max_saves=16MiB",
+        "--sessions.max_reserved_share=1",
+    )
+    with tcp_daemon(*flags, ram="128MiB") as daemon:
+        yield daemon
+
+
+def frame(**kind: Any) -> bytes:
+    return data.frame(pb.DataRequest(**kind))
+
+
+@contextmanager
+def lines(link: Link, count: int, *, receive_bytes: int = 0) -> Iterator[list[socket.socket]]:
+    """Connections that are attached to the session."""
+    with ExitStack() as stack:
+        opened = []
+        for _ in range(count):
+            line = stack.enter_context(socket.socket())
+            if receive_bytes:
+                line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+            line.connect(("127.0.0.1", link.welcome.data_port))
+            line.sendall(frame(attach=link.ref))
+            opened.append(line)
+        yield opened
+
+
+@contextmanager
+def good_client(daemon: PrivateDaemon) -> Iterator[Client]:
+    """Moves payloads over the data socket, in and out, before and after: others are unharmed."""
+    with Client(tcp_address(daemon), local=False, name="good") as client:
+        assert client.wait_connected()
+
+        def moves() -> None:
+            key = Key(os.urandom(32))
+            payload = LARGE[:MIB]
+            saved = client.save(key, payload, tier=Tier.RAM, reason=SaveReason.EVICT)
+            assert saved.status is SaveStatus.SAVED
+            with client.claim([key]) as hit:
+                assert hit.read(0) == payload
+
+        moves()
+        yield client
+        moves()
+
+
+def test_large_requests_wait_in_the_kernel(daemon: PrivateDaemon) -> None:
+    """Each names as many keys as it may, but for the last byte."""
+    request = frame(lookup=pb.LookupRequest(keys=[bytes(32)] * MAX_BATCH_KEYS))
+    huge = data.HEAD.pack(MAX_MESSAGE_BYTES)
+    with (
+        good_client(daemon) as client,
+        session_at(daemon) as link,
+        lines(link, 100) as flood,
+        watching(daemon) as watch,
+    ):
+        for line in flood[:50]:
+            pour(line, request[:-1], len(request) - 1)
+        for line in flood[50:]:
+            line.sendall(huge)
+            line.setblocking(False)
+        assert not client.exists([Key(bytes(32))])[0]
+        watch.end()
+    assert watch.most["data_request_bytes"] <= 16 * MIB
+    assert watch.grown_bytes < 16 * MIB + SLACK_BYTES
+
+
+def test_bytes_that_nobody_asked_for_stay_in_the_kernel(daemon: PrivateDaemon) -> None:
+    """Behind a request that waits: the connection is not read."""
+    with good_client(daemon), session_at(daemon) as link, lines(link, 8) as flood:
+        (token,) = reserved(link, 1)
+        waiting = frame(lookup=pb.LookupRequest(keys=[token], wait_ms=60_000))
+        with watching(daemon) as watch:
+            for line in flood:
+                line.sendall(waiting)
+                assert pour(line, LARGE, 64 * MIB) < 64 * MIB
+        assert watch.grown_bytes < SLACK_BYTES
+
+
+def reserved(link: Link, count: int) -> list[bytes]:
+    """Keys that somebody is saving."""
+    keys = [os.urandom(32) for _ in range(count)]
+    header = pb.SaveHeader(
+        session=link.ref,
+        tier=pb.TIER_RAM,
+        reason=pb.SAVE_REASON_COLD,
+        items=[pb.SaveItem(key=key, payload_bytes=1) for key in keys],
+    )
+    link.calls.Reserve(pb.ReserveRequest(header=header), timeout=60)
+    return keys
+
+
+def test_readers_that_take_nothing_are_cut_off(daemon: PrivateDaemon) -> None:
+    key = Key(os.urandom(32))
+    with good_client(daemon) as client, session_at(daemon) as link:
+        assert client.save(key, LARGE, tier=Tier.DISK, reason=SaveReason.EVICT).status in (
+            SaveStatus.SAVED,
+            SaveStatus.TOO_LARGE,
+        )
+        assert client.save(key, LARGE, tier=Tier.RAM, reason=SaveReason.EVICT).ok
+        (found,) = client.probe([key])
+        assert found.entry is not None
+        fetch = pb.FetchRequest(
+            session=link.ref,
+            keys=[key],
+            generations=[found.entry.generation],
+            ranges=[pb.ReadRange()] * 8,
+        )
+        with lines(link, 20, receive_bytes=2**16) as flood, watching(daemon) as watch:
+            for line in flood:
+                line.sendall(frame(fetch=fetch))
+            with client.claim([key]) as hit:
+                assert hit.read(0) == LARGE
+            with daemon.admin() as admin:
+                eventually(lambda: not admin.stats().in_flight["read_stream_bytes"])
+                assert not admin.claims()
+        assert 0 < watch.most["read_stream_bytes"] <= 16 * MIB
+        assert watch.grown_bytes < SLACK_BYTES
+
+
+def test_savers_that_send_half_are_cut_off(daemon: PrivateDaemon) -> None:
+    with good_client(daemon), session_at(daemon) as link:
+        with lines(link, 12) as flood, watching(daemon) as watch:
+            for line in flood:
+                header = pb.SaveHeader(
+                    session=link.ref,
+                    tier=pb.TIER_RAM,
+                    reason=pb.SAVE_REASON_COLD,
+                    items=[pb.SaveItem(key=os.urandom(32), payload_bytes=len(LARGE))],
+                )
+                line.sendall(frame(save=pb.RawSaveRequest(header=header)))
+            for line in flood[:2]:  # who has room
+                line.sendall(LARGE[: len(LARGE) // 2])
+            with daemon.admin() as admin:
+                eventually(lambda: admin.stats().in_flight["save_stream_bytes"])
+                eventually(lambda: not admin.stats().in_flight["save_stream_bytes"])
+                assert not admin.reservations()
+        assert watch.most["save_stream_bytes"] <= 16 * MIB
+        assert watch.grown_bytes < SLACK_BYTES
+
+
+def test_connections_of_nobody_shut_nobody_out(daemon: PrivateDaemon) -> None:
+    with good_client(daemon) as client, session_at(daemon) as link, ExitStack() as stack:
+        port = link.welcome.data_port
+        for _ in range(500):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        with Client(tcp_address(daemon), local=False) as late:
+            assert late.wait_connected()
+            assert late.exists([Key(bytes(32))]) == [False]
+            assert late.counters["rpcs"]["Lookup"] == 1
+        assert client.exists([Key(bytes(32))]) == [False]
+        with daemon.admin() as admin:
+            assert admin.stats().in_flight["data_connections"] < 200

@@ -1,0 +1,113 @@
+"""A client's side of a connection to the data socket, which does as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from prefixd.proto import data
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.layout import crc32c
+from tests.support.running import OpenSession, Refused, Running
+
+HOST: Final = "127.0.0.1"
+
+
+class DataConnection:
+    """`received_bytes`: what the kernel may hold for it, once it does not read."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._loop = asyncio.get_running_loop()
+
+    async def send(self, **kind: Any) -> None:
+        await self.send_bytes(data.frame(pb.DataRequest(**kind)))
+
+    async def send_bytes(self, raw: bytes) -> None:
+        await self._loop.sock_sendall(self.sock, raw)
+
+    async def ask(self, **kind: Any) -> pb.DataResponse:
+        await self.send(**kind)
+        return await self.response()
+
+    async def response(self) -> pb.DataResponse:
+        """The next one. Raises Refused, EOFError, ConnectionError."""
+        (size_bytes,) = data.HEAD.unpack(await self.exactly(data.HEAD.size))
+        response = data.response_of(await self.exactly(size_bytes))
+        if response.HasField("failure"):
+            raise Refused(response.failure)
+        return response
+
+    async def exactly(self, size_bytes: int) -> bytes:
+        """Raises EOFError, ConnectionError."""
+        came = b""
+        while len(came) < size_bytes:
+            more = await self._loop.sock_recv(self.sock, size_bytes - len(came))
+            if not more:
+                raise EOFError
+            came += more
+        return came
+
+    async def part(self) -> tuple[pb.RawPart, bytes] | None:
+        """The next part of what is read; None: that was all. Raises as `response`."""
+        response = await self.response()
+        if response.HasField("read_end"):
+            return None
+        return response.part, await self.exactly(response.part.length_bytes)
+
+    async def parts(self, count: int, *, begun: bool = False) -> list[bytes]:
+        """Everything of so many ranges, or, if that has `begun`, what still comes."""
+        found = [b""] * count
+        while (came := await self.part()) is not None:
+            part, raw = came
+            assert part.status == pb.READ_STATUS_OK
+            assert begun or part.offset_bytes == len(found[part.range])
+            found[part.range] += raw
+        return found
+
+    async def payloads(self, *payloads: bytes) -> None:
+        for payload in payloads:
+            await self.send_bytes(payload + data.CRC.pack(crc32c(payload)))
+
+    async def save(
+        self, session: OpenSession, items: Sequence[pb.SaveItem], payloads: Sequence[bytes]
+    ) -> list[int]:
+        """One save of all that is wanted: the statuses."""
+        response = await self.ask(save=pb.RawSaveRequest(header=session.header(items)))
+        if response.HasField("save_ready"):
+            await self.payloads(*(payloads[item] for item in response.save_ready.items))
+            response = await self.response()
+        return [result.status for result in response.save.results]
+
+    async def hung_up(self) -> None:
+        """Wait until the daemon ends it. What still comes is thrown away."""
+        try:
+            while await self._loop.sock_recv(self.sock, 2**16):
+                pass
+        except ConnectionError:
+            pass
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+@asynccontextmanager
+async def data_connection(
+    daemon: Running, session: OpenSession | None = None, *, receive_bytes: int = 0
+) -> AsyncIterator[DataConnection]:
+    """A connection, attached to `session`. `receive_bytes`: what the kernel holds for this side at
+    most."""
+    server = daemon.front.data
+    port = daemon.front.sessions.data_port or server.start(HOST, 0)
+    with socket.socket() as sock:
+        if receive_bytes:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, (HOST, port))
+        connection = DataConnection(sock)
+        if session is not None:
+            await connection.send(attach=session.ref)
+        yield connection
