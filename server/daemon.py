@@ -127,6 +127,7 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
         reloader = Reloader(config, load, core, front.scrubber)
         front.admin.configurer = reloader.configure
         front.admin.overridden = reloader.override
+        reloader.read_files = front.read_tokens
         front.admin.stopper = stop.begin
         stop.when_reloaded(lambda: core.supervisor.task("reload", reloader.reload()))
         front.scrubber.start()

@@ -56,7 +56,8 @@ class Tokens:
 
     def __init__(self, known: Iterable[tuple[Role, str, str]]) -> None:
         """`known`: role, name and token of each."""
-        self._known: Final = [(_digest(token), role, name) for role, name, token in known]
+        self._known = [(_digest(token), role, name) for role, name, token in known]
+        self._path: Path | None = None
         #: calls that were refused for want of a token, or of a role
         self.refusals = 0
 
@@ -93,7 +94,15 @@ class Tokens:
             raise ConfigError(f"server.tokens: {path} has {len(known)} tokens, 1 to {MAX_TOKENS}")
         if len({token for _, _, token in known}) < len(known):
             raise ConfigError(f"server.tokens: {path} has a token twice")
-        return cls(known)
+        tokens = cls(known)
+        tokens._path = path
+        return tokens
+
+    def read_again(self) -> None:
+        """What the file says by now holds for every call from here on. Raises ConfigError, and then
+        nothing has changed."""
+        if self._path is not None:
+            self._known = Tokens.from_file(self._path)._known
 
     def __len__(self) -> int:
         return len(self._known)

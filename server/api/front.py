@@ -80,6 +80,11 @@ class Front:
         #: who may call over TCP; None: whoever connects, but no operators
         self.tokens: Tokens | None = None
 
+    def read_tokens(self) -> None:
+        """Read the file with the tokens again. Raises ConfigError. On any thread."""
+        if self.tokens is not None:
+            self.tokens.read_again()
+
     def remote(self, tokens: Tokens | None) -> grpc.aio.Server:
         """gRPC over TCP. Operators are served there only with a token that says so."""
         self.tokens = tokens

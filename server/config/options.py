@@ -200,7 +200,7 @@ class Server(Section):
     tokens: File = ""
     """Who may call over TCP: a line `read|write|admin NAME TOKEN` each. `read` finds and restores,
     `write` saves and deletes too, `admin` is prefixctl's. Empty: whoever connects reads and writes.
-    With TLS only; read at the start."""
+    With TLS only; read at the start and with each reload."""
     metrics: TcpAddress = ""
     """Serve Prometheus metrics over HTTP on host:port; empty: don't."""
     worker_threads: int = Field(4, ge=1, le=256)

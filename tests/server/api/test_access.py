@@ -110,3 +110,17 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
     path.chmod(0o600)
     with pytest.raises(ConfigError, match="not text"):
         Tokens.from_file(path)
+
+
+def test_the_file_is_read_again_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = written(tmp_path / "t", lines())
+    tokens = Tokens.from_file(path)
+    path.write_text(f"admin new {'n' * 32}\nnonsense")
+    with pytest.raises(ConfigError, match="line 2"):
+        tokens.read_again()
+    assert tokens.permit(Role.READ, f"Bearer {TOKENS[Role.READ]}") == "its-READ"
+    path.write_text(f"admin new {'n' * 32}\n")
+    tokens.read_again()
+    assert tokens.permit(Role.ADMIN, f"Bearer {'n' * 32}") == "new"
+    with pytest.raises(NotAuthenticated):
+        tokens.permit(Role.READ, f"Bearer {TOKENS[Role.READ]}")
