@@ -124,7 +124,12 @@ def load_config(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Co
 
 
 def _unusable(config: Config, plan: Plan) -> Iterator[str]:
-    """Directories that a start could not write to. Creates nothing."""
+    """Directories that a start could not write to, and files that it could not read. Creates
+    nothing."""
+    for name in ("tls_cert", "tls_key", "tls_client_ca", "tokens"):
+        file = getattr(config.server, name)
+        if file and not (Path(file).is_file() and os.access(file, os.R_OK)):
+            yield f"server.{name}: {file} is no file that the user {os.geteuid()} can read"
     socket = socket_path(config.server.address)
     directories = {"server.address": socket.parent if socket else None}
     for tier, tier_plan in plan.tiers.items():

@@ -422,3 +422,14 @@ def test_check_config_warns_of_more_than_the_machine_has(
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first == "The configuration is possible, but likely not meant:"
     assert second.startswith("warning: ram.budget and shm.budget together are 500TiB, more than")
+
+
+def test_files_that_are_not_there_are_found_before_a_start(tmp_path: Path) -> None:
+    tls = [
+        "--tcp=127.0.0.1:0",
+        *(f"--server.tls_{name}={tmp_path / name}" for name in ("cert", "key")),
+    ]
+    places = [f"--server.address=unix:{tmp_path}/s", f"--disk.directory={tmp_path}/disk"]
+    with pytest.raises(ConfigError, match=r"server\.tls_cert: .*/cert is no file") as refused:
+        load("--check-config", *places, *tls)
+    assert "server.tls_key: " in str(refused.value)
