@@ -191,8 +191,8 @@ class CacheServicer(object):
 
     def Pull(self, request, context):
         """Brings entries that other nodes have shared and this one has not, as a save of the daemon's own:
-        for CLAIM_MODE_RUN those from the first key on up to the first that nobody has, for
-        CLAIM_MODE_FIRST the first that there is before one that is here already. Answers when they are
+        in the mode RUN of a claim those from the first key on up to the first that nobody has, in the
+        mode FIRST the first that there is before one that is here already. Answers when they are
         published, or when the time is over. Without a shared engine it answers 0 at once.
         Errors: INVALID_ARGUMENT (batch, key, mode), FAILED_PRECONDITION (session).
         """

@@ -66,6 +66,7 @@ COUNTS = {
     "times",
     "remembered_events",
     "unknown_entries",
+    "pulled",
 }
 NAMES = {
     "session_id",
