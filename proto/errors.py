@@ -214,6 +214,20 @@ class Draining(PrefixdError):
     retryable = True
 
 
+class NotAuthenticated(PrefixdError):
+    """The call came without a token that the daemon knows."""
+
+    name = "not_authenticated"
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class NotPermitted(PrefixdError):
+    """The role of the call's token does not allow it."""
+
+    name = "not_permitted"
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
 class DaemonUnavailable(PrefixdError):
     """Nobody answers at the address, or the connection broke."""
 

@@ -2579,12 +2579,15 @@ class EntryDetail(google.protobuf.message.Message):
     HITS_FIELD_NUMBER: builtins.int
     PINS_FIELD_NUMBER: builtins.int
     EXTENTS_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
     key: builtins.bytes
     stored_bytes: builtins.int
     created_unix_ns: builtins.int
     last_used_unix_ns: builtins.int
     hits: builtins.int
     pins: builtins.int
+    namespace: builtins.str
+    """the label of the client that saved it; empty: an earlier start did"""
     @property
     def info(self) -> Global___EntryInfo: ...
     @property
@@ -2602,9 +2605,10 @@ class EntryDetail(google.protobuf.message.Message):
         hits: builtins.int = ...,
         pins: builtins.int = ...,
         extents: collections.abc.Iterable[builtins.int] | None = ...,
+        namespace: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["info", b"info"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["created_unix_ns", b"created_unix_ns", "extents", b"extents", "hits", b"hits", "info", b"info", "key", b"key", "last_used_unix_ns", b"last_used_unix_ns", "pins", b"pins", "stored_bytes", b"stored_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["created_unix_ns", b"created_unix_ns", "extents", b"extents", "hits", b"hits", "info", b"info", "key", b"key", "last_used_unix_ns", b"last_used_unix_ns", "namespace", b"namespace", "pins", b"pins", "stored_bytes", b"stored_bytes"]) -> None: ...
 
 Global___EntryDetail: typing_extensions.TypeAlias = EntryDetail
 
@@ -3621,3 +3625,52 @@ class WhyResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["events", b"events", "present", b"present", "remembered_events", b"remembered_events", "remembered_since_unix_ns", b"remembered_since_unix_ns"]) -> None: ...
 
 Global___WhyResponse: typing_extensions.TypeAlias = WhyResponse
+
+@typing.final
+class ClearRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    TIERS_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    @property
+    def tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Tier.ValueType]:
+        """empty: every tier"""
+
+    def __init__(
+        self,
+        *,
+        namespace: builtins.str = ...,
+        tiers: collections.abc.Iterable[Global___Tier.ValueType] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["namespace", b"namespace", "tiers", b"tiers"]) -> None: ...
+
+Global___ClearRequest: typing_extensions.TypeAlias = ClearRequest
+
+@typing.final
+class ClearResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: builtins.int
+    FREED_BYTES_FIELD_NUMBER: builtins.int
+    PINNED_ENTRIES_FIELD_NUMBER: builtins.int
+    UNKNOWN_ENTRIES_FIELD_NUMBER: builtins.int
+    entries: builtins.int
+    """that were dropped"""
+    freed_bytes: builtins.int
+    """their stored bytes"""
+    pinned_entries: builtins.int
+    """of that label, that stay"""
+    unknown_entries: builtins.int
+    """in these tiers, of an earlier start"""
+    def __init__(
+        self,
+        *,
+        entries: builtins.int = ...,
+        freed_bytes: builtins.int = ...,
+        pinned_entries: builtins.int = ...,
+        unknown_entries: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "freed_bytes", b"freed_bytes", "pinned_entries", b"pinned_entries", "unknown_entries", b"unknown_entries"]) -> None: ...
+
+Global___ClearResponse: typing_extensions.TypeAlias = ClearResponse

@@ -716,6 +716,11 @@ class AdminStub(object):
                 request_serializer=prefixd__pb2.WhyRequest.SerializeToString,
                 response_deserializer=prefixd__pb2.WhyResponse.FromString,
                 _registered_method=True)
+        self.Clear = channel.unary_unary(
+                '/prefixd.v1.Admin/Clear',
+                request_serializer=prefixd__pb2.ClearRequest.SerializeToString,
+                response_deserializer=prefixd__pb2.ClearResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -877,6 +882,15 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Clear(self, request, context):
+        """Drops what clients with a label saved since the start; what is pinned or in flight stays. Of
+        what came back from an earlier start the label is not known. Errors: INVALID_ARGUMENT (label,
+        tier).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -974,6 +988,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Why,
                     request_deserializer=prefixd__pb2.WhyRequest.FromString,
                     response_serializer=prefixd__pb2.WhyResponse.SerializeToString,
+            ),
+            'Clear': grpc.unary_unary_rpc_method_handler(
+                    servicer.Clear,
+                    request_deserializer=prefixd__pb2.ClearRequest.FromString,
+                    response_serializer=prefixd__pb2.ClearResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1491,6 +1510,33 @@ class Admin(object):
             '/prefixd.v1.Admin/Why',
             prefixd__pb2.WhyRequest.SerializeToString,
             prefixd__pb2.WhyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Clear(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.Admin/Clear',
+            prefixd__pb2.ClearRequest.SerializeToString,
+            prefixd__pb2.ClearResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -900,7 +900,23 @@ _AdminWhyType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminPreviewType, _AdminEvictType, _AdminCurveType, _AdminDropType, _AdminKickType, _AdminConfigureType, _AdminGcType, _AdminCheckType, _AdminVerifyType, _AdminResizeType, _AdminDrainType, _AdminSetLogLevelType, _AdminWhyType]):
+_AdminClearType = typing_extensions.TypeVar(
+    '_AdminClearType',
+    grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.ClearRequest,
+        prefixd_pb2.ClearResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.ClearRequest,
+        prefixd_pb2.ClearResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.ClearRequest,
+        prefixd_pb2.ClearResponse,
+    ],
+)
+
+class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminPreviewType, _AdminEvictType, _AdminCurveType, _AdminDropType, _AdminKickType, _AdminConfigureType, _AdminGcType, _AdminCheckType, _AdminVerifyType, _AdminResizeType, _AdminDrainType, _AdminSetLogLevelType, _AdminWhyType, _AdminClearType]):
     """---- operators"""
 
     @typing.overload
@@ -981,6 +997,10 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
             prefixd_pb2.WhyRequest,
             prefixd_pb2.WhyResponse,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            prefixd_pb2.ClearRequest,
+            prefixd_pb2.ClearResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -1060,6 +1080,10 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
         grpc.aio.UnaryUnaryMultiCallable[
             prefixd_pb2.WhyRequest,
             prefixd_pb2.WhyResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            prefixd_pb2.ClearRequest,
+            prefixd_pb2.ClearResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -1155,6 +1179,12 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
     Errors: INVALID_ARGUMENT (key).
     """
 
+    Clear: _AdminClearType
+    """Drops what clients with a label saved since the start; what is pinned or in flight stays. Of
+    what came back from an earlier start the label is not known. Errors: INVALID_ARGUMENT (label,
+    tier).
+    """
+
 AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.StatsRequest,
@@ -1231,6 +1261,10 @@ AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.WhyRequest,
         prefixd_pb2.WhyResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.ClearRequest,
+        prefixd_pb2.ClearResponse,
     ],
 ]
 
@@ -1422,6 +1456,17 @@ class AdminServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[prefixd_pb2.WhyResponse, collections.abc.Awaitable[prefixd_pb2.WhyResponse]]:
         """What the daemon remembers of the keys that begin so: saved, evicted, deleted, when and by whom.
         Errors: INVALID_ARGUMENT (key).
+        """
+
+    @abc.abstractmethod
+    def Clear(
+        self,
+        request: prefixd_pb2.ClearRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixd_pb2.ClearResponse, collections.abc.Awaitable[prefixd_pb2.ClearResponse]]:
+        """Drops what clients with a label saved since the start; what is pinned or in flight stays. Of
+        what came back from an earlier start the label is not known. Errors: INVALID_ARGUMENT (label,
+        tier).
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

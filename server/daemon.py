@@ -39,6 +39,7 @@ from .lock import lock_directories
 from .logs import configure_logs
 from .notify import keep_alive, notify
 from .reloading import Reloader
+from .remote import credentials_of, tokens_of
 from .runtime import collector
 from .runtime.clock import Clock
 from .runtime.idle_heap import give_back_idle_heap
@@ -127,6 +128,7 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
         reloader = Reloader(config, load, core, front.scrubber)
         front.admin.configurer = reloader.configure
         front.admin.overridden = reloader.override
+        reloader.read_files = front.read_tokens
         front.admin.stopper = stop.begin
         stop.when_reloaded(lambda: core.supervisor.task("reload", reloader.reload()))
         front.scrubber.start()
@@ -217,9 +219,10 @@ def service_config(config: Config, incarnation: bytes) -> ServiceConfig:
 
 
 async def _serve_rpcs(core: Core, config: Config, front: Front, stop: Stop) -> None:
-    addresses = _listen(front, config)
-    await front.workers.start()
-    await front.operators.start()
+    addresses, remote = _listen(front, config)
+    servers = [front.workers, front.operators, *remote]
+    for server in servers:
+        await server.start()
     # Without it health would stay what it was, whatever happens.
     watching = core.supervisor.task("health watcher", _watch_health(core, front), vital=True)
     notify("READY=1")
@@ -235,7 +238,7 @@ async def _serve_rpcs(core: Core, config: Config, front: Front, stop: Stop) -> N
     # In a state that is broken nothing comes to its end any more.
     await _first(draining, stop.hurried.wait(), core.broken.wait())
     core.end_sessions()
-    await _within(asyncio.gather(front.workers.stop(grace=1.0), front.operators.stop(grace=1.0)))
+    await _within(asyncio.gather(*(server.stop(grace=1.0) for server in servers)))
     log.info("stopped")
 
 
@@ -259,8 +262,9 @@ async def _first(*events: Coroutine[Any, Any, object]) -> None:
         task.cancel()
 
 
-def _listen(front: Front, config: Config) -> list[str]:
-    """Bind every address. The sockets' directory is locked: what lies there is a leftover."""
+def _listen(front: Front, config: Config) -> tuple[list[str], list[grpc.aio.Server]]:
+    """Bind every address; returns them, and what serves TCP. The sockets' directory is locked:
+    what lies there is a leftover."""
     server = config.server
     sockets = [
         ("server.address", front.workers, server.address, server.socket_mode),
@@ -285,8 +289,11 @@ def _listen(front: Front, config: Config) -> list[str]:
     if server.tcp:
         host, _, port = server.tcp.rpartition(":")
         _check_free(host.strip("[]"), int(port), server.tcp)
-        addresses.append(f"{host}:{_bind('server.tcp', front.workers, server.tcp)}")
-    return addresses
+        remote = front.remote(tokens_of(config))
+        secured = credentials_of(config)
+        addresses.append(f"{host}:{_bind('server.tcp', remote, server.tcp, secured)}")
+        return addresses, [remote]
+    return addresses, []
 
 
 def _listen_for_data(front: Front, address: str) -> str:
@@ -311,9 +318,16 @@ def _check_free(host: str, port: int, address: str) -> None:
         raise OSError(f"server.tcp: can't listen on {address}: {problem.strerror}") from None
 
 
-def _bind(option: str, server: grpc.aio.Server, address: str) -> int:
+def _bind(
+    option: str,
+    server: grpc.aio.Server,
+    address: str,
+    secured: grpc.ServerCredentials | None = None,
+) -> int:
     """Listen at an address; the port, if it has one. Raises OSError, which names the option."""
     try:
+        if secured is not None:
+            return server.add_secure_port(address, secured)
         return server.add_insecure_port(address)
     except RuntimeError as problem:
         raise OSError(f"{option}: can't listen on {address}: {problem}") from None

@@ -49,6 +49,8 @@ class Reloader:
         self._core = core
         self._scrubber = scrubber
         self._running = values(config)
+        #: reads again what files say that the configuration names; raises ConfigError
+        self.read_files: Callable[[], None] = lambda: None
 
     async def configure(self, apply: bool) -> pb.ConfigureResponse:
         """What is configured differently by now; with `apply`, what can be is changed. Raises
@@ -63,6 +65,7 @@ class Reloader:
                 live = self._is_live(option, new)
                 response.changed.add(option=option, running=running, configured=shown, live=live)
         if apply:
+            await asyncio.to_thread(self.read_files)
             self._apply(new, [each.option for each in response.changed if each.live])
         response.running.update({option: shown for option, (shown, _) in self._running.items()})
         return response

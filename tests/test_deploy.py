@@ -10,10 +10,14 @@ from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from urllib.request import urlopen
 
 import pytest
 from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.parser import text_string_to_metric_families
 
+from prefixd.client import Client, SaveItem, Tier
+from prefixd.proto.keys import Key
 from prefixd.proto.units import parse_bytes, parse_duration_ns
 from prefixd.server.api.metrics import StateCollector
 from prefixd.server.config.loading import load_config
@@ -24,6 +28,7 @@ from prefixd.server.daemon import main
 from prefixd.server.runtime.clock import Clock
 from prefixd.server.runtime.lag import BUCKETS_US, LoopLag
 from prefixd.server.runtime.latencies import Latencies
+from tests.support.daemon import eventually, private_daemon
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEPLOY = REPOSITORY / "deploy"
@@ -110,10 +115,72 @@ def test_the_readme_alerts_on_metrics_that_exist() -> None:
 
 def test_the_alerts_are_on_metrics_that_exist() -> None:
     names = re.findall(r"- alert: (\w+)", ALERTS)
-    expressions = re.findall(r"expr: >-\n +(.*)", ALERTS)
+    expressions = alerts()
     assert len(set(names)) == len(names) == len(expressions) > 5
     for expression in expressions:
         assert set(metrics_in(expression)) <= metric_names(), expression
+
+
+@pytest.fixture(scope="module")
+def labels() -> dict[str, set[str]]:
+    """Of every metric of a daemon that works, its labels."""
+    with private_daemon("--server.metrics=127.0.0.1:0") as daemon:
+        with Client(daemon.address) as client:
+            for tier in Tier:
+                client.save_many([SaveItem(Key(bytes([tier]) * 32), b"bytes", 5)], tier=tier)
+            with client.claim([Key(bytes([Tier.RAM]) * 32)]) as hit:
+                assert hit
+        with daemon.admin() as admin:
+            eventually(lambda: admin.stats().usage["default"].lookups)
+        (line,) = (line for line in daemon.log.read_text().splitlines() if '"metrics"' in line)
+        address = json.loads(line)["address"]
+        with urlopen(f"http://{address}/metrics") as response:
+            text = response.read().decode()
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, {"instance"}).update(sample.labels)
+    return found
+
+
+#: There is none of these while everything works.
+WHEN_SOMETHING_IS_WRONG = {"prefixd_unhealthy", "prefixd_notices"}
+
+
+def alerts() -> list[str]:
+    return re.findall(r"expr: >-\n +(.*)", ALERTS)
+
+
+def test_every_label_that_is_asked_for_is_there(labels: dict[str, set[str]]) -> None:
+    """Of the dashboard, its legends and the alerts, held against a daemon's own /metrics."""
+    for expression in (*expressions(), *alerts()):
+        named = set(metrics_in(expression)) - WHEN_SOMETHING_IS_WRONG
+        assert named <= labels.keys(), expression
+        there = (
+            set.intersection(*(labels[name] for name in named)) if named else {"part", "instance"}
+        )
+        for metric, filters in re.findall(r"(prefixd_\w+)\{([^}]*)\}", expression):
+            filtered = set(re.findall(r"(\w+)=~?\"", filters))
+            assert metric in WHEN_SOMETHING_IS_WRONG or filtered <= labels[metric], expression
+        asked: set[str] = set()
+        for group in re.findall(r"\b(?:by|on) \(([\w, ]+)\)", expression):
+            asked |= set(group.split(", "))
+        assert asked <= there, expression
+    for panel in panels():
+        for target in panel["targets"]:
+            grouped = re.search(r"by \(([\w, ]+)\)", target["expr"])
+            kept = set(grouped[1].split(", ")) if grouped else None
+            shown = set(re.findall(r"\{\{(\w+)\}\}", target.get("legendFormat", "")))
+            assert kept is None or shown <= kept, panel["title"]
+
+
+def test_prometheus_takes_the_alerts() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("there is no promtool here; it comes with Prometheus")
+    path = DEPLOY / "prometheus/prefixd.yml"
+    done = subprocess.run([promtool, "check", "rules", path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # ---- systemd

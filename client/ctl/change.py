@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...proto.vocabulary import Tier
-from .admin import CHANGE, find_key
+from .admin import CHANGE, TiersOption, find_key
 from .command import Ctl, ExitCode, command, fail, print_json
 from .options import LONG_TIMEOUT_S, LogLevel, TierName, parse_seconds, parse_size
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     command(app, "delete", panel=CHANGE)(delete)
+    command(app, "clear", panel=CHANGE)(clear)
     command(app, "kick", panel=CHANGE)(kick)
     command(app, "drain", panel=CHANGE)(drain)
     command(app, "log-level", panel=CHANGE)(log_level)
@@ -48,6 +49,27 @@ def delete(
     word = enum_label(pb.DeleteStatus.DESCRIPTOR, status)
     ctl.show({"key": found.hex(), "status": word}, lambda: f"{found.hex()}: {word}")
     if status != pb.DELETE_STATUS_DELETED:
+        raise typer.Exit(ExitCode.PROBLEM)
+
+
+def clear(
+    ctl: Ctl,
+    namespace: Annotated[
+        str, typer.Option("--namespace", metavar="LABEL", help="As `stats` lists it.")
+    ],
+    tier: TiersOption = None,
+) -> None:
+    """Drop what clients with a label saved since the daemon's start.
+
+    The label is what clients say of themselves. Exits 1 when some of it stays, because it is read.
+    """
+    from . import messages, render
+
+    tiers = [Tier[name.name] for name in dict.fromkeys(tier or ())]
+    with ctl.connect(LONG_TIMEOUT_S) as daemon:
+        response = daemon.clear(namespace, tiers)
+    ctl.show(messages.as_dict(response), lambda: render.cleared_view(namespace, response))
+    if response.pinned_entries:
         raise typer.Exit(ExitCode.PROBLEM)
 
 

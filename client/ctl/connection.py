@@ -22,6 +22,7 @@ from ...proto import prefixd_pb2_grpc as pb_grpc
 from ...proto.endpoints import admin_address, socket_path
 from ...proto.errors import DaemonUnavailable, DeadlineExceeded, PrefixdError, from_grpc
 from ...proto.vocabulary import Tier
+from ..wire.channel import is_secured, open_channel
 
 Response = TypeVar("Response")
 
@@ -57,13 +58,12 @@ class AdminConnection:
         Admin service is, if it is not beside that (`server.admin_address`)."""
         self.address = address
         self.timeout_s = timeout_s
-        self._operators = operators or admin_address(address)
-        # Of a TCP address only the health is known from here: the calls below say so.
-        self._admin_channel = grpc.insecure_channel(
-            self._operators or address, options=CHANNEL_OPTIONS
-        )
+        # Over TCP operators are served with TLS and a token; without these the calls below say so.
+        secured = address if is_secured(address) else None
+        self._operators = operators or admin_address(address) or secured
+        self._admin_channel = open_channel(self._operators or address, CHANNEL_OPTIONS)
         self._admin = pb_grpc.AdminStub(self._admin_channel)
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = open_channel(address, CHANNEL_OPTIONS)
         # The generated stub has no types.
         self._health = self._channel.unary_unary(
             "/grpc.health.v1.Health/Check",
@@ -174,6 +174,11 @@ class AdminConnection:
         request = pb.ListClaimsRequest(page_claims=count)
         return list(self._operate(self._admin.ListClaims, request).claims)
 
+    def clear(self, namespace: str, tiers: Sequence[Tier]) -> pb.ClearResponse:
+        """Of all tiers unless some are named."""
+        request = pb.ClearRequest(namespace=namespace, tiers=map(wire_tier, tiers))
+        return self._operate(self._admin.Clear, request)
+
     def resize(self, tier: Tier, budget_bytes: int) -> pb.ResizeResponse:
         request = pb.ResizeRequest(tier=wire_tier(tier), budget_bytes=budget_bytes)
         return self._operate(self._admin.Resize, request)
@@ -245,8 +250,9 @@ class AdminConnection:
     def _operators_address(self) -> str:
         if self._operators is None:
             raise DaemonUnavailable(
-                f"operators are served on the daemon's own host, not at {self.address}: give "
-                "--address the daemon's Unix socket"
+                f"without TLS, operators are served on the daemon's own host, not at "
+                f"{self.address}: give --address the daemon's Unix socket, or set $PREFIXD_TLS_CA "
+                "and $PREFIXD_TOKEN_FILE"
             )
         return self._operators
 

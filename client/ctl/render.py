@@ -174,6 +174,8 @@ def _name_of(label: str) -> Text:
 def counters_table(counters: Mapping[str, int]) -> Table:
     """Everything that the daemon counts, by its metric name."""
     table = make_table("counter", "value", right=("value",))
+    table.caption = "calls to the daemon: what clients look up and read in place is not among them"
+    table.caption_justify = "left"
     for name, value in sorted(counters.items()):
         table.add_row(name, f"{value:,}")
     return table
@@ -221,6 +223,7 @@ def entry_view(response: pb.InspectResponse, now_unix_ns: int, *, verify: bool) 
         ("layers", layers),
         ("token ids", format_bytes(info.token_ids_bytes) if info.token_ids_bytes else "none"),
         ("reason", reason_label(info.reason)),
+        ("namespace", entry.namespace or "not known: an earlier start saved it"),
         ("generation", f"{info.generation}"),
         ("created", f"{age(now_unix_ns - entry.created_unix_ns)} ago"),
         ("last used", f"{age(now_unix_ns - entry.last_used_unix_ns)} ago"),
@@ -341,6 +344,18 @@ def resized_view(tier: str, response: pb.ResizeResponse) -> RenderableType:
     lines.append(
         Text(f"until the next start: {tier}.budget in the configuration holds then", "dim")
     )
+    return Group(*lines)
+
+
+def cleared_view(namespace: str, response: pb.ClearResponse) -> RenderableType:
+    """What was dropped, and what may be of the same namespace still."""
+    freed = size(response.freed_bytes)
+    lines = [Text(f"{namespace}: {response.entries:,} entries dropped ({freed})")]
+    if response.pinned_entries:
+        lines.append(Text(f"{response.pinned_entries:,} stay: somebody reads them", "yellow"))
+    if response.unknown_entries:
+        unknown = f"{response.unknown_entries:,} entries came back from an earlier start"
+        lines.append(Text(f"{unknown}: whose they are is not known", "yellow"))
     return Group(*lines)
 
 

@@ -16,6 +16,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import ERROR_METADATA, DaemonUnavailable, DeadlineExceeded
 from ...proto.limits import MAX_MESSAGE_BYTES
 from ...proto.prefixd_pb2_grpc import CacheStub
+from .channel import open_channel
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ class Connection:
     """
 
     def __init__(self, address: str, connect_timeout_ms: int) -> None:
-        self.channel = grpc.insecure_channel(address, _options(connect_timeout_ms))
+        self.channel = open_channel(address, _options(connect_timeout_ms))
         self.stub = CacheStub(self.channel)
         service = pb.DESCRIPTOR.services_by_name["Cache"].full_name
         # Saves encode their messages themselves (packing.py): no serializer.

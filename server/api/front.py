@@ -15,10 +15,11 @@ from ...proto import prefixd_pb2 as pb
 from ..runtime.loop import Core
 from ..runtime.scrubbing import Scrubber
 from ..runtime.staging import StagingPool
+from .access import CACHE_ROLES, Role, Tokens
 from .admin import AdminService
 from .data_calls import DataCalls
 from .data_socket import DataServer
-from .grpc_adapter import Method, OneMessage, Streaming, Unary, add_service
+from .grpc_adapter import Context, Guard, Method, OneMessage, Streaming, Unary, add_service
 from .hand_over import Handoff
 from .local_socket import LocalServer
 from .saves import Saves
@@ -35,6 +36,7 @@ _WINDOW_BYTES: Final = 2**20
 #: A connection over which nothing came for so long is asked whether it still is one.
 _KEEPALIVE_MS: Final = 30_000
 _KEEPALIVE_TIMEOUT_MS: Final = 10_000
+_HEADER: Final = "authorization"
 
 
 class Front:
@@ -76,6 +78,26 @@ class Front:
         #: gRPC for workers and, apart from them, for operators; neither listens yet
         self.workers: Final = self._server({_CACHE.full_name: self._cache_methods()})
         self.operators: Final = self._server({_ADMIN.full_name: self._admin_methods()})
+        #: who may call over TCP; None: whoever connects, but no operators
+        self.tokens: Tokens | None = None
+
+    def read_tokens(self) -> None:
+        """Read the file with the tokens again. Raises ConfigError. On any thread."""
+        if self.tokens is not None:
+            self.tokens.read_again()
+
+    def remote(self, tokens: Tokens | None) -> grpc.aio.Server:
+        """gRPC over TCP. Operators are served there only with a token that says so."""
+        self.tokens = tokens
+        services = {_CACHE.full_name: self._cache_methods()}
+        if tokens is None:
+            return self._server(services)
+        services[_ADMIN.full_name] = self._admin_methods()
+        guards = {
+            _CACHE.full_name: {name: _guard(tokens, role) for name, role in CACHE_ROLES.items()},
+            _ADMIN.full_name: dict.fromkeys(services[_ADMIN.full_name], _guard(tokens, Role.ADMIN)),
+        }
+        return self._server(services, guards)
 
     def close(self) -> None:
         """Give the memory of clients back, once nothing is served any more."""
@@ -100,6 +122,7 @@ class Front:
             "data_connection_refusals": self.data.refusals,
             "staging_refusals": self.stagings.refusals,
             "verifications_dropped": self._core.verifications.dropped,
+            "token_refusals": self.tokens.refusals if self.tokens is not None else 0,
         }
 
     def _cache_methods(self) -> dict[str, Method]:
@@ -141,9 +164,14 @@ class Front:
             "Drain": Unary(admin.drain),
             "SetLogLevel": Unary(admin.set_log_level),
             "Why": Unary(admin.why),
+            "Clear": Unary(admin.clear),
         }
 
-    def _server(self, services: Mapping[str, Mapping[str, Method]]) -> grpc.aio.Server:
+    def _server(
+        self,
+        services: Mapping[str, Mapping[str, Method]],
+        guards: Mapping[str, Mapping[str, Guard]] | None = None,
+    ) -> grpc.aio.Server:
         config = self.config
         server = grpc.aio.server(
             # The stream of a session is a call, too.
@@ -160,8 +188,19 @@ class Front:
             ],
         )
         for name, methods in services.items():
-            add_service(server, pb.DESCRIPTOR.pool.FindServiceByName(name), methods)
+            service = pb.DESCRIPTOR.pool.FindServiceByName(name)
+            add_service(server, service, methods, guards[name] if guards else None)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, server)
         return server
+
+
+def _guard(tokens: Tokens, needed: Role) -> Guard:
+    def permit(context: Context) -> str:
+        given = [value for name, value in context.invocation_metadata() or () if name == _HEADER]
+        # Two are one too many: which of them is meant?
+        authorization = given[0] if len(given) == 1 else ""
+        return tokens.permit(needed, str(authorization))
+
+    return permit

@@ -52,17 +52,27 @@ class OneMessage:
 Method: TypeAlias = Unary | Streaming | OneMessage
 
 
+#: Says who calls (its token's name), or raises PrefixdError: asked before a method is.
+Guard: TypeAlias = Callable[[Context], str]
+
+
 def add_service(
-    server: grpc.aio.Server, service: ServiceDescriptor, methods: Mapping[str, Method]
+    server: grpc.aio.Server,
+    service: ServiceDescriptor,
+    methods: Mapping[str, Method],
+    guards: Mapping[str, Guard] | None = None,
 ) -> None:
     """Let `server` answer for `service`: every rpc of it by the method of its name. They raise
-    PrefixdError for what the contract knows. Raises ValueError unless each rpc has its method."""
+    PrefixdError for what the contract knows. `guards`: of each rpc; None: all may. Raises
+    ValueError unless each rpc has its method, and its guard."""
     handlers = {}
     for rpc in service.methods:
         method = methods.get(rpc.name)
         if method is None or isinstance(method, Streaming) != rpc.server_streaming:
             raise ValueError(f"{rpc.full_name} has no method that can serve it")
-        handlers[rpc.name] = _handler(rpc, method)
+        if guards is not None and rpc.name not in guards:
+            raise ValueError(f"nobody guards {rpc.full_name}")
+        handlers[rpc.name] = _handler(rpc, method, guards[rpc.name] if guards else _unguarded)
     if len(methods) != len(handlers):
         raise ValueError(f"methods that {service.full_name} does not have: {methods.keys()}")
     generic = grpc.method_handlers_generic_handler(service.full_name, handlers)
@@ -76,8 +86,10 @@ class GrpcCaller:
 
     process: Final[Process | None] = None
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, token: str = "") -> None:
+        """`token`: the name of the one that the call came with."""
         self._context = context
+        self.token: Final = token
 
     def proved(self, session: int) -> None:
         """A channel carries the calls of any number of sessions."""
@@ -97,15 +109,19 @@ _MAKERS: Final = {
 }
 
 
-def _handler(rpc: MethodDescriptor, method: Method) -> _Handler:
+def _unguarded(_context: Context) -> str:
+    return ""
+
+
+def _handler(rpc: MethodDescriptor, method: Method, guard: Guard) -> _Handler:
     # On the wire one message is a stream of one message.
     streamed = rpc.client_streaming or isinstance(method, OneMessage)
     checked: Callable[[Any], Any] = _each_message if streamed else _message
     behaviour: Callable[..., Awaitable[Any]]
     if isinstance(method, Streaming):
-        behaviour = partial(_streaming, rpc.name, method.call, checked)
+        behaviour = partial(_streaming, rpc.name, method.call, checked, guard)
     else:
-        behaviour = partial(_answering, rpc.name, method.call, checked)
+        behaviour = partial(_answering, rpc.name, method.call, checked, guard)
     return _MAKERS[streamed, rpc.server_streaming](
         behaviour,
         request_deserializer=partial(_parse, GetMessageClass(rpc.input_type)),
@@ -117,11 +133,13 @@ async def _answering(
     name: str,
     call: Callable[[Any, Caller], Awaitable[Message]],
     checked: Callable[[Any], Any],
+    guard: Guard,
     request: Any,
     context: Context,
 ) -> Any:
     try:
-        return await call(checked(request), GrpcCaller(context))
+        caller = GrpcCaller(context, guard(context))
+        return await call(checked(request), caller)
     except asyncio.CancelledError as cancelled:
         error = cut_off_with(cancelled)
     except CallerGone:
@@ -137,11 +155,13 @@ async def _streaming(
     name: str,
     call: Callable[[Any, Caller], AsyncGenerator[Message, None]],
     checked: Callable[[Any], Any],
+    guard: Guard,
     request: Any,
     context: Context,
 ) -> None:
     try:
-        async with aclosing(call(checked(request), GrpcCaller(context))) as responses:
+        caller = GrpcCaller(context, guard(context))
+        async with aclosing(call(checked(request), caller)) as responses:
             async for response in responses:
                 await context.write(response)
                 del response  # else its bytes are held while the next ones are read

@@ -270,6 +270,7 @@ def entry_detail(entry: Entry) -> pb.EntryDetail:
         hits=entry.hits,
         pins=entry.pins,
         extents=entry.location,
+        namespace=entry.label,
     )
 
 

@@ -37,10 +37,10 @@ from .usage import SCALARS, UsageBook
 
 #: What the daemon counts: the fields of `tables.Counters`.
 COUNTERS: Final = {
-    "lookups": "Lookups that were answered.",
-    "lookup_keys": "Keys in those lookups.",
-    "lookup_hits": "Keys of lookups that were published.",
-    "claims": "Claims that were asked for.",
+    "lookups": "Lookups that the daemon answered; those in place are prefixd_client_lookups_total.",
+    "lookup_keys": "Keys in the lookups that the daemon answered.",
+    "lookup_hits": "Keys of the lookups that the daemon answered which were published.",
+    "claims": "Claims that were asked for; reads in place without one are prefixd_touches_total.",
     "claims_empty": "Claims of which no key was published.",
     "claimed_entries": "Entries in the claims that were granted.",
     "releases": "Claims that were given back by their holder.",
@@ -58,7 +58,7 @@ COUNTERS: Final = {
     "failed_saves": "Saves that a store could not make durable.",
     "waits": "Requests that waited for saves in flight.",
     "waits_timed_out": "Waits that ended without the save.",
-    "touches": "Uses that clients reported afterwards.",
+    "touches": "Reads in place, without a claim, that clients told of afterwards.",
     "suspects": "Entries that a client reported as damaged.",
     "deletes": "Entries that a client deleted.",
     "sessions_opened": "Sessions that were opened.",
@@ -67,11 +67,11 @@ COUNTERS: Final = {
 }
 #: What the daemon counts in every tier: the fields of `tables.TierCounters`, less its gauge.
 TIER_COUNTERS: Final = {
-    "hits": "Uses of entries.",
+    "hits": "Uses of entries: by claims, by saves of what is there, and in place as told.",
     "hit_tokens": "Tokens of the entries that were used.",
     "saves": "Entries that were published.",
     "saved_bytes": "Payload bytes that were published.",
-    "read_bytes": "Payload bytes that were read through the daemon.",
+    "read_bytes": "Payload bytes that the daemon read for clients; in place they do it themselves.",
     "evictions": "Entries that were evicted.",
     "evicted_bytes": "Stored bytes that were evicted.",
     "corrupt": "Entries that were dropped because their bytes were wrong.",

@@ -15,8 +15,10 @@ import structlog
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import InvalidSize, MalformedMessage, UnknownSession
+from ...proto.keys import Key
+from ...proto.labels import check_label
 from ...proto.vocabulary import Tier
-from ..core.answers import DeleteAnswer, EvictAnswer
+from ..core.answers import DeleteAnswer, DeleteOutcome, EvictAnswer
 from ..core.events import DeleteAsked, EvictAsked
 from ..runtime.gate import stopping
 from ..runtime.loop import Core
@@ -42,8 +44,9 @@ log = structlog.get_logger("prefixd.audit")
 def audit(caller: Caller, action: str, **what: object) -> None:
     """One line for each thing that an operator changes. gRPC does not tell whose process is at the
     other end: then it is one that may open the operators' socket, of the daemon's user or root."""
-    process = caller.process
+    process, token = caller.process, getattr(caller, "token", "")
     who = f"pid {process.pid}, uid {process.uid}" if process else "an operator on the admin socket"
+    who = f"the token {token!r} over TCP" if token else who
     log.info("admin_action", action=action, who=who, **what)
 
 
@@ -128,6 +131,40 @@ class Operations(Lists):
         if request.apply:
             live = [each.option for each in response.changed if each.live]
             audit(caller, "reload", changed=live)
+        return response
+
+    async def clear(self, request: pb.ClearRequest, caller: Caller) -> pb.ClearResponse:
+        core = self._core
+        tiers = set(messages.tiers_of(request.tiers, core.stores) or core.stores)
+        label = check_label(request.namespace)
+        response = pb.ClearResponse()
+        slices = Slices()
+        for shard in core.state.tables.entries.shards:
+            named: dict[Key, int] = {}
+            for entry in shard.values():
+                if entry.tier in tiers:
+                    if entry.label == label:
+                        named[entry.key] = entry.stored_bytes
+                    response.unknown_entries += not entry.label
+            keys = tuple(named)
+            for start in range(0, len(keys), _EVICTED_AT_ONCE):
+                part = keys[start : start + _EVICTED_AT_ONCE]
+                question = DeleteAsked(core.next_request(), None, part, core.clock.now_ns())
+                for key, result in zip(
+                    part, (await core.ask(question, DeleteAnswer)).results, strict=True
+                ):
+                    if result is DeleteOutcome.DELETED:
+                        response.entries += 1
+                        response.freed_bytes += named[key]
+                    response.pinned_entries += result is DeleteOutcome.PINNED
+            await slices.pause()
+        audit(
+            caller,
+            "clear",
+            namespace=label,
+            tiers=[tier.label for tier in sorted(tiers)],
+            entries=response.entries,
+        )
         return response
 
     async def resize(self, request: pb.ResizeRequest, caller: Caller) -> pb.ResizeResponse:

@@ -13,6 +13,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Final, TypeAlias
@@ -83,9 +84,13 @@ class CacheService:
         return self._sessions.prove(ref, caller).number
 
     async def session(
-        self, requests: AsyncIterator[pb.SessionRequest], _caller: Caller
+        self, requests: AsyncIterator[pb.SessionRequest], caller: Caller
     ) -> AsyncGenerator[pb.SessionEvent, None]:
-        stream = SessionStream(self._core, self._sessions, self._config)
+        config = self._config
+        if getattr(caller, "token", ""):
+            # A role is asked for here, and not on the local socket.
+            config = replace(config, local_socket="")
+        stream = SessionStream(self._core, self._sessions, config)
         async with aclosing(stream.run(requests)) as events:
             async for event in events:
                 yield event

@@ -39,7 +39,7 @@ from ..runtime.listeners import SessionNote
 from ..runtime.loop import Core
 from . import messages
 from .calls import Caller, CallerGone, Process, cut_off
-from .usage import DEFAULT_LABEL, LabelUsage, UsageBook, check_usage
+from .usage import LabelUsage, UsageBook, check_usage
 
 log = structlog.get_logger("prefixd.sessions")
 
@@ -213,7 +213,8 @@ class SessionStream:
         name = hello.client_name or "client"
         owner = f"{name} (pid {hello.pid} on {hello.host or 'this host'})"
         core = self._core
-        label = hello.label or DEFAULT_LABEL
+        # As it is added up: there are no more labels than the book has.
+        label = self._usage.name
         question = SessionOpened(core.next_request(), owner, core.clock.now_ns(), label)
         session = (await core.ask(question, Opened)).session
         log.info("session_opened", session=session, owner=owner)

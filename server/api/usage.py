@@ -46,7 +46,8 @@ SCALARS: Final = ("lookups", "hits", "lookup_tokens", "restored_tokens")
 class LabelUsage:
     """The sums of one label. Names are those of `pb.Usage`."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = DEFAULT_LABEL) -> None:
+        self.name: Final = name
         self.scalars = dict.fromkeys(SCALARS, 0)
         self.misses = dict.fromkeys(REASONS, 0)
         self.failures = dict.fromkeys(REASONS, 0)
@@ -132,7 +133,7 @@ class UsageBook:
             # One place is kept for all the others.
             if len(self._labels) >= MAX_LABELS - (OTHER_LABEL not in self._labels):
                 label = OTHER_LABEL
-            found = self._labels.setdefault(label, LabelUsage())
+            found = self._labels.setdefault(label, LabelUsage(label))
         return found
 
     def items(self) -> Iterator[tuple[str, LabelUsage]]:

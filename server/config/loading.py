@@ -125,7 +125,12 @@ def load_config(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Co
 
 
 def _unusable(config: Config, plan: Plan) -> Iterator[str]:
-    """Directories that a start could not write to. Creates nothing."""
+    """Directories that a start could not write to, and files that it could not read. Creates
+    nothing."""
+    for name in ("tls_cert", "tls_key", "tls_client_ca", "tokens"):
+        file = getattr(config.server, name)
+        if file and not (Path(file).is_file() and os.access(file, os.R_OK)):
+            yield f"server.{name}: {file} is no file that the user {os.geteuid()} can read"
     socket = socket_path(config.server.address)
     directories = {"server.address": socket.parent if socket else None}
     for tier, tier_plan in plan.tiers.items():
@@ -212,18 +217,32 @@ def _reason(error: ErrorDetails, option: Option) -> str:
 def _conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     """Options that are right by themselves and wrong together: which, and why."""
     server, sessions = config.server, config.sessions
-    if server.tcp and not server.allow_remote and not _is_loopback(server.tcp):
+    secured = server.tls_cert and (server.tokens or server.tls_client_ca)
+    if server.tcp and not secured and not server.allow_remote and not _is_loopback(server.tcp):
+        lack = "nobody is asked who they are" if server.tls_cert else "nothing is encrypted"
         yield (
             ("server.tcp", "server.allow_remote"),
-            f"{server.tcp} can be reached from other machines, and there is neither encryption "
-            "nor a password; listen on 127.0.0.1, or say allow_remote = true",
+            f"{server.tcp} can be reached from other machines, and {lack}; listen on 127.0.0.1, "
+            "set tls_cert, tls_key and tokens, or say allow_remote = true",
         )
+    if bool(server.tls_cert) != bool(server.tls_key):
+        yield ("server.tls_cert", "server.tls_key"), "one of them is set, and TLS needs both"
+    for name in ("tls_client_ca", "tokens"):
+        if getattr(server, name) and not server.tls_cert:
+            yield (f"server.{name}", "server.tls_cert"), "they need TLS; nothing else protects them"
+    if server.tls_cert and not server.tcp:
+        yield ("server.tls_cert", "server.tcp"), "TLS is for TCP, which is switched off"
     explicit = server.data if server.data != "auto" else ""
     if explicit and not server.allow_remote and not _is_loopback(explicit):
         yield (
             ("server.data", "server.allow_remote"),
             f"{explicit} can be reached from other machines, and there is no encryption; listen on "
             "127.0.0.1, or say allow_remote = true",
+        )
+    if explicit and server.tls_cert:
+        yield (
+            ("server.data", "server.tls_cert"),
+            "the data socket has neither TLS nor roles: leave it out, or TLS",
         )
     if explicit and not server.tcp:
         yield (

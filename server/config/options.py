@@ -74,6 +74,12 @@ def _directory(value: object) -> object:
     return Path(value).expanduser().absolute()
 
 
+def _file(value: object) -> object:
+    if not isinstance(value, str):
+        raise ValueError("should be the name of a file")
+    return str(Path(value).expanduser().absolute()) if value else ""
+
+
 def _unix_address(value: object) -> object:
     address = normalize_address(str(value))
     path = socket_path(address)
@@ -126,6 +132,7 @@ def _data_address(value: object) -> object:
     return value if value == "auto" else _tcp_address(value)
 
 
+File: TypeAlias = Annotated[str, BeforeValidator(_file), Kind("FILE")]
 Policy: TypeAlias = Annotated[str, BeforeValidator(_policy), Kind("|".join(POLICIES))]
 Budget: TypeAlias = Annotated[
     Annotated[int, Field(ge=0)] | Literal["auto"],
@@ -173,14 +180,27 @@ class Server(Section):
     """The Unix socket for operators (prefixctl): who lists and evicts everybody's entries is served
     here only, and it is always for this user alone. `auto`: `address` with .admin behind it."""
     tcp: TcpAddress = ""
-    """Also listen on host:port; port 0 lets the kernel choose; empty: no TCP. There is neither
-    encryption nor a password."""
+    """Also listen on host:port; port 0 lets the kernel choose; empty: no TCP. Without `tls_cert`
+    there is neither encryption nor a password."""
     data: DataAddress = "auto"
     """The data socket, on which clients that come over `tcp` move payloads at two to three times
-    the speed of gRPC; they are told its port. `auto`: any port at the host of `tcp`; empty: none.
-    Without encryption; nobody gets anything there without the secret of a session."""
+    the speed of gRPC; they are told its port. `auto`: any port at the host of `tcp`, but none with
+    `tls_cert`; empty: none. Without encryption and without roles; nobody gets anything there
+    without the secret of a session."""
     allow_remote: bool = False
-    """Allow `tcp` and `data` on an address that other machines can reach."""
+    """Allow `tcp` on an address that other machines can reach without TLS, or without both tokens
+    and `tls_client_ca`, and `data` on any such: whoever reaches these can then read and replace
+    everything."""
+    tls_cert: File = ""
+    """The certificate for `tcp`, with its chain, as PEM; empty: no TLS. With `tls_key`."""
+    tls_key: File = ""
+    """Its private key, as PEM. Nobody but its owner may be able to read it."""
+    tls_client_ca: File = ""
+    """Clients over TCP have to show a certificate that one of these signed, as PEM; empty: none."""
+    tokens: File = ""
+    """Who may call over TCP: a line `read|write|admin NAME TOKEN` each. `read` finds and restores,
+    `write` saves and deletes too, `admin` is prefixctl's. Empty: whoever connects reads and writes.
+    With TLS only; read at the start and with each reload."""
     metrics: TcpAddress = ""
     """Serve Prometheus metrics over HTTP on host:port; empty: don't."""
     worker_threads: int = Field(4, ge=1, le=256)
@@ -224,6 +244,8 @@ class Server(Section):
         """Where the data socket is; empty: there is none."""
         if self.data != "auto":
             return self.data
+        if self.tls_cert:
+            return ""  # nothing there is encrypted, and no role is asked for
         return f"{self.tcp.rpartition(':')[0]}:0" if self.tcp else ""
 
     def operators(self) -> str:

@@ -45,6 +45,9 @@ class Entry(Resident):
     pins: int = 0
     #: False before it is published, and again once it left the table
     published: bool = True
+    #: under which namespace label its client saved it; empty: an earlier start did. One object for
+    #: all entries of a label, and no byte more: the allocator would round up without it
+    label: str = ""
 
 
 def shard_of(key: Key) -> int:

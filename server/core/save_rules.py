@@ -192,6 +192,7 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
             0,
             0,
             False,
+            session.label,
         )
         refusal = make_room(transition, session, entry, begin)
         if refusal is not None:

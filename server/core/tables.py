@@ -152,6 +152,8 @@ class Session:
     waited_keys: int = 0
     #: items of its saves for which room is being found, see `Reserve`
     reserving: int = 0
+    #: the namespace that its client says it saves for
+    label: str = ""
 
 
 class WaitMode(Enum):

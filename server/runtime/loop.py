@@ -120,7 +120,8 @@ class Core:
         self.broken = asyncio.Event()
         self.broken_why = ""
         self._closed = False
-        self._working = 0
+        #: calls that move bytes at this moment
+        self.calls_working = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._loop = asyncio.get_running_loop()
@@ -266,21 +267,16 @@ class Core:
         except RuntimeError:
             log.debug("event_after_close", kind=type(event).__name__)
 
-    @property
-    def calls_working(self) -> int:
-        """Calls that move bytes at this moment."""
-        return self._working
-
     @contextmanager
     def working(self) -> Iterator[None]:
         """Something is moving bytes: a stop waits for it, as long as it is willing to wait."""
-        self._working += 1
+        self.calls_working += 1
         self._idle.clear()
         try:
             yield
         finally:
-            self._working -= 1
-            if not self._working:
+            self.calls_working -= 1
+            if not self.calls_working:
                 self._idle.set()
 
     # ---- sessions
@@ -467,7 +463,7 @@ class Core:
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
-            log.warning("drain_timed_out", still_working=self._working)
+            log.warning("drain_timed_out", still_working=self.calls_working)
             return False
         return True
 

@@ -66,6 +66,7 @@ COUNTS = {
     "calls",
     "times",
     "remembered_events",
+    "unknown_entries",
 }
 NAMES = {
     "session_id",

@@ -131,3 +131,27 @@ def test_every_option_is_shown_as_it_is_written() -> None:
     assert shown["server.scrub_rate"] == "8MiB"
     assert shown["sessions.heartbeat"] == "2s"
     assert shown["disk.sync"] == "true"
+
+
+@in_loop
+async def test_files_that_are_wrong_change_nothing_either(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        written = Written(tmp_path)
+        made = reloader(daemon, written)
+        read: list[bool] = []
+
+        def read_files() -> None:
+            read.append(True)
+            if len(read) == 1:
+                raise ConfigError("server.tokens: line 1")
+
+        made.read_files = read_files
+        before = daemon.tables.config
+        written.write(CHANGED)
+        await made.configure(False)
+        assert not read, "to look is not to change"
+        with pytest.raises(ConfigError, match=r"server\.tokens"):
+            await made.configure(True)
+        assert daemon.tables.config is before
+        await made.configure(True)
+        assert daemon.tables.config.max_pinned_share == 0.25

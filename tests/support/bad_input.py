@@ -455,6 +455,12 @@ def _operators() -> Iterator[Mistake]:
     yield admin("a stop and a resume at once", "Drain", "malformed_message", both)
     for_ever = pb.DrainRequest(within_ms=2**32 - 1)
     yield admin("a drain of weeks", "Drain", "invalid_size", for_ever)
+    for label in ("", "a b", "x" * 65):
+        nobodys = pb.ClearRequest(namespace=label)
+        name = f"a namespace of {len(label)} characters that can be none"
+        yield admin(name, "Clear", "invalid_size", nobodys)
+    nowhere_clear = pb.ClearRequest(namespace="a", tiers=[9])  # type: ignore[list-item]
+    yield admin("a clear of no tier", "Clear", "unknown_tier", nowhere_clear)
     loud = pb.SetLogLevelRequest(level="loud")
     yield admin("a log level that there is not", "SetLogLevel", "malformed_message", loud)
     for beginning in (b"", b"a", bytes(33)):

@@ -118,3 +118,37 @@ def test_a_drained_daemon_can_end() -> None:
         assert "the daemon ends" in run(daemon, "drain", "--stop")
         assert daemon._process is not None
         assert daemon._process.wait(60) == 0
+
+
+def test_what_a_namespace_saved_is_cleared(daemon: PrivateDaemon) -> None:
+    keys = {
+        label: [Key(bytes([n, len(label)]) * 16) for n in range(5)] for label in ("one", "other")
+    }
+    for label, its_keys in keys.items():
+        with Client(daemon.address, label=label) as client:
+            for tier in (Tier.RAM, Tier.SHM):
+                some = its_keys[:3] if tier is Tier.RAM else its_keys[3:]
+                client.save_many([SaveItem(key, b"bytes", 5) for key in some], tier=tier)
+    assert "namespace   one" in run(daemon, "inspect", keys["one"][0].hex())
+    with Client(daemon.address, label="reader") as client:
+        with client.claim(keys["one"][3:4]) as hit:
+            assert hit
+            said = run(daemon, "clear", "--namespace", "one", code=ExitCode.PROBLEM)
+            assert said == "one: 4 entries dropped (16KiB)\n1 stay: somebody reads them\n"
+        assert client.exists(keys["one"]) == [False] * 3 + [True, False]
+        assert run(daemon, "clear", "--namespace", "one", "--tier", "ram").startswith("one: 0 ")
+        assert run(daemon, "clear", "--namespace", "one").startswith("one: 1 ")
+        assert client.exists(keys["other"]) == [True] * 5
+    run(daemon, "clear", "--namespace", "no label", code=ExitCode.BAD_INPUT)
+    run(daemon, "clear", code=ExitCode.BAD_INPUT)
+
+
+def test_entries_of_an_earlier_start_are_of_no_known_namespace() -> None:
+    with private_daemon() as daemon:
+        with Client(daemon.address, label="one") as client:
+            client.save_many([SaveItem(KEY, b"bytes", 5)], tier=Tier.SHM)
+        daemon.stop()
+        daemon.start()
+        said = run(daemon, "clear", "--namespace", "one")
+        assert "1 entries came back from an earlier start: whose they are is not known" in said
+        assert "not known" in run(daemon, "inspect", KEY.hex())

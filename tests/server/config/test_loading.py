@@ -106,6 +106,19 @@ def test_operators_are_served_beside_the_workers_unless_told_otherwise() -> None
     assert elsewhere.operators() == "unix:/a/b"
 
 
+def test_remote_tcp_needs_no_consent_with_tls_and_somebody_to_ask() -> None:
+    tls = ("--tcp", "0.0.0.0:7070", "--server.tls_cert=c", "--server.tls_key=k")
+    for asked in ("--server.tokens=t", "--server.tls_client_ca=ca"):
+        assert load(*tls, asked).server.tcp == "0.0.0.0:7070"
+
+
+def test_with_tls_there_is_no_data_socket() -> None:
+    """It has neither encryption nor roles."""
+    assert load("--tcp", "127.0.0.1:70").server.data_address() == "127.0.0.1:0"
+    tls = ("--tcp", "127.0.0.1:70", "--server.tls_cert=c", "--server.tls_key=k")
+    assert load(*tls).server.data_address() == ""
+
+
 def test_remote_tcp_is_possible_on_purpose() -> None:
     config = load("--tcp", "0.0.0.0:7070", "--server.allow_remote")
     assert config.server.tcp == "0.0.0.0:7070"
@@ -200,7 +213,7 @@ def test_everything_wrong_is_said_at_once_and_where_it_came_from(tmp_path: Path)
         "sessions.heartbeat = '1ms' (from --sessions.heartbeat): should be at least 50ms",
         "log.level = 'loud' (from --log.level): should be 'debug', 'info', 'warning' or 'error'",
         "server.tcp and server.allow_remote: 0.0.0.0:7070 can be reached from other machines, and "
-        "there is neither encryption nor a password; listen on 127.0.0.1, or say "
+        "nothing is encrypted; listen on 127.0.0.1, set tls_cert, tls_key and tokens, or say "
         "allow_remote = true",
     ]
 
@@ -281,6 +294,24 @@ def test_a_flag_that_takes_no_value() -> None:
         (["--tcp=[::1]:7", "--server.data=0.0.0.0:8"], "server.data and server.allow_remote"),
         (["--server.data=127.0.0.1:8"], "server.data and server.tcp"),
         (["--tcp=127.0.0.1:7", "--server.data=127.0.0.1:7"], "server.tcp and server.data"),
+        (
+            ["--tcp=0.0.0.0:7", "--server.tls_cert=c", "--server.tls_key=k"],
+            "server.tcp and server.allow_remote",
+        ),
+        (["--tcp=127.0.0.1:7", "--server.tls_cert=c"], "server.tls_cert and server.tls_key"),
+        (["--tcp=127.0.0.1:7", "--server.tokens=t"], "server.tokens and server.tls_cert"),
+        (
+            ["--tcp=127.0.0.1:7", "--server.tls_client_ca=t"],
+            "server.tls_client_ca and server.tls_cert",
+        ),
+        (["--server.tls_cert=c", "--server.tls_key=k"], "server.tls_cert and server.tcp"),
+        (
+            [
+                *("--tcp=127.0.0.1:7", "--server.data=127.0.0.1:8"),
+                *("--server.tls_cert=c", "--server.tls_key=k"),
+            ],
+            "server.data and server.tls_cert",
+        ),
     ],
 )
 def test_options_that_contradict_each_other(argv: list[str], keys: str) -> None:
@@ -403,3 +434,14 @@ def test_check_config_warns_of_more_than_the_machine_has(
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first == "The configuration is possible, but likely not meant:"
     assert second.startswith("warning: ram.budget and shm.budget together are 500TiB, more than")
+
+
+def test_files_that_are_not_there_are_found_before_a_start(tmp_path: Path) -> None:
+    tls = [
+        "--tcp=127.0.0.1:0",
+        *(f"--server.tls_{name}={tmp_path / name}" for name in ("cert", "key")),
+    ]
+    places = [f"--server.address=unix:{tmp_path}/s", f"--disk.directory={tmp_path}/disk"]
+    with pytest.raises(ConfigError, match=r"server\.tls_cert: .*/cert is no file") as refused:
+        load("--check-config", *places, *tls)
+    assert "server.tls_key: " in str(refused.value)

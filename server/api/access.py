@@ -1,0 +1,135 @@
+"""Who may call what over TCP: tokens with roles, from a file that only the daemon's user can read.
+
+On the Unix sockets the file system decides who may connect, and nothing here is asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Iterable
+from enum import IntEnum
+from hmac import compare_digest
+from pathlib import Path
+from typing import Final
+
+from ...proto.errors import ConfigError, NotAuthenticated, NotPermitted
+
+
+class Role(IntEnum):
+    """Each may do what those before it may."""
+
+    READ = 1
+    """Find and restore what is there."""
+    WRITE = 2
+    """Save and delete, too."""
+    ADMIN = 3
+    """Everything that prefixctl does, too."""
+
+
+#: Of the Cache service: the role that each rpc takes. Admin takes ADMIN.
+CACHE_ROLES: Final = {
+    "Session": Role.READ,
+    "Lookup": Role.READ,
+    "Claim": Role.READ,
+    "Release": Role.READ,
+    "Read": Role.READ,
+    "Reserve": Role.WRITE,
+    "Write": Role.WRITE,
+    "Save": Role.WRITE,
+    "SaveWhole": Role.WRITE,
+    "Cancel": Role.WRITE,
+    "Delete": Role.WRITE,
+    "Pull": Role.WRITE,
+}
+MIN_TOKEN_CHARS: Final = 32
+MAX_TOKENS: Final = 1_000
+_MAX_FILE_BYTES: Final = 2**20
+_LINE: Final = re.compile(r"(read|write|admin) ([\w.-]{1,64}) ([!-~]{32,512})")
+_SCHEME: Final = "Bearer "
+
+
+class Tokens:
+    """The tokens that are known, as hashes. Shows none of them, whatever is done with it."""
+
+    def __init__(self, known: Iterable[tuple[Role, str, str]]) -> None:
+        """`known`: role, name and token of each."""
+        self._known = [(_digest(token), role, name) for role, name, token in known]
+        self._path: Path | None = None
+        #: calls that were refused for want of a token, or of a role
+        self.refusals = 0
+
+    @classmethod
+    def from_file(cls, path: Path) -> Tokens:
+        """One a line: `ROLE NAME TOKEN`; `#` begins a comment. Raises ConfigError, which names the
+        line and not what stands there."""
+        try:
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_FILE_BYTES:
+                    raise ConfigError(f"server.tokens: {path} is no file of at most a megabyte")
+                if status.st_mode & 0o077:
+                    raise ConfigError(
+                        f"server.tokens: others than its owner may use {path}: chmod 600 it"
+                    )
+                lines = file.read().decode().splitlines()
+        except OSError as problem:
+            raise ConfigError(f"server.tokens: can't read {path}: {problem.strerror}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"server.tokens: {path} is not text") from None
+        known: list[tuple[Role, str, str]] = []
+        for number, line in enumerate(lines, 1):
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+            found = _LINE.fullmatch(line.strip())
+            if found is None:
+                raise ConfigError(
+                    f"server.tokens: line {number} of {path} is not `read|write|admin NAME TOKEN` "
+                    f"with a token of at least {MIN_TOKEN_CHARS} characters"
+                )
+            known.append((Role[found[1].upper()], found[2], found[3]))
+        if not 0 < len(known) <= MAX_TOKENS:
+            raise ConfigError(f"server.tokens: {path} has {len(known)} tokens, 1 to {MAX_TOKENS}")
+        if len({token for _, _, token in known}) < len(known):
+            raise ConfigError(f"server.tokens: {path} has a token twice")
+        tokens = cls(known)
+        tokens._path = path
+        return tokens
+
+    def read_again(self) -> None:
+        """What the file says by now holds for every call from here on. Raises ConfigError, and then
+        nothing has changed."""
+        if self._path is not None:
+            self._known = Tokens.from_file(self._path)._known
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} tokens>"
+
+    def permit(self, needed: Role, authorization: str) -> str:
+        """The name of the token in an `authorization` header, if its role allows what needs this
+        one. As long for each that is wrong. Raises NotAuthenticated, NotPermitted."""
+        given = _digest(authorization.removeprefix(_SCHEME))
+        role, name = None, ""
+        for digest, its_role, its_name in self._known:
+            # All of them, whichever it is.
+            if compare_digest(digest, given):
+                role, name = its_role, its_name
+        if role is None or not authorization.startswith(_SCHEME):
+            self.refusals += 1
+            raise NotAuthenticated("this daemon wants a token that it knows: $PREFIXD_TOKEN_FILE")
+        if role < needed:
+            self.refusals += 1
+            raise NotPermitted(
+                f"the token {name!r} has the role {role.name.lower()}, this takes "
+                f"{needed.name.lower()}"
+            )
+        return name
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="replace")).digest()

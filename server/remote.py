@@ -1,0 +1,43 @@
+"""The TCP port: what the files say that decide who may connect. Secrets are in no message."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import grpc
+
+from ..proto.errors import ConfigError
+from .api.access import Tokens
+from .config.options import Config
+
+
+def tokens_of(config: Config) -> Tokens | None:
+    """Who may call over TCP; None: whoever connects. Raises ConfigError."""
+    return Tokens.from_file(Path(config.server.tokens)) if config.server.tokens else None
+
+
+def credentials_of(config: Config) -> grpc.ServerCredentials | None:
+    """TLS as it is configured; None: there is none. Raises ConfigError."""
+    server = config.server
+    if not server.tls_cert:
+        return None
+    key = _read("server.tls_key", server.tls_key, secret=True)
+    chain = _read("server.tls_cert", server.tls_cert)
+    roots = None
+    if server.tls_client_ca:
+        roots = _read("server.tls_client_ca", server.tls_client_ca)
+    return grpc.ssl_server_credentials([(key, chain)], roots, require_client_auth=roots is not None)
+
+
+def _read(option: str, name: str, *, secret: bool = False) -> bytes:
+    try:
+        with Path(name).open("rb") as file:
+            if secret and os.fstat(file.fileno()).st_mode & 0o077:
+                raise ConfigError(f"{option}: others than its owner may use {name}: chmod 600 it")
+            data = file.read(2**20)
+    except OSError as problem:
+        raise ConfigError(f"{option}: can't read {name}: {problem.strerror}") from None
+    if b"-----BEGIN " not in data:
+        raise ConfigError(f"{option}: {name} is no PEM file")
+    return data

@@ -1,0 +1,126 @@
+"""Tokens and roles: each may what its role may, and no secret is shown or believed in part."""
+
+from __future__ import annotations
+
+import hmac
+from pathlib import Path
+
+import pytest
+
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.errors import ConfigError, NotAuthenticated, NotPermitted
+from prefixd.server.api import access
+from prefixd.server.api.access import CACHE_ROLES, Role, Tokens
+
+TOKENS = {role: role.name.lower() * 10 + "!" * 20 for role in Role}
+
+
+def written(path: Path, text: str, mode: int = 0o600) -> Path:
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def lines() -> str:
+    return "".join(
+        f"{role.name.lower()} its-{role.name} {token}\n" for role, token in TOKENS.items()
+    )
+
+
+def test_every_rpc_has_a_role() -> None:
+    assert CACHE_ROLES.keys() == set(pb.DESCRIPTOR.services_by_name["Cache"].methods_by_name)
+
+
+def test_each_may_what_its_role_may(tmp_path: Path) -> None:
+    tokens = Tokens.from_file(written(tmp_path / "t", f"# ours\n\n{lines()}"))
+    assert len(tokens) == 3
+    for role, token in TOKENS.items():
+        for needed in Role:
+            if role >= needed:
+                assert tokens.permit(needed, f"Bearer {token}") == f"its-{role.name}"
+            else:
+                with pytest.raises(NotPermitted, match=f"has the role {role.name.lower()}"):
+                    tokens.permit(needed, f"Bearer {token}")
+    assert tokens.refusals == 3
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", "Bearer ", "Bearer x", TOKENS[Role.ADMIN], f"bearer {TOKENS[Role.ADMIN]}",
+     f"Bearer {TOKENS[Role.ADMIN]} ", f"Bearer {TOKENS[Role.ADMIN][:-1]}", "Bearer \ud800"],
+)  # fmt: skip
+def test_what_is_not_a_token_opens_nothing(tmp_path: Path, given: str) -> None:
+    tokens = Tokens.from_file(written(tmp_path / "t", lines()))
+    with pytest.raises(NotAuthenticated) as refused:
+        tokens.permit(Role.READ, given)
+    assert not any(token[:8] in str(refused.value) for token in TOKENS.values())
+
+
+def test_all_are_compared_whichever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In constant time, and with each that is known."""
+    tokens = Tokens.from_file(written(tmp_path / "t", lines()))
+    compared: list[bytes] = []
+
+    def watched(known: bytes, given: bytes) -> bool:
+        compared.append(known)
+        return hmac.compare_digest(known, given)
+
+    monkeypatch.setattr(access, "compare_digest", watched)
+    for token in TOKENS.values():
+        tokens.permit(Role.READ, f"Bearer {token}")
+    assert len(compared) == len(TOKENS) ** 2
+
+
+def test_tokens_are_shown_nowhere(tmp_path: Path) -> None:
+    tokens = Tokens.from_file(written(tmp_path / "t", lines()))
+    everything = f"{tokens!r} {tokens} {vars(tokens)}"
+    assert not any(token in everything for token in TOKENS.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "why"),
+    [
+        (lines(), 0o640, "others than its owner"),
+        (lines(), 0o604, "others than its owner"),
+        ("", 0o600, "0 tokens"),
+        ("read a short", 0o600, "line 1 .*at least 32"),
+        (f"{lines()}write b {'y' * 32} z", 0o600, "line 4"),
+        (f"root b {'y' * 32}", 0o600, "line 1"),
+        (f"read a {'y' * 32}\nadmin b {'y' * 32}", 0o600, "twice"),
+        ("".join(f"read n{n} {n:040}\n" for n in range(1001)), 0o600, "1001 tokens"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_without_its_secrets(
+    tmp_path: Path, text: str, mode: int, why: str
+) -> None:
+    path = written(tmp_path / "t", text, mode)
+    with pytest.raises(ConfigError, match=why) as refused:
+        Tokens.from_file(path)
+    assert "server.tokens" in str(refused.value)
+    assert "yyyy" not in str(refused.value)
+
+
+def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        Tokens.from_file(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match=r"no file|Is a directory"):
+        Tokens.from_file(tmp_path)
+    path = tmp_path / "t"
+    path.write_bytes(b"\xff\xfe")
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match="not text"):
+        Tokens.from_file(path)
+
+
+def test_the_file_is_read_again_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = written(tmp_path / "t", lines())
+    tokens = Tokens.from_file(path)
+    path.write_text(f"admin new {'n' * 32}\nnonsense")
+    with pytest.raises(ConfigError, match="line 2"):
+        tokens.read_again()
+    assert tokens.permit(Role.READ, f"Bearer {TOKENS[Role.READ]}") == "its-READ"
+    path.write_text(f"admin new {'n' * 32}\n")
+    tokens.read_again()
+    assert tokens.permit(Role.ADMIN, f"Bearer {'n' * 32}") == "new"
+    with pytest.raises(NotAuthenticated):
+        tokens.permit(Role.READ, f"Bearer {TOKENS[Role.READ]}")

@@ -1,0 +1,48 @@
+"""Certificates for tests, made by openssl: an authority, and what it signed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+
+class Authority:
+    """Signs certificates for 127.0.0.1, in `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        if shutil.which("openssl") is None:
+            pytest.skip("there is no openssl to make certificates with")
+        directory.mkdir()
+        self._directory = directory
+        self.certificate = directory / "ca.pem"
+        self._key = directory / "ca.key"
+        _openssl(
+            *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
+            *("-nodes", "-keyout", self._key, "-out", self.certificate, "-days", "2"),
+            *("-subj", "/CN=test authority"),
+        )
+
+    def sign(self, name: str, *, days: int = 2) -> tuple[Path, Path]:
+        """A certificate and its key. `days` below 0: it is over."""
+        certificate, key = self._directory / f"{name}.pem", self._directory / f"{name}.key"
+        request = self._directory / f"{name}.csr"
+        extensions = self._directory / f"{name}.ext"
+        extensions.write_text("subjectAltName=IP:127.0.0.1\n")
+        _openssl(
+            *("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
+            *("-keyout", key, "-out", request, "-subj", f"/CN={name}"),
+        )
+        _openssl(
+            *("x509", "-req", "-in", request, "-CA", self.certificate, "-CAkey", self._key),
+            *("-CAcreateserial", "-out", certificate, "-days", str(days)),
+            *("-extfile", extensions),
+        )
+        key.chmod(0o600)
+        return certificate, key
+
+
+def _openssl(*arguments: str | Path) -> None:
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
