@@ -210,8 +210,9 @@ class IndexWriter:
 
     def expect(self, entries: int) -> None:
         """So many more are about to be put. Have heads for them now, if few are listed yet: to
-        divide a chain for each entry takes half of the time of a put. Never raises."""
-        if self._fresh_row - self.layout.first_row > _MAX_MOVED:
+        divide a chain for each entry takes half of the time of a put. Never raises, also when it
+        is closed."""
+        if self.fd < 0 or self._fresh_row - self.layout.first_row > _MAX_MOVED:
             return
         wanted = min(self.layout.max_heads, HEADS_PER_ENTRY * (self._entries + entries))
         with suppress(OSError):  # a put meets it again

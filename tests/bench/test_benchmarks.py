@@ -10,6 +10,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parent
 SMALL = {
+    "bench_client.py": "--rounds 1 --clients 1 --blocks 1",
     "bench_entries.py": "--few 48 --many 96 --repeats 1",
     "bench_index.py": "--entries 100 --rounds 1",
     "bench_local.py": "--calls 2 --rounds 1 --entries 2 --entry-bytes 4096",
