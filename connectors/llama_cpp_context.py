@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any, Final
 
 from ..proto.keys import Adapter, Namespace, context_hash
 from . import compat
+
+logger = logging.getLogger("prefixd.connectors")
 
 ENGINE: Final = "llama-cpp-python"
 PACKAGE: Final = "llama_cpp_python"
@@ -63,7 +67,9 @@ def block_sequences() -> Iterator[None]:
 
 
 def attach_to_server(make_cache: Callable[[Any], Any]) -> None:
-    """Every model that llama-cpp-python's server loads from now on gets `make_cache(llama)`."""
+    """Every model that llama-cpp-python's server loads from now on gets `make_cache(llama)`.
+
+    The server's default `logits_all` is switched off: requests for `logprobs` are refused."""
     server = compat.require(
         ENGINE,
         PACKAGE,
@@ -74,6 +80,10 @@ def attach_to_server(make_cache: Callable[[Any], Any]) -> None:
     load = server.LlamaProxy.load_llama_from_model_settings
 
     def load_with_cache(settings: Any) -> Any:
+        if getattr(settings, "logits_all", False):
+            logger.info("logits_all is off: prefixd keeps no scores, so there are no logprobs")
+            settings = copy(settings)
+            settings.logits_all = False
         with block_sequences():
             llama = load(settings)
         llama.set_cache(make_cache(llama))

@@ -237,3 +237,8 @@ def test_every_model_of_the_server_gets_a_cache(monkeypatch: pytest.MonkeyPatch)
     llama_cpp_context.attach_to_server(lambda llama: ("cache of", llama.settings))
     LlamaProxy.load_llama_from_model_settings("settings")
     assert set_caches == [("cache of", "settings")]
+    # The server's default, for which a cache has nothing.
+    scores = SimpleNamespace(logits_all=True, model="m")
+    LlamaProxy.load_llama_from_model_settings(scores)
+    assert set_caches[1:] == [("cache of", SimpleNamespace(logits_all=False, model="m"))]
+    assert scores.logits_all, "the caller's settings are the caller's"

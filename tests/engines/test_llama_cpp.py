@@ -18,7 +18,11 @@ from tests.support.daemon import private_daemon
 llama_cpp = pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
-from prefixd.connectors.llama_cpp import PrefixdCache, block_sequences  # noqa: E402
+from prefixd.connectors.llama_cpp import (  # noqa: E402
+    PrefixdCache,
+    attach_to_server,
+    block_sequences,
+)
 
 PROMPT = [1] + [3 + (n * n * 31 + n * 7) % 250 for n in range(2_999)]
 
@@ -90,6 +94,56 @@ def test_the_same_text_from_fewer_tokens(
         print(f"{blocks=}: diverging at 2,600, {evaluated}")
         assert text == other
         assert evaluated <= 300 or not blocks
+
+
+def test_its_server_finds_the_prompt_too(
+    daemon: PrivateDaemon, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sse_starlette")
+    app = pytest.importorskip("llama_cpp.server.app")
+    proxy = pytest.importorskip("llama_cpp.server.model").LlamaProxy
+    settings = pytest.importorskip("llama_cpp.server.settings")
+    testclient = pytest.importorskip("starlette.testclient")
+    # `attach_to_server` changes it for the process.
+    name = "load_llama_from_model_settings"
+    monkeypatch.setattr(proxy, name, staticmethod(getattr(proxy, name)))
+    evaluated: list[int] = []
+    real = llama_cpp.Llama.eval
+
+    def counting(self: Any, tokens: list[int]) -> Any:
+        evaluated.append(len(tokens))
+        return real(self, tokens)
+
+    monkeypatch.setattr(llama_cpp.Llama, "eval", counting)
+    request = {
+        "prompt": "".join(chr(97 + (n * n * 31 + n * 7) % 26) for n in range(1_500)),
+        "max_tokens": 8,
+        "temperature": 0.0,
+        "logprobs": None,
+    }
+
+    def ask() -> tuple[str, int]:
+        """Of a server of its own."""
+        evaluated.clear()
+        of_model = settings.ModelSettings(
+            model=str(model), n_ctx=4096, verbose=False, n_threads=1, n_threads_batch=1
+        )
+        made = app.create_app(server_settings=settings.ServerSettings(), model_settings=[of_model])
+        with testclient.TestClient(made) as http:
+            answer = http.post("/v1/completions", json=request)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"], sum(evaluated)
+
+    expected, alone = ask()
+    with Client(daemon.address) as client:
+        attach_to_server(lambda llama: PrefixdCache.of(llama, client))
+        first, cold = ask()
+        assert client.flush()
+        second, warm = ask()
+    print(f"its server: {alone}, {cold} with an empty cache, {warm} with a full one")
+    assert first == second == expected
+    assert alone >= 1_500 <= cold
+    assert warm <= 30
 
 
 CHILD = """
