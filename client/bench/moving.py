@@ -25,7 +25,7 @@ class Buffers:
     """Private memory as an engine has it, all of it touched: blocks to save, and room to restore
     them to.
 
-    Tensors begin at multiples of 64 bytes. What malloc gives for a `bytearray` begins 16 bytes
+    Tensors begin at multiples of 64 bytes. What malloc gives for a `bytearray` may begin 16 bytes
     behind a page: between that and an arena, where blocks begin with a page, memcpy has half of
     its speed for anything below a MiB, whoever calls it.
     """
