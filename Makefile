@@ -42,7 +42,20 @@ $(ENGINES)/.done: pyproject.toml
 	@touch $@
 
 engines: $(ENGINES)/.done ## llama-cpp-python and transformers themselves, on CPU
-	$(ENGINES)/bin/python -m pytest -q -s --timeout 600 tests/engines
+	$(ENGINES)/bin/python -m pytest -q -s --timeout 600 tests/engines/test_llama_cpp.py tests/engines/test_transformers.py
+
+# Those that need a GPU to run, but not to have their caches tested: an environment each, without their CUDA parts.
+LMCACHE := lmcache==0.5.6
+SGLANG := sglang==0.5.23
+$(ENGINES)-%/.done: tests/engines/requirements-%.txt pyproject.toml
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $< hypothesis pytest pytest-timeout -e '.[server]'
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps '$($(shell echo $* | tr a-z A-Z))'
+	@touch $@
+
+engines-%: $(ENGINES)-%/.done ## engines-lmcache, engines-sglang: their own code on CPU, and the figures beside what it brings along
+	$(<D)/bin/python -m pytest -q --timeout 600 tests/engines/test_$*.py
+	$(<D)/bin/python -m tests.bench.bench_engines $*
 
 check: $(VENV)/.dev ## lint, types, generated code up to date
 	$(BIN)/ruff format --check .
@@ -58,4 +71,4 @@ proto: $(VENV)/.dev ## write proto/*_pb2* from proto/prefixd.proto
 	$(BIN)/python proto/generate.py
 
 clean:
-	rm -rf $(VENV) $(ENGINES) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(ENGINES) $(ENGINES)-* build dist .pytest_cache .mypy_cache .ruff_cache

@@ -22,7 +22,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from ..proto.keys import Key, Namespace
-from ..proto.limits import DEFAULT_BLOCK_TOKENS, DEFAULT_DEADLINE_MS, DEFAULT_SAVE_TIMEOUT_MS
+from ..proto.limits import (
+    DEFAULT_BLOCK_TOKENS,
+    DEFAULT_DEADLINE_MS,
+    DEFAULT_SAVE_TIMEOUT_MS,
+    DEFAULT_SHARED_WAIT_MS,
+)
 from ..proto.vocabulary import SaveReason, Tier
 from .aio_hit import AsyncHit, AsyncReservation, Runner
 from .benefit import LoadSpeeds
@@ -61,6 +66,7 @@ class AsyncClient:
         verify: Verify = "always",
         prefill_tokens_per_s: float | None = None,
         min_benefit_ms: float = 0.0,
+        shared_wait_ms: int = DEFAULT_SHARED_WAIT_MS,
         max_pending_saves: int = DEFAULT_MAX_PENDING_SAVES,
         max_pending_bytes: int = DEFAULT_MAX_PENDING_BYTES,
         savers: int = 1,
@@ -84,6 +90,7 @@ class AsyncClient:
             verify=verify,
             prefill_tokens_per_s=prefill_tokens_per_s,
             min_benefit_ms=min_benefit_ms,
+            shared_wait_ms=shared_wait_ms,
             max_pending_saves=max_pending_saves,
             max_pending_bytes=max_pending_bytes,
             savers=savers,

@@ -72,6 +72,12 @@ class MinBenefit:
         self._lock = threading.Lock()
         self._skipped = 0
 
+    def prefill_ms(self, token_count: int) -> int:
+        """How long the engine would compute so many tokens; 0: nobody knows."""
+        if self._prefill_tokens_per_s is None:
+            return 0
+        return round(1e3 * token_count / self._prefill_tokens_per_s)
+
     def worth(self, entries: Sequence[Entry], token_counts: Sequence[int]) -> int:
         """How many of `entries`, from the first on, to load: as many as save the most time.
 

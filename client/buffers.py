@@ -42,6 +42,22 @@ def flat_bytes(payload: Payload, *, writable: bool = False) -> FlatBytes:
     return pieces[0] if len(pieces) == 1 else Pieces(pieces)
 
 
+def all_flat(payloads: Sequence[Payload], *, writable: bool = False) -> list[FlatBytes]:
+    """`flat_bytes` of each. What is such a buffer already, as most of a batch are, is only looked
+    at."""
+    return [
+        payload
+        if type(payload) is memoryview
+        and payload.format == "B"
+        and payload.ndim == 1
+        and payload.c_contiguous
+        and payload.nbytes
+        and not (writable and payload.readonly)
+        else flat_bytes(payload, writable=writable)
+        for payload in payloads
+    ]
+
+
 def _gather(pieces: list[memoryview], payload: Payload, *, writable: bool) -> None:
     """Add what `payload` is made of. An empty member adds nothing."""
     members: Iterable[Payload]

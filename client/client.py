@@ -21,6 +21,7 @@ from ..proto.limits import (
     DEFAULT_BLOCK_TOKENS,
     DEFAULT_DEADLINE_MS,
     DEFAULT_SAVE_TIMEOUT_MS,
+    DEFAULT_SHARED_WAIT_MS,
     MAX_LEASE_MS,
     MAX_WAIT_MS,
 )
@@ -91,6 +92,7 @@ class Client(Saves, KeyCalls):
         verify: Verify = "always",
         prefill_tokens_per_s: float | None = None,
         min_benefit_ms: float = 0.0,
+        shared_wait_ms: int = DEFAULT_SHARED_WAIT_MS,
         max_pending_saves: int = DEFAULT_MAX_PENDING_SAVES,
         max_pending_bytes: int = DEFAULT_MAX_PENDING_BYTES,
         savers: int = 1,
@@ -107,7 +109,10 @@ class Client(Saves, KeyCalls):
         `verify`: what has its CRC32C checked on restore: `always` everything, `disk` what comes
         from disk, `never` nothing; views and single layers are never checked.
         `prefill_tokens_per_s`: how fast the engine computes; hits that are estimated to load
-        slower, or to save less than `min_benefit_ms`, are left out. `max_pending_saves`,
+        slower, or to save less than `min_benefit_ms`, are left out. `shared_wait_ms`: where the
+        daemon shares entries with other nodes, how long a search waits for what it brings beyond
+        what is here, but no longer than the engine would compute it; 0: not at all.
+        `max_pending_saves`,
         `max_pending_bytes`: asynchronous saves beyond are dropped. `savers`: how many of those are
         under way at a time; with more than one, a chain may be published out of order. `local`:
         do in place what can be done in place, on the daemon's host; the rest, or all of it, goes
@@ -126,6 +131,7 @@ class Client(Saves, KeyCalls):
         if not 0 <= lease_ms <= MAX_LEASE_MS:
             raise InvalidSize(f"lease_ms is in 0 ... {MAX_LEASE_MS}, not {lease_ms}")
         for what, value, least in (
+            ("shared_wait_ms", shared_wait_ms, 0),
             ("max_pending_saves", max_pending_saves, 0),
             ("max_pending_bytes", max_pending_bytes, 1),
             ("savers", savers, 1),
@@ -165,7 +171,13 @@ class Client(Saves, KeyCalls):
             deadline_ms=deadline_ms,
         )
         self._searcher = Searcher(
-            self._transport, self._reader, self._counters, failures, benefit, lease_ms=lease_ms
+            self._transport,
+            self._reader,
+            self._counters,
+            failures,
+            benefit,
+            lease_ms=lease_ms,
+            shared_wait_ms=shared_wait_ms,
         )
         self._writer = Writer(
             self._transport,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
 from ..proto import prefixd_pb2 as pb
+from ..proto.keys import Key
+from ..proto.limits import MAX_TOLD_MISSES
 from ..proto.vocabulary import SaveReason, Tier
 from .results import Entry, MissReason, SaveOutcome, SaveStatus
 
@@ -41,10 +43,17 @@ class Report:
     """What a client has to tell the daemon: amounts by name, and what they are of. Not
     thread-safe."""
 
-    __slots__ = ("amounts",)
+    __slots__ = ("absent", "amounts")
 
     def __init__(self) -> None:
         self.amounts: dict[tuple[Any, ...], int] = {}
+        #: of some look-ups that found nothing, the keys: the daemon may know what became of them
+        self.absent: list[Sequence[Key]] = []
+
+    def tell_absent(self, keys: Sequence[Key]) -> None:
+        """Of one look-up; those that come first in a report are told."""
+        if len(self.absent) < MAX_TOLD_MISSES:
+            self.absent.append(keys)
 
     def add(self, *name: object, amount: int = 1) -> None:
         self.amounts[name] = self.amounts.get(name, 0) + amount
@@ -68,6 +77,7 @@ class Report:
                     case _:
                         setattr(told, name, amount)
         usage.tiers.extend(tiers.values())
+        usage.absent.extend(pb.AbsentMiss(keys=keys) for keys in self.absent)
         return usage
 
 
@@ -105,15 +115,18 @@ class Counters:
         with self._lock:
             self._groups["rpcs"][name] += 1
 
-    def miss(self, reason: MissReason, lookup_tokens: int = 0) -> None:
-        """One look-up that found nothing, of so many tokens; 0: nobody said."""
+    def miss(self, reason: MissReason, lookup_tokens: int = 0, keys: Sequence[Key] = ()) -> None:
+        """One look-up that found nothing, of so many tokens; 0: nobody said. `keys`: some of those
+        that would have been a hit."""
         with self._lock:
             self._groups["misses"][reason.value] += 1
             self._looked(lookup_tokens)
             self._report.add("misses", reason.value)
+            if keys and reason is MissReason.ABSENT:
+                self._report.tell_absent(keys)
 
     def hit(
-        self, entries: Iterable[Entry], token_counts: Iterable[int], lookup_tokens: int = 0
+        self, entries: Collection[Entry], token_counts: Collection[int], lookup_tokens: int = 0
     ) -> None:
         """One look-up that found these. `lookup_tokens`: what it was for; 0: nobody said."""
         with self._lock:
@@ -201,6 +214,8 @@ class Counters:
         with self._lock:
             for name, amount in report.amounts.items():
                 self._report.add(*name, amount=amount)
+            for keys in report.absent:
+                self._report.tell_absent(keys)
 
     def snapshot(self) -> Snapshot:
         """Everything at one moment, as a dict that is the caller's own."""
@@ -209,11 +224,13 @@ class Counters:
             return {**self._scalars, **groups}
 
 
-def _by_tier(entries: Iterable[Entry], amounts: Iterable[int]) -> dict[Tier, tuple[int, int]]:
+def _by_tier(entries: Collection[Entry], amounts: Collection[int]) -> dict[Tier, tuple[int, int]]:
     """How many entries there are of each tier, and the sum of their amounts."""
+    tiers = {entry.tier for entry in entries}
+    if len(tiers) == 1:
+        return {tiers.pop(): (len(entries), sum(amounts))}
     found: dict[Tier, tuple[int, int]] = {}
     for entry, amount in zip(entries, amounts, strict=True):
-        tier = entry.tier
-        count, total = found.get(tier, (0, 0))
-        found[tier] = count + 1, total + amount
+        count, total = found.get(entry.tier, (0, 0))
+        found[entry.tier] = count + 1, total + amount
     return found

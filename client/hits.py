@@ -13,7 +13,7 @@ from ..proto.keys import Key
 from ..proto.layout import layer_slice
 from ..proto.pieces import FlatBytes
 from .benefit import LoadSpeeds
-from .buffers import flat_bytes
+from .buffers import all_flat
 from .counters import Counters
 from .failures import Failures
 from .owner import Owner
@@ -48,13 +48,14 @@ class Hit:
         token_counts: Sequence[int] = (),
         *,
         claims: Sequence[Holding] = (),
+        in_place: object | None = None,
         positions: Sequence[int] = (),
         miss: MissReason | None = None,
     ) -> None:
         """Made by the client. `claims`: what pins the entries, in their order (several where one
-        call could not take all keys); none: nothing is pinned."""
+        call could not take all keys). `in_place`: where what is not claimed lies."""
         self._reader = reader
-        self._pins = Pins(claims)
+        self._pins = Pins(claims, in_place)
         self.entries = tuple(entries)
         self.positions = tuple(positions)  #: of each entry among the keys that were asked for
         #: Tokens that each entry stands for, as the walk that found it counted them, or as it was
@@ -279,14 +280,17 @@ class Reader:
         """Entries `indices` of the hit into `buffers`; see `Hit.restore_into`."""
         self.owner.check()
         hit._pins.check_held(indices)
-        targets = [flat_bytes(buffer, writable=True) for buffer in buffers]
+        targets = all_flat(buffers, writable=True)
         asked = [hit.entries[index] for index in indices]
-        misses: list[MissReason | None] = [MissReason.WRONG_SIZE] * len(asked)
-        fitting = [n for n, each in enumerate(asked) if len(targets[n]) == each.payload_bytes]
-        if fitting:
-            found = self._restore(
-                hit, [indices[n] for n in fitting], [targets[n] for n in fitting], deadline_ms
-            )
+        misses: list[MissReason | None]
+        if [len(target) for target in targets] == [entry.payload_bytes for entry in asked]:
+            misses = self._restore(hit, indices, targets, deadline_ms) if asked else []
+        else:
+            misses = [MissReason.WRONG_SIZE] * len(asked)
+            fitting = [n for n, each in enumerate(asked) if len(targets[n]) == each.payload_bytes]
+            fitting_indices = [indices[n] for n in fitting]
+            fitting_targets = [targets[n] for n in fitting]
+            found = self._restore(hit, fitting_indices, fitting_targets, deadline_ms)
             for number, miss in zip(fitting, found, strict=True):
                 misses[number] = miss
         counts = [hit.token_counts[index] for index in indices]
@@ -310,7 +314,7 @@ class Reader:
         stopped: MissReason | None = None
         deadline = self._deadline(deadline_ms, sum(e.payload_bytes for e in entries))
         try:
-            rest = self._copier.copy(restore)
+            rest = self._copier.copy(restore, hit._pins.in_place)
             self._touch(hit, entries, rest)
             if rest:
                 ranges = [Range(entries[n], 0, 0, entries[n].payload_bytes) for n in rest]

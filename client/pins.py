@@ -22,8 +22,10 @@ class Pinned(NamedTuple):
 class Pins:
     """The claims of one hit. Thread-safe."""
 
-    def __init__(self, claims: Sequence[Holding]) -> None:
-        """In the order of the entries; none: nothing is pinned."""
+    def __init__(self, claims: Sequence[Holding], in_place: object | None = None) -> None:
+        """In the order of the entries; none: nothing is pinned. `in_place`: where entries that are
+        not claimed lie, if that is known."""
+        self._in_place = in_place
         self._lock = threading.Lock()
         #: Entries that were let go before the others.
         self._gone: set[int] = set()
@@ -34,6 +36,12 @@ class Pins:
         self.given_back = False
         self._lost_a_part = False
         self._lost_before_release = False
+
+    @property
+    def in_place(self) -> object | None:
+        """Where the entries lie, if that is known of all of them."""
+        claims = self.claims
+        return claims[0].in_place if len(claims) == 1 else self._in_place
 
     @cached_property
     def _places(self) -> list[tuple[Holding, int]]:

@@ -137,9 +137,11 @@ class Restore(Rooms):
         self._whole.update(whole)
         self._validated.update(whole)
         by_tier: dict[Tier, int] = {}
-        for n in whole:
-            entry = self._entries[n]
-            by_tier[entry.tier] = by_tier.get(entry.tier, 0) + entry.payload_bytes
+        entries = (
+            self._entries if len(whole) == len(outcomes) else [self._entries[n] for n in whole]
+        )
+        for tier in {entry.tier for entry in entries}:
+            by_tier[tier] = sum([each.payload_bytes for each in entries if each.tier is tier])
         total_bytes = sum(by_tier.values())
         for tier, tier_bytes in by_tier.items():
             share_s = (now_s - self._since_s) * tier_bytes / total_bytes
@@ -199,7 +201,7 @@ class Restore(Rooms):
 
 #: `Transport.copy`.
 CopyInPlace: TypeAlias = Callable[
-    [Sequence[Entry], Sequence[FlatBytes], Sequence[bool]], list[Copied]
+    [Sequence[Entry], Sequence[FlatBytes], Sequence[bool], object | None], list[Copied]
 ]
 
 
@@ -215,15 +217,16 @@ class Copier:
         self._second = Threads("prefixd-restore", 1)
         self._sharing = threading.Lock()
 
-    def copy(self, restore: Restore) -> list[int]:
-        """Returns the entries that have to be read from the daemon."""
+    def copy(self, restore: Restore, in_place: object | None = None) -> list[int]:
+        """Returns the entries that have to be read from the daemon. `in_place`: where they lie, if
+        that is known."""
         everything = range(len(restore))
         half = _half(restore) if CPUS > 1 and restore.checked_bytes >= SHARED_BYTES else 0
         if not half or not self._sharing.acquire(blocking=False):
-            return restore.copied(self._copied(restore, everything))
+            return restore.copied(self._copied(restore, everything, in_place))
         try:
             return restore.copied(
-                self._copied_by_two(restore, everything[:half], everything[half:])
+                self._copied_by_two(restore, everything[:half], everything[half:], in_place)
             )
         finally:
             self._sharing.release()
@@ -232,25 +235,27 @@ class Copier:
         """Copies go on without the second thread."""
         self._second.close()
 
-    def _copied(self, restore: Restore, indices: range) -> list[Copied]:
+    def _copied(self, restore: Restore, indices: range, in_place: object | None) -> list[Copied]:
         try:
-            return self._copy_in_place(*restore.targets(indices))
+            return self._copy_in_place(*restore.targets(indices), in_place)
         except Exception as problem:
             self._failures.reason(problem)
             return [Copied.GONE] * len(indices)
 
-    def _copied_by_two(self, restore: Restore, first: range, rest: range) -> list[Copied]:
+    def _copied_by_two(
+        self, restore: Restore, first: range, rest: range, in_place: object | None
+    ) -> list[Copied]:
         done = threading.Event()
         rest_copied: list[Copied] = []
 
         def copy_rest() -> None:
-            rest_copied.extend(self._copied(restore, rest))
+            rest_copied.extend(self._copied(restore, rest, in_place))
             done.set()
 
         if not self._second.submit(copy_rest):
-            return self._copied(restore, range(first.start, rest.stop))
+            return self._copied(restore, range(first.start, rest.stop), in_place)
         try:
-            first_copied = self._copied(restore, first)
+            first_copied = self._copied(restore, first, in_place)
         finally:
             done.wait()  # nothing is written into the buffers after this call
         return first_copied + rest_copied

@@ -8,13 +8,13 @@ walk goes forward and stops at the first block that is missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, overload
 
 from ..proto.errors import InvalidSize, InvalidTokens
 from ..proto.keys import Key, Namespace, check_key, iter_block_keys, prefix_keys
-from ..proto.limits import MAX_BATCH_KEYS
+from ..proto.limits import KEY_BYTES, MAX_BATCH_KEYS, MAX_TOLD_KEYS
 from .benefit import MinBenefit
 from .counters import Counters
 from .failures import Failures
@@ -183,6 +183,8 @@ class _Search:
         self.claims: list[Holding] = []
         self.positions: list[int] = []
         self.entries: list[Entry] = []
+        #: Where the entries lie, if that was seen.
+        self.in_place: object | None = None
         #: Why there is not more, unless there is everything.
         self.gap = MissReason.ABSENT
 
@@ -203,6 +205,7 @@ class Searcher:
         benefit: MinBenefit,
         *,
         lease_ms: int,
+        shared_wait_ms: int,
     ) -> None:
         self._transport = transport
         self._reader = reader
@@ -210,6 +213,7 @@ class Searcher:
         self._failures = failures
         self._benefit = benefit
         self._lease_ms = lease_ms
+        self._shared_wait_ms = shared_wait_ms
 
     def claim(
         self,
@@ -225,6 +229,15 @@ class Searcher:
         found = _Search()
         try:
             self._claim(found, keys, mode, wait_ms, deadline)
+            while self._bring(
+                found,
+                keys,
+                token_counts,
+                mode,
+                deadline,
+                lambda more, some: self._claim(more, some, mode, 0, deadline),
+            ):
+                pass
         except Exception as problem:
             found.gap = self._failures.reason(problem)
         prompt_tokens = prompt_tokens or _wanted_tokens(token_counts, mode)
@@ -267,6 +280,15 @@ class Searcher:
         try:
             if keys:
                 self._look(found, keys, mode, wait_ms, deadline)
+            while self._bring(
+                found,
+                keys,
+                token_counts,
+                mode,
+                deadline,
+                lambda more, some: self._look(more, some, mode, 0, deadline),
+            ):
+                pass
         except Exception as problem:
             found.gap = self._failures.reason(problem)
         prompt_tokens = prompt_tokens or _wanted_tokens(token_counts, mode)
@@ -281,14 +303,58 @@ class Searcher:
         deadline: Deadline,
     ) -> None:
         # The index knows nothing of saves in flight: to wait for those the daemon is asked.
-        wanted = None if wait_ms else self._transport.find(keys, mode, deadline)
-        if wanted is None:
-            results = self._transport.lookup(list(keys), wait_ms, deadline)
-            wanted = _wanted(results, mode)
-            if any(result.presence is Presence.IN_FLIGHT for result in results):
-                found.gap = MissReason.IN_FLIGHT
+        looked = None if wait_ms else self._transport.find(keys, mode, deadline)
+        if looked is not None:
+            found.positions += looked.positions
+            found.entries += looked.entries
+            found.in_place = looked.in_place
+            return
+        results = self._transport.lookup(list(keys), wait_ms, deadline)
+        wanted = _wanted(results, mode)
+        if any(result.presence is Presence.IN_FLIGHT for result in results):
+            found.gap = MissReason.IN_FLIGHT
         found.positions += [position for position, _ in wanted]
         found.entries += [entry for _, entry in wanted]
+
+    def _bring(
+        self,
+        found: _Search,
+        keys: Sequence[Key],
+        token_counts: Sequence[int | None] | None,
+        mode: ClaimMode,
+        deadline: Deadline,
+        search: Callable[[_Search, Sequence[Key]], None],
+    ) -> bool:
+        """Have the daemon bring what other nodes have beyond what was found here, and search for
+        that. True: all that was asked for came, and there may be more."""
+        if mode is ClaimMode.FIRST:
+            wanted = range(found.positions[0] if found.positions else len(keys))
+        else:
+            wanted = range(len(found.entries), len(keys))
+        wanted = wanted[: self._transport.max_batch_keys]
+        if mode is ClaimMode.ANY or found.gap is not MissReason.ABSENT or not wanted:
+            return False
+        if not self._shared_wait_ms or not self._transport.shares:
+            return False
+        some = keys[wanted.start : wanted.stop]
+        tokens = [token_counts[n] or 0 for n in wanted] if token_counts is not None else []
+        prefill_ms = self._benefit.prefill_ms(
+            max(tokens, default=0) if mode is ClaimMode.FIRST else sum(tokens)
+        )
+        wait_ms = min(self._shared_wait_ms, prefill_ms or self._shared_wait_ms)
+        if not self._transport.pull(some, mode, wait_ms, deadline):
+            return False
+        more = _Search()
+        search(more, some)
+        if mode is ClaimMode.FIRST and more.entries:
+            for claim in found.claims:
+                self._transport.forget(claim)
+            found.claims, found.positions, found.entries = [], [], []
+        found.claims += more.claims
+        found.positions += [wanted.start + position for position in more.positions]
+        found.entries += more.entries
+        found.gap = more.gap
+        return mode is ClaimMode.RUN and len(more.entries) == len(some)
 
     def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
         """Which keys are published; none when the daemon can't be asked."""
@@ -338,7 +404,9 @@ class Searcher:
         """Counted: one hit or one miss."""
         entries = found.entries
         if not entries:
-            return self._miss(found.gap, lookup_tokens)
+            # A run that lacks its first block is none, whatever else there is.
+            told = keys[:1] if mode is ClaimMode.RUN else keys[:MAX_TOLD_KEYS]
+            return self._miss(found.gap, lookup_tokens, told)
         counts = _counts(entries, found.positions, token_counts)
         worth = len(entries)
         if mode is not ClaimMode.ANY:
@@ -349,6 +417,7 @@ class Searcher:
             entries[:worth],
             counts[:worth],
             claims=found.claims,
+            in_place=found.in_place,
             positions=found.positions[:worth],
             miss=MissReason.SLOW if worth < len(entries) else None if complete else found.gap,
         )
@@ -358,8 +427,8 @@ class Searcher:
         self._counters.hit(hit.entries, hit.token_counts, lookup_tokens)
         return hit
 
-    def _miss(self, reason: MissReason, lookup_tokens: int) -> Hit:
-        self._counters.miss(reason, lookup_tokens)
+    def _miss(self, reason: MissReason, lookup_tokens: int, keys: Sequence[Key] = ()) -> Hit:
+        self._counters.miss(reason, lookup_tokens, keys)
         return Hit(self._reader, miss=reason)
 
 
@@ -378,6 +447,9 @@ def _wanted(answers: Sequence[Found], mode: ClaimMode) -> list[tuple[int, Entry]
 
 def checked_keys(keys: Sequence[Key]) -> list[Key]:
     """Raises InvalidKey."""
+    keys = list(keys)
+    if set(map(type, keys)) == {bytes} and set(map(len, keys)) == {KEY_BYTES}:
+        return keys  # nearly always, at a tenth of the cost
     return [check_key(key) for key in keys]
 
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from itertools import count
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from ..client.buffers import flat_bytes
 from ..client.client import Client
@@ -38,92 +38,123 @@ _MAX_NAMESPACES: Final = 1024
 
 
 class Keys:
-    """An LMCache key as one of ours: the chunk's hash in the namespace of all else."""
+    """An LMCache key as one of ours: rank, group and hash in the namespace of model and salt."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         """`fields`: of all keys of this process."""
         self._fields = fields
-        self._namespaces: dict[tuple[Any, ...], ForeignNamespace] = {}
+        self._namespaces: dict[tuple[str, str], ForeignNamespace] = {}
 
-    def of(self, objects: Iterable[Any]) -> list[Key]:
-        return [self._namespace(each).key(_plain(each.chunk_hash)) for each in objects]
+    def of(self, objects: Sequence[Any]) -> list[Key]:
+        hashes = [b"%d/%d/" % (o.kv_rank, o.object_group_id) + bytes(o.chunk_hash) for o in objects]
+        kinds = [(each.model_name, each.cache_salt) for each in objects]
+        if len(set(kinds)) == 1:
+            # Nearly every call.
+            return self._namespace(kinds[0]).keys(hashes)
+        return [self._namespace(kind).key(each) for kind, each in zip(kinds, hashes, strict=True)]
 
-    def _namespace(self, key: Any) -> ForeignNamespace:
-        parts = (key.model_name, key.kv_rank, key.object_group_id, key.cache_salt)
-        found = self._namespaces.get(parts)
+    def _namespace(self, kind: tuple[str, str]) -> ForeignNamespace:
+        found = self._namespaces.get(kind)
         if found is None:
             if len(self._namespaces) >= _MAX_NAMESPACES:
                 self._namespaces.clear()
-            names = ("model", "rank", "group", "salt")
-            values = dict(zip(names, (_plain(part) for part in parts), strict=True))
-            found = ForeignNamespace("lmcache", {**self._fields, **values})
-            self._namespaces[parts] = found
+            model, salt = kind
+            found = ForeignNamespace("lmcache", {**self._fields, "model": model, "salt": salt})
+            self._namespaces[kind] = found
         return found
 
 
+class Lock:
+    """What one lookup locked."""
+
+    def __init__(self, keys: Iterable[Key]) -> None:
+        #: What was not unlocked yet.
+        self.open = Counter(keys)
+        #: The claim that holds it, and where in it each key is; None until it was made.
+        self.hit: Hit | None = None
+        self.places: dict[Key, int] = {}
+
+
 class Locks:
-    """Which hits are held for which keys. Thread-safe.
+    """Which lookups hold which keys. Thread-safe.
 
     A hit is released when none of its keys is locked any more.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: dict[Key, list[Hit]] = {}
-        self._open: dict[int, Counter[Key]] = {}
+        self._held: dict[Key, list[Lock]] = {}
+        self._closed = False
 
-    def add(self, hit: Hit) -> None:
+    def add(self, keys: Sequence[Key]) -> Lock:
+        """These are locked from now on; the claim may land later."""
+        lock = Lock(keys)
         with self._lock:
-            self._open[id(hit)] = Counter(hit.keys)
-            for key in hit.keys:
-                self._held.setdefault(key, []).append(hit)
+            for key in keys:
+                self._held.setdefault(key, []).append(lock)
+        return lock
 
-    def hit_of(self, key: Key) -> Hit | None:
-        """One that holds it."""
+    def landed(self, lock: Lock, hit: Hit) -> bool:
+        """The claim is there. False: nobody needs it any more."""
         with self._lock:
-            hits = self._held.get(key)
-            return hits[-1] if hits else None
+            if self._closed or not lock.open:
+                return False
+            lock.hit, lock.places = hit, {key: place for place, key in enumerate(hit.keys)}
+            return True
+
+    def holding(self, key: Key) -> tuple[Hit, int] | None:
+        """A hit that holds it, and its place there."""
+        with self._lock:
+            for lock in self._held.get(key, ()):
+                if lock.hit is not None and key in lock.places:
+                    return lock.hit, lock.places[key]
+            return None
 
     def drop(self, keys: Iterable[Key]) -> list[Hit]:
         """Each key once less. Returns the hits that nobody needs any more."""
         done: list[Hit] = []
         with self._lock:
             for key in keys:
-                hits = self._held.get(key)
-                if not hits:
+                locks = self._held.get(key)
+                if not locks:
                     continue
-                hit = hits.pop(0)
-                if not hits:
+                lock = locks.pop(0)
+                if not locks:
                     del self._held[key]
-                still = self._open[id(hit)]
-                still[key] -= 1
-                if not +still:
-                    del self._open[id(hit)]
-                    done.append(hit)
+                lock.open[key] -= 1
+                if not lock.open[key]:
+                    del lock.open[key]
+                if not lock.open and lock.hit is not None:
+                    done.append(lock.hit)
         return done
 
-    def everything(self) -> list[Hit]:
+    def close(self) -> list[Hit]:
+        """Returns every hit that is held; what lands later is not wanted."""
         with self._lock:
-            hits = {id(hit): hit for held in self._held.values() for hit in held}
+            self._closed = True
+            locks = {id(lock): lock for held in self._held.values() for lock in held}
             self._held.clear()
-            self._open.clear()
-            return list(hits.values())
+            return [lock.hit for lock in locks.values() if lock.hit is not None]
 
 
 class Event:
-    """A descriptor that is readable when something is done."""
+    """A descriptor that is readable when something is done. Thread-safe."""
 
     def __init__(self) -> None:
         self.fd: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
         self._closed = False
 
     def ring(self) -> None:
-        if not self._closed:
-            os.eventfd_write(self.fd, 1)
+        # A descriptor that was closed may be somebody else's by now.
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self.fd, 1)
 
     def close(self) -> None:
-        self._closed = True
-        os.close(self.fd)
+        with self._lock:
+            self._closed = True
+            os.close(self.fd)
 
 
 class L2Core:
@@ -139,7 +170,6 @@ class L2Core:
         self._found: dict[int, list[bool]] = {}
         self._loaded: dict[int, list[bool]] = {}
         self._locks = Locks()
-        self._closed = False
         self.store_event: Final = Event()
         self.lookup_event: Final = Event()
         self.load_event: Final = Event()
@@ -173,21 +203,36 @@ class L2Core:
     # ---- lookups
 
     def look_up(self, keys: Sequence[Key]) -> int:
-        """Those that are there are locked."""
+        """Those that are there are locked.
+
+        On the daemon's host the answer is that of the shared index, at once; the claim follows.
+        What is evicted between the two is a miss of the load.
+        """
         number = next(self._numbers)
+        lock: Lock | None = None
+        if self._client.in_place:
+            found = self._client.exists(keys, in_place_only=True)
+            lock = self._locks.add([key for key, there in zip(keys, found, strict=True) if there])
+            self._end(self._found, number, found, self.lookup_event)
         claiming = self._client.claim_async(keys)
-        claiming.add_done_callback(lambda done: self._look_up_ended(number, len(keys), done))
+        claiming.add_done_callback(lambda done: self._claimed(number, keys, lock, done))
         return number
 
-    def _look_up_ended(self, number: int, size: int, claiming: Future[Hit]) -> None:
-        found = [False] * size
-        if not claiming.exception() and (hit := claiming.result()):
-            if self._closed:
+    def _claimed(
+        self, number: int, keys: Sequence[Key], lock: Lock | None, claiming: Future[Hit]
+    ) -> None:
+        """`lock`: what was answered already."""
+        hit = None if claiming.exception() else claiming.result()
+        if lock is not None:
+            if hit and not self._locks.landed(lock, hit):
                 hit.release()
-            else:
-                self._locks.add(hit)
-                for position in hit.positions:
-                    found[position] = True
+            return
+        found = [False] * len(keys)
+        if hit and self._locks.landed(self._locks.add(hit.keys), hit):
+            for position in hit.positions:
+                found[position] = True
+        elif hit:
+            hit.release()
         self._end(self._found, number, found, self.lookup_event)
 
     def found(self, number: int) -> list[bool] | None:
@@ -204,32 +249,32 @@ class L2Core:
     def load(self, keys: Sequence[Key], buffers: Sequence[Any]) -> int:
         """Any subset of what is there, locked or not."""
         number = next(self._numbers)
-        hits: dict[int, tuple[Hit, list[int]]] = {}
+        held: dict[int, _Held] = {}
         rest: list[int] = []
         for position, key in enumerate(keys):
-            hit = self._locks.hit_of(key)
-            if hit is None:
+            found = self._locks.holding(key)
+            if found is None:
                 rest.append(position)
-            else:
-                hits.setdefault(id(hit), (hit, []))[1].append(position)
-        loading = _Loading(len(keys), len(hits) + bool(rest))
+                continue
+            hit, place = found
+            part = held.setdefault(id(hit), _Held(hit, [], []))
+            part.positions.append(position)
+            part.places.append(place)
+        loading = _Loading(len(keys), len(held) + bool(rest))
         loading.then = lambda: self._end(self._loaded, number, loading.good, self.load_event)
-        for hit, positions in hits.values():
-            places = {key: index for index, key in enumerate(hit.keys)}
+        for part in held.values():
             restoring = self._client.restore_async(
-                hit,
-                [buffers[position] for position in positions],
-                indices=[places[keys[position]] for position in positions],
+                part.hit, [buffers[each] for each in part.positions], indices=part.places
             )
             restoring.add_done_callback(
-                lambda done, positions=positions: loading.ended(positions, done)  # type: ignore[misc]
+                lambda done, positions=part.positions: loading.ended(positions, done)  # type: ignore[misc]
             )
         if rest:
             claiming = self._client.claim_async([keys[position] for position in rest])
             claiming.add_done_callback(
                 lambda done: self._load_unlocked(loading, rest, buffers, done)
             )
-        elif not hits:
+        elif not held:
             loading.then()
         return number
 
@@ -262,8 +307,7 @@ class L2Core:
 
     def close(self) -> None:
         """What is under way ends first, within the client's deadline."""
-        self._closed = True
-        hits = self._locks.everything()
+        hits = self._locks.close()
         if hits:
             self._client.release_many(hits)
         self._client.close()
@@ -274,6 +318,14 @@ class L2Core:
         with self._lock:
             results[number] = result
         event.ring()
+
+
+class _Held(NamedTuple):
+    """A part of a load that one hit holds: positions in the load, and places in the hit."""
+
+    hit: Hit
+    positions: list[int]
+    places: list[int]
 
 
 class _Loading:
@@ -295,13 +347,6 @@ class _Loading:
             last = not self._parts
         if last:
             self.then()
-
-
-def _plain(value: Any) -> Any:
-    """Something that a namespace and a key can be made of."""
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return value
-    return str(value)
 
 
 # ---- the adapter

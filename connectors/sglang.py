@@ -29,6 +29,8 @@ TESTED: Final = "0.5.23"
 
 #: The name of the pool that version 1 means.
 _ANCHOR: Final = "kv"
+#: State of a rank also where the keys and values of all ranks are the same.
+_MAMBA: Final = "mamba"
 
 T = TypeVar("T")
 logger = logging.getLogger("prefixd.connectors")
@@ -45,6 +47,10 @@ class Pages:
     def leading_run(self, hashes: Sequence[str]) -> int:
         """Pages that are there, up to the first that is not."""
         return _or(0, lambda: self._client.leading_run(self._namespace.keys(hashes)))
+
+    def exist(self, hashes: Sequence[str]) -> list[bool]:
+        """Which pages are there."""
+        return _or([False] * len(hashes), lambda: self._client.exists(self._namespace.keys(hashes)))
 
     def get(self, hashes: Sequence[str], targets: Sequence[Any]) -> list[bool]:
         """Restore pages into their pieces; each for itself."""
@@ -92,23 +98,50 @@ def pieces(pointers: Sequence[int], sizes: Sequence[int], pages: int) -> list[li
     return [views[start : start + each] for start in range(0, len(views), each)]
 
 
-def namespace_of(config: Any, extra: Mapping[str, Any], pool: Any) -> ForeignNamespace:
-    """Of everything that the bytes of a page depend on beside its hash."""
+def restorable_lengths(there: Sequence[bool], trailing: int | None) -> list[int]:
+    """How long a prefix may be for the pages of one pool: all of it is there, or (`trailing`) the
+    last so many pages of it."""
+    if trailing is None:
+        run = next((page for page, each in enumerate(there) if not each), len(there))
+        return list(range(1, run + 1))
+    return [
+        length
+        for length in range(1, len(there) + 1)
+        if all(there[max(0, length - trailing) : length])
+    ]
+
+
+def namespace_of(
+    config: Any, extra: Mapping[str, Any], pool: Any, name: str = _ANCHOR
+) -> ForeignNamespace:
+    """Of everything that the bytes of a page depend on beside its hash, in the pool `name`."""
     fields: dict[str, Any] = {
-        name: getattr(config, name, None)
-        for name in (
+        field: getattr(config, field, None)
+        for field in (
             *("model_name", "tp_rank", "tp_size", "pp_rank", "pp_size"),
             *("is_mla_model", "attn_cp_rank", "attn_cp_size"),
+            *("dcp_rank", "dcp_size", "logical_page_size"),
         )
     }
-    for name in ("layout", "page_size", "dtype", "layer_num", "head_num", "head_dim"):
-        fields[f"pool_{name}"] = getattr(pool, name, None)
-    fields["extra"] = extra.get("salt")
+    if fields["is_mla_model"] and name != _MAMBA:
+        # All ranks have the same, and SGLang lets one of them write it.
+        fields["tp_rank"] = fields["tp_size"] = None
+    for field in (
+        *("layout", "page_size", "dtype", "layer_num", "head_num", "head_dim", "v_head_dim"),
+        *("head_group_num", "storage_format_tag"),
+    ):
+        fields[f"pool_{field}"] = getattr(pool, field, None)
+    fields |= {"salt": extra.get("salt"), "pool": name}
     plain = {
-        name: value if value is None or isinstance(value, bool | int | float | str) else str(value)
-        for name, value in fields.items()
+        field: value if value is None or isinstance(value, bool | int | float | str) else str(value)
+        for field, value in fields.items()
     }
     return ForeignNamespace("sglang", plain)
+
+
+def _name(name: Any) -> str:
+    """Of a pool: SGLang has an enumeration of those that it knows."""
+    return str(getattr(name, "value", name))
 
 
 def _or(otherwise: T, work: Callable[[], T]) -> T:
@@ -157,10 +190,10 @@ def _backend() -> type:
             self.register_mem_host_pool_v2(mem_pool_host, _ANCHOR)
 
         def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
-            extra = {**self._extra, "salt": f"{self._extra.get('salt')}/{host_pool_name}"}
-            namespace = namespace_of(self._config, extra, host_pool)
+            name = _name(host_pool_name)
+            namespace = namespace_of(self._config, self._extra, host_pool, name)
             pages = Pages(self._client, namespace, self._tier)
-            self._pools[str(host_pool_name)] = host_pool, pages
+            self._pools[name] = host_pool, pages
 
         def on_host_pools_registered(self) -> None:
             pass
@@ -203,17 +236,23 @@ def _backend() -> type:
             pool_transfers: Sequence[Any] | None = None,
             extra_info: object = None,
         ) -> Any:
-            """Pools of which only the last pages are needed count as absent: what of them may be
-            restored is more than a run says."""
+            """A pool with another policy than SGLang's first two (`block_groups`) never shortens
+            the run, and counts as absent."""
             del extra_info
             run = self._run(_ANCHOR, keys)
+            lengths = set(range(1, run + 1))
             pages: dict[str, int] = {}
             for each in pool_transfers or ():
-                name, policy = str(each.name), str(getattr(each.hit_policy, "value", ""))
-                known = policy == "all_pages"
-                pages[name] = self._run(name, (each.keys or keys)[:run]) if known else 0
-                run = min(run, pages[name])
-            return base.PoolTransferResult(run, pages)
+                name, policy = _name(each.name), _name(getattr(each, "hit_policy", None))
+                if policy not in ("all_pages", "trailing_pages"):
+                    pages[name] = 0
+                    continue
+                known = self._pools[name][1].exist(keys[:run]) if name in self._pools else []
+                trailing = max(1, len(each.keys or ())) if policy == "trailing_pages" else None
+                allowed = restorable_lengths(known, trailing)
+                pages[name] = max(allowed, default=0)
+                lengths.intersection_update(allowed)
+            return base.PoolTransferResult(max(lengths, default=0), pages, sorted(lengths))
 
         def batch_get_v2(
             self, transfers: Sequence[Any], extra_info: object = None
@@ -229,7 +268,9 @@ def _backend() -> type:
 
         def _move_all(self, transfers: Sequence[Any], how: str) -> dict[str, list[bool]]:
             return {
-                str(each.name): self._move(str(each.name), each.keys, each.host_indices, how)
+                _name(each.name): self._move(
+                    _name(each.name), each.keys or [], each.host_indices, how
+                )
                 for each in transfers
             }
 

@@ -11,6 +11,7 @@ is a row of the primary tier's memory, saved and restored where it lies.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +34,11 @@ TESTED: Final = "0.33.0"
 #: Answers of the daemon that are remembered for keys that a request asks for again.
 _MAX_ANSWERS: Final = 65_536
 _ANSWER_TTL_S: Final = 1.0
+#: For so long a key whose load failed is a miss: the same request would load it again and again.
+_FAILED_TTL_S: Final = 10.0
+_LOG_DRAIN_EVERY_S: Final = 5.0
+
+logger = logging.getLogger("prefixd.connectors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,10 @@ class Ended:
     @property
     def ok(self) -> bool:
         return all(self.good)
+
+    @property
+    def good_hashes(self) -> list[bytes]:
+        return [each for each, good in zip(self.hashes, self.good, strict=True) if good]
 
 
 class TierCore:
@@ -70,6 +80,8 @@ class TierCore:
         self._jobs: set[int] = set()
         self._ended: list[Ended] = []
         self._asked: OrderedDict[Key, tuple[float, bool | None]] = OrderedDict()
+        #: Keys whose load failed, and until when they are misses.
+        self._failed: OrderedDict[Key, float] = OrderedDict()
 
     def key(self, block_hash: bytes) -> Key:
         return self._namespace.key(block_hash)
@@ -79,6 +91,8 @@ class TierCore:
     def look_up(self, block_hash: bytes) -> bool | None:
         """Is it there? None: ask again, somebody is finding out. Never blocks."""
         key = self.key(block_hash)
+        if self._failed and monotonic() < self._failed.get(key, 0.0):
+            return False
         if self._client.in_place:
             return self._client.exists_one(key, in_place_only=True)
         with self._changed:
@@ -119,6 +133,10 @@ class TierCore:
         def ended(done: Future[Any]) -> None:
             failed = [False] * len(hashes)
             good = failed if done.exception() else [each.ok for each in done.result()]
+            with self._changed:
+                for item, saved in zip(items, good, strict=True):
+                    if saved:
+                        self._failed.pop(item.key, None)
             self._end(job, hashes, good, began)
 
         saving.add_done_callback(ended)
@@ -141,6 +159,7 @@ class TierCore:
                         good[position] = restored
             except Exception:
                 good = [False] * len(hashes)
+            self._load_failed(each for each, there in zip(hashes, good, strict=True) if not there)
             self._end(job, hashes, good, began)
 
         try:
@@ -149,6 +168,16 @@ class TierCore:
             self._end(job, hashes, [False] * len(hashes), began)
             return
         claiming.add_done_callback(claimed)
+
+    def _load_failed(self, hashes: Iterable[bytes]) -> None:
+        until = monotonic() + _FAILED_TTL_S
+        for each in hashes:
+            key = self.key(each)
+            with self._changed:
+                self._failed[key] = until
+                self._failed.move_to_end(key)
+                if len(self._failed) > _MAX_ANSWERS:
+                    self._failed.popitem(last=False)
 
     def finished(self) -> list[Ended]:
         """Jobs that ended since this was asked last."""
@@ -161,17 +190,15 @@ class TierCore:
         with self._changed:
             return bool(self._jobs or self._ended)
 
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until every job has ended. False: it took longer."""
+    def drain(self) -> None:
+        """Wait until every job has ended: none touches the rows any more. A job takes as long as
+        the client's deadlines let it, however the daemon is."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._jobs, timeout_s)
+            while not self._changed.wait_for(lambda: not self._jobs, _LOG_DRAIN_EVERY_S):
+                logger.warning("%d jobs have not ended yet", len(self._jobs))
 
     def touch(self, hashes: Iterable[bytes]) -> None:
         self._client.touch([self.key(each) for each in hashes])
-
-    @property
-    def deadline_s(self) -> float:
-        return self._client.deadline_ms / 1e3
 
     @property
     def counters(self) -> Mapping[str, Any]:
@@ -221,11 +248,18 @@ def _tier() -> type:
         ENGINE, PACKAGE, TESTED, "vllm.v1.kv_offload.file_mapper", ["FileMapper"]
     )
     offload = compat.require(
-        ENGINE, PACKAGE, TESTED, "vllm.v1.kv_offload.base", ["RequestOffloadingContext"]
+        ENGINE,
+        PACKAGE,
+        TESTED,
+        "vllm.v1.kv_offload.base",
+        ["RequestOffloadingContext", "OffloadingEvent", "Medium.STORAGE", "Locality"],
     )
 
     class PrefixdTier(base.SecondaryTierManager):  # type: ignore[misc, name-defined]
-        """Options: `address`, `tier` (ram, shm, disk), `deadline_ms`, `salt`."""
+        """Options: `address`, `tier` (ram, shm, disk), `deadline_ms`, `max_pending_saves`, `salt`,
+        and vLLM's own `enable_kv_events` and `locality`."""
+
+        medium = offload.Medium.STORAGE
 
         def __init__(
             self,
@@ -236,15 +270,28 @@ def _tier() -> type:
             **config: Any,
         ) -> None:
             super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+            locality = config.get("locality")
+            self.locality = None if locality is None else offload.Locality(locality)
+            # Parallel layouts of which a chunk's bytes are the same share them, as vLLM's do.
             found = mapper.FileMapper.from_offloading_spec(
-                root_dir="", offloading_spec=offloading_spec
+                root_dir="",
+                offloading_spec=offloading_spec,
+                blocks_per_file=offloading_spec.blocks_per_chunk,
+                parallel_agnostic=True,
             )
             rows = memoryview(primary_kv_view)
             namespace = namespace_of(
                 {**found.get_run_config(), "salt": config.get("salt")},
-                offloading_spec.config.parallel.rank,
+                found.rank,
                 rows.nbytes // max(1, len(rows)),
             )
+            events = config.get("enable_kv_events", False)
+            self._events: list[Any] | None = None
+            if events and offloading_spec.kv_events_config.enable_kv_cache_events:
+                self._events = []
+            elif events:
+                logger.warning("no KV events: vLLM has them switched off")
+            self._stores: set[int] = set()
             client = Client(
                 config.get("address"),
                 name="vllm",
@@ -264,24 +311,46 @@ def _tier() -> type:
             return results.RETRY if there is None else results.HIT if there else results.MISS
 
         def submit_store(self, job: Any) -> None:
+            if self._events is not None:
+                self._stores.add(job.job_id)
             self._core.store(job.job_id, [bytes(key) for key in job.keys], list(job.chunk_ids))
 
         def submit_load(self, job: Any) -> None:
             self._core.load(job.job_id, [bytes(key) for key in job.keys], list(job.chunk_ids))
 
         def get_finished_jobs(self) -> list[Any]:
+            ended = self._core.finished()
+            for each in ended if self._events is not None else ():
+                self._event(each)
             return [
                 base.JobResult(
                     job_id=each.job,
                     success=each.ok,
-                    successful_keys=[
-                        key for key, good in zip(each.hashes, each.good, strict=True) if good
-                    ],
+                    successful_keys=None if each.ok else each.good_hashes or None,
                     transfer_time=each.seconds,
                     transfer_bytes=each.moved_bytes,
                 )
-                for each in self._core.finished()
+                for each in ended
             ]
+
+        def _event(self, ended: Ended) -> None:
+            """What was stored. What the daemon evicts it tells nobody."""
+            if ended.job in self._stores:
+                self._stores.discard(ended.job)
+                if self._events is not None and ended.good_hashes:
+                    stored = offload.OffloadingEvent(
+                        keys=ended.good_hashes,
+                        medium=self.medium,
+                        removed=False,
+                        locality=self.locality,
+                    )
+                    self._events.append(stored)
+
+        def take_events(self) -> list[Any]:
+            taken = list(self._events or ())
+            if self._events:
+                self._events.clear()
+            return taken
 
         def has_pending_work(self) -> bool:
             return self._core.pending
@@ -295,7 +364,7 @@ def _tier() -> type:
             self._core.touch(bytes(key) for key in keys)
 
         def drain_jobs(self) -> None:
-            self._core.drain(2 * self._core.deadline_s)
+            self._core.drain()
 
         def shutdown(self) -> None:
             self._core.close()

@@ -77,7 +77,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from .errors import RecordError
@@ -121,6 +121,7 @@ HASH_SHIFT: Final = 64
 #: Offsets in a row.
 GENERATION_OFFSET: Final = 32
 CONTINUATION_OFFSET: Final = 84
+TIER_OFFSET: Final = 78
 LINK_OFFSET: Final = 92
 
 _HEADER: Final = struct.Struct(f"<8sIII{INCARNATION_BYTES}s{MULTIPLIER_BYTES}s")
@@ -411,24 +412,23 @@ class IndexReader:
         if self._owned is not None:
             self._owned.close()
 
-    def find(self, keys: Iterable[bytes]) -> Iterator[Placed | None]:
-        """One row with its place, or None, for each key. `keys` may be lazy: none is taken before
-        the row of the one before it was."""
+    def find(self, keys: Iterable[bytes], stop_at: bool | None = None) -> list[Placed | None]:
+        """One row with its place, or None, for each key. `stop_at`: the first key that is there
+        (True), or is not (False), is the last. `keys` may be lazy: none behind it is taken."""
         # Written out, without calls: it runs for every block.
         data, heads, links, header = self._data, self._heads, self._links, self._header
         multiplier, hashed_word, checksum = self._multiplier, HASHED.unpack, crc32c
         key_part, whole, rows = _KEY_PART, _WHOLE_ONE_EXTENT, len(self._generations)
-        if header[STATE] != LIVE:
-            for _ in keys:
-                yield None
-            return
+        results: list[Placed | None] = []
+        add = results.append
+        live = header[STATE] == LIVE
         seen, count, mask = self._shape()
         for key in keys:
             (word,) = hashed_word(key)
             hashed = word * multiplier >> HASH_SHIFT
             found: bytes | None = None
             tries = _TRIES
-            while True:
+            while live:
                 bucket = hashed & mask
                 if bucket >= count:
                     bucket &= mask >> 1
@@ -454,7 +454,15 @@ class IndexReader:
                 if not tries:
                     break
                 seen, count, mask = self._shape()
-            yield None if found is None else (number, found)
+            if found is None:
+                add(None)
+                if stop_at is False:
+                    break
+            else:
+                add((number, found))
+                if stop_at:
+                    break
+        return results
 
     def _shape(self) -> tuple[int, int, int]:
         """`shape` as it is while no row is being moved, the number of heads, and the mask of a

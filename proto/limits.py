@@ -20,10 +20,10 @@ MAX_BATCH_KEYS: Final = 4096
 MAX_MESSAGE_BYTES: Final = 16 * 2**20
 #: What payloads are cut into on a stream.
 CHUNK_BYTES: Final = 1 * 2**20
-#: Token ids that an entry may carry, 4 bytes each.
 #: What a client lets the daemon copy out of staging memory at once, unless a payload is larger:
 #: so much takes the daemon a millisecond.
 STAGED_MESSAGE_BYTES: Final = 4 * 2**20
+#: Token ids that an entry may carry, 4 bytes each.
 MAX_TOKEN_IDS_BYTES: Final = 4 * 2**20
 MAX_PAYLOAD_BYTES: Final = 2**40
 MAX_LAYERS: Final = 2**16 - 1
@@ -32,6 +32,10 @@ MAX_CLIENT_NAME_CHARS: Final = 120
 MAX_LABEL_CHARS: Final = 64
 #: One number of one such report: sums of them stay exact in the metrics for long.
 MAX_REPORTED: Final = 2**48
+
+#: Misses of which a report names keys, and how many keys of each.
+MAX_TOLD_MISSES: Final = 64
+MAX_TOLD_KEYS: Final = 8
 
 # ---- time
 
@@ -43,6 +47,8 @@ DEFAULT_RESERVATION_TTL_MS: Final = 60_000
 MAX_LEASE_MS: Final = 3_600_000
 #: What a reader waits for a save in flight, unless it says otherwise.
 DEFAULT_WAIT_MS: Final = 500
+#: What a search waits for entries of other nodes, unless it says otherwise.
+DEFAULT_SHARED_WAIT_MS: Final = 1_000
 MAX_WAIT_MS: Final = 60_000
 #: How long a client waits for an `evict` or `shutdown` save.
 DEFAULT_SAVE_TIMEOUT_MS: Final = 30_000

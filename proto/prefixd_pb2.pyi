@@ -186,7 +186,7 @@ class _ReserveStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     RESERVE_STATUS_IN_FLIGHT: _ReserveStatus.ValueType  # 3
     """somebody else is saving it"""
     RESERVE_STATUS_TOO_LARGE: _ReserveStatus.ValueType  # 4
-    """for this tier, for ever"""
+    """for this tier, or what one client may reserve of it, for ever"""
     RESERVE_STATUS_NO_ROOM: _ReserveStatus.ValueType  # 5
     """everything is pinned or reserved, or this session's share is, or the tier takes no saves now; may succeed later"""
 
@@ -199,7 +199,7 @@ RESERVE_STATUS_PRESENT: ReserveStatus.ValueType  # 2
 RESERVE_STATUS_IN_FLIGHT: ReserveStatus.ValueType  # 3
 """somebody else is saving it"""
 RESERVE_STATUS_TOO_LARGE: ReserveStatus.ValueType  # 4
-"""for this tier, for ever"""
+"""for this tier, or what one client may reserve of it, for ever"""
 RESERVE_STATUS_NO_ROOM: ReserveStatus.ValueType  # 5
 """everything is pinned or reserved, or this session's share is, or the tier takes no saves now; may succeed later"""
 Global___ReserveStatus: typing_extensions.TypeAlias = ReserveStatus
@@ -490,6 +490,22 @@ class Usage(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class AbsentBecauseEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     LOOKUPS_FIELD_NUMBER: builtins.int
     HITS_FIELD_NUMBER: builtins.int
     MISSES_FIELD_NUMBER: builtins.int
@@ -497,6 +513,8 @@ class Usage(google.protobuf.message.Message):
     RESTORED_TOKENS_FIELD_NUMBER: builtins.int
     FAILURES_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
+    ABSENT_FIELD_NUMBER: builtins.int
+    ABSENT_BECAUSE_FIELD_NUMBER: builtins.int
     lookups: builtins.int
     hits: builtins.int
     """look-ups that found something"""
@@ -514,6 +532,16 @@ class Usage(google.protobuf.message.Message):
 
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierUsage]: ...
+    @property
+    def absent(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AbsentMiss]:
+        """Of some of the misses that are `absent`, the keys that were looked for: at most 64, of 8 keys."""
+
+    @property
+    def absent_because(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """In Stats only: what the daemon's journal said of them: evicted, deleted, damaged, replaced, or
+        never_saved; not_remembered where the journal does not reach back to the start.
+        """
+
     def __init__(
         self,
         *,
@@ -524,10 +552,28 @@ class Usage(google.protobuf.message.Message):
         restored_tokens: builtins.int = ...,
         failures: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         tiers: collections.abc.Iterable[Global___TierUsage] | None = ...,
+        absent: collections.abc.Iterable[Global___AbsentMiss] | None = ...,
+        absent_because: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["failures", b"failures", "hits", b"hits", "lookup_tokens", b"lookup_tokens", "lookups", b"lookups", "misses", b"misses", "restored_tokens", b"restored_tokens", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["absent", b"absent", "absent_because", b"absent_because", "failures", b"failures", "hits", b"hits", "lookup_tokens", b"lookup_tokens", "lookups", b"lookups", "misses", b"misses", "restored_tokens", b"restored_tokens", "tiers", b"tiers"]) -> None: ...
 
 Global___Usage: typing_extensions.TypeAlias = Usage
+
+@typing.final
+class AbsentMiss(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: builtins.int
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys"]) -> None: ...
+
+Global___AbsentMiss: typing_extensions.TypeAlias = AbsentMiss
 
 @typing.final
 class TierUsage(google.protobuf.message.Message):
@@ -704,6 +750,7 @@ class Welcome(google.protobuf.message.Message):
     DAEMON_VERSION_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
     LOCAL_SOCKET_FIELD_NUMBER: builtins.int
+    SHARES_FIELD_NUMBER: builtins.int
     SESSION_SECRET_FIELD_NUMBER: builtins.int
     DATA_PORT_FIELD_NUMBER: builtins.int
     incarnation: builtins.bytes
@@ -718,6 +765,8 @@ class Welcome(google.protobuf.message.Message):
     daemon_version: builtins.str
     local_socket: builtins.str
     """where clients on this host are served; empty: nowhere (see LocalRequest)"""
+    shares: builtins.bool
+    """is there a shared engine that Pull asks?"""
     session_secret: builtins.bytes
     """for SessionRef: 16 random bytes that only this client knows"""
     data_port: builtins.int
@@ -740,10 +789,11 @@ class Welcome(google.protobuf.message.Message):
         daemon_version: builtins.str = ...,
         tiers: collections.abc.Iterable[Global___TierLimits] | None = ...,
         local_socket: builtins.str = ...,
+        shares: builtins.bool = ...,
         session_secret: builtins.bytes = ...,
         data_port: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk_bytes", b"chunk_bytes", "claim_lease_ms", b"claim_lease_ms", "daemon_version", b"daemon_version", "data_port", b"data_port", "heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "local_socket", b"local_socket", "max_batch_keys", b"max_batch_keys", "max_message_bytes", b"max_message_bytes", "reservation_ttl_ms", b"reservation_ttl_ms", "session_id", b"session_id", "session_secret", b"session_secret", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_bytes", b"chunk_bytes", "claim_lease_ms", b"claim_lease_ms", "daemon_version", b"daemon_version", "data_port", b"data_port", "heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "local_socket", b"local_socket", "max_batch_keys", b"max_batch_keys", "max_message_bytes", b"max_message_bytes", "reservation_ttl_ms", b"reservation_ttl_ms", "session_id", b"session_id", "session_secret", b"session_secret", "shares", b"shares", "tiers", b"tiers"]) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 
@@ -1502,6 +1552,51 @@ class DeleteResponse(google.protobuf.message.Message):
 Global___DeleteResponse: typing_extensions.TypeAlias = DeleteResponse
 
 @typing.final
+class PullRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    MODE_FIELD_NUMBER: builtins.int
+    WAIT_MS_FIELD_NUMBER: builtins.int
+    mode: Global___ClaimMode.ValueType
+    """CLAIM_MODE_RUN or CLAIM_MODE_FIRST"""
+    wait_ms: builtins.int
+    """how long it may take; 0: a second"""
+    @property
+    def session(self) -> Global___SessionRef: ...
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        session: Global___SessionRef | None = ...,
+        keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+        mode: Global___ClaimMode.ValueType = ...,
+        wait_ms: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys", "mode", b"mode", "session", b"session", "wait_ms", b"wait_ms"]) -> None: ...
+
+Global___PullRequest: typing_extensions.TypeAlias = PullRequest
+
+@typing.final
+class PullResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PULLED_FIELD_NUMBER: builtins.int
+    pulled: builtins.int
+    """entries that came"""
+    def __init__(
+        self,
+        *,
+        pulled: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["pulled", b"pulled"]) -> None: ...
+
+Global___PullResponse: typing_extensions.TypeAlias = PullResponse
+
+@typing.final
 class CancelRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2164,6 +2259,7 @@ class TierStats(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     OLDEST_IO_MS_FIELD_NUMBER: builtins.int
     SCRUB_FIELD_NUMBER: builtins.int
+    KEPT_BYTES_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     policy: builtins.str
     budget_bytes: builtins.int
@@ -2194,6 +2290,8 @@ class TierStats(google.protobuf.message.Message):
     """"serving"; "recovering": no saves; "hung": no saves, no claims"""
     oldest_io_ms: builtins.int
     """for how long the oldest read, write or sync of its device is under way"""
+    kept_bytes: builtins.int
+    """What it does not use since it was made smaller, and the system has back only with a restart."""
     @property
     def scrub(self) -> Global___ScrubStats:
         """not set: the tier is not scrubbed"""
@@ -2227,9 +2325,10 @@ class TierStats(google.protobuf.message.Message):
         state: builtins.str = ...,
         oldest_io_ms: builtins.int = ...,
         scrub: Global___ScrubStats | None = ...,
+        kept_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["scrub", b"scrub"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "corrupt", b"corrupt", "dropped_at_start", b"dropped_at_start", "entries", b"entries", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "hit_tokens", b"hit_tokens", "hits", b"hits", "limit_bytes", b"limit_bytes", "max_entries", b"max_entries", "oldest_io_ms", b"oldest_io_ms", "payload_bytes", b"payload_bytes", "pinned_bytes", b"pinned_bytes", "pinned_entries", b"pinned_entries", "policy", b"policy", "published_bytes", b"published_bytes", "read_bytes", b"read_bytes", "recovered_bytes", b"recovered_bytes", "recovered_entries", b"recovered_entries", "reserved_bytes", b"reserved_bytes", "saved_bytes", b"saved_bytes", "saves", b"saves", "scrub", b"scrub", "secured_bytes", b"secured_bytes", "state", b"state", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "corrupt", b"corrupt", "dropped_at_start", b"dropped_at_start", "entries", b"entries", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "hit_tokens", b"hit_tokens", "hits", b"hits", "kept_bytes", b"kept_bytes", "limit_bytes", b"limit_bytes", "max_entries", b"max_entries", "oldest_io_ms", b"oldest_io_ms", "payload_bytes", b"payload_bytes", "pinned_bytes", b"pinned_bytes", "pinned_entries", b"pinned_entries", "policy", b"policy", "published_bytes", b"published_bytes", "read_bytes", b"read_bytes", "recovered_bytes", b"recovered_bytes", "recovered_entries", b"recovered_entries", "reserved_bytes", b"reserved_bytes", "saved_bytes", b"saved_bytes", "saves", b"saves", "scrub", b"scrub", "secured_bytes", b"secured_bytes", "state", b"state", "tier", b"tier"]) -> None: ...
 
 Global___TierStats: typing_extensions.TypeAlias = TierStats
 
@@ -2342,6 +2441,22 @@ class StatsResponse(google.protobuf.message.Message):
         def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class SharedEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     DAEMON_VERSION_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     UPTIME_MS_FIELD_NUMBER: builtins.int
@@ -2357,6 +2472,8 @@ class StatsResponse(google.protobuf.message.Message):
     IN_FLIGHT_FIELD_NUMBER: builtins.int
     USAGE_FIELD_NUMBER: builtins.int
     OLDEST_CLAIM_MS_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
+    STAGES_FIELD_NUMBER: builtins.int
     daemon_version: builtins.str
     incarnation: builtins.bytes
     uptime_ms: builtins.int
@@ -2387,6 +2504,14 @@ class StatsResponse(google.protobuf.message.Message):
     def usage(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, Global___Usage]:
         """what clients told since the start, by their label"""
 
+    @property
+    def shared(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """what was brought from and offered to other nodes; empty: nothing is shared"""
+
+    @property
+    def stages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StageTimes]:
+        """what clients wait for, and what may keep them waiting"""
+
     def __init__(
         self,
         *,
@@ -2405,10 +2530,42 @@ class StatsResponse(google.protobuf.message.Message):
         in_flight: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         usage: collections.abc.Mapping[builtins.str, Global___Usage] | None = ...,
         oldest_claim_ms: builtins.int = ...,
+        shared: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        stages: collections.abc.Iterable[Global___StageTimes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["claims", b"claims", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "in_flight", b"in_flight", "incarnation", b"incarnation", "notices", b"notices", "oldest_claim_ms", b"oldest_claim_ms", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "usage", b"usage", "waiters", b"waiters"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claims", b"claims", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "in_flight", b"in_flight", "incarnation", b"incarnation", "notices", b"notices", "oldest_claim_ms", b"oldest_claim_ms", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "shared", b"shared", "stages", b"stages", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "usage", b"usage", "waiters", b"waiters"]) -> None: ...
 
 Global___StatsResponse: typing_extensions.TypeAlias = StatsResponse
+
+@typing.final
+class StageTimes(google.protobuf.message.Message):
+    """How long something took since the start, each time."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: builtins.int
+    BOUNDS_NS_FIELD_NUMBER: builtins.int
+    TIMES_FIELD_NUMBER: builtins.int
+    stage: builtins.str
+    """claim, save, commit (of a tier), loop: what the event loop was late"""
+    @property
+    def bounds_ns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """what each bucket holds at most, ascending; one more is above them"""
+
+    @property
+    def times(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """in each bucket"""
+
+    def __init__(
+        self,
+        *,
+        stage: builtins.str = ...,
+        bounds_ns: collections.abc.Iterable[builtins.int] | None = ...,
+        times: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bounds_ns", b"bounds_ns", "stage", b"stage", "times", b"times"]) -> None: ...
+
+Global___StageTimes: typing_extensions.TypeAlias = StageTimes
 
 @typing.final
 class EntryDetail(google.protobuf.message.Message):
@@ -3235,3 +3392,232 @@ class VerifyResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["damaged_entries", b"damaged_entries", "done", b"done", "entries", b"entries", "payload_bytes", b"payload_bytes", "problems", b"problems", "progress_permille", b"progress_permille", "unreadable_entries", b"unreadable_entries"]) -> None: ...
 
 Global___VerifyResponse: typing_extensions.TypeAlias = VerifyResponse
+
+@typing.final
+class ResizeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: builtins.int
+    BUDGET_BYTES_FIELD_NUMBER: builtins.int
+    tier: Global___Tier.ValueType
+    budget_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        tier: Global___Tier.ValueType = ...,
+        budget_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "tier", b"tier"]) -> None: ...
+
+Global___ResizeRequest: typing_extensions.TypeAlias = ResizeRequest
+
+@typing.final
+class ResizeResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BUDGET_BYTES_FIELD_NUMBER: builtins.int
+    ENTRIES_FIELD_NUMBER: builtins.int
+    FREED_BYTES_FIELD_NUMBER: builtins.int
+    KEPT_BYTES_FIELD_NUMBER: builtins.int
+    SECURED_BYTES_FIELD_NUMBER: builtins.int
+    budget_bytes: builtins.int
+    entries: builtins.int
+    """that were evicted"""
+    freed_bytes: builtins.int
+    """their stored bytes"""
+    kept_bytes: builtins.int
+    """see TierStats"""
+    secured_bytes: builtins.int
+    """of the budget; the rest comes in the background"""
+    def __init__(
+        self,
+        *,
+        budget_bytes: builtins.int = ...,
+        entries: builtins.int = ...,
+        freed_bytes: builtins.int = ...,
+        kept_bytes: builtins.int = ...,
+        secured_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "entries", b"entries", "freed_bytes", b"freed_bytes", "kept_bytes", b"kept_bytes", "secured_bytes", b"secured_bytes"]) -> None: ...
+
+Global___ResizeResponse: typing_extensions.TypeAlias = ResizeResponse
+
+@typing.final
+class DrainRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WITHIN_MS_FIELD_NUMBER: builtins.int
+    STOP_FIELD_NUMBER: builtins.int
+    RESUME_FIELD_NUMBER: builtins.int
+    within_ms: builtins.int
+    stop: builtins.bool
+    """end when drained, or when the time is over"""
+    resume: builtins.bool
+    """serve again"""
+    def __init__(
+        self,
+        *,
+        within_ms: builtins.int = ...,
+        stop: builtins.bool = ...,
+        resume: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["resume", b"resume", "stop", b"stop", "within_ms", b"within_ms"]) -> None: ...
+
+Global___DrainRequest: typing_extensions.TypeAlias = DrainRequest
+
+@typing.final
+class DrainResponse(google.protobuf.message.Message):
+    """What is left."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DRAINED_FIELD_NUMBER: builtins.int
+    CLAIMS_FIELD_NUMBER: builtins.int
+    RESERVATIONS_FIELD_NUMBER: builtins.int
+    CALLS_FIELD_NUMBER: builtins.int
+    SESSIONS_FIELD_NUMBER: builtins.int
+    drained: builtins.bool
+    claims: builtins.int
+    reservations: builtins.int
+    calls: builtins.int
+    """reads and saves that move bytes"""
+    sessions: builtins.int
+    """that are open; they stay, and hold nothing when drained"""
+    def __init__(
+        self,
+        *,
+        drained: builtins.bool = ...,
+        claims: builtins.int = ...,
+        reservations: builtins.int = ...,
+        calls: builtins.int = ...,
+        sessions: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["calls", b"calls", "claims", b"claims", "drained", b"drained", "reservations", b"reservations", "sessions", b"sessions"]) -> None: ...
+
+Global___DrainResponse: typing_extensions.TypeAlias = DrainResponse
+
+@typing.final
+class SetLogLevelRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: builtins.int
+    level: builtins.str
+    """debug, info, warning, error"""
+    def __init__(
+        self,
+        *,
+        level: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["level", b"level"]) -> None: ...
+
+Global___SetLogLevelRequest: typing_extensions.TypeAlias = SetLogLevelRequest
+
+@typing.final
+class SetLogLevelResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BEFORE_FIELD_NUMBER: builtins.int
+    before: builtins.str
+    def __init__(
+        self,
+        *,
+        before: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["before", b"before"]) -> None: ...
+
+Global___SetLogLevelResponse: typing_extensions.TypeAlias = SetLogLevelResponse
+
+@typing.final
+class WhyRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    key: builtins.bytes
+    """the beginning of a key: 2 bytes or more"""
+    def __init__(
+        self,
+        *,
+        key: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key"]) -> None: ...
+
+Global___WhyRequest: typing_extensions.TypeAlias = WhyRequest
+
+@typing.final
+class KeyEvent(google.protobuf.message.Message):
+    """Something that happened to an entry."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    WHAT_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
+    AT_UNIX_NS_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    CAUSE_FIELD_NUMBER: builtins.int
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
+    LABEL_FIELD_NUMBER: builtins.int
+    key: builtins.bytes
+    """the first 16 bytes of it"""
+    what: builtins.str
+    """saved, evicted, deleted, damaged, replaced"""
+    tier: Global___Tier.ValueType
+    at_unix_ns: builtins.int
+    reason: Global___SaveReason.ValueType
+    """for which it was saved"""
+    cause: builtins.str
+    """of an eviction: save, operator, resize"""
+    session_id: builtins.int
+    """who saved or deleted it, or for whose save it was evicted; 0: nobody"""
+    owner: builtins.str
+    """of that session, as long as it is known"""
+    label: builtins.str
+    def __init__(
+        self,
+        *,
+        key: builtins.bytes = ...,
+        what: builtins.str = ...,
+        tier: Global___Tier.ValueType = ...,
+        at_unix_ns: builtins.int = ...,
+        reason: Global___SaveReason.ValueType = ...,
+        cause: builtins.str = ...,
+        session_id: builtins.int = ...,
+        owner: builtins.str = ...,
+        label: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_unix_ns", b"at_unix_ns", "cause", b"cause", "key", b"key", "label", b"label", "owner", b"owner", "reason", b"reason", "session_id", b"session_id", "tier", b"tier", "what", b"what"]) -> None: ...
+
+Global___KeyEvent: typing_extensions.TypeAlias = KeyEvent
+
+@typing.final
+class WhyResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: builtins.int
+    PRESENT_FIELD_NUMBER: builtins.int
+    REMEMBERED_EVENTS_FIELD_NUMBER: builtins.int
+    REMEMBERED_SINCE_UNIX_NS_FIELD_NUMBER: builtins.int
+    remembered_events: builtins.int
+    """of all keys"""
+    remembered_since_unix_ns: builtins.int
+    """when the oldest of them happened; 0: there is none"""
+    @property
+    def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KeyEvent]:
+        """the oldest first; the last 1,000"""
+
+    @property
+    def present(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EntryDetail]:
+        """entries that are there and begin so; the first 100"""
+
+    def __init__(
+        self,
+        *,
+        events: collections.abc.Iterable[Global___KeyEvent] | None = ...,
+        present: collections.abc.Iterable[Global___EntryDetail] | None = ...,
+        remembered_events: builtins.int = ...,
+        remembered_since_unix_ns: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["events", b"events", "present", b"present", "remembered_events", b"remembered_events", "remembered_since_unix_ns", b"remembered_since_unix_ns"]) -> None: ...
+
+Global___WhyResponse: typing_extensions.TypeAlias = WhyResponse

@@ -84,6 +84,11 @@ class CacheStub(object):
                 request_serializer=prefixd__pb2.DeleteRequest.SerializeToString,
                 response_deserializer=prefixd__pb2.DeleteResponse.FromString,
                 _registered_method=True)
+        self.Pull = channel.unary_unary(
+                '/prefixd.v1.Cache/Pull',
+                request_serializer=prefixd__pb2.PullRequest.SerializeToString,
+                response_deserializer=prefixd__pb2.PullResponse.FromString,
+                _registered_method=True)
         self.Read = channel.unary_stream(
                 '/prefixd.v1.Cache/Read',
                 request_serializer=prefixd__pb2.ReadRequest.SerializeToString,
@@ -184,6 +189,17 @@ class CacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pull(self, request, context):
+        """Brings entries that other nodes have shared and this one has not, as a save of the daemon's own:
+        of a run those from the first key on up to the first that nobody has, else the first that there
+        is, of those before one that is here already. Answers when they are published, or when the time
+        is over. Without a shared engine it answers 0 at once.
+        Errors: INVALID_ARGUMENT (batch, key, mode), FAILED_PRECONDITION (session).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Read(self, request, context):
         """Streams the payloads of claimed entries, in the order asked for. A single entry that cannot be
         read is a part with its status; the others are sent, and the claim is held on.
@@ -247,6 +263,11 @@ def add_CacheServicer_to_server(servicer, server):
                     servicer.Delete,
                     request_deserializer=prefixd__pb2.DeleteRequest.FromString,
                     response_serializer=prefixd__pb2.DeleteResponse.SerializeToString,
+            ),
+            'Pull': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pull,
+                    request_deserializer=prefixd__pb2.PullRequest.FromString,
+                    response_serializer=prefixd__pb2.PullResponse.SerializeToString,
             ),
             'Read': grpc.unary_stream_rpc_method_handler(
                     servicer.Read,
@@ -535,6 +556,33 @@ class Cache(object):
             _registered_method=True)
 
     @staticmethod
+    def Pull(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.Cache/Pull',
+            prefixd__pb2.PullRequest.SerializeToString,
+            prefixd__pb2.PullResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Read(request,
             target,
             options=(),
@@ -647,6 +695,26 @@ class AdminStub(object):
                 '/prefixd.v1.Admin/Verify',
                 request_serializer=prefixd__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=prefixd__pb2.VerifyResponse.FromString,
+                _registered_method=True)
+        self.Resize = channel.unary_unary(
+                '/prefixd.v1.Admin/Resize',
+                request_serializer=prefixd__pb2.ResizeRequest.SerializeToString,
+                response_deserializer=prefixd__pb2.ResizeResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/prefixd.v1.Admin/Drain',
+                request_serializer=prefixd__pb2.DrainRequest.SerializeToString,
+                response_deserializer=prefixd__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.SetLogLevel = channel.unary_unary(
+                '/prefixd.v1.Admin/SetLogLevel',
+                request_serializer=prefixd__pb2.SetLogLevelRequest.SerializeToString,
+                response_deserializer=prefixd__pb2.SetLogLevelResponse.FromString,
+                _registered_method=True)
+        self.Why = channel.unary_unary(
+                '/prefixd.v1.Admin/Why',
+                request_serializer=prefixd__pb2.WhyRequest.SerializeToString,
+                response_deserializer=prefixd__pb2.WhyResponse.FromString,
                 _registered_method=True)
 
 
@@ -774,6 +842,41 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Resize(self, request, context):
+        """Gives a tier another budget until the next start. Where it is smaller, the next victims leave
+        in steps, exactly those that are too many. All or nothing; it goes on when its caller hangs up.
+        Where claims or saves hold too much, another resize is under way or the device is full, it is
+        refused as limit_reached or device_full. Errors: INVALID_ARGUMENT (tier, size).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Begins to drain, and answers when nothing is held or under way any more, or at the bound: no new
+        sessions, claims or saves; what is held stays, and may be read, written and given back. Drained
+        it stays until it is told to resume, or ends if it is told to stop.
+        Errors: INVALID_ARGUMENT (time).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetLogLevel(self, request, context):
+        """What the log says, until the next start or reload. Errors: INVALID_ARGUMENT (level).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Why(self, request, context):
+        """What the daemon remembers of the keys that begin so: saved, evicted, deleted, when and by whom.
+        Errors: INVALID_ARGUMENT (key).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -851,6 +954,26 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=prefixd__pb2.VerifyRequest.FromString,
                     response_serializer=prefixd__pb2.VerifyResponse.SerializeToString,
+            ),
+            'Resize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resize,
+                    request_deserializer=prefixd__pb2.ResizeRequest.FromString,
+                    response_serializer=prefixd__pb2.ResizeResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=prefixd__pb2.DrainRequest.FromString,
+                    response_serializer=prefixd__pb2.DrainResponse.SerializeToString,
+            ),
+            'SetLogLevel': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetLogLevel,
+                    request_deserializer=prefixd__pb2.SetLogLevelRequest.FromString,
+                    response_serializer=prefixd__pb2.SetLogLevelResponse.SerializeToString,
+            ),
+            'Why': grpc.unary_unary_rpc_method_handler(
+                    servicer.Why,
+                    request_deserializer=prefixd__pb2.WhyRequest.FromString,
+                    response_serializer=prefixd__pb2.WhyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1260,6 +1383,114 @@ class Admin(object):
             '/prefixd.v1.Admin/Verify',
             prefixd__pb2.VerifyRequest.SerializeToString,
             prefixd__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.Admin/Resize',
+            prefixd__pb2.ResizeRequest.SerializeToString,
+            prefixd__pb2.ResizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.Admin/Drain',
+            prefixd__pb2.DrainRequest.SerializeToString,
+            prefixd__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetLogLevel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.Admin/SetLogLevel',
+            prefixd__pb2.SetLogLevelRequest.SerializeToString,
+            prefixd__pb2.SetLogLevelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Why(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.Admin/Why',
+            prefixd__pb2.WhyRequest.SerializeToString,
+            prefixd__pb2.WhyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -195,6 +195,22 @@ _CacheDeleteType = typing_extensions.TypeVar(
     ],
 )
 
+_CachePullType = typing_extensions.TypeVar(
+    '_CachePullType',
+    grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.PullRequest,
+        prefixd_pb2.PullResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.PullRequest,
+        prefixd_pb2.PullResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.PullRequest,
+        prefixd_pb2.PullResponse,
+    ],
+)
+
 _CacheReadType = typing_extensions.TypeVar(
     '_CacheReadType',
     grpc.UnaryStreamMultiCallable[
@@ -211,7 +227,7 @@ _CacheReadType = typing_extensions.TypeVar(
     ],
 )
 
-class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimType, _CacheReleaseType, _CacheReserveType, _CacheWriteType, _CacheSaveType, _CacheSaveWholeType, _CacheCancelType, _CacheDeleteType, _CacheReadType]):
+class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimType, _CacheReleaseType, _CacheReserveType, _CacheWriteType, _CacheSaveType, _CacheSaveWholeType, _CacheCancelType, _CacheDeleteType, _CachePullType, _CacheReadType]):
     @typing.overload
     def __init__(self: CacheStub[
         grpc.StreamStreamMultiCallable[
@@ -253,6 +269,10 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
         grpc.UnaryUnaryMultiCallable[
             prefixd_pb2.DeleteRequest,
             prefixd_pb2.DeleteResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            prefixd_pb2.PullRequest,
+            prefixd_pb2.PullResponse,
         ],
         grpc.UnaryStreamMultiCallable[
             prefixd_pb2.ReadRequest,
@@ -301,6 +321,10 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
         grpc.aio.UnaryUnaryMultiCallable[
             prefixd_pb2.DeleteRequest,
             prefixd_pb2.DeleteResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            prefixd_pb2.PullRequest,
+            prefixd_pb2.PullResponse,
         ],
         grpc.aio.UnaryStreamMultiCallable[
             prefixd_pb2.ReadRequest,
@@ -367,6 +391,14 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
     Errors: INVALID_ARGUMENT (batch, key), FAILED_PRECONDITION (session).
     """
 
+    Pull: _CachePullType
+    """Brings entries that other nodes have shared and this one has not, as a save of the daemon's own:
+    of a run those from the first key on up to the first that nobody has, else the first that there
+    is, of those before one that is here already. Answers when they are published, or when the time
+    is over. Without a shared engine it answers 0 at once.
+    Errors: INVALID_ARGUMENT (batch, key, mode), FAILED_PRECONDITION (session).
+    """
+
     Read: _CacheReadType
     """Streams the payloads of claimed entries, in the order asked for. A single entry that cannot be
     read is a part with its status; the others are sent, and the claim is held on.
@@ -415,6 +447,10 @@ CacheAsyncStub: typing_extensions.TypeAlias = CacheStub[
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.DeleteRequest,
         prefixd_pb2.DeleteResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.PullRequest,
+        prefixd_pb2.PullResponse,
     ],
     grpc.aio.UnaryStreamMultiCallable[
         prefixd_pb2.ReadRequest,
@@ -530,6 +566,19 @@ class CacheServicer(metaclass=abc.ABCMeta):
         changed, say. What is pinned or in flight stays as it is, and is said to be. Whoever can name a
         key may delete it, as it may read it and may have saved it.
         Errors: INVALID_ARGUMENT (batch, key), FAILED_PRECONDITION (session).
+        """
+
+    @abc.abstractmethod
+    def Pull(
+        self,
+        request: prefixd_pb2.PullRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixd_pb2.PullResponse, collections.abc.Awaitable[prefixd_pb2.PullResponse]]:
+        """Brings entries that other nodes have shared and this one has not, as a save of the daemon's own:
+        of a run those from the first key on up to the first that nobody has, else the first that there
+        is, of those before one that is here already. Answers when they are published, or when the time
+        is over. Without a shared engine it answers 0 at once.
+        Errors: INVALID_ARGUMENT (batch, key, mode), FAILED_PRECONDITION (session).
         """
 
     @abc.abstractmethod
@@ -787,7 +836,71 @@ _AdminVerifyType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminPreviewType, _AdminEvictType, _AdminCurveType, _AdminDropType, _AdminKickType, _AdminConfigureType, _AdminGcType, _AdminCheckType, _AdminVerifyType]):
+_AdminResizeType = typing_extensions.TypeVar(
+    '_AdminResizeType',
+    grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.ResizeRequest,
+        prefixd_pb2.ResizeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.ResizeRequest,
+        prefixd_pb2.ResizeResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.ResizeRequest,
+        prefixd_pb2.ResizeResponse,
+    ],
+)
+
+_AdminDrainType = typing_extensions.TypeVar(
+    '_AdminDrainType',
+    grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.DrainRequest,
+        prefixd_pb2.DrainResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.DrainRequest,
+        prefixd_pb2.DrainResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.DrainRequest,
+        prefixd_pb2.DrainResponse,
+    ],
+)
+
+_AdminSetLogLevelType = typing_extensions.TypeVar(
+    '_AdminSetLogLevelType',
+    grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.SetLogLevelRequest,
+        prefixd_pb2.SetLogLevelResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.SetLogLevelRequest,
+        prefixd_pb2.SetLogLevelResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.SetLogLevelRequest,
+        prefixd_pb2.SetLogLevelResponse,
+    ],
+)
+
+_AdminWhyType = typing_extensions.TypeVar(
+    '_AdminWhyType',
+    grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.WhyRequest,
+        prefixd_pb2.WhyResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.WhyRequest,
+        prefixd_pb2.WhyResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.WhyRequest,
+        prefixd_pb2.WhyResponse,
+    ],
+)
+
+class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminPreviewType, _AdminEvictType, _AdminCurveType, _AdminDropType, _AdminKickType, _AdminConfigureType, _AdminGcType, _AdminCheckType, _AdminVerifyType, _AdminResizeType, _AdminDrainType, _AdminSetLogLevelType, _AdminWhyType]):
     """---- operators"""
 
     @typing.overload
@@ -852,6 +965,22 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
             prefixd_pb2.VerifyRequest,
             prefixd_pb2.VerifyResponse,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            prefixd_pb2.ResizeRequest,
+            prefixd_pb2.ResizeResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            prefixd_pb2.DrainRequest,
+            prefixd_pb2.DrainResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            prefixd_pb2.SetLogLevelRequest,
+            prefixd_pb2.SetLogLevelResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            prefixd_pb2.WhyRequest,
+            prefixd_pb2.WhyResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -915,6 +1044,22 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
         grpc.aio.UnaryStreamMultiCallable[
             prefixd_pb2.VerifyRequest,
             prefixd_pb2.VerifyResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            prefixd_pb2.ResizeRequest,
+            prefixd_pb2.ResizeResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            prefixd_pb2.DrainRequest,
+            prefixd_pb2.DrainResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            prefixd_pb2.SetLogLevelRequest,
+            prefixd_pb2.SetLogLevelResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            prefixd_pb2.WhyRequest,
+            prefixd_pb2.WhyResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -988,6 +1133,28 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
     hangs up ends it. Errors: INVALID_ARGUMENT (tier).
     """
 
+    Resize: _AdminResizeType
+    """Gives a tier another budget until the next start. Where it is smaller, the next victims leave
+    in steps, exactly those that are too many. All or nothing; it goes on when its caller hangs up.
+    Where claims or saves hold too much, another resize is under way or the device is full, it is
+    refused as limit_reached or device_full. Errors: INVALID_ARGUMENT (tier, size).
+    """
+
+    Drain: _AdminDrainType
+    """Begins to drain, and answers when nothing is held or under way any more, or at the bound: no new
+    sessions, claims or saves; what is held stays, and may be read, written and given back. Drained
+    it stays until it is told to resume, or ends if it is told to stop.
+    Errors: INVALID_ARGUMENT (time).
+    """
+
+    SetLogLevel: _AdminSetLogLevelType
+    """What the log says, until the next start or reload. Errors: INVALID_ARGUMENT (level)."""
+
+    Why: _AdminWhyType
+    """What the daemon remembers of the keys that begin so: saved, evicted, deleted, when and by whom.
+    Errors: INVALID_ARGUMENT (key).
+    """
+
 AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.StatsRequest,
@@ -1048,6 +1215,22 @@ AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryStreamMultiCallable[
         prefixd_pb2.VerifyRequest,
         prefixd_pb2.VerifyResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.ResizeRequest,
+        prefixd_pb2.ResizeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.DrainRequest,
+        prefixd_pb2.DrainResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.SetLogLevelRequest,
+        prefixd_pb2.SetLogLevelResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.WhyRequest,
+        prefixd_pb2.WhyResponse,
     ],
 ]
 
@@ -1197,6 +1380,48 @@ class AdminServicer(metaclass=abc.ABCMeta):
         """Reads every entry of these tiers back and compares its checksums, telling several times a second
         how far it is. An entry whose bytes are wrong is dropped, one that can't be read stays. Whoever
         hangs up ends it. Errors: INVALID_ARGUMENT (tier).
+        """
+
+    @abc.abstractmethod
+    def Resize(
+        self,
+        request: prefixd_pb2.ResizeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixd_pb2.ResizeResponse, collections.abc.Awaitable[prefixd_pb2.ResizeResponse]]:
+        """Gives a tier another budget until the next start. Where it is smaller, the next victims leave
+        in steps, exactly those that are too many. All or nothing; it goes on when its caller hangs up.
+        Where claims or saves hold too much, another resize is under way or the device is full, it is
+        refused as limit_reached or device_full. Errors: INVALID_ARGUMENT (tier, size).
+        """
+
+    @abc.abstractmethod
+    def Drain(
+        self,
+        request: prefixd_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixd_pb2.DrainResponse, collections.abc.Awaitable[prefixd_pb2.DrainResponse]]:
+        """Begins to drain, and answers when nothing is held or under way any more, or at the bound: no new
+        sessions, claims or saves; what is held stays, and may be read, written and given back. Drained
+        it stays until it is told to resume, or ends if it is told to stop.
+        Errors: INVALID_ARGUMENT (time).
+        """
+
+    @abc.abstractmethod
+    def SetLogLevel(
+        self,
+        request: prefixd_pb2.SetLogLevelRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixd_pb2.SetLogLevelResponse, collections.abc.Awaitable[prefixd_pb2.SetLogLevelResponse]]:
+        """What the log says, until the next start or reload. Errors: INVALID_ARGUMENT (level)."""
+
+    @abc.abstractmethod
+    def Why(
+        self,
+        request: prefixd_pb2.WhyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixd_pb2.WhyResponse, collections.abc.Awaitable[prefixd_pb2.WhyResponse]]:
+        """What the daemon remembers of the keys that begin so: saved, evicted, deleted, when and by whom.
+        Errors: INVALID_ARGUMENT (key).
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

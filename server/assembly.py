@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
+from ..proto.errors import ConfigError
 from ..proto.keys import Key
 from ..proto.vocabulary import Tier
 from ..tiers.disk import DiskStore
@@ -15,20 +17,35 @@ from ..tiers.ram import RamStore
 from ..tiers.shm import ShmStore
 from ..tiers.store import Store
 from .config.budgets import Plan, TierPlan
+from .config.options import Shared
 from .core.state import MetaState
 from .runtime.index import IndexWriter
+from .runtime.loop import Core
+from .sharing.common import SharingConfig, WritePolicy
+from .sharing.sharing import Sharing
+from .sharing.store import SharedStore
 
 
 def make_store(plan: TierPlan, *, verify_at_start: bool, sync: bool) -> Store:
     """The store of one tier. Raises StoreError if the system can't give it what it needs."""
     if plan.tier is Tier.RAM:
-        return RamStore(plan.budget_bytes, plan.slab_bytes)
+        return RamStore(plan.budget_bytes, plan.slab_bytes, max_budget_bytes=plan.max_budget_bytes)
     assert plan.directory is not None
     if plan.tier is Tier.SHM:
         return ShmStore(
-            plan.directory, plan.budget_bytes, plan.slab_bytes, verify_payloads=verify_at_start
+            plan.directory,
+            plan.budget_bytes,
+            plan.slab_bytes,
+            verify_payloads=verify_at_start,
+            max_budget_bytes=plan.max_budget_bytes,
         )
-    return DiskStore(plan.directory, plan.budget_bytes, plan.slab_bytes, sync=sync)
+    return DiskStore(
+        plan.directory,
+        plan.budget_bytes,
+        plan.slab_bytes,
+        sync=sync,
+        max_budget_bytes=plan.max_budget_bytes,
+    )
 
 
 def make_index(plan: Plan, incarnation: bytes) -> IndexWriter:
@@ -37,9 +54,9 @@ def make_index(plan: Plan, incarnation: bytes) -> IndexWriter:
 
 
 def max_entries(plan: Plan) -> int:
-    """Entries that the tiers could hold together."""
+    """Entries that the tiers could hold together, as large as they may become."""
     return sum(
-        min(tier.max_entries or tier.budget_bytes, tier.budget_bytes // tier.slab_bytes)
+        min(tier.max_entries or tier.max_budget_bytes, tier.max_budget_bytes // tier.slab_bytes)
         for tier in plan.tiers.values()
     )
 
@@ -62,9 +79,75 @@ def make_ledger(plan: TierPlan, store: Store) -> Ledger:
 
 def make_state(plan: Plan, stores: Mapping[Tier, Store], now_ns: int) -> MetaState:
     return MetaState(
-        replace(plan.config.sessions.state_config(), curve_keys=plan.config.server.curve_keys),
+        replace(
+            plan.config.sessions.state_config(),
+            curve_keys=plan.config.server.curve_keys,
+            ram_use=bool(plan.config.shared.engine),
+            journal_bytes=plan.config.server.journal_bytes,
+        ),
         {t: make_ledger(tier, stores[t]) for t, tier in plan.tiers.items()},
         {tier: store.stored_bytes for tier, store in stores.items()},
         frozenset(tier for tier, store in stores.items() if store.recorded),
         now_ns,
     )
+
+
+async def begin_sharing(config: Shared, core: Core) -> Sharing:
+    """What this node shares with others. Raises ConfigError for an engine that it can't have."""
+    tier = Tier[config.tier.upper()]
+    if tier not in core.stores:
+        raise ConfigError(f"shared.tier is {config.tier}, which has no budget")
+    try:
+        store = _shared_store(config)
+    except ImportError as problem:
+        extra = "s3" if config.engine.startswith("s3:") else "shared"
+        raise ConfigError(
+            f"shared.engine needs more than is installed ({problem}): "
+            f"pip install 'prefixd[{extra}]'"
+        ) from None
+    except ConfigError:
+        raise
+    except ValueError as problem:
+        raise ConfigError(f"shared.engine: {problem}") from None
+    return await Sharing.begin(
+        core,
+        store,
+        SharingConfig(
+            tier=tier,
+            write=WritePolicy(config.write),
+            life_ms=config.life_ns // 1_000_000,
+            memory_bytes=config.memory_bytes,
+        ),
+    )
+
+
+def _shared_store(config: Shared) -> SharedStore:
+    """Each engine's library is imported only here."""
+    urls = config.engine.split(",")
+    if urls[0].startswith("s3:"):
+        from .sharing.object_store import ObjectStore
+
+        if len(urls) > 1 or config.payloads == "nodes":
+            raise ValueError("s3 is one bucket, and keeps payloads itself")
+        return ObjectStore(urls[0], config.fleet)
+    from .sharing.redis_store import RedisStore
+
+    password = _password(config.password_file)
+    if config.payloads == "engine":
+        return RedisStore(urls, config.fleet, password=password)
+    from .sharing.peers import PeerStore
+
+    if not config.address:
+        raise ConfigError('shared.payloads is "nodes": shared.address has to say where this one is')
+    locations = RedisStore(urls, config.fleet, password=password, prefix=b"px1-at")
+    return PeerStore(locations, config.address)
+
+
+def _password(path: str) -> str | None:
+    """The one in a file; None: there is none. Raises ConfigError."""
+    if not path:
+        return None
+    try:
+        return Path(path).read_text().strip()
+    except OSError as problem:
+        raise ConfigError(f"shared.password_file can't be read: {problem}") from None

@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ from .lock import lock_directories
 from .logs import configure_logs
 from .notify import keep_alive, notify
 from .reloading import Reloader
+from .runtime import collector
 from .runtime.clock import Clock
+from .runtime.idle_heap import give_back_idle_heap
 from .runtime.loop import Core
 from .runtime.recovery import Recovery
 from .runtime.securing import Securing
@@ -95,6 +98,11 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
         asyncio.get_running_loop().set_exception_handler(core.supervisor.failed)
         front = Front(core, service_config(config, incarnation))
         stack.callback(front.close)
+        if config.shared.engine:
+            sharing = await assembly.begin_sharing(config.shared, core)
+            stack.push_async_callback(sharing.close)
+            front.service.fetcher = sharing.fetch
+            front.admin.shared = sharing.counts
         await front.local.start()
         stack.push_async_callback(_within, front.local.close())
         stack.push_async_callback(_within, front.data.close())
@@ -111,11 +119,14 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
                 latencies=front.sessions.latencies,
                 commits=core.orders.latencies,
                 now_ns=core.clock.now_ns,
+                shared=front.admin.shared,
             )
             metrics_at = stack.enter_context(serve_metrics(config.server.metrics, collector))
             log.info("metrics", address=metrics_at)
         reloader = Reloader(config, load, core, front.scrubber)
         front.admin.configurer = reloader.configure
+        front.admin.overridden = reloader.override
+        front.admin.stopper = stop.begin
         stop.when_reloaded(lambda: core.supervisor.task("reload", reloader.reload()))
         front.scrubber.start()
         stack.push_async_callback(front.scrubber.close)
@@ -152,6 +163,7 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
         try:
             # Most starts have little to recover: their clients meet no tier that is closed.
             await asyncio.wait(begin_tiers(core, incarnation), timeout=_HEAD_START_S)
+            collector.begin()
             yield core
         finally:
             core.supervisor.cancel()
@@ -199,6 +211,7 @@ def service_config(config: Config, incarnation: bytes) -> ServiceConfig:
         staging_total_bytes=server.staging_total_bytes,
         stall_timeout_s=server.stall_timeout_ns / 1e9,
         scrub_bytes_per_second=server.scrub_bytes_per_second,
+        shares=bool(config.shared.engine),
     )
 
 
@@ -210,6 +223,7 @@ async def _serve_rpcs(core: Core, config: Config, front: Front, stop: Stop) -> N
     watching = core.supervisor.task("health watcher", _watch_health(core, front), vital=True)
     notify("READY=1")
     core.supervisor.task("watchdog", keep_alive())
+    core.supervisor.task("heap", give_back_idle_heap(core.executor, partial(_served, core)))
     log.info("serving", version=__version__, pid=os.getpid(), addresses=addresses)
     await _first(stop.asked.wait(), core.broken.wait())
     notify("STOPPING=1")
@@ -222,6 +236,13 @@ async def _serve_rpcs(core: Core, config: Config, front: Front, stop: Stop) -> N
     core.end_sessions()
     await _within(asyncio.gather(front.workers.stop(grace=1.0), front.operators.stop(grace=1.0)))
     log.info("stopped")
+
+
+def _served(core: Core) -> tuple[object, ...]:
+    """Something else after every call that asked for something, and while one is read."""
+    tables = core.state.tables
+    read_bytes = [tier.read_bytes for tier in tables.tier_counters.values()]
+    return (*astuple(tables.counters), *read_bytes)
 
 
 async def _within(ending: Awaitable[object]) -> None:

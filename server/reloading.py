@@ -88,6 +88,11 @@ class Reloader:
         if limits:
             self._core.post(LimitsChanged(tuple(limits), self._core.clock.now_ns()))
 
+    def override(self, option: str, value: object) -> None:
+        """An operator gave a running option another value, which holds until the next start or
+        the next reload that changes it."""
+        self._running[option] = (kinds()[option].show(value), value)
+
     async def reload(self) -> None:
         """What SIGHUP does: the log has what came of it."""
         try:
@@ -100,6 +105,13 @@ class Reloader:
             log.info(event, option=each.option, before=each.running, now=each.configured)
         if not response.changed:
             log.info("nothing_to_reload")
+
+
+def kinds() -> dict[str, sources.Kind]:
+    """Of every option, by its name in the file, how its values are written."""
+    return {
+        option.path: option.kind for _, _, options in sources.sections(Config) for option in options
+    }
 
 
 def values(config: Config) -> dict[str, tuple[str, object]]:

@@ -44,6 +44,11 @@ class Stop:
         """Call this when SIGHUP comes, on the loop; until now it was ignored."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
 
+    def begin(self) -> None:
+        """What the first signal does; nothing if it has come."""
+        if not self.asked.is_set():
+            self.signalled()
+
     def signalled(self) -> None:
         if self.asked.is_set():
             self.hurried.set()

@@ -32,6 +32,8 @@ MAY_IMPORT = {
     "server/core": {"proto", "tiers"},
     "server/runtime": {"proto", "tiers", "server.core"},
     "server/api": {"proto", "tiers", "server.core", "server.runtime"},
+    # A node is a client of its peers.
+    "server/sharing": {"proto", "tiers", "server.core", "server.runtime", "client"},
     "server/config": {"proto", "tiers", "server.core.tables"},
     "server": {"proto", "tiers"},
     # The library. What it holds, and the two ways to a daemon.

@@ -48,6 +48,8 @@ _F_SEAL_SHRINK: Final = 0x02
 _F_SEAL_GROW: Final = 0x04
 _F_SEAL_FUTURE_WRITE: Final = 0x10
 SEALS: Final = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+#: A tmpfs of huge pages takes so much more at most.
+_HUGE_PAGE_BYTES: Final = 2 * 2**20
 #: Linux 5.14: faults pages in for writing as an answer, never as a signal.
 _MADV_POPULATE_WRITE: Final = 23
 
@@ -56,8 +58,9 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class BaseArena(ABC):
-    """What all arenas do. `size_bytes` is the size wanted, `secured_bytes` of it from the start
-    are the device's answer so far, and `found_bytes` an earlier start left, with their content.
+    """What all arenas do. `size_bytes` is the size wanted, which may change and is at most
+    `max_bytes`; `secured_bytes` of it from the start are the device's answer so far, and
+    `found_bytes` an earlier start left, with their content.
 
     `fd` belongs to the arena; a client gets one of `open_reader`. Writing to one range is for
     one thread at a time; everything else may be used from any.
@@ -65,6 +68,7 @@ class BaseArena(ABC):
 
     fd: int
     size_bytes: int
+    max_bytes: int
     found_bytes: int
     secured_bytes: int
     #: Failed attempts to make what was written durable. The kernel tells of a failed write-back
@@ -95,6 +99,18 @@ class BaseArena(ABC):
     def write_header(self, incarnation: bytes, slab_bytes: int) -> None:
         """Write the arena's first page (`proto.arena_header`). Raises StoreError, StoreFull."""
 
+    def give_back(self, location: Location) -> bool:  # noqa: ARG002 (some can)
+        """Let the device have the room of slabs that belong to no entry. False: it can't have
+        it while the arena is open. Raises StoreError.
+
+        Memory that clients may have mapped stays: the seals of a memfd refuse it, and a reader
+        that comes late would fault on a page that is gone, with SIGBUS where a tmpfs is full.
+        """
+        return False
+
+    def take_back(self, location: Location) -> None:  # noqa: B027 (nothing to do for most)
+        """The opposite. Raises StoreFull, StoreError."""
+
     @abstractmethod
     def close(self) -> None:
         """Close `fd`. May be called twice."""
@@ -116,26 +132,31 @@ class BaseArena(ABC):
 class Arena(BaseArena):
     """An arena in shared memory, mapped. Use `anonymous` or `file`."""
 
-    def __init__(self, fd: int, size_bytes: int, *, found: bool) -> None:
-        """Takes over `fd`."""
+    def __init__(self, fd: int, size_bytes: int, max_bytes: int, *, found: bool) -> None:
+        """Takes over `fd`, a file of `max_bytes`."""
         self.fd = fd
         self.size_bytes = size_bytes
+        self.max_bytes = max_bytes
         # Pages are only ever allocated in order, by `secure_segments`.
         self.found_bytes = min(os.fstat(fd).st_blocks * 512, size_bytes) if found else 0
         self.secured_bytes = self.found_bytes
-        self._mapping = mmap.mmap(fd, size_bytes)
+        #: behind them, what an earlier start left is not in memory yet
+        self._populated_bytes = 0
+        self._mapping = mmap.mmap(fd, max_bytes)
         self._writable = memoryview(self._mapping)
         self._readable = self._writable.toreadonly()
 
     @classmethod
-    def anonymous(cls, size_bytes: int, name: str = "prefixd-ram") -> Arena:
-        """A sealed memfd. `name` is what /proc shows. Raises StoreError."""
+    def anonymous(cls, size_bytes: int, name: str = "prefixd-ram", *, max_bytes: int = 0) -> Arena:
+        """A sealed memfd, which can grow to `max_bytes` (0: it can't). `name` is what /proc shows.
+        Raises StoreError."""
         check_size(size_bytes)
+        max_bytes = max_bytes or size_bytes
         fd = -1
         try:
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(fd, size_bytes)
-            arena = cls(fd, size_bytes, found=False)
+            os.ftruncate(fd, max_bytes)
+            arena = cls(fd, size_bytes, max_bytes, found=False)
             # After the one mapping that may write was made.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         except OSError as problem:
@@ -145,8 +166,9 @@ class Arena(BaseArena):
         return arena
 
     @classmethod
-    def file(cls, path: Path, size_bytes: int, mode: int = 0o640) -> Arena:
-        """The arena in the file `path`, with its bytes if it is there and no larger than this.
+    def file(cls, path: Path, size_bytes: int, mode: int = 0o640, *, max_bytes: int = 0) -> Arena:
+        """The arena in the file `path`, with its bytes if it is there and no larger than this; it
+        can grow to `max_bytes` (0: it can't).
 
         A larger one is replaced by a new file; processes that map the old one keep it. `mode`
         says who may read it: a file takes no seals, but once it is mapped it has no mode for
@@ -154,17 +176,18 @@ class Arena(BaseArena):
         StoreError, also if the file belongs to another user.
         """
         check_size(size_bytes)
+        max_bytes = max_bytes or size_bytes
         writable, readable = mode | stat.S_IWUSR, mode & ~0o222
         fd = -1
         try:
             fd = open_own_file(path, writable)
             found_bytes = os.fstat(fd).st_size
-            if found_bytes > size_bytes:
+            if _holds_more(fd, size_bytes, max_bytes):
                 os.close(fd)
                 path.unlink()
                 fd, found_bytes = open_own_file(path, writable), 0
-            os.ftruncate(fd, size_bytes)
-            arena = cls(fd, size_bytes, found=found_bytes > 0)
+            os.ftruncate(fd, max_bytes)
+            arena = cls(fd, size_bytes, max_bytes, found=found_bytes > 0)
             os.fchmod(fd, readable)
             return arena
         except (OSError, StoreError) as problem:
@@ -175,16 +198,16 @@ class Arena(BaseArena):
     def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
         """As in every arena. Each step runs without the GIL, and brings pages of an earlier
         start back into memory."""
-        done_bytes = 0
-        while done_bytes < self.size_bytes:
-            length_bytes = min(segment_bytes, self.size_bytes - done_bytes)
+        while self._populated_bytes < self.size_bytes:
+            start = self._populated_bytes
+            length_bytes = min(segment_bytes, self.size_bytes - start)
             with write_errors(secure_sentence(self)):
-                secure_range(self.fd, done_bytes, length_bytes)
-            with address_of(self._writable[done_bytes : done_bytes + length_bytes]) as address:
+                secure_range(self.fd, start, length_bytes)
+            with address_of(self._writable[start : start + length_bytes]) as address:
                 # Older kernels don't have it (EINVAL); then pages are faulted in on first use.
                 _libc.madvise(address, length_bytes, _MADV_POPULATE_WRITE)
-            done_bytes += length_bytes
-            self.secured_bytes = max(self.secured_bytes, done_bytes)
+            self._populated_bytes = start + length_bytes
+            self.secured_bytes = max(self.secured_bytes, self._populated_bytes)
             yield self.secured_bytes
 
     def put(self, start: int, data: memoryview, crc: int) -> int:
@@ -314,6 +337,17 @@ class ArenaWriter(EntryWriter):
                 self._extent += 2
                 self._used_bytes = 0
         return crc
+
+
+def _holds_more(fd: int, size_bytes: int, max_bytes: int) -> bool:
+    """Has the file pages beyond the size? One that could grow is as long as it could get; cut to
+    another length where it has none, it loses no page."""
+    found = os.fstat(fd)
+    if not found.st_size:
+        return False
+    end = os.lseek(fd, 0, os.SEEK_HOLE)
+    slack_bytes = 0 if found.st_size > max_bytes else _HUGE_PAGE_BYTES
+    return end > size_bytes + slack_bytes
 
 
 def ranges(location: Location, offset_bytes: int, length_bytes: int) -> Iterator[tuple[int, int]]:

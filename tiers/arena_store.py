@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,16 +13,19 @@ from ..proto.entry import TOKEN_IDS_CRC_BYTES, EntryRecord, content_bytes
 from ..proto.errors import RecordError
 from ..proto.keys import Key
 from ..proto.layout import crc32c
+from ..proto.units import format_bytes
 from .arena import ArenaWriter, BaseArena, check_slab, whole_slabs
 from .files import write_errors
-from .records import USAGE_BYTES, Records
+from .records import USAGE_BYTES, USAGE_FILE, Records
 from .row_table import RowTable
 from .store import (
     SEGMENT_BYTES,
+    SMALLEST_SEGMENT_BYTES,
     Buffer,
     Damaged,
     EntryRef,
     EntryWriter,
+    Location,
     RecoveryBatch,
     Store,
     StoredEntry,
@@ -36,6 +40,8 @@ class ArenaStore(Store):
     """A store whose entries lie in the extents of an arena, and nowhere else."""
 
     arena: BaseArena
+    #: the largest budget that it can have before a restart
+    max_budget_bytes: int
 
     @property
     def size_bytes(self) -> int:
@@ -49,7 +55,55 @@ class ArenaStore(Store):
         return whole_slabs(content_bytes(payload_bytes, token_ids_bytes), self.slab_bytes)
 
     def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
-        return self.arena.secure_segments(segment_bytes)
+        """On a device that is smaller than a segment, in halves of it: of a larger one less than
+        a segment is left to others."""
+        whole_bytes = segment_bytes
+        while True:
+            if (
+                self.secured_bytes < whole_bytes
+                and segment_bytes > SMALLEST_SEGMENT_BYTES
+                and not self._fits(segment_bytes)
+            ):
+                segment_bytes //= 2
+                continue
+            self._secure_rows(self.secured_bytes + segment_bytes)
+            step = next(self.arena.secure_segments(segment_bytes), None)
+            if step is None:
+                return
+            yield step
+
+    def _fits(self, more_bytes: int) -> bool:  # noqa: ARG002  # memory says so when it is asked for
+        """Does the device say that it has so much more for the arena?"""
+        return True
+
+    def _secure_rows(self, upto_bytes: int) -> None:
+        """Before so much of the arena: a slab without a place for its record is of no use."""
+
+    def arena_bytes_of(self, budget_bytes: int) -> int:
+        arena_bytes = self._arena_bytes_of(budget_bytes)
+        if arena_bytes > self.arena.max_bytes:
+            most = format_bytes(self.max_budget_bytes)
+            raise ValueError(
+                f"the daemon was started with room for {most} at most: set "
+                f"{self.tier.label}.max_budget and restart it"
+            )
+        if arena_bytes < self.header_bytes + self.slab_bytes:
+            least = format_bytes(self.slab_bytes)
+            raise ValueError(f"so small a {self.tier.label} tier holds no slab of {least}")
+        return arena_bytes
+
+    def _arena_bytes_of(self, budget_bytes: int) -> int:
+        """The same, of any size."""
+        return budget_bytes - budget_bytes % self.slab_bytes
+
+    def wants(self, arena_bytes: int) -> None:
+        self.arena.size_bytes = max(self.arena.secured_bytes, arena_bytes)
+
+    def give_back(self, location: Location) -> bool:
+        return self.arena.give_back(location)
+
+    def take_back(self, location: Location) -> None:
+        self.arena.take_back(location)
 
     def writer(self, entry: EntryRecord, token_ids: bytes = b"") -> EntryWriter:
         return ArenaWriter(self.arena, entry, token_ids)
@@ -80,9 +134,10 @@ class RecordedStore(ArenaStore):
     """An arena file with records beside it, in `directory`: what the shm and disk tiers are.
 
     Everything together takes `budget_bytes`: the arena, whose first slab is its header, and
-    what `record_bytes` says. `verify_payloads`: `recover` compares the checksum of
-    every payload. One process at a time: the daemon's lock file sees to it. Raises StoreError
-    if there can't be such a store, or if the directory holds one of another layout.
+    what `record_bytes` says. It can be given up to `max_budget_bytes` later. `verify_payloads`:
+    `recover` compares the checksum of every payload. One process at a time: the daemon's lock
+    file sees to it. Raises StoreError if there can't be such a store, or if the directory holds
+    one of another layout.
     """
 
     recorded: ClassVar[bool] = True
@@ -100,14 +155,14 @@ class RecordedStore(ArenaStore):
         *,
         sync: bool,
         verify_payloads: bool,
+        max_budget_bytes: int = 0,
     ) -> None:
         check_slab(slab_bytes)
         self.directory: Final = directory
         self.slab_bytes = self.header_bytes = slab_bytes
         self.verify_payloads: Final = verify_payloads
-        slabs = (budget_bytes - self._TABLE_FIXED_BYTES) // (
-            slab_bytes + self._TABLE_SLAB_BYTES + USAGE_BYTES
-        )
+        self.max_budget_bytes = max(budget_bytes, max_budget_bytes)
+        slabs, max_slabs = self._slabs_of(budget_bytes), self._slabs_of(self.max_budget_bytes)
         if slabs < 2:
             raise StoreError(
                 f"{budget_bytes} bytes hold no slab of {slab_bytes} beside the arena's header"
@@ -122,16 +177,18 @@ class RecordedStore(ArenaStore):
                         "configure another directory"
                     )
             self._check_slab_of(directory / ARENA_FILE)
-        self.arena = self._open_arena(directory / ARENA_FILE, slabs * slab_bytes)
+        self.arena = self._open_arena(
+            directory / ARENA_FILE, slabs * slab_bytes, max_slabs * slab_bytes
+        )
         try:
-            table = self._open_table(slabs, sync=sync)
-            self._records: Final = Records(directory, self.tier, slabs, slab_bytes, table)
+            table = self._open_table(max_slabs, sync=sync)
+            self._records: Final = Records(directory, self.tier, max_slabs, slab_bytes, table)
         except BaseException:
             self.arena.close()
             raise
         self._has_incarnation = False
 
-    def _open_arena(self, path: Path, size_bytes: int) -> BaseArena:
+    def _open_arena(self, path: Path, size_bytes: int, max_bytes: int) -> BaseArena:
         raise NotImplementedError
 
     def _open_table(self, slabs: int, *, sync: bool) -> RowTable:
@@ -141,6 +198,25 @@ class RecordedStore(ArenaStore):
     def record_bytes(cls, slabs: int) -> int:
         """What the records of so many slabs take."""
         return cls._TABLE_FIXED_BYTES + slabs * (cls._TABLE_SLAB_BYTES + USAGE_BYTES)
+
+    def _slabs_of(self, budget_bytes: int) -> int:
+        """Slabs that a budget has room for, records included."""
+        return (budget_bytes - self._TABLE_FIXED_BYTES) // (
+            self.slab_bytes + self._TABLE_SLAB_BYTES + USAGE_BYTES
+        )
+
+    def _arena_bytes_of(self, budget_bytes: int) -> int:
+        """The records of what was ever secured keep their room."""
+        slabs = self._slabs_of(budget_bytes)
+        secured_slabs = self.arena.secured_bytes // self.slab_bytes
+        if slabs < secured_slabs:
+            slabs = (budget_bytes - self.record_bytes(secured_slabs)) // self.slab_bytes
+        return slabs * self.slab_bytes
+
+    def give_back(self, location: Location) -> bool:
+        # Of an entry whose record stands its bytes have to be there.
+        self._records.flush()
+        return super().give_back(location)
 
     def _check_slab_of(self, path: Path) -> None:
         """Raises StoreError if an arena is there and divided otherwise, before anything of it is
@@ -158,17 +234,21 @@ class RecordedStore(ArenaStore):
 
     # ---- writing
 
-    def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
-        """Rows first: a slab without a place for its record is of no use."""
-        steps = self.arena.secure_segments(segment_bytes)
-        while True:
-            secured_bytes = self.arena.secured_bytes
-            target_bytes = min(self.arena.size_bytes, secured_bytes + segment_bytes)
-            self._records.secure(target_bytes // self.slab_bytes)
-            step = next(steps, None)
-            if step is None:
-                return
-            yield step
+    def _fits(self, more_bytes: int) -> bool:
+        """With the records that belong to it. What an earlier start left is there already."""
+        wanted_bytes = min(self.secured_bytes + more_bytes, self.size_bytes)
+        held_bytes = 0
+        with write_errors(f"look at {self.directory}"):
+            device = os.statvfs(self.directory)
+            for pattern in (ARENA_FILE, "records*", USAGE_FILE):
+                for file in self.directory.glob(pattern):
+                    with suppress(FileNotFoundError):  # LMDB has another one by now
+                        held_bytes += file.stat().st_blocks * 512
+        needed_bytes = wanted_bytes + self.record_bytes(wanted_bytes // self.slab_bytes)
+        return needed_bytes - held_bytes <= device.f_bavail * device.f_frsize
+
+    def _secure_rows(self, upto_bytes: int) -> None:
+        self._records.secure(min(upto_bytes, self.arena.size_bytes) // self.slab_bytes)
 
     def set_incarnation(self, incarnation: bytes) -> None:
         self.arena.write_header(incarnation, self.slab_bytes)
@@ -222,7 +302,7 @@ class RecordedStore(ArenaStore):
             except Damaged as problem:
                 dropped.append((record.key, str(problem)))
                 self._records.forget([record])
-        return RecoveryBatch(entries, dropped)
+        return RecoveryBatch(entries, dropped, batch.following)
 
     def scan(self) -> Iterator[list[EntryRecord]]:
         return self._records.scan()

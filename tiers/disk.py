@@ -40,14 +40,20 @@ class DiskStore(RecordedStore):
         *,
         sync: bool = True,
         verify_payloads: bool = False,
+        max_budget_bytes: int = 0,
     ) -> None:
         self._sync = sync
         super().__init__(
-            directory, budget_bytes, slab_bytes, sync=sync, verify_payloads=verify_payloads
+            directory,
+            budget_bytes,
+            slab_bytes,
+            sync=sync,
+            verify_payloads=verify_payloads,
+            max_budget_bytes=max_budget_bytes,
         )
 
-    def _open_arena(self, path: Path, size_bytes: int) -> DiskArena:
-        return DiskArena(path, size_bytes, sync=self._sync)
+    def _open_arena(self, path: Path, size_bytes: int, max_bytes: int) -> DiskArena:
+        return DiskArena(path, size_bytes, sync=self._sync, max_bytes=max_bytes)
 
     def _open_table(self, slabs: int, *, sync: bool) -> LmdbRows:
         return LmdbRows(self.directory, slabs, sync=sync)

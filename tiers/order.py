@@ -52,6 +52,10 @@ class Order(ABC):
         self.name = name
 
     @abstractmethod
+    def resize(self, capacity_bytes: int) -> None:
+        """What the tier holds at most is another size. Nothing leaves."""
+
+    @abstractmethod
     def keys(self) -> Iterator[Key]:
         """Of everything that the order holds."""
 
@@ -112,6 +116,9 @@ class Recency(Order):
         #: before the next victim, after the most recent
         self._ends = Resident(Key(b""), 0, ())
         self._ends.before = self._ends.after = self._ends
+
+    def resize(self, capacity_bytes: int) -> None:
+        """The order is the same at every size."""
 
     def keys(self) -> Iterator[Key]:
         return self.victims()
@@ -196,6 +203,9 @@ class OrderOfKeys(Order):
     def __init__(self, policy: EvictionPolicy[Key]) -> None:
         super().__init__(policy.name)
         self._policy = policy
+
+    def resize(self, capacity_bytes: int) -> None:
+        self._policy.resize(capacity_bytes)
 
     def keys(self) -> Iterator[Key]:
         return self._policy.keys()

@@ -13,7 +13,8 @@ from .store import EntryRef, EntryWriter, RecoveryBatch, Usage
 
 
 class RamStore(ArenaStore):
-    """An anonymous arena of `budget_bytes`, rounded down to whole slabs.
+    """An anonymous arena of `budget_bytes`, rounded down to whole slabs; it can be given up to
+    `max_budget_bytes` later.
 
     It has no header and no records: readers of an earlier start have another memfd, so an entry
     whose payload is whole slabs costs exactly that. Raises StoreError if there can't be such an
@@ -26,10 +27,19 @@ class RamStore(ArenaStore):
     arena: Arena
     header_bytes = 0
 
-    def __init__(self, budget_bytes: int, slab_bytes: int = DEFAULT_SLAB_BYTES) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        slab_bytes: int = DEFAULT_SLAB_BYTES,
+        *,
+        max_budget_bytes: int = 0,
+    ) -> None:
         check_slab(slab_bytes)
         self.slab_bytes = slab_bytes
-        self.arena = Arena.anonymous(budget_bytes - budget_bytes % slab_bytes)
+        self.max_budget_bytes = max(budget_bytes, max_budget_bytes)
+        sizes = (budget_bytes, self.max_budget_bytes)
+        size_bytes, max_bytes = (each - each % slab_bytes for each in sizes)
+        self.arena = Arena.anonymous(size_bytes, max_bytes=max_bytes)
 
     def set_incarnation(self, incarnation: bytes) -> None:
         """Nothing to do: every start has an arena of its own."""

@@ -31,43 +31,31 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
-from ..proto.entry import EntryRecord, Location
-from ..proto.keys import Key
+from ..proto.entry import EntryRecord
 from ..proto.layout import crc32c
 from ..proto.vocabulary import Tier
 from .files import open_own_file, pwrite_all, secure_range
 from .files import write_errors as errors
 from .row_table import Erasure, RowTable
 from .rows import (
-    KEY_SLICE,
     RowRefused,
     decode_entry,
     encode_rows,
     generation_of,
-    is_continuation,
 )
-from .store import EntryRef, RecoveryBatch, StoredEntry, StoreError, Usage
+from .store import EntryRef, RecoveryBatch, StoreError, Usage
+from .survivors import Survivors, UsageReader
 
 USAGE_FILE: Final = "usage"
 
 _USAGE: Final = struct.Struct("<QqQ4xI")
 _USAGE_CRC: Final = struct.Struct("<I")
 USAGE_BYTES: Final = _USAGE.size
+_NO_USAGE: Final = bytes(USAGE_BYTES)
 #: Entries in a batch of a recovery.
 _BATCH_ENTRIES: Final = 4096
-
-
-class _Found(NamedTuple):
-    """A record that recovery read. Sorts by use."""
-
-    last_used_ns: int
-    generation: int
-    #: Differs where nothing before does.
-    slab: int
-    record: EntryRecord
-    hits: int
 
 
 class Records:
@@ -196,111 +184,47 @@ class Records:
     def recover(self, arena_bytes: int) -> Iterator[RecoveryBatch]:
         """Every record that holds, least recently used first, and what was dropped.
 
-        A record has to lie within the `arena_bytes` that were found. Of records that overlap or
-        have the same key the newest holds: the others were to be erased when the daemon ended.
-        What is dropped is erased. About 650 bytes of memory for each entry. Raises StoreError.
+        A record has to lie within the `arena_bytes` that were found; see `Survivors` for what
+        else holds, and for the memory that this takes. What is dropped is erased. Nothing here
+        stops other threads for long. Raises StoreError.
         """
-        dropped: list[tuple[Key, str]] = []
-        found = self._read_all(arena_bytes // self.slab_bytes, dropped)
-        # A failure here shows again at the first write, which waits for it.
-        with suppress(StoreError):
-            self.flush()
-        if dropped:
-            yield RecoveryBatch([], dropped)
-        found.sort(reverse=True)
-        while found:
-            batch = found[-_BATCH_ENTRIES:]
-            del found[-_BATCH_ENTRIES:]
-            stored = [StoredEntry(one.record, one.last_used_ns, one.hits) for one in batch]
-            yield RecoveryBatch(stored[::-1], [])
-
-    def _read_all(self, slabs: int, dropped: list[tuple[Key, str]]) -> list[_Found]:
-        """The records that hold, of an arena with so many slabs."""
-        newest: dict[Key, _Found] = {}
-        taken = bytearray(self.slabs)
-        overlap = False
+        survivors = Survivors(
+            self.tier,
+            self.slabs,
+            self.slab_bytes,
+            arena_bytes // self.slab_bytes,
+            self.table.read,
+        )
         for first_slab, rows in self.table.chunks():
-            usages = self._usages(first_slab, rows)
-            for slab, row in rows:
-                if is_continuation(row):
-                    continue  # read with the entry that it belongs to, if there is one
-                try:
-                    record = self._decode(slab, row)
-                    self._check_place(record, slabs)
-                except RowRefused as problem:
-                    dropped.append((Key(row[KEY_SLICE]), str(problem)))
-                    self._forget([(slab, None)])
-                    continue
-                overlap |= not self._take(taken, record.location)
-                usage_start = (slab - first_slab) * USAGE_BYTES
-                usage = decode_usage(
-                    usages[usage_start : usage_start + USAGE_BYTES], record.generation
-                )
-                last_used_ns, hits = usage or (record.created_ns, 0)
-                one = _Found(last_used_ns, record.generation, slab, record, hits)
-                other = newest.setdefault(record.key, one)
-                if other is not one:
-                    older, newer = sorted((one, other), key=_generation)
-                    newest[record.key] = newer
-                    self._drop(older, "it was saved again later", dropped)
-        found = list(newest.values())
-        return self._without_overlaps(found, dropped) if overlap else found
-
-    def _check_place(self, record: EntryRecord, slabs: int) -> None:
-        if record.tier is not self.tier:
-            raise RowRefused(f"the record is of the {record.tier.label} tier")
-        location, arena_bytes = record.location, slabs * self.slab_bytes
-        for index in range(0, len(location), 2):
-            end = location[index] + location[index + 1]
-            if not location[index] or end > arena_bytes:
-                raise RowRefused(f"{end} bytes are beyond the {arena_bytes} that the arena has")
-
-    def _without_overlaps(
-        self, found: list[_Found], dropped: list[tuple[Key, str]]
-    ) -> list[_Found]:
-        taken = bytearray(self.slabs)
-        kept = []
-        for one in sorted(found, key=_generation, reverse=True):
-            if self._take(taken, one.record.location):
-                kept.append(one)
-            else:
-                self._drop(one, "its room was given to a later entry", dropped)
-        return kept
-
-    def _take(self, taken: bytearray, location: Location) -> bool:
-        """Mark the slabs of a location, unless one of them is marked."""
-        marked: list[tuple[int, int]] = []
-        for index in range(0, len(location), 2):
-            start, slabs = (
-                location[index] // self.slab_bytes,
-                location[index + 1] // self.slab_bytes,
-            )
-            end = start + slabs
-            if taken.find(1, start, end) != -1:
-                for begin, stop in marked:
-                    taken[begin:stop] = bytes(stop - begin)
-                return False
-            taken[start:end] = b"\1" * (end - start)
-            marked.append((start, end))
-        return True
-
-    def _drop(self, one: _Found, why: str, dropped: list[tuple[Key, str]]) -> None:
-        dropped.append((one.record.key, why))
-        self._forget([(one.slab, one.generation)])
+            survivors.read(rows, self._usages(first_slab, rows))
+        survivors.settle()
+        erasures = survivors.erasures
+        for start in range(0, len(erasures), _BATCH_ENTRIES):
+            self._forget(erasures[start : start + _BATCH_ENTRIES])
+            # A failure here shows again at the first write, which waits for it.
+            with suppress(StoreError):
+                self.flush()
+        if survivors.dropped:
+            yield RecoveryBatch([], survivors.dropped, survivors.left)
+        for batch in survivors.batches(_BATCH_ENTRIES):
+            yield RecoveryBatch(batch, [], survivors.left)
 
     def _decode(self, slab: int, row: bytes) -> EntryRecord:
         return decode_entry(row, slab, self.slab_bytes, self.table.read)
 
-    def _usages(self, first_slab: int, rows: list[tuple[int, bytes]]) -> bytes:
-        """The part of the usage file that belongs to these rows; nothing if it can't be read."""
+    def _usages(self, first_slab: int, rows: list[tuple[int, bytes]]) -> UsageReader:
+        """What the usage file says of these rows; nothing if it can't be read."""
         count = rows[-1][0] + 1 - first_slab if rows else 0
+        usages = b""
         with suppress(OSError):
-            return os.pread(self._usage_fd, count * USAGE_BYTES, first_slab * USAGE_BYTES)
-        return b""
+            usages = os.pread(self._usage_fd, count * USAGE_BYTES, first_slab * USAGE_BYTES)
 
+        def usage_of(slab: int, generation: int) -> tuple[int, int] | None:
+            start = (slab - first_slab) * USAGE_BYTES
+            row = usages[start : start + USAGE_BYTES]
+            return None if row == _NO_USAGE else decode_usage(row, generation)
 
-def _generation(one: _Found) -> int:
-    return one.generation
+        return usage_of
 
 
 def encode_usage(generation: int, last_used_ns: int, hits: int) -> bytes:

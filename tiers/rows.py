@@ -52,9 +52,14 @@ _ENTRY_MAGIC: Final = b"PFXE"
 _CONTINUATION_MAGIC: Final = b"PFXC"
 _VERSION: Final = 1
 _ENTRY: Final = struct.Struct("<4sBBBBQ32sQqIIIHHI10I")
+#: The same with one extent, which is all that most have: recovery unpacks every row.
+_HEAD: Final = struct.Struct("<4sBBBBQ32sQqIIIHHIII")
+_EXTENTS: Final = struct.Struct("<10I")
+_EXTENTS_OFFSET: Final = 84
 _CONTINUATION: Final = struct.Struct("<4sBxxxQIII24I")
 _CRC: Final = struct.Struct("<I")
-_CRC_OFFSET: Final = ROW_BYTES - _CRC.size
+#: The CRC32C of any bytes with their CRC32C behind them.
+_GOOD_CRC32C: Final = 0x48674BC7
 _GENERATION: Final = struct.Struct("<Q")
 #: Enum lookup by value is slow, and recovery does two for each entry.
 _TIERS: Final = {int(tier): tier for tier in Tier}
@@ -127,8 +132,9 @@ def decode_entry(row: bytes, slab: int, slab_bytes: int, read_row: RowReader) ->
         layer_count,
         flags,
         count,
-        *slabs,
-    ) = _ENTRY.unpack_from(row)
+        first_slab,
+        first_slabs,
+    ) = _HEAD.unpack_from(row)
     if magic != _ENTRY_MAGIC:
         raise RowRefused(f"a record begins with {_ENTRY_MAGIC!r}, not with {magic!r}")
     if version != _VERSION:
@@ -148,13 +154,14 @@ def decode_entry(row: bytes, slab: int, slab_bytes: int, read_row: RowReader) ->
         check_token_ids(token_ids_bytes)
     except InvalidSize as problem:
         raise RowRefused(str(problem)) from None
-    if slabs[0] != slab or not count:
+    if first_slab != slab or not count:
         raise RowRefused("the record is not at its own first slab")
     location: Location
     if count == 1:
-        room_bytes = slabs[1] * slab_bytes
+        room_bytes = first_slabs * slab_bytes
         location = (slab * slab_bytes, room_bytes)
     else:
+        slabs = list(_EXTENTS.unpack_from(row, _EXTENTS_OFFSET))
         if count > ENTRY_EXTENTS:
             slabs = _continued(slabs, count, generation, slab, read_row)
         location = tuple([number * slab_bytes for number in slabs[: 2 * count]])
@@ -164,19 +171,56 @@ def decode_entry(row: bytes, slab: int, slab_bytes: int, read_row: RowReader) ->
     needed_bytes = content_bytes(payload_bytes, token_ids_bytes)
     if not needed_bytes <= room_bytes < needed_bytes + slab_bytes:
         raise RowRefused(f"the record has {room_bytes} bytes of room for {needed_bytes}")
+    # By position: by name it takes half a microsecond more, for every row.
     return EntryRecord(
-        key=Key(key),
-        tier=_TIERS[tier],
-        reason=_REASONS[reason],
-        generation=generation,
+        Key(key),
+        _TIERS[tier],
+        _REASONS[reason],
+        generation,
         # Mostly equal, and then one object.
-        created_ns=generation if created_ns == generation else created_ns,
-        payload_bytes=payload_bytes,
-        token_count=token_count,
-        layer_count=layer_count,
-        token_ids_bytes=token_ids_bytes,
-        location=location,
-        payload_crc32c=payload_crc32c,
+        generation if created_ns == generation else created_ns,
+        payload_bytes,
+        token_count,
+        layer_count,
+        token_ids_bytes,
+        location,
+        payload_crc32c,
+    )
+
+
+def decode_checked(row: bytes, slab_bytes: int) -> EntryRecord:
+    """An entry of one extent that `decode_entry` found good in the same row, without looking at
+    anything again."""
+    (
+        *_,
+        tier,
+        reason,
+        _,
+        generation,
+        key,
+        payload_bytes,
+        created_ns,
+        token_count,
+        payload_crc32c,
+        token_ids_bytes,
+        layer_count,
+        _,
+        _,
+        slab,
+        slabs,
+    ) = _HEAD.unpack_from(row)
+    return EntryRecord(
+        Key(key),
+        _TIERS[tier],
+        _REASONS[reason],
+        generation,
+        generation if created_ns == generation else created_ns,
+        payload_bytes,
+        token_count,
+        layer_count,
+        token_ids_bytes,
+        (slab * slab_bytes, slabs * slab_bytes),
+        payload_crc32c,
     )
 
 
@@ -195,7 +239,7 @@ def is_continuation(row: bytes) -> bool:
 
 def has_crc(row: bytes) -> bool:
     """Does a row match its checksum?"""
-    return crc32c(row[:_CRC_OFFSET]).to_bytes(4, "little") == row[_CRC_OFFSET:]
+    return len(row) == ROW_BYTES and crc32c(row) == _GOOD_CRC32C
 
 
 def _continued(

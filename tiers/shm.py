@@ -34,15 +34,21 @@ class ShmStore(RecordedStore):
         *,
         verify_payloads: bool = True,
         mode: int = 0o640,
+        max_budget_bytes: int = 0,
     ) -> None:
         self._mode = mode
         # Nothing here outlives the memory that it is in.
         super().__init__(
-            directory, budget_bytes, slab_bytes, sync=False, verify_payloads=verify_payloads
+            directory,
+            budget_bytes,
+            slab_bytes,
+            sync=False,
+            verify_payloads=verify_payloads,
+            max_budget_bytes=max_budget_bytes,
         )
 
-    def _open_arena(self, path: Path, size_bytes: int) -> Arena:
-        return Arena.file(path, size_bytes, self._mode)
+    def _open_arena(self, path: Path, size_bytes: int, max_bytes: int) -> Arena:
+        return Arena.file(path, size_bytes, self._mode, max_bytes=max_bytes)
 
     def _open_table(self, slabs: int, *, sync: bool) -> RowFile:
         return RowFile(self.directory, slabs, sync=sync)

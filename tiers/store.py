@@ -34,7 +34,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final, Protocol, TypeAlias
+from typing import ClassVar, Final, NamedTuple, Protocol, TypeAlias
 
 from ..proto.entry import EntryRecord
 from ..proto.entry import Location as Location
@@ -47,6 +47,8 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 #: What is secured at once: about 30 ms on a machine that has the memory at hand.
 SEGMENT_BYTES: Final = 64 * 2**20
+#: What is left of a device that has no room for a segment is taken in halves of it, down to this.
+SMALLEST_SEGMENT_BYTES: Final = 2**20
 #: How much of a payload is read at once to compute its checksum.
 VERIFY_BYTES: Final = 2**20
 
@@ -66,8 +68,7 @@ class EntryRef(Protocol):
     def location(self) -> Location: ...
 
 
-@dataclass(frozen=True, slots=True)
-class StoredEntry:
+class StoredEntry(NamedTuple):
     """An entry that survived a restart, and its use before."""
 
     record: EntryRecord
@@ -78,10 +79,12 @@ class StoredEntry:
 @dataclass(frozen=True, slots=True)
 class RecoveryBatch:
     """A part of what a store found at start. `dropped`: entries that could not be adopted, each
-    with the reason; the key is the one that a damaged record shows."""
+    with the reason; the key is the one that a damaged record shows. `following`: entries in the
+    batches after this one, where that is known."""
 
     entries: list[StoredEntry]
     dropped: list[tuple[Key, str]]
+    following: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +185,25 @@ class Store(ABC):
         was secured stays, and a later call goes on: less than a segment is left to the others
         who use the device. Raises StoreError.
         """
+
+    @abstractmethod
+    def arena_bytes_of(self, budget_bytes: int) -> int:
+        """What of another budget is for the arena: whole slabs, its header included. Raises
+        ValueError, with the sentence, for a budget that the tier can't have before a restart."""
+
+    @abstractmethod
+    def wants(self, arena_bytes: int) -> None:
+        """The arena is to have so many bytes, which `secure_segments` gets from now on. What was
+        secured already stays."""
+
+    @abstractmethod
+    def give_back(self, location: Location) -> bool:
+        """Let the device have the room of slabs that no entry has any more, and erase the records
+        that named them before. False: it stays until a restart. Raises StoreError."""
+
+    @abstractmethod
+    def take_back(self, location: Location) -> None:
+        """The opposite, before an entry may have them again. Raises StoreFull, StoreError."""
 
     @abstractmethod
     def set_incarnation(self, incarnation: bytes) -> None:

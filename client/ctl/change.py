@@ -1,4 +1,4 @@
-"""The operators' commands that change a running daemon: delete, kick, config."""
+"""The operators' commands that change a running daemon: delete, kick, drain, config ..."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...proto.vocabulary import Tier
 from .admin import CHANGE, find_key
-from .command import Ctl, ExitCode, command, print_json
-from .options import LONG_TIMEOUT_S
+from .command import Ctl, ExitCode, command, fail, print_json
+from .options import LONG_TIMEOUT_S, LogLevel, TierName, parse_seconds, parse_size
 
 if TYPE_CHECKING:
     from ...proto import prefixd_pb2 as pb
@@ -18,11 +19,16 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     command(app, "delete", panel=CHANGE)(delete)
     command(app, "kick", panel=CHANGE)(kick)
+    command(app, "drain", panel=CHANGE)(drain)
+    command(app, "log-level", panel=CHANGE)(log_level)
     config = typer.Typer(no_args_is_help=True, help="The configuration of the running daemon.")
     command(config, "show")(show)
     command(config, "diff")(diff)
     command(config, "reload")(reload)
     app.add_typer(config, name="config", rich_help_panel=CHANGE)
+    tier = typer.Typer(no_args_is_help=True, help="The tiers of the running daemon.")
+    command(tier, "resize")(resize)
+    app.add_typer(tier, name="tier", rich_help_panel=CHANGE)
 
 
 def delete(
@@ -55,6 +61,64 @@ def kick(
     with ctl.connect() as daemon:
         daemon.kick(session)
     ctl.show({"session": session}, lambda: f"session {session} was ended")
+
+
+def drain(
+    ctl: Ctl,
+    within: Annotated[
+        float,
+        typer.Option("--within", metavar="TIME", parser=parse_seconds, help="At most so long."),
+    ] = 60.0,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="End the daemon when it is drained, or after TIME.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Serve again.")] = False,
+) -> None:
+    """Take no new sessions, claims and saves, and wait for those there are.
+
+    The daemon stays drained until --resume, and says so to probes and to /readyz. What lies in its
+    memory can still be read in place. Exits 1 when something is held after TIME.
+    """
+    from . import messages, render
+
+    if stop and resume:
+        fail("say --stop or --resume, not both", ExitCode.BAD_INPUT)
+    with ctl.connect(within + LONG_TIMEOUT_S) as daemon:
+        response = daemon.drain(0.0 if resume else within, stop=stop, resume=resume)
+    ctl.show(
+        messages.as_dict(response),
+        lambda: "serving again" if resume else render.drained_view(response, stop=stop),
+    )
+    if not resume and not response.drained:
+        raise typer.Exit(ExitCode.PROBLEM)
+
+
+def log_level(
+    ctl: Ctl, level: Annotated[LogLevel, typer.Argument(help="What is logged, and worse.")]
+) -> None:
+    """Log more or less until the next start or reload."""
+    with ctl.connect() as daemon:
+        before = daemon.set_log_level(level.value)
+    ctl.show(
+        {"before": before, "level": level.value}, lambda: f"{level.value}; it was {before} before"
+    )
+
+
+def resize(
+    ctl: Ctl,
+    tier: Annotated[TierName, typer.Argument(help="Which tier.")],
+    budget: Annotated[int, typer.Argument(metavar="SIZE", parser=parse_size, help="12GiB.")],
+) -> None:
+    """Give a tier another budget until the next start.
+
+    The next victims leave where it is smaller, at once; what is claimed stays, or the resize is
+    refused. Write the size into the configuration, too: `config diff` shows what differs.
+    """
+    from . import messages, render
+
+    with ctl.connect(LONG_TIMEOUT_S) as daemon:
+        response = daemon.resize(Tier[tier.name], budget)
+    ctl.show(messages.as_dict(response), lambda: render.resized_view(tier.value, response))
 
 
 def show(ctl: Ctl) -> None:

@@ -156,6 +156,28 @@ class AdminConnection:
         """What became of each key: `pb.DeleteStatus`."""
         return list(self._operate(self._admin.Drop, pb.DropRequest(keys=keys)).results)
 
+    def drain(self, within_s: float, *, stop: bool, resume: bool) -> pb.DrainResponse:
+        within_ms = round(within_s * 1000)
+        request = pb.DrainRequest(within_ms=within_ms, stop=stop, resume=resume)
+        return self._operate(self._admin.Drain, request)
+
+    def set_log_level(self, level: str) -> str:
+        """The level before."""
+        request = pb.SetLogLevelRequest(level=level)
+        return self._operate(self._admin.SetLogLevel, request).before
+
+    def why(self, beginning: bytes) -> pb.WhyResponse:
+        return self._operate(self._admin.Why, pb.WhyRequest(key=beginning))
+
+    def oldest_claims(self, count: int) -> list[pb.ClaimDetail]:
+        """The claims that are held the longest, the oldest first."""
+        request = pb.ListClaimsRequest(page_claims=count)
+        return list(self._operate(self._admin.ListClaims, request).claims)
+
+    def resize(self, tier: Tier, budget_bytes: int) -> pb.ResizeResponse:
+        request = pb.ResizeRequest(tier=wire_tier(tier), budget_bytes=budget_bytes)
+        return self._operate(self._admin.Resize, request)
+
     def kick(self, session_id: int) -> None:
         """End a session. Raises UnknownSession."""
         self._operate(self._admin.Kick, pb.KickRequest(session_id=session_id))

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from . import admin, bench, change, lab, lab_curve, lab_fleet, replay
+from . import admin, bench, change, lab, lab_curve, lab_fleet, replay, top, why
 from .command import (
     AddressOption,
     Common,
@@ -94,6 +94,8 @@ replay.register(app)
 bench.register(app)
 admin.register(app)
 change.register(app)
+why.register(app)
+top.register(app)
 command(app, "version", panel=admin.LOOK)(version)
 lab.register(app)
 lab_curve.register(app)

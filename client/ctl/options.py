@@ -24,6 +24,15 @@ class TierName(StrEnum):
     DISK = "disk"
 
 
+class LogLevel(StrEnum):
+    """The log levels as people write them."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
 def parse_size(text: str | int) -> int:
     """`512MiB` as bytes, at least 1. Defaults come as numbers."""
     try:

@@ -164,7 +164,10 @@ def used_bytes(tier: pb.TierStats) -> int:
 
 
 def tier_name(tier: int) -> Text:
-    label = tier_label(tier)
+    return _name_of(tier_label(tier))
+
+
+def _name_of(label: str) -> Text:
     return Text(label, style=f"bold {TIER_STYLES.get(label, 'white')}")
 
 
@@ -320,9 +323,37 @@ def evicted_table(rows: Iterable[tuple[str, int, int]], *, dry_run: bool) -> Tab
     verb = "would be evicted" if dry_run else "evicted"
     table = make_table("tier", verb, "freed", right=(verb, "freed"))
     for tier, entries, freed_bytes in rows:
-        name = Text(tier, style=f"bold {TIER_STYLES.get(tier, 'white')}")
-        table.add_row(name, f"{entries:,}", size(freed_bytes))
+        table.add_row(_name_of(tier), f"{entries:,}", size(freed_bytes))
     return table
+
+
+def resized_view(tier: str, response: pb.ResizeResponse) -> RenderableType:
+    """What a resize did, and what is to be known of it."""
+    lines = [Text.assemble(_name_of(tier), f" has {size(response.budget_bytes)} now")]
+    if response.entries:
+        lines.append(Text(f"{response.entries:,} entries left ({size(response.freed_bytes)})"))
+    if response.secured_bytes < response.budget_bytes:
+        there = size(response.secured_bytes)
+        lines.append(Text(f"{there} of it are there; the rest comes in the background"))
+    if response.kept_bytes:
+        kept = size(response.kept_bytes)
+        lines.append(Text(f"{kept} stay with the daemon until it is started again", "yellow"))
+    lines.append(
+        Text(f"until the next start: {tier}.budget in the configuration holds then", "dim")
+    )
+    return Group(*lines)
+
+
+def drained_view(response: pb.DrainResponse, *, stop: bool) -> RenderableType:
+    """Whether something is still held."""
+    ends = "the daemon ends" if stop else "it stays so until `drain --resume`"
+    if response.drained:
+        return Text.assemble(("drained", "green"), f": nothing is held any more; {ends}")
+    held = (
+        f"{response.claims:,} claims, {response.reservations:,} saves under way and "
+        f"{response.calls:,} calls that move bytes are left"
+    )
+    return Text.assemble(("not drained yet", "bold yellow"), f": {held}; {ends}")
 
 
 def gc_table(response: pb.GcResponse) -> Table:

@@ -38,6 +38,8 @@ def stats_view(stats: pb.StatsResponse, address: str) -> RenderableType:
     lines.append(budget_table(stats))
     if any(t.saves or t.hits or t.recovered_entries for t in stats.tiers):
         lines.append(activity_table(stats))
+    if stats.shared:
+        lines.append(shared_line(stats))
     oldest = f" (oldest {age(stats.oldest_claim_ms * NS_PER_MS)})" if stats.claims else ""
     lines.append(
         Text(
@@ -46,6 +48,24 @@ def stats_view(stats: pb.StatsResponse, address: str) -> RenderableType:
         )
     )
     return Group(*lines)
+
+
+def shared_line(stats: pb.StatsResponse) -> Text:
+    """What came from other nodes and went to them."""
+    s = stats.shared
+    line = (
+        f"shared: {s['fetched_entries']:,} entries ({size(s['fetched_bytes'])}) brought, "
+        f"{s['offered_entries']:,} ({size(s['offered_bytes'])}) offered, "
+        f"{s['waiting_offers']:,} wait"
+    )
+    problems = {
+        "did not come": s["unavailable"],
+        "damaged": s["damaged"],
+        "refused": s["refused"],
+        "dropped": s["offers_dropped"],
+    }
+    said = [f"{count:,} {what}" for what, count in problems.items() if count]
+    return Text("; ".join([line, *said]))
 
 
 def headline(stats: pb.StatsResponse, address: str) -> Text:
@@ -68,6 +88,8 @@ def budget_table(stats: pb.StatsResponse) -> Table:
         budget = size(t.budget_bytes)
         if t.secured_bytes < t.budget_bytes:
             budget += f" ({size(t.secured_bytes)} secured)"
+        if t.kept_bytes:
+            budget += f" (+{size(t.kept_bytes)} kept)"
         if t.state not in ("", "serving"):
             budget += f" ({t.state})"
         table.add_row(
@@ -132,12 +154,14 @@ def total_usage(usages: Iterable[pb.Usage]) -> pb.Usage:
     total = pb.Usage()
     misses: Counter[str] = Counter()
     failures: Counter[str] = Counter()
+    because: Counter[str] = Counter()
     tiers: dict[int, pb.TierUsage] = {}
     for usage in usages:
         for name in ("lookups", "hits", "lookup_tokens", "restored_tokens"):
             setattr(total, name, getattr(total, name) + getattr(usage, name))
         misses.update(usage.misses)
         failures.update(usage.failures)
+        because.update(usage.absent_because)
         for told in usage.tiers:
             tier = tiers.setdefault(told.tier, pb.TierUsage(tier=told.tier))
             tier.hit_entries += told.hit_entries
@@ -146,6 +170,7 @@ def total_usage(usages: Iterable[pb.Usage]) -> pb.Usage:
                 tier.restored_bytes[path] += size_bytes
     total.misses.update(misses)
     total.failures.update(failures)
+    total.absent_because.update(because)
     total.tiers.extend(tiers[number] for number in sorted(tiers))
     return total
 
@@ -181,9 +206,21 @@ def usage_view(stats: pb.StatsResponse) -> list[RenderableType]:
         lines.append(_labels_table(stats))
     if total.misses:
         lines.append(reasons_table("missed because", total.misses, total.lookups, "of look-ups"))
+    if total.absent_because:
+        lines.append(_because_line(total))
     if total.failures:
         lines.append(reasons_table("read in vain", total.failures, 0, ""))
     return lines
+
+
+def _because_line(usage: pb.Usage) -> Text:
+    """What became of the entries that were absent, of those misses whose keys are known."""
+    named = sum(usage.absent_because.values())
+    parts = [
+        f"{because.replace('_', ' ')} {percent(count, named)}"
+        for because, count in Counter(usage.absent_because).most_common()
+    ]
+    return Text(f"absent     {', '.join(parts)} (of {named:,} whose keys are known)")
 
 
 def _labels_table(stats: pb.StatsResponse) -> Table:

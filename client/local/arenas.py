@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 from weakref import finalize
 
@@ -42,6 +42,37 @@ class Arena(ABC):
     ) -> list[memoryview] | None:
         """A range of the extents where it lies, read-only, one view for each extent. None: it can
         only be copied."""
+
+    def read_all(
+        self,
+        offsets: Sequence[int],
+        lengths: Sequence[int],
+        targets: Sequence[FlatBytes],
+        check: Sequence[bool],
+    ) -> list[int | None]:
+        """`read_into` of entries that lie in one extent each, at an offset and of a length.
+
+        Returns their CRC32C, None where there is no `check`. Raises OSError.
+        """
+        crcs: list[int | None] = []
+        for start, extent_bytes, target, checked in zip(
+            offsets, lengths, targets, check, strict=True
+        ):
+            crc = self.read_into((start, extent_bytes), target, check=checked)
+            crcs.append(crc if checked else None)
+        return crcs
+
+    def views_all(
+        self, offsets: Sequence[int], lengths: Sequence[int], payload_bytes: Sequence[int]
+    ) -> list[list[memoryview]] | None:
+        """The payloads of such entries where they lie. None: see `views`. Raises OSError."""
+        found: list[list[memoryview]] = []
+        for start, extent_bytes, length_bytes in zip(offsets, lengths, payload_bytes, strict=True):
+            views = self.views((start, extent_bytes), 0, length_bytes)
+            if views is None:
+                return None
+            found.append(views)
+        return found
 
     @abstractmethod
     def written_by(self, incarnation: bytes) -> bool:
@@ -81,6 +112,46 @@ class MappedArena(Arena):
                 copy(room, view)
             at += len(view)
         return crc
+
+    def read_all(
+        self,
+        offsets: Sequence[int],
+        lengths: Sequence[int],
+        targets: Sequence[FlatBytes],
+        check: Sequence[bool],
+    ) -> list[int | None]:
+        # Without a call for each small block.
+        whole, end_bytes = self._view, len(self._view)
+        crcs: list[int | None] = []
+        for start, extent_bytes, target, checked in zip(
+            offsets, lengths, targets, check, strict=True
+        ):
+            size_bytes = len(target)
+            stop = start + size_bytes
+            if (
+                size_bytes < RELEASE_BYTES
+                and size_bytes <= extent_bytes
+                and stop <= end_bytes
+                and isinstance(target, memoryview)
+            ):
+                target[:] = whole[start:stop]
+                crc = crc32c(target) if checked else 0
+            else:
+                crc = self.read_into((start, extent_bytes), target, check=checked)
+            crcs.append(crc if checked else None)
+        return crcs
+
+    def views_all(
+        self, offsets: Sequence[int], lengths: Sequence[int], payload_bytes: Sequence[int]
+    ) -> list[list[memoryview]] | None:
+        whole, end_bytes = self._view, len(self._view)
+        found: list[list[memoryview]] = []
+        for start, extent_bytes, length_bytes in zip(offsets, lengths, payload_bytes, strict=True):
+            stop = start + length_bytes
+            if length_bytes > extent_bytes or stop > end_bytes:
+                raise _beyond_the_end()
+            found.append([whole[start:stop]])
+        return found
 
     def views(
         self, location: tuple[int, ...], offset_bytes: int, length_bytes: int

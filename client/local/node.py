@@ -17,12 +17,14 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Final
 
 from ...proto import local
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import RecordError
-from ...proto.index import IndexReader, Placed, place_of
+from ...proto.index import TIER_OFFSET, IndexReader, Placed, place_of
+from ...proto.index_columns import Columns, columns_of
 from ...proto.keys import Key
 from ...proto.pieces import FlatBytes
 from ...proto.vocabulary import Tier
@@ -31,6 +33,9 @@ from ..wire.transport import Copied
 from .arenas import Arena, FileArena, MappedArena
 from .calls import LocalCalls
 from .staging import StagingMemory
+
+#: No rows.
+NOTHING: Final[Mapping[Key, Placed]] = MappingProxyType({})
 
 
 class LocalNode:
@@ -106,14 +111,69 @@ class LocalNode:
     # ---- copies
 
     def copy(
-        self, entries: Sequence[Entry], targets: Sequence[FlatBytes], check: Sequence[bool]
+        self,
+        entries: Sequence[Entry],
+        targets: Sequence[FlatBytes],
+        check: Sequence[bool],
+        known: Mapping[Key, Placed] = NOTHING,
     ) -> list[Copied]:
         """Copy whole payloads into `targets`, each exactly as long as its payload. `check`: whose
-        CRC32C is compared."""
+        CRC32C is compared. `known`: rows that need not be looked up."""
         index = self.index
         if index is None:
             return [Copied.GONE] * len(entries)
-        rows = list(index.find([entry.key for entry in entries]))
+        keys = [entry.key for entry in entries]
+        found = list(map(known.get, keys))
+        rows = index.find(keys) if None in found else found
+        copies = self._copied_alike(entries, rows, targets, check)
+        if copies is not None:
+            return copies
+        return self._copied(entries, rows, targets, check)
+
+    def _copied_alike(
+        self,
+        entries: Sequence[Entry],
+        rows: Sequence[Placed | None],
+        targets: Sequence[FlatBytes],
+        check: Sequence[bool],
+    ) -> list[Copied] | None:
+        """The copies of entries that lie in one tier and in one piece each, as nearly all do. None:
+        they don't, or something about them is not as it should be."""
+        located = self._located(entries, rows)
+        if located is None:
+            return None
+        arena, columns, placed = located
+        try:
+            crcs = arena.read_all(columns.offsets, columns.lengths, targets, check)
+        except OSError:
+            return None
+        copies = [Copied.WHOLE] * len(entries)
+        for number, crc in enumerate(crcs):
+            if crc is not None and crc != entries[number].payload_crc32c:
+                copies[number] = Copied.CORRUPT
+        return self._validated(copies, placed, placed, {columns.tiers[0]})
+
+    def _located(
+        self, entries: Sequence[Entry], rows: Sequence[Placed | None]
+    ) -> tuple[Arena, Columns, list[Placed]] | None:
+        """Where entries lie that are of one tier and in one piece each. None: they are not."""
+        placed = [found for found in rows if found is not None]
+        columns = columns_of([row for _, row in placed]) if len(placed) == len(entries) else None
+        if columns is None or columns.tiers.count(columns.tiers[0]) < len(entries):
+            return None
+        arena = self.arenas.get(columns.tiers[0])
+        if arena is None or columns.generations != tuple([e.generation for e in entries]):
+            return None
+        return arena, columns, placed
+
+    def _copied(
+        self,
+        entries: Sequence[Entry],
+        rows: Sequence[Placed | None],
+        targets: Sequence[FlatBytes],
+        check: Sequence[bool],
+    ) -> list[Copied]:
+        """The same of any entries, one after the other."""
         arenas, gone, whole = self.arenas, Copied.GONE, Copied.WHOLE
         copies: list[Copied] = []
         copied: list[Placed] = []
@@ -153,7 +213,7 @@ class LocalNode:
 
     def read(self, entry: Entry, offset_bytes: int, length_bytes: int) -> bytes | None:
         """A range of a payload, not checked; None: it can't be had here."""
-        found = None if self.index is None else next(self.index.find([entry.key]))
+        found = None if self.index is None else self.index.find([entry.key])[0]
         views = None if found is None else self._views(entry, found[1], offset_bytes, length_bytes)
         if found is None or views is None:
             return None
@@ -166,18 +226,36 @@ class LocalNode:
         """The payloads of claimed entries where they lie, and the rows that they are good with:
         as long as those `stand`. `known`: rows that need not be looked up. None: some payloads
         can't be reached."""
-        if self.index is None:
+        index = self.index
+        if index is None:
             return None
+        keys = [entry.key for entry in entries]
+        found = list(map(known.get, keys))
+        if None in found:
+            found = [each or index.find((key,))[0] for key, each in zip(keys, found, strict=True)]
+        located = self._located(entries, found)
+        if located is not None:
+            arena, columns, placed = located
+            try:
+                views = arena.views_all(columns.offsets, columns.lengths, columns.payload_bytes)
+            except OSError:
+                views = None
+            if views is not None:
+                return views, dict(zip(keys, placed, strict=True))
+        return self._views_of(entries, found)
+
+    def _views_of(
+        self, entries: Sequence[Entry], found: Sequence[Placed | None]
+    ) -> tuple[list[list[memoryview]], dict[Key, Placed]] | None:
+        """The same of any entries, one after the other."""
         views: list[list[memoryview]] = []
         rows: dict[Key, Placed] = {}
-        for entry in entries:
-            key = entry.key
-            found = known.get(key) or next(self.index.find((key,)))
-            its_views = None if found is None else self._views(entry, found[1])
-            if found is None or its_views is None:
+        for entry, placed in zip(entries, found, strict=True):
+            its_views = None if placed is None else self._views(entry, placed[1])
+            if placed is None or its_views is None:
                 return None
             views.append(its_views)
-            rows[key] = found
+            rows[entry.key] = placed
         return views, rows
 
     def _views(
@@ -198,7 +276,7 @@ class LocalNode:
 
         True after a copy: what was copied is what was saved.
         """
-        return self._stand(rows, {place_of(row)[1] for _, row in rows})
+        return self._stand(rows, {row[TIER_OFFSET] for _, row in rows})
 
     def _stand(self, rows: Collection[Placed], tiers: set[int]) -> bool:
         """The same, of rows in these tiers."""

@@ -45,6 +45,7 @@ class StagingMemory:
         self._view = memoryview(self._mapping)
         self.slot_bytes: Final = min(SLOT_BYTES, size_bytes)
         self._free = deque(range(0, size_bytes - self.slot_bytes + 1, self.slot_bytes))
+        self._slots: Final = len(self._free)
         self._changed = threading.Condition()
         self._closed = False
         # What a first copy into each page would take otherwise: three times as long as the copy.
@@ -56,6 +57,15 @@ class StagingMemory:
             if self._closed:
                 raise LimitReached(_GIVEN_BACK)
             return self._free.pop() if self._free else None
+
+    def take_all(self, length_bytes: int) -> list[int]:
+        """The offsets of as many slots as so many bytes fill. None of them: they are not free, or
+        more than half of all."""
+        slots = -(-length_bytes // self.slot_bytes)
+        with self._changed:
+            if self._closed or slots > len(self._free) or 2 * slots > self._slots:
+                return []
+            return [self._free.pop() for _ in range(slots)]
 
     def take(self, deadline: Deadline) -> int:
         """The offset of a free slot; waits for one. Raises DeadlineExceeded, LimitReached."""
@@ -128,12 +138,18 @@ class _StagedSave:
         self._deadline = deadline
         #: of the requests that are not answered yet, oldest first: the slot that is free then
         self._slots: deque[int] = deque()
+        #: free ones that are this save's
+        self._ready: list[int] = []
+        #: they were enough for all of it: the daemon need not tell when it has emptied one
+        self._enough = False
         self._line: Line | None = None
         self._results: list[pb.SaveResult] = []
 
     def run(
         self, calls: LocalCalls, opening: pb.SaveStagedRequest, payloads: Sequence[FlatBytes]
     ) -> list[pb.SaveResult]:
+        self._ready = self._memory.take_all(sum(map(len, payloads)))
+        self._enough = bool(self._ready)
         filled = _filled(self._memory, self._take, opening, payloads)
         try:
             # Before there is a line: others may have the slots for long, and the daemon hangs up
@@ -149,11 +165,13 @@ class _StagedSave:
             return self._results
         finally:
             filled.close()
-            for slot in self._slots:
+            for slot in (*self._slots, *self._ready):
                 self._memory.give(slot)
 
     def _take(self) -> int:
         """A free slot: another one, or one that the daemon has emptied."""
+        if self._ready:
+            return self._ready.pop()
         while (slot := self._memory.take_free()) is None:
             if self._line is None or not self._slots:
                 return self._memory.take(self._deadline)  # others have them all
@@ -162,10 +180,10 @@ class _StagedSave:
 
     def _expect(self, slot: int | None, request: pb.SaveStagedRequest) -> pb.SaveStagedRequest:
         """Each answer wakes this process while the daemon has more to do: it is told of slots
-        only, and of the last one with the results."""
+        only, of none if there are enough, and of the last one with the results."""
         if slot is not None:
             self._slots.append(slot)
-        request.quiet = slot is None or request.last
+        request.quiet = slot is None or request.last or self._enough
         return request
 
     def _send(self, line: Line, request: pb.SaveStagedRequest) -> None:

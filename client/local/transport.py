@@ -13,15 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import takewhile
 from typing import Final
 
 from ...proto import local
 from ...proto.errors import DeadlineExceeded, PrefixdError, UnknownStaging
-from ...proto.index import Placed, entry_of
 from ...proto.keys import Key
 from ...proto.pieces import FlatBytes
-from ...proto.vocabulary import SaveReason, Tier
+from ...proto.vocabulary import Tier
 from ..results import ClaimMode, DeleteStatus, Entry, Found, Presence, SaveOutcome
 from ..wire.deadline import Deadline
 from ..wire.link import Holding, Link
@@ -31,6 +29,7 @@ from ..wire.transport import (
     Claimed,
     Copied,
     Granted,
+    Looked,
     Range,
     ReserveItem,
     SaveTerms,
@@ -40,6 +39,7 @@ from ..wire.transport import (
 )
 from . import staging
 from .calls import LocalCalls
+from .found import found_in, in_place
 from .node import InPlace, LocalNode
 
 logger = logging.getLogger("prefixd.client")
@@ -50,9 +50,6 @@ HAND_OVER_S: Final = 0.5
 RETRY_HAND_OVER_S: Final = 5.0
 #: Reads are reported with the next save or heartbeat; so many are reported at once.
 MAX_PENDING_TOUCHES: Final = 512
-
-_TIERS: Final = {int(tier): tier for tier in Tier}
-_REASONS: Final = {int(reason): reason for reason in SaveReason}
 
 
 class LocalTransport:
@@ -164,14 +161,12 @@ class LocalTransport:
 
     # ---- in place
 
-    def find(
-        self, keys: Iterable[Key], mode: ClaimMode, deadline: Deadline
-    ) -> list[tuple[int, Entry]] | None:
+    def find(self, keys: Iterable[Key], mode: ClaimMode, deadline: Deadline) -> Looked | None:
         node = self._indexed(deadline)
         if node is None:
             return None
-        positions, entries, _ = _found(node, keys, mode)
-        return list(zip(positions, entries, strict=True))
+        positions, entries, rows = found_in(node, keys, mode)
+        return Looked(positions, entries, in_place(node, entries, rows))
 
     def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
         node = self._indexed(deadline)
@@ -190,14 +185,28 @@ class LocalTransport:
         node = self._indexed(deadline)
         if node is None or node.index is None:
             return self._remote.leading_run(keys, deadline)
-        return sum(1 for _ in takewhile(bool, node.index.find(keys)))
+        found = node.index.find(keys, stop_at=False)
+        return len(found) - (None in found)
+
+    @property
+    def shares(self) -> bool:
+        return self._remote.shares
+
+    def pull(self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, deadline: Deadline) -> int:
+        return self._remote.pull(keys, mode, wait_ms, deadline)
 
     def delete(self, keys: Sequence[Key], deadline: Deadline) -> list[DeleteStatus]:
         return self._remote.delete(keys, deadline)
 
     def copy(
-        self, entries: Sequence[Entry], targets: Sequence[FlatBytes], check: Sequence[bool]
+        self,
+        entries: Sequence[Entry],
+        targets: Sequence[FlatBytes],
+        check: Sequence[bool],
+        in_place: object | None = None,
     ) -> list[Copied]:
+        if isinstance(in_place, InPlace):
+            return in_place.node.copy(entries, targets, check, in_place.rows)
         node = self._indexed()
         if node is None:
             return [Copied.GONE] * len(entries)
@@ -253,10 +262,10 @@ class LocalTransport:
     def lookup(self, keys: Sequence[Key], wait_ms: int, deadline: Deadline) -> list[Found]:
         """In place unless it is to wait: the index does not know what is in flight."""
         if not wait_ms:
-            found = self.find(keys, ClaimMode.ANY, deadline)
-            if found is not None:
+            looked = self.find(keys, ClaimMode.ANY, deadline)
+            if looked is not None:
                 answers = [Found(Presence.ABSENT)] * len(keys)
-                for position, entry in found:
+                for position, entry in zip(looked.positions, looked.entries, strict=True):
                     answers[position] = Found(Presence.PRESENT, entry)
                 return answers
         return self._remote.lookup(keys, wait_ms, deadline)
@@ -267,13 +276,12 @@ class LocalTransport:
         """Only of what the index has: a miss costs the daemon nothing."""
         node = None if wait_ms else self._indexed(deadline)
         if node is not None:
-            positions, entries, rows = _found(node, keys, mode)
+            positions, entries, rows = found_in(node, keys, mode)
             if not entries:
                 return Claimed(None, [], [], in_flight=False)
             holding = self._remote.claim_known(entries, lease_ms, deadline)
             if holding is not None:
-                by_key = dict(zip((entry.key for entry in entries), rows, strict=True))
-                holding.in_place = InPlace(node, by_key)
+                holding.in_place = in_place(node, entries, rows)
                 return Claimed(holding, positions, entries, in_flight=False)
         return self._remote.claim(keys, mode, wait_ms, lease_ms, deadline)
 
@@ -423,47 +431,3 @@ def _hand_over(link: Link, within_s: float) -> LocalNode | None:
     for feature, why in node.refused.items():
         logger.info("no local fast path for %s: %s", feature, why)
     return node
-
-
-# ---- rows
-
-
-def _found(
-    node: LocalNode, keys: Iterable[Key], mode: ClaimMode
-) -> tuple[list[int], list[Entry], list[Placed]]:
-    """What `mode` wants of the keys: positions, entries and their rows. Takes no more keys than it
-    needs."""
-    assert node.index is not None
-    positions: list[int] = []
-    entries: list[Entry] = []
-    rows: list[Placed] = []
-    for position, found in enumerate(node.index.find(keys)):
-        entry = None if found is None else _entry(found[1])
-        if found is not None and entry is not None:
-            positions.append(position)
-            entries.append(entry)
-            rows.append(found)
-            if mode is ClaimMode.FIRST:
-                break
-        elif mode is ClaimMode.RUN:
-            break
-    return positions, entries, rows
-
-
-def _entry(row: bytes) -> Entry | None:
-    """None: of a tier or a reason that this version does not know."""
-    key, generation, payload_bytes, tokens, crc, ids_bytes, layers, tier, reason = entry_of(row)
-    known_tier, known_reason = _TIERS.get(tier), _REASONS.get(reason)
-    if known_tier is None or known_reason is None:
-        return None
-    return Entry(
-        key,
-        known_tier,
-        payload_bytes,
-        tokens,
-        crc,
-        layers,
-        ids_bytes,
-        generation,
-        known_reason,
-    )

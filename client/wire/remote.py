@@ -38,6 +38,7 @@ from .transport import (
     Claimed,
     Copied,
     Granted,
+    Looked,
     Range,
     ReserveItem,
     SaveTerms,
@@ -296,19 +297,36 @@ class RemoteTransport:
         with messages.understanding():
             return [DeleteStatus(status) for _, status in zip(keys, response.results, strict=True)]
 
+    @property
+    def shares(self) -> bool:
+        link = self._keeper.current
+        return link is not None and link.welcome.shares
+
+    def pull(self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, deadline: Deadline) -> int:
+        request = pb.PullRequest(keys=keys, mode=pb.ClaimMode.ValueType(mode), wait_ms=wait_ms)
+
+        def ask(link: Link, timeout_s: float) -> pb.PullResponse:
+            request.session.CopyFrom(link.ref)
+            return link.connection.stub.Pull(request, timeout=timeout_s)
+
+        _, response = self._call("Pull", deadline, ask)
+        return response.pulled
+
     def touch(self, keys: Sequence[Key]) -> None:
         link = self._keeper.current
         if link is not None:
             for told in self._batches(keys):
                 link.send(pb.SessionRequest(touch=pb.Touch(keys=told)))
 
-    def find(
-        self, _keys: Iterable[Key], _mode: ClaimMode, _deadline: Deadline
-    ) -> list[tuple[int, Entry]] | None:
+    def find(self, _keys: Iterable[Key], _mode: ClaimMode, _deadline: Deadline) -> Looked | None:
         return None
 
     def copy(
-        self, entries: Sequence[Entry], _targets: Sequence[FlatBytes], _check: Sequence[bool]
+        self,
+        entries: Sequence[Entry],
+        _targets: Sequence[FlatBytes],
+        _check: Sequence[bool],
+        _in_place: object | None = None,
     ) -> list[Copied]:
         return [Copied.GONE] * len(entries)
 

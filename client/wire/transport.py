@@ -25,7 +25,7 @@ class Claimed(NamedTuple):
 
     #: None: nothing was there to claim.
     holding: Holding | None
-    positions: list[int]
+    positions: Sequence[int]
     entries: list[Entry]
     #: Is somebody saving one of the keys that are not there?
     in_flight: bool
@@ -72,6 +72,15 @@ class Copied(Enum):
     GONE = 2
     #: The entry is there, and its bytes are not those that were saved.
     CORRUPT = 3
+
+
+class Looked(NamedTuple):
+    """What was found without asking: positions among the keys, entries, and where they lie, for
+    `Transport.copy`."""
+
+    positions: Sequence[int]
+    entries: list[Entry]
+    in_place: object
 
 
 class SaveTerms(NamedTuple):
@@ -135,17 +144,20 @@ class Transport(Protocol):
 
     # ---- in place: without asking the daemon, where that is possible
 
-    def find(
-        self, keys: Iterable[Key], mode: ClaimMode, deadline: Deadline
-    ) -> list[tuple[int, Entry]] | None:
-        """What `mode` wants of the keys, with their positions, pinned by nobody; None: this
-        can't be said without asking. Takes no more keys than it needs."""
+    def find(self, keys: Iterable[Key], mode: ClaimMode, deadline: Deadline) -> Looked | None:
+        """What `mode` wants of the keys, pinned by nobody; None: this can't be said without
+        asking. Takes no more keys than it needs."""
 
     def copy(
-        self, entries: Sequence[Entry], targets: Sequence[FlatBytes], check: Sequence[bool]
+        self,
+        entries: Sequence[Entry],
+        targets: Sequence[FlatBytes],
+        check: Sequence[bool],
+        in_place: object | None = None,
     ) -> list[Copied]:
         """Copy whole payloads, claimed or not, into `targets`, each as long as its payload.
-        `check`: whose CRC32C is compared. Never raises PrefixdError."""
+        `check`: whose CRC32C is compared. `in_place`: where they lie, if that is known. Never
+        raises PrefixdError."""
 
     def views(self, claim: Holding, entries: Sequence[Entry]) -> list[list[memoryview]] | None:
         """Claimed payloads where they lie; None: not all of them can be reached."""
@@ -195,6 +207,14 @@ class Transport(Protocol):
 
     def delete(self, keys: Sequence[Key], deadline: Deadline) -> list[DeleteStatus]:
         """Drop entries; at most `max_batch_keys`."""
+
+    @property
+    def shares(self) -> bool:
+        """Does the daemon share entries with other nodes, so that `pull` may bring some?"""
+
+    def pull(self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, deadline: Deadline) -> int:
+        """Bring what other nodes have of the keys, a run of them or the first; how many came. At
+        most `max_batch_keys`."""
 
     def suspect(self, keys: Sequence[Key]) -> None:
         """Tell the daemon of bytes that did not match their checksum, without waiting."""

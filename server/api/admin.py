@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from itertools import islice
 from typing import Final
-
-import structlog
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
@@ -18,15 +16,16 @@ from ...proto.errors import (
     CurveDisabled,
     InvalidSize,
     UnknownEntry,
-    UnknownSession,
 )
 from ...proto.index import unpack_row
 from ...proto.vocabulary import Tier
 from ...tiers.ledger import Admission, Ledger
-from ..core.answers import DeleteAnswer, EvictAnswer
 from ..core.checking import MAX_PROBLEMS
 from ..core.entries import EntryTable
-from ..core.events import DeleteAsked, EvictAsked, Tick
+from ..core.events import Tick
+from ..core.histogram import Histogram
+from ..runtime.lag import BUCKETS_US
+from ..runtime.latencies import Latencies
 from ..runtime.loop import Core
 from ..runtime.recounting import recount
 from ..runtime.recovery import collect_garbage
@@ -35,32 +34,17 @@ from ..runtime.slices import Slices
 from ..runtime.verification import Reading, Swept, Verifications
 from . import messages
 from .calls import Caller
-from .lists import Lists
 from .metrics import counters_dict, lag_dict
+from .operations import Operations, audit
 from .sessions import ServiceConfig
 from .usage import UsageBook
 
-#: Entries that one event evicts, about a millisecond.
-_EVICTED_AT_ONCE = 128
-#: Keys of a delete that the log names.
-_LOGGED_KEYS = 8
 #: How often the client of a Verify hears how far it is.
 _PROGRESS_EVERY_S = 0.2
 _DEFAULT_QUARTERS = (1, 2, 4, 8, 16)
 
 
-log = structlog.get_logger("prefixd.audit")
-
-
-def audit(caller: Caller, action: str, **what: object) -> None:
-    """One line for each thing that an operator changes. gRPC does not tell whose process is at the
-    other end: then it is one that may open the operators' socket, of the daemon's user or root."""
-    process = caller.process
-    who = f"pid {process.pid}, uid {process.uid}" if process else "an operator on the admin socket"
-    log.info("admin_action", action=action, who=who, **what)
-
-
-class AdminService(Lists):
+class AdminService(Operations):
     """See prefixd.proto for what each rpc promises."""
 
     def __init__(
@@ -70,17 +54,19 @@ class AdminService(Lists):
         in_flight: Callable[[], Mapping[str, int]],
         scrubs: Mapping[Tier, Scrub],
         usage: UsageBook,
+        latencies: Latencies | None = None,
     ) -> None:
         """`in_flight`: what calls take of the daemon's memory, by name. `scrubs`: how the tiers
         are doing that are read back in the background. `usage`: what clients count."""
         super().__init__(core)
         self._usage = usage
+        self.latencies: Final = latencies
         self._scrubs = scrubs
         self._config = config
         self._in_flight = in_flight
         self._started_ns = core.clock.now_ns()
-        #: says what of the configuration changed, and (True) changes it; set by the daemon
-        self.configurer: Callable[[bool], Awaitable[pb.ConfigureResponse]] | None = None
+        #: what was shared with other nodes, where anything is; set by the daemon
+        self.shared: Callable[[], Mapping[str, int]] = dict
 
     # ---- what there is
 
@@ -100,11 +86,25 @@ class AdminService(Lists):
             waiters=len(t.waiting),
             counters=counters_dict(core.state) | lag_dict(core.lag),
             in_flight=self._in_flight(),
+            shared=self.shared(),
             notices=core.notices(),
             usage={label: sums.message() for label, sums in self._usage.items()},
+            stages=self._stages(),
             oldest_claim_ms=t.oldest_claim_ns(core.clock.now_ns()) // 1_000_000,
             health="; ".join(f"{name}: {why}" for name, why in unhealthy.items()) or "serving",
         )
+
+    def _stages(self) -> Iterator[pb.StageTimes]:
+        core = self._core
+        if self.latencies is not None:
+            for name in ("claim", "save"):
+                taken: Histogram = getattr(self.latencies, name)
+                yield pb.StageTimes(stage=name, bounds_ns=taken.bounds, times=taken.counts)
+        for tier, taken in core.orders.latencies().items():
+            stage = f"commit {tier.label}"
+            yield pb.StageTimes(stage=stage, bounds_ns=taken.bounds, times=taken.counts)
+        bounds_ns = [1_000 * bound_us for bound_us in BUCKETS_US]
+        yield pb.StageTimes(stage="loop", bounds_ns=bounds_ns, times=core.lag.counts)
 
     def _tier_stats(self, ledger: Ledger) -> pb.TierStats:
         counters = self._core.state.tables.tier_counters[ledger.tier]
@@ -137,6 +137,7 @@ class AdminService(Lists):
             state=self._core.devices.state(ledger.tier).value,
             oldest_io_ms=self._core.devices.oldest_ns(ledger.tier) // 1_000_000,
             scrub=self._scrub_stats(ledger.tier),
+            kept_bytes=self.resizing.kept_bytes(ledger.tier),
         )
 
     def _scrub_stats(self, tier: Tier) -> pb.ScrubStats | None:
@@ -223,78 +224,6 @@ class AdminService(Lists):
             sampled_keys=curve.keys,
             sampled_tokens=round(curve.total * curve.rate),
         )
-
-    async def evict(self, request: pb.EvictRequest, caller: Caller) -> pb.EvictResponse:
-        core = self._core
-        if request.free_bytes == 0:
-            raise InvalidSize("free_bytes is 0; say how many bytes to free")
-        tiers = messages.tiers_of(request.tiers, core.stores) or tuple(core.stores)
-        results = [await self._evict(tier, request.free_bytes) for tier in tiers]
-        audit(
-            caller,
-            "evict",
-            free_bytes=request.free_bytes,
-            tiers=[tier.label for tier in tiers],
-            entries=sum(result.entries for result in results),
-            freed_bytes=sum(result.freed_bytes for result in results),
-        )
-        return pb.EvictResponse(results=results)
-
-    async def _evict(self, tier: Tier, free_bytes: int) -> pb.EvictResult:
-        """Event by event, so that others are served in between; what came meanwhile may leave
-        too, but never more than was asked for."""
-        core = self._core
-        slices = Slices()
-        entries = freed_bytes = 0
-        more = True
-        while more and freed_bytes < free_bytes:
-            question = EvictAsked(
-                request=core.next_request(),
-                tier=tier,
-                free_bytes=free_bytes - freed_bytes,
-                max_entries=_EVICTED_AT_ONCE,
-                now_ns=core.clock.now_ns(),
-            )
-            answer = await core.ask(question, EvictAnswer)
-            entries += answer.entries
-            freed_bytes += answer.freed_bytes
-            more = answer.more
-            await slices.pause()
-        return pb.EvictResult(tier=tier.value, entries=entries, freed_bytes=freed_bytes)  # type: ignore[arg-type]
-
-    # ---- change
-
-    async def drop(self, request: pb.DropRequest, caller: Caller) -> pb.DropResponse:
-        core = self._core
-        keys = messages.keys_of("keys", request.keys)
-        response = pb.DropResponse()
-        for start in range(0, len(keys), _EVICTED_AT_ONCE):
-            part = keys[start : start + _EVICTED_AT_ONCE]
-            question = DeleteAsked(core.next_request(), None, part, core.clock.now_ns())
-            answer = await core.ask(question, DeleteAnswer)
-            response.results.extend(r.value for r in answer.results)  # type: ignore[misc]
-        dropped = list(response.results).count(pb.DELETE_STATUS_DELETED)
-        some = [key.hex() for key in keys[:_LOGGED_KEYS]]
-        audit(caller, "delete", keys=len(keys), deleted=dropped, first_keys=some)
-        return response
-
-    async def kick(self, request: pb.KickRequest, caller: Caller) -> pb.KickResponse:
-        session = self._core.state.tables.sessions.get(request.session_id)
-        listener = self._core.listener(request.session_id)
-        if session is None or listener is None:
-            raise UnknownSession(f"there is no session {request.session_id}")
-        listener.ended(UnknownSession("an operator ended this session; open a new one"))
-        audit(caller, "kick", session=request.session_id, owner=session.owner)
-        return pb.KickResponse()
-
-    async def configure(self, request: pb.ConfigureRequest, caller: Caller) -> pb.ConfigureResponse:
-        if self.configurer is None:  # nothing that could be read again
-            return pb.ConfigureResponse()
-        response = await self.configurer(request.apply)
-        if request.apply:
-            live = [each.option for each in response.changed if each.live]
-            audit(caller, "reload", changed=live)
-        return response
 
     # ---- order
 

@@ -40,6 +40,41 @@ class Caller(Protocol):
         is gone and will never read it (True)."""
 
 
+class Connected(Protocol):
+    """A connection, which belongs to one session at most."""
+
+    process: Process | None
+
+    def attach(self, session: int) -> None:
+        """It is that session's from now on."""
+
+
+class ConnectionCall:
+    """The caller of one request on a connection (`Caller`)."""
+
+    __slots__ = ("_connection", "_when_done")
+
+    def __init__(self, connection: Connected) -> None:
+        self._connection = connection
+        self._when_done: list[Callable[[bool], None]] = []
+
+    @property
+    def process(self) -> Process | None:
+        return self._connection.process
+
+    def proved(self, session: int) -> None:
+        self._connection.attach(session)
+
+    def when_done(self, callback: Callable[[bool], None]) -> None:
+        self._when_done.append(callback)
+
+    def done(self, *, gone: bool) -> None:
+        """The client has read the answer, or (`gone`) never will."""
+        for callback in self._when_done:
+            callback(gone)
+        self._when_done.clear()
+
+
 class CallerGone(Exception):  # no failure: the client may leave
     """The connection of a stream of requests ended in its middle. There is nobody to answer."""
 

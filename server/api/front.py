@@ -65,7 +65,12 @@ class Front:
         #: does not work before it is started
         self.scrubber: Final = Scrubber(core, config.scrub_bytes_per_second)
         self.admin: Final = AdminService(
-            core, config, self.in_flight, self.scrubber.scrubs, self.sessions.usage
+            core,
+            config,
+            self.in_flight,
+            self.scrubber.scrubs,
+            self.sessions.usage,
+            self.sessions.latencies,
         )
         self.health: Final = health.aio.HealthServicer()
         #: gRPC for workers and, apart from them, for operators; neither listens yet
@@ -108,6 +113,7 @@ class Front:
             "Reserve": Unary(saves.reserve),
             "Cancel": Unary(saves.cancel),
             "Delete": Unary(service.delete),
+            "Pull": Unary(service.pull),
             "Save": Unary(saves.save),
             "SaveWhole": OneMessage(saves.save_whole),
             "Write": Unary(saves.write),
@@ -131,6 +137,10 @@ class Front:
             "Gc": Unary(admin.gc),
             "Check": Unary(admin.check),
             "Verify": Streaming(admin.verify),
+            "Resize": Unary(admin.resize),
+            "Drain": Unary(admin.drain),
+            "SetLogLevel": Unary(admin.set_log_level),
+            "Why": Unary(admin.why),
         }
 
     def _server(self, services: Mapping[str, Mapping[str, Method]]) -> grpc.aio.Server:

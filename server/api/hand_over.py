@@ -95,19 +95,19 @@ class Handoff:
         if not isinstance(store, RamStore):
             raise Missing(_SWITCHED_OFF)
         # Its seals protect it, whatever the descriptor's mode.
-        return Handed(store.arena.fd, store.arena.size_bytes, own=False)
+        return Handed(store.arena.fd, store.arena.max_bytes, own=False)
 
     def _shm(self, _session: int) -> Handed:
         store = self._core.stores.get(Tier.SHM)
         if not isinstance(store, ShmStore):
             raise Missing(_SWITCHED_OFF)
-        return Handed(store.arena.open_reader(), store.arena.size_bytes, own=True)
+        return Handed(store.arena.open_reader(), store.arena.max_bytes, own=True)
 
     def _disk(self, _session: int) -> Handed:
         store = self._core.stores.get(Tier.DISK)
         if not isinstance(store, DiskStore):
             raise Missing(_SWITCHED_OFF)
-        return Handed(store.arena.open_reader(), store.arena.size_bytes, own=True)
+        return Handed(store.arena.open_reader(), store.arena.max_bytes, own=True)
 
     def _staging(self, session: int) -> Handed:
         memory = self._stagings.open(session)

@@ -9,9 +9,10 @@ from itertools import chain, islice
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import InvalidSize, UnknownClaim
+from ...proto.errors import InvalidKey, InvalidSize, UnknownClaim
 from ...tiers.ledger import Ledger
 from ..core.entries import SHARDS, Entry
+from ..core.journal import CAUSES
 from ..core.tables import Claim, Reservation
 from ..runtime.loop import Core
 from ..runtime.slices import Slices
@@ -22,6 +23,10 @@ _DEFAULT_PAGE_ENTRIES = 100
 #: Keys that are shown of a claim, and keys in a page of claims.
 _SHOWN_KEYS = 8
 _MAX_PAGE_KEYS = 100_000
+#: Of what happened to a key, and of the entries that are there.
+_MIN_KEY_BYTES = 2
+_MOST_EVENTS = 1_000
+_MOST_PRESENT = 100
 #: In place of the owner of what a session left behind.
 _ENDED = "(ended)"
 
@@ -63,6 +68,37 @@ class Lists:
         held = chain.from_iterable(claim.entries for claim in t.claims.values())
         some = islice(held, 10 * page_entries)
         yield from (e for e in dict.fromkeys(some) if e.tier is ledger.tier and e.published)
+
+    async def why(self, request: pb.WhyRequest, _caller: Caller) -> pb.WhyResponse:
+        t = self._core.state.tables
+        beginning = request.key
+        if not _MIN_KEY_BYTES <= len(beginning) <= limits.KEY_BYTES:
+            raise InvalidKey(f"a key begins with {_MIN_KEY_BYTES} to {limits.KEY_BYTES} bytes")
+        journal = t.journal
+        response = pb.WhyResponse(
+            remembered_events=len(journal), remembered_since_unix_ns=journal.since_ns()
+        )
+        for happened in journal.of(beginning)[-_MOST_EVENTS:]:
+            cause = CAUSES.get(happened.what)
+            owner, label = journal.who(happened.session)
+            response.events.add(
+                key=happened.key,
+                what=happened.what.name.lower() if cause is None else "evicted",
+                tier=pb.Tier.ValueType(happened.tier),
+                at_unix_ns=happened.at_ns,
+                reason=pb.SaveReason.ValueType(happened.reason),
+                cause=cause.value if cause else "",
+                session_id=happened.session,
+                owner=owner,
+                label=label,
+            )
+        slices = Slices()
+        for shard in t.entries.shards:
+            there = [e for e in shard.values() if e.key.startswith(beginning)]
+            room = _MOST_PRESENT - len(response.present)
+            response.present.extend(messages.entry_detail(entry) for entry in there[:room])
+            await slices.pause()
+        return response
 
     async def list_claims(
         self, request: pb.ListClaimsRequest, _caller: Caller

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import socket
 import struct
 from collections import deque
@@ -26,8 +25,9 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import CallerError, InvalidSize, LimitReached, MalformedMessage, PrefixdError
 from ...proto.local import Frames, frame
 from ..runtime.quota import Quota
-from .calls import Caller, Process, failure_of, remove_leftover
+from .calls import Caller, ConnectionCall, Process, failure_of, remove_leftover
 from .hand_over import Handoff
+from .hang_up import HangUpWatch
 from .saves import Saves
 from .service import CacheService
 from .sessions import ServiceConfig, Sessions
@@ -42,8 +42,6 @@ _PATIENCE_S: Final = 5.0
 #: bytes of them and one more request.
 _MAX_AHEAD: Final = 64
 _MAX_AHEAD_BYTES: Final = 64 * 2**10
-#: How often a connection that is not read is asked whether its client hung up.
-_HANG_UP_INTERVAL_S: Final = 1.0
 _RECEIVE_BYTES: Final = 64 * 2**10
 _CREDENTIALS: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
@@ -70,9 +68,14 @@ class LocalServer:
         self.methods: Final[dict[str, _Method]] = {
             "lookup": service.lookup,
             "claim": service.claim,
-            "release": service.release,
             "reserve": saves.reserve,
             "cancel": saves.cancel,
+        }
+        #: the same of those that wait for nothing
+        self.at_once: Final[dict[str, Callable[[Any, Caller], Any]]] = {
+            "claim": service.claim_now,
+            "release": service.release_now,
+            "give_back": service.release_now,
         }
         self.connections: Final[set[_Connection]] = set()
         #: by session
@@ -115,30 +118,6 @@ class LocalServer:
             connection.detach()
 
 
-class _Call:
-    """The caller of one request (`calls.Caller`)."""
-
-    def __init__(self, connection: _Connection) -> None:
-        self._connection = connection
-        self._when_done: list[Callable[[bool], None]] = []
-
-    @property
-    def process(self) -> Process | None:
-        return self._connection.process
-
-    def proved(self, session: int) -> None:
-        self._connection.attach(session)
-
-    def when_done(self, callback: Callable[[bool], None]) -> None:
-        self._when_done.append(callback)
-
-    def done(self, *, gone: bool) -> None:
-        """The client has read the answer, or (`gone`) never will."""
-        for callback in self._when_done:
-            callback(gone)
-        self._when_done.clear()
-
-
 class _Connection(asyncio.BufferedProtocol):
     """One client's connection: its requests, in order, one at a time."""
 
@@ -164,12 +143,12 @@ class _Connection(asyncio.BufferedProtocol):
         self._task: asyncio.Task[None]
         self._timer: asyncio.TimerHandle | None = None
         #: while it is not read: looks whether the client is still there
-        self._paused: asyncio.TimerHandle | None = None
+        self._paused = HangUpWatch(self._loop)
         self._waiter: asyncio.Future[None] | None = None
         self._writable = asyncio.Event()
         self._writable.set()
         self._session: int | None = None
-        self._call = _Call(self)
+        self._call = ConnectionCall(self)
         self.process: Process | None = None
 
     # ---- what the transport says
@@ -201,7 +180,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
-        self._stop_looking()
+        self._paused.end()
         self._server.connections.discard(self)
         self.detach()
         self._task.cancel()
@@ -258,32 +237,38 @@ class _Connection(asyncio.BufferedProtocol):
 
     def _take_frames(self) -> None:
         """Parse what came, as far as requests may wait, and decide whether to read on."""
-        self._held_up = False
         try:
-            while self._may_take():
-                size_bytes = self._frames.next_bytes
-                large = size_bytes > local.MAX_SMALL_REQUEST_BYTES
-                if large and not self._admitted(size_bytes):
-                    self._held_up = True
-                    break
-                request = self._frames.next()
-                if request is None:
-                    break
-                if large:
-                    self._large_admitted = False  # another one waits until this is answered
-                if request.HasField("attach"):
-                    self._attach(request.attach)
-                    continue
-                self._requests.append((request, size_bytes))
-                self._ahead_bytes += size_bytes
-        except PrefixdError as problem:
+            while self._parse() and self._waiter is not None and not self._waiter.done():
+                self._answer_at_once()
+                if self._requests:
+                    self._waiter.set_result(None)
+        except Exception as problem:
             self._fail(problem)
             return
         self._count()
-        if self._requests and self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
         self._read_on()
         self._watch()
+
+    def _parse(self) -> bool:
+        """Are there requests now?"""
+        self._held_up = False
+        while self._may_take():
+            size_bytes = self._frames.next_bytes
+            large = size_bytes > local.MAX_SMALL_REQUEST_BYTES
+            if large and not self._admitted(size_bytes):
+                self._held_up = True
+                break
+            request = self._frames.next()
+            if request is None:
+                break
+            if large:
+                self._large_admitted = False  # another one waits until this is answered
+            if request.HasField("attach"):
+                self._attach(request.attach)
+                continue
+            self._requests.append((request, size_bytes))
+            self._ahead_bytes += size_bytes
+        return bool(self._requests)
 
     def _may_take(self) -> bool:
         return len(self._requests) < _MAX_AHEAD and self._ahead_bytes < _MAX_AHEAD_BYTES
@@ -329,25 +314,10 @@ class _Connection(asyncio.BufferedProtocol):
         crowded = server.buffered_bytes > server.config.max_local_bytes
         if not self._may_take() or self._held_up or (crowded and self._requests):
             self._transport.pause_reading()
-            if self._paused is None:
-                self._paused = self._loop.call_later(_HANG_UP_INTERVAL_S, self._look_for_hang_up)
+            self._paused.begin(self._transport)
         else:
             self._transport.resume_reading()
-            self._stop_looking()
-
-    def _look_for_hang_up(self) -> None:
-        """A socket that is not read does not tell by itself that its client is gone."""
-        waiting = select.poll()
-        waiting.register(self._transport.get_extra_info("socket").fileno(), 0)
-        if waiting.poll(0):  # an error, or both directions closed
-            self._transport.abort()
-        else:
-            self._paused = self._loop.call_later(_HANG_UP_INTERVAL_S, self._look_for_hang_up)
-
-    def _stop_looking(self) -> None:
-        if self._paused is not None:
-            self._paused.cancel()
-            self._paused = None
+            self._paused.end()
 
     # ---- timers
 
@@ -374,8 +344,10 @@ class _Connection(asyncio.BufferedProtocol):
                 request = await self._next()
                 # A client that asks again has read the answer before.
                 self._call.done(gone=False)
-                self._call = _Call(self)
+                self._call = ConnectionCall(self)
                 await self._answer(request)
+        except asyncio.CancelledError:
+            return  # its traceback, kept by the task, would keep the request that was answered
         except Exception as problem:
             self._fail(problem)
 
@@ -417,17 +389,49 @@ class _Connection(asyncio.BufferedProtocol):
         self._answering_bytes = 0
         self._take_frames()
 
+    def _answer_at_once(self) -> None:
+        """While the task that serves has nothing to do: what waits for nothing, which spares a
+        turn of the loop."""
+        while self._requests and self._writable.is_set():
+            request, size_bytes = self._requests[0]
+            # What is large has room that the task gives back.
+            if size_bytes > local.MAX_SMALL_REQUEST_BYTES or not self._waits_for_nothing(request):
+                return
+            self._requests.popleft()
+            self._ahead_bytes -= size_bytes
+            self._call.done(gone=False)
+            self._call = ConnectionCall(self)
+            self._answer_now(request)
+
+    def _waits_for_nothing(self, request: pb.LocalRequest) -> bool:
+        kind = request.WhichOneof("kind")
+        return kind in self._server.at_once and not (kind == "claim" and request.claim.wait_ms)
+
+    def _answer_now(self, request: pb.LocalRequest) -> None:
+        kind = request.WhichOneof("kind")
+        assert kind is not None
+        try:
+            answer = self._server.at_once[kind](getattr(request, kind), self._call)
+        except Exception as problem:
+            if kind != "give_back":
+                self._send(failure_of(kind, problem))
+            elif not isinstance(problem, PrefixdError):  # a session that is over: it was released
+                raise
+        else:
+            if kind != "give_back":
+                self._send(pb.LocalResponse(**{kind: answer}))
+
     async def _answer(self, request: pb.LocalRequest) -> None:
         """Raises PrefixdError where nothing that follows can be understood any more."""
+        if self._waits_for_nothing(request):
+            self._answer_now(request)
+            return
         kind = request.WhichOneof("kind")
         match kind:
             case "hand_over":
                 self._hand_over(request.hand_over)
             case "save_staged":
                 await self._save_staged(request.save_staged)
-            case "give_back":
-                with suppress(PrefixdError):  # of a session that is over, it has been released
-                    await self._server.methods["release"](request.give_back, self._call)
             case None:
                 raise MalformedMessage("a request of no kind that this daemon knows")
             case _:

@@ -107,6 +107,21 @@ CLIENT_COUNTERS: Final = {
     "lookup_tokens": "Tokens that were searched for, as far as the callers said.",
     "restored_tokens": "Tokens whose state arrived whole in the engines.",
 }
+#: What was shared with other nodes: the fields of `sharing.common.SharingCounters`, and a gauge.
+SHARED: Final = {
+    "fetches": "Searches that asked what other nodes have.",
+    "fetched_entries": "Entries that came from the shared engine.",
+    "fetched_bytes": "Payload bytes that came from the shared engine.",
+    "unavailable": "Entries that the engine has and that did not come in time, or had no room.",
+    "damaged": "Entries of the engine whose bytes were wrong; they were dropped there.",
+    "offered_entries": "Entries that were given to the shared engine.",
+    "offered_bytes": "Payload bytes that were given to the shared engine.",
+    "refused": "Entries that the engine did not take.",
+    "offers_dropped": "Entries that were not offered: too many waited, they left, or it hung.",
+    "touched": "Entries whose life in the engine was made longer.",
+    "waiting_offers": "Entries that wait to be offered.",
+}
+SHARED_GAUGES: Final = ("waiting_offers",)
 #: What the tables hold at this moment.
 TABLE_SIZES: Final[dict[str, tuple[str, Callable[[Tables], int]]]] = {
     "open_sessions": ("Connected clients.", lambda t: len(t.sessions)),
@@ -157,7 +172,8 @@ class StateCollector(Collector):
     `unhealthy` says what of the daemon does not work, by name, `notices` what is less than it could
     be, `in_flight` what calls take of its memory (`front.Front.in_flight`), `oldest_ns` since when
     a device owes an answer, `commits` how long its commits take, and `now_ns` what the time is;
-    they are called on that thread, too. `usage` is what the clients count.
+    they are called on that thread, too. `usage` is what the clients count, `shared` what went from
+    and to other nodes.
     """
 
     def __init__(
@@ -174,6 +190,7 @@ class StateCollector(Collector):
         latencies: Latencies | None = None,
         commits: Callable[[], Mapping[Tier, Histogram]] = _no_commits,
         now_ns: Callable[[], int] | None = None,
+        shared: Callable[[], Mapping[str, int]] = _nothing,
     ) -> None:
         self.unhealthy = unhealthy
         self._notices = notices
@@ -185,6 +202,7 @@ class StateCollector(Collector):
         self._usage = usage or UsageBook()
         self._latencies = latencies
         self._commits = commits
+        self._shared = shared
         self._now_ns = now_ns or (lambda: state.tables.stamp_ns)
 
     def collect(self) -> Iterator[Metric]:
@@ -195,6 +213,12 @@ class StateCollector(Collector):
             yield CounterMetricFamily(name, COUNTERS[field], value)
         for name, (about, size) in TABLE_SIZES.items():
             yield GaugeMetricFamily(f"prefixd_{name}", about, size(tables))
+        for name, value in self._shared().items():
+            about = SHARED[name]
+            if name in SHARED_GAUGES:
+                yield GaugeMetricFamily(f"prefixd_shared_{name}", about, value)
+            else:
+                yield CounterMetricFamily(f"prefixd_shared_{name}_total", about, value)
         yield from self._collect_tiers(tables)
         yield from self._collect_scrubs()
         yield from self._collect_health()
@@ -385,6 +409,15 @@ def collect_usage(usage: UsageBook) -> Iterator[Metric]:
             for reason, count in getattr(sums, name).items():
                 by_reason.add_metric([label, reason], count)
         yield by_reason
+    absent = CounterMetricFamily(
+        "prefixd_client_absent_named",
+        "Absent misses whose keys clients named, by what the journal says of these.",
+        labels=["namespace", "because"],
+    )
+    for label, sums in labels:
+        for because, count in sums.absent_because.items():
+            absent.add_metric([label, because], count)
+    yield absent
     for name, about in (
         ("hit_entries", "Entries that searches found."),
         ("hit_tokens", "Tokens of the entries that searches found."),

@@ -341,7 +341,7 @@ class Saves:
                 return coming.result()
             if not done:
                 raise self._silent()
-            if self._core.draining:
+            if self._core.gate.stopping:
                 raise Draining("the daemon stops, and does not wait for the rest of this save")
             raise UnknownSession(f"session {membership.number} ended before its save did")
         finally:

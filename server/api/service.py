@@ -4,10 +4,18 @@ to the state. Saves are in `saves`."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Sequence,
+)
 from contextlib import aclosing, contextmanager
 from functools import partial
-from typing import Final
+from time import monotonic
+from typing import Final, TypeAlias
 
 import structlog
 
@@ -21,6 +29,7 @@ from ...proto.errors import (
     UnknownClaim,
     UnknownSession,
 )
+from ...proto.keys import Key
 from ...tiers.store import Damaged, StoreError
 from ..core.answers import ClaimAnswer, DeleteAnswer, LookupAnswer, ReleaseAnswer
 from ..core.entries import Entry
@@ -54,6 +63,10 @@ _CLAIM_MODES = {
 }
 
 
+#: Keys, what is wanted of them, until when (`time.monotonic()`); how many came.
+Fetcher: TypeAlias = Callable[[Sequence[Key], ClaimMode, float], Awaitable[int]]
+
+
 class CacheService:
     """See prefixd.proto for what each call promises. Methods raise PrefixdError."""
 
@@ -61,6 +74,8 @@ class CacheService:
         self._core = core
         self._sessions = sessions
         self._config = config
+        #: brings what other nodes have; None: this one shares nothing
+        self.fetcher: Fetcher | None = None
         self.reads: Final = Quota("reads", config.max_read_bytes, config.stall_timeout_s)
 
     def session_of(self, ref: pb.SessionRef, caller: Caller) -> int:
@@ -93,11 +108,24 @@ class CacheService:
         return messages.lookup_response(answer, self._config.incarnation)
 
     async def claim(self, request: pb.ClaimRequest, caller: Caller) -> pb.ClaimResponse:
+        question = self._claim_asked(request, caller)
+        with self._sessions.latencies.measured(self._sessions.latencies.claim):
+            answer = await self._core.ask(question, ClaimAnswer)
+        return self._claim_response(request, caller, question, answer)
+
+    def claim_now(self, request: pb.ClaimRequest, caller: Caller) -> pb.ClaimResponse:
+        """`claim` that waits for no save."""
+        question = self._claim_asked(request, caller)
+        with self._sessions.latencies.measured(self._sessions.latencies.claim):
+            answer = self._core.ask_now(question, ClaimAnswer)
+        return self._claim_response(request, caller, question, answer)
+
+    def _claim_asked(self, request: pb.ClaimRequest, caller: Caller) -> ClaimAsked:
         core = self._core
         now_ns = core.clock.now_ns()
         if request.mode not in _CLAIM_MODES:
             raise MalformedMessage(f"claim mode {request.mode} does not exist")
-        question = ClaimAsked(
+        return ClaimAsked(
             request=core.next_request(),
             session=self.session_of(request.session, caller),
             keys=messages.keys_of("keys", request.keys),
@@ -111,8 +139,10 @@ class CacheService:
             wait_until_ns=messages.wait_until(now_ns, request.wait_ms),
             now_ns=now_ns,
         )
-        with self._sessions.latencies.measured(self._sessions.latencies.claim):
-            answer = await core.ask(question, ClaimAnswer)
+
+    def _claim_response(
+        self, request: pb.ClaimRequest, caller: Caller, question: ClaimAsked, answer: ClaimAnswer
+    ) -> pb.ClaimResponse:
         caller.when_done(partial(self._release_unseen, question, answer))
         if request.brief:
             return messages.brief_claim_response(answer)
@@ -127,6 +157,10 @@ class CacheService:
             core.post(ReleaseAsked(core.next_request(), asked.session, claims, now_ns))
 
     async def release(self, request: pb.ReleaseRequest, caller: Caller) -> pb.ReleaseResponse:
+        return self.release_now(request, caller)
+
+    def release_now(self, request: pb.ReleaseRequest, caller: Caller) -> pb.ReleaseResponse:
+        """`release`, which waits for nothing."""
         core = self._core
         messages.batch_of("claim_ids", request.claim_ids)
         question = ReleaseAsked(
@@ -135,7 +169,7 @@ class CacheService:
             claims=tuple(request.claim_ids),
             now_ns=core.clock.now_ns(),
         )
-        answer = await core.ask(question, ReleaseAnswer)
+        answer = core.ask_now(question, ReleaseAnswer)
         return pb.ReleaseResponse(results=[r.value for r in answer.results])  # type: ignore[misc]
 
     async def delete(self, request: pb.DeleteRequest, caller: Caller) -> pb.DeleteResponse:
@@ -152,6 +186,18 @@ class CacheService:
             answer = await core.ask(question, DeleteAnswer)
             response.results.extend(r.value for r in answer.results)  # type: ignore[misc]
         return response
+
+    async def pull(self, request: pb.PullRequest, caller: Caller) -> pb.PullResponse:
+        self.session_of(request.session, caller)
+        keys = messages.keys_of("keys", request.keys)
+        if request.mode not in (pb.CLAIM_MODE_RUN, pb.CLAIM_MODE_FIRST):
+            raise MalformedMessage(f"a pull of mode {request.mode} does not exist")
+        if self.fetcher is None:
+            return pb.PullResponse()
+        mode = _CLAIM_MODES[request.mode]
+        wait_ms = min(request.wait_ms or limits.DEFAULT_SHARED_WAIT_MS, limits.MAX_WAIT_MS)
+        fetched = await self.fetcher(keys, mode, monotonic() + wait_ms / 1e3)
+        return pb.PullResponse(pulled=fetched)
 
     async def read(
         self, request: pb.ReadRequest, caller: Caller

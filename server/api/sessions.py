@@ -39,7 +39,7 @@ from ..runtime.listeners import SessionNote
 from ..runtime.loop import Core
 from . import messages
 from .calls import Caller, CallerGone, Process, cut_off
-from .usage import LabelUsage, UsageBook, check_usage
+from .usage import DEFAULT_LABEL, LabelUsage, UsageBook, check_usage
 
 log = structlog.get_logger("prefixd.sessions")
 
@@ -78,6 +78,8 @@ class ServiceConfig:
     staging_total_bytes: int = 2**30
     #: how long a client may leave a call without progress
     stall_timeout_s: float = 30.0
+    #: there is a shared engine, which `CacheService.pull` asks
+    shares: bool = False
     #: read back in the background from each tier that is scrubbed; 0: no tier is
     scrub_bytes_per_second: int = 0
 
@@ -211,7 +213,8 @@ class SessionStream:
         name = hello.client_name or "client"
         owner = f"{name} (pid {hello.pid} on {hello.host or 'this host'})"
         core = self._core
-        question = SessionOpened(core.next_request(), owner, core.clock.now_ns())
+        label = hello.label or DEFAULT_LABEL
+        question = SessionOpened(core.next_request(), owner, core.clock.now_ns(), label)
         session = (await core.ask(question, Opened)).session
         log.info("session_opened", session=session, owner=owner)
         return session
@@ -230,6 +233,7 @@ class SessionStream:
             chunk_bytes=limits.CHUNK_BYTES,
             daemon_version=config.daemon_version,
             local_socket=config.local_socket,
+            shares=config.shares,
             data_port=self._sessions.data_port,
             tiers=map(self._tier_limits, self._core.state.tables.ledgers.values()),
         )
@@ -297,7 +301,9 @@ class SessionStream:
         match request.WhichOneof("kind"):
             case "heartbeat":
                 if request.heartbeat.HasField("usage"):
-                    self._usage.add(check_usage(request.heartbeat.usage))
+                    usage = check_usage(request.heartbeat.usage)
+                    self._usage.add(usage)
+                    self._usage.judge(usage.absent, core.state.tables.journal)
                 core.post(HeartbeatCame(session, now_ns))
                 ack = pb.HeartbeatAck(sequence=request.heartbeat.sequence)
                 _put(self._events, pb.SessionEvent(heartbeat_ack=ack))

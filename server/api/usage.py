@@ -13,8 +13,15 @@ from typing import Final
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import InvalidSize, MalformedMessage
 from ...proto.labels import check_label
-from ...proto.limits import MAX_LABELS, MAX_REPORTED
+from ...proto.limits import (
+    KEY_BYTES,
+    MAX_LABELS,
+    MAX_REPORTED,
+    MAX_TOLD_KEYS,
+    MAX_TOLD_MISSES,
+)
 from ...proto.vocabulary import SaveReason, Tier
+from ..core.journal import CAUSES, Happening, Journal
 
 DEFAULT_LABEL: Final = "default"
 OTHER_LABEL: Final = "other"
@@ -28,6 +35,10 @@ OUTCOMES: Final = (
     "saved", "present", "in_flight", "too_large", "no_room", "crc_mismatch", "length_mismatch",
     "lost", "device_full", "failed", "dropped", "unavailable", "deadline",
 )  # fmt: skip
+#: What became of what is absent: `journal.Happening`, or nothing that is known.
+BECAUSE: Final = (
+    "evicted", "deleted", "damaged", "replaced", "never_saved", "not_remembered",
+)  # fmt: skip
 #: What has no dimension but the label.
 SCALARS: Final = ("lookups", "hits", "lookup_tokens", "restored_tokens")
 
@@ -39,6 +50,7 @@ class LabelUsage:
         self.scalars = dict.fromkeys(SCALARS, 0)
         self.misses = dict.fromkeys(REASONS, 0)
         self.failures = dict.fromkeys(REASONS, 0)
+        self.absent_because = dict.fromkeys(BECAUSE, 0)
         self.hit_entries = dict.fromkeys(Tier, 0)
         self.hit_tokens = dict.fromkeys(Tier, 0)
         self.restored_bytes = {(tier, path): 0 for tier in Tier for path in PATHS}
@@ -63,12 +75,25 @@ class LabelUsage:
                 kind = tier, SaveReason(saved.reason), saved.outcome
                 self.saves[kind] = self.saves.get(kind, 0) + saved.entries
 
+    def judge(self, absent: Iterable[pb.AbsentMiss], journal: Journal) -> None:
+        """Why what was looked for is not there, as far as the journal reaches back. Of several keys
+        it is enough that one was there."""
+        for miss in absent:
+            fates = {fate for key in miss.keys if (fate := journal.fate(key)) is not None}
+            # What came and did not leave was saved since it was looked for.
+            left = sorted(fates - {Happening.SAVED})
+            if left:
+                because = "evicted" if left[0] in CAUSES else left[0].name.lower()
+            else:
+                because = "never_saved" if fates or journal.reaches_back else "not_remembered"
+            self.absent_because[because] += 1
+
     def message(self) -> pb.Usage:
         """As operators get it: what is 0 is left out."""
         usage = pb.Usage()
         for name, amount in self.scalars.items():
             setattr(usage, name, amount)
-        for name in ("misses", "failures"):
+        for name in ("misses", "failures", "absent_because"):
             counts: Mapping[str, int] = getattr(self, name)
             getattr(usage, name).update({reason: n for reason, n in counts.items() if n})
         for tier in Tier:
@@ -135,6 +160,13 @@ def check_usage(usage: pb.Usage) -> pb.Usage:
         raise InvalidSize(f"a report has numbers up to {MAX_REPORTED}, not {max(numbers)}")
     if usage.hits + sum(usage.misses.values()) != usage.lookups:
         raise MalformedMessage("the hits and misses of a report do not add up to its look-ups")
+    if len(usage.absent) > min(MAX_TOLD_MISSES, usage.misses.get("absent", 0)) or any(
+        not 0 < len(miss.keys) <= MAX_TOLD_KEYS or any(len(key) != KEY_BYTES for key in miss.keys)
+        for miss in usage.absent
+    ):
+        raise MalformedMessage("a report names keys of misses that it does not count, or no keys")
+    if usage.absent_because:
+        raise MalformedMessage("why an entry is absent is for the daemon to say")
     hit_tokens = sum(told.hit_tokens for told in usage.tiers)
     if hit_tokens > usage.lookup_tokens:
         raise MalformedMessage("a report has more hit tokens than were looked for")

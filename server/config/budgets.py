@@ -32,6 +32,8 @@ class TierPlan:
     #: of saves on their way to the store; 0: not bounded
     max_in_flight_bytes: int = 0
     directory: Path | None = None
+    #: what the tier can be given before a restart; no less than `budget_bytes`
+    max_budget_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +77,23 @@ def _share(budget_bytes: int | str, slab_bytes: int, *choices: tuple[int, str]) 
     return max(0, least_bytes) // max(_MIB, slab_bytes) * max(_MIB, slab_bytes), f"auto: {why}"
 
 
+def _most(budget_bytes: int, max_budget_bytes: int, slab_bytes: int) -> int:
+    return max(budget_bytes, max_budget_bytes // slab_bytes * slab_bytes)
+
+
 def _plan_ram(ram: Ram, machine: Machine) -> TierPlan:
     available = format_bytes(machine.available_bytes)
     quarter = (machine.available_bytes // 4, f"25% of {available} of available memory")
     budget_bytes, why = _share(ram.budget_bytes, ram.slab_bytes, quarter)
-    return TierPlan(Tier.RAM, budget_bytes, why, ram.policy, ram.max_entries, ram.slab_bytes)
+    return TierPlan(
+        Tier.RAM,
+        budget_bytes,
+        why,
+        ram.policy,
+        ram.max_entries,
+        ram.slab_bytes,
+        max_budget_bytes=_most(budget_bytes, ram.max_budget_bytes, ram.slab_bytes),
+    )
 
 
 def _plan_shm(shm: Shm, machine: Machine) -> TierPlan:
@@ -104,6 +118,7 @@ def _plan_shm(shm: Shm, machine: Machine) -> TierPlan:
         shm.max_entries,
         shm.slab_bytes,
         directory=shm.directory,
+        max_budget_bytes=_most(budget_bytes, shm.max_budget_bytes, shm.slab_bytes),
     )
 
 
@@ -123,6 +138,7 @@ def _plan_disk(disk: Disk, machine: Machine) -> TierPlan:
         disk.slab_bytes,
         max_in_flight_bytes=disk.max_in_flight_bytes,
         directory=disk.directory,
+        max_budget_bytes=_most(budget_bytes, disk.max_budget_bytes, disk.slab_bytes),
     )
 
 

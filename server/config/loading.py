@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import combinations
@@ -178,8 +179,12 @@ def _validate(
                 sources.refuse(list(wrong.values()))
 
 
+#: In a URL. What is complained of may be just that it is there.
+_PASSWORD: Final = re.compile(r"(//[^/@:]*:)[^/@]*@")
+
+
 def _complaint(path: str, entry: Given, why: str) -> str:
-    value = repr(entry.value)
+    value = _PASSWORD.sub(r"\1...@", repr(entry.value))
     shown = value if len(value) <= 80 else f"{value[:77]}..."
     return f"{path} = {shown} (from {entry.origin}): {why}"
 

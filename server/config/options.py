@@ -113,6 +113,15 @@ def _tcp_address(value: object) -> object:
     return address
 
 
+def _engine_urls(value: object) -> object:
+    for url in str(value).split(",") if value else ():
+        if not re.fullmatch(r"(rediss?|s3)://[^\s,]+", url):
+            raise ValueError("should be redis://host:port, rediss://host:port or s3://bucket")
+        if re.match(r"rediss?://[^/@]*:[^/@]*@", url):
+            raise ValueError("should have no password in it: use `shared.password_file`")
+    return value
+
+
 def _data_address(value: object) -> object:
     return value if value == "auto" else _tcp_address(value)
 
@@ -129,6 +138,7 @@ Duration: TypeAlias = Annotated[int, BeforeValidator(_duration), Kind("DURATION"
 Directory: TypeAlias = Annotated[Path, BeforeValidator(_directory), Kind("DIR|auto")]
 Mode: TypeAlias = Annotated[int, BeforeValidator(_mode), Kind("MODE", "{:04o}".format)]
 TcpAddress: TypeAlias = Annotated[str, BeforeValidator(_tcp_address), Kind("HOST:PORT")]
+EngineUrls: TypeAlias = Annotated[str, BeforeValidator(_engine_urls), Kind("URL,...")]
 DataAddress: TypeAlias = Annotated[str, BeforeValidator(_data_address), Kind("HOST:PORT|auto")]
 Count: TypeAlias = Annotated[int, Field(ge=0)]
 Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
@@ -201,6 +211,9 @@ class Server(Section):
     off, and how long a call waits for memory that others have."""
     curve_keys: int = Field(8192, ge=0, le=10**7)
     """Keys that each tier samples for `prefixctl curve --live`, about 400 bytes each; 0: none."""
+    journal_bytes: Size = Field(4 * 2**20, alias="journal", ge=0, le=2**28)
+    """Memory for what happened to entries, 44 bytes each, which `prefixctl why` asks; 0: nothing is
+    remembered."""
     scrub_bytes_per_second: Size = Field(8 * 2**20, alias="scrub_rate", ge=0)
     """Bytes a second that are read back from the shm and the disk tier each, to find damage before
     a client does; an entry counts 16KiB beside its payload. 0: nothing is."""
@@ -224,6 +237,9 @@ class Ram(Section):
     budget_bytes: Budget = Field("auto", alias="budget")
     """What entries may take, everything included; 0: no such tier; `auto`: a quarter of the
     available memory."""
+    max_budget_bytes: Size = Field(0, alias="max_budget", ge=0)
+    """Up to where `prefixctl tier resize` may raise the budget without a restart; 0: not above what
+    it is at the start. Memory is taken as it grows, but for 104 bytes of index a slab."""
     policy: Policy = "lru"
     """The order in which entries are evicted."""
     max_entries: Count = 0
@@ -237,6 +253,8 @@ class Shm(Section):
     budget_bytes: Budget = Field("auto", alias="budget")
     """As for [ram]; `auto`: a quarter of all memory, at most half of /dev/shm; less where little
     of them is free."""
+    max_budget_bytes: Size = Field(0, alias="max_budget", ge=0)
+    """As for [ram]."""
     policy: Policy = "lru"
     """The order in which entries are evicted."""
     max_entries: Count = 0
@@ -252,6 +270,8 @@ class Shm(Section):
 class Disk(Section):
     budget_bytes: Budget = Field("auto", alias="budget")
     """As for [ram]; `auto`: a quarter of what the file system could hold, at most 64GiB."""
+    max_budget_bytes: Size = Field(0, alias="max_budget", ge=0)
+    """As for [ram]."""
     policy: Policy = "lru"
     """The order in which entries are evicted."""
     max_entries: Count = 1_000_000
@@ -309,7 +329,8 @@ class Sessions(Section):
     more than it restores at the moment."""
     max_reserved_share: Share = 0.5
     """The part of a tier that the saves of one client may have reserved at once, which evicts what
-    others use; more are told to try again. A single entry may be larger."""
+    others use; more are told to try again. A single entry may be larger, unless it is reserved
+    before its bytes are there."""
     unwritten_ttl_ns: Duration = Field(
         120_000 * _MS, alias="unwritten_ttl", ge=1 * _MS, le=limits.MAX_LEASE_MS * _MS
     )
@@ -332,6 +353,34 @@ class Sessions(Section):
         )
 
 
+class Shared(Section):
+    engine: EngineUrls = ""
+    """Where nodes share entries: redis://[user@]host:port, or rediss:// for TLS, of some nodes of a
+    Valkey or Redis, single or Cluster, with commas between; or s3://bucket[/prefix], with
+    AWS_REGION, AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and so on in the environment. Empty: this node
+    shares nothing. Needs `pip install 'prefixd[shared]'`, or `prefixd[s3]`."""
+    password_file: str = ""
+    """A file with the password of the engine's user, on one line; empty: there is none."""
+    fleet: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,32}$")] = "1"
+    """Nodes with another one share nothing with this one, in the same engine."""
+    payloads: Literal["engine", "nodes"] = "engine"
+    """Where payloads are: in the engine, a second copy that outlives its node, or at the nodes
+    alone, which read from each other; the engine then has 130 bytes an entry, which say where."""
+    address: TcpAddress = ""
+    """Where other nodes reach this one, as they see it; with `payloads = "nodes"` only. It has to
+    be served there: see `server.tcp`."""
+    tier: Literal["ram", "shm", "disk"] = "ram"
+    """Where what other nodes have goes here."""
+    write: Literal["none", "second-use", "all"] = "second-use"
+    """What others are offered: nothing, what was read after it was saved, or everything. Everything
+    is a lot: 128 KiB a token at 30,000 tokens a second are 4 GB/s."""
+    life_ns: Duration = Field(86_400_000 * _MS, alias="life", ge=1_000 * _MS)
+    """How long an entry stays in the engine after its last use, at most."""
+    memory_bytes: Size = Field(256 * 2**20, alias="memory", ge=2**20)
+    """What is on its way from and to the engine takes so much of the daemon's memory at most, and
+    no entry that is larger is shared."""
+
+
 class Log(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """What is written to stderr, and worse."""
@@ -347,4 +396,5 @@ class Config(Section):
     shm: Shm = Field(description="The /dev/shm tier: survives a restart of the daemon.")
     disk: Disk = Field(description="The disk tier: survives a restart of the machine.")
     sessions: Sessions = Field(description="Clients, and what they may hold for how long.")
+    shared: Shared = Field(description="Entries of other nodes, through an engine that they share.")
     log: Log = Field(description="What the daemon says on stderr.")

@@ -132,6 +132,17 @@ class EvictAnswer:
     more: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ResizeAnswer:
+    """What left on the way, and which slabs nobody gets any more. `done`: the tier has the size;
+    else it is to be asked again, after a while if nothing left: saves are under way."""
+
+    entries: int
+    freed_bytes: int
+    retired: Location
+    done: bool
+
+
 Answer: TypeAlias = (
     Refused
     | Opened
@@ -143,4 +154,5 @@ Answer: TypeAlias = (
     | CancelAnswer
     | WriteOrder
     | EvictAnswer
+    | ResizeAnswer
 )

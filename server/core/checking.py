@@ -457,7 +457,10 @@ class Recount:
         elif isinstance(policy, OrderOfKeys):
             self._compare_order(tier, len(policy), count)
         if ledger.extents is not None:
-            free_bytes = ledger.extents.capacity_bytes - count.placed_bytes
+            capacity_bytes = ledger.extents.capacity_bytes
+            if ledger.limit_bytes != capacity_bytes - ledger.retired_bytes:
+                self._say(f"{tier.label}: the limit is not what is there less what was retired")
+            free_bytes = capacity_bytes - count.placed_bytes - ledger.retired_bytes
             if ledger.extents.free_bytes != free_bytes:
                 called = ledger.extents.free_bytes
                 self._say(f"{tier.label}: {called} bytes are called free, {free_bytes} are")

@@ -7,7 +7,7 @@ at a time, and whether it has been at an entry already follows from the entry's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final
@@ -65,6 +65,11 @@ class EntryTable(MutableMapping[Key, Entry]):
 
     def find(self, key: Key) -> Entry | None:
         return self.shards[hash(key) >> _SHIFT & _MASK].get(key)
+
+    def find_all(self, keys: Iterable[Key]) -> list[Entry | None]:
+        """`find` of each."""
+        shards = self.shards
+        return [shards[hash(key) >> _SHIFT & _MASK].get(key) for key in keys]
 
     def __contains__(self, key: object) -> bool:
         return key in self.shards[hash(key) >> _SHIFT & _MASK]

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 from ...proto.keys import Key
 from ...proto.vocabulary import SaveReason, Tier
-from ...tiers.store import StoredEntry
+from ...tiers.store import Location, StoredEntry
 
 
 class ClaimMode(Enum):
@@ -68,6 +68,7 @@ class SessionOpened:
     request: int
     owner: str
     now_ns: int
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +241,28 @@ class EvictAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class ResizeAsked:
+    """A tier is to have another budget, of which `arena_bytes` are for its arena. Where that is
+    less, `max_entries` entries leave at most; asked again until `ResizeAnswer.done`."""
+
+    request: int
+    tier: Tier
+    budget_bytes: int
+    arena_bytes: int
+    max_entries: int
+    now_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlabsRestored:
+    """What was retired has room on its device again (`Ledger.next_restored`)."""
+
+    tier: Tier
+    location: Location
+    now_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class EntryDamaged:
     """The stored bytes of an entry are not those that were saved. That a store could not read
     them is no damage: the entry stays."""
@@ -324,6 +347,7 @@ Question: TypeAlias = (
     | CancelAsked
     | WriteBegan
     | EvictAsked
+    | ResizeAsked
 )
 Event: TypeAlias = (
     Question
@@ -338,6 +362,7 @@ Event: TypeAlias = (
     | CommitFailed
     | EntryDamaged
     | ArenaGrown
+    | SlabsRestored
     | TierChanged
     | BytesRead
     | TierRecovered

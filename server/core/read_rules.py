@@ -31,6 +31,7 @@ from .events import (
     ReserveAsked,
     TierState,
 )
+from .journal import Happening
 from .tables import Claim, Session, Timer, WaitMode
 from .transition import Refusal, Transition
 
@@ -123,8 +124,8 @@ def claim(transition: Transition, asked: ClaimAsked) -> ClaimAnswer | None:
             return None
     results = _select(transition, asked.keys, asked.mode)
     # Whatever the mode, the search ended where nothing more is wanted: all that is there is.
-    claimed = tuple(isinstance(found, Entry) for found in results)
-    entries = tuple(found for found in results if isinstance(found, Entry))
+    claimed = tuple([isinstance(found, Entry) for found in results])
+    entries = tuple([found for found in results if isinstance(found, Entry)])
     t.counters.claims += 1
     if not entries:
         t.counters.claims_empty += 1
@@ -134,8 +135,7 @@ def claim(transition: Transition, asked: ClaimAsked) -> ClaimAnswer | None:
     t.next_claim += 1
     # In this order: what is pinned has no place in a recency order that a use would move.
     transition.pin(session, taken)
-    for entry in reversed(entries):
-        transition.read(entry)
+    transition.read_all(entries[::-1])
     t.counters.claimed_entries += len(entries)
     t.claims[taken.claim] = taken
     session.claims[taken.claim] = None
@@ -157,7 +157,7 @@ def _check_share(transition: Transition, session: Session, entries: Sequence[Ent
             added[entry.tier] = added.get(entry.tier, 0) + entry.stored_bytes
     for tier, added_bytes in added.items():
         pinned_bytes = session.pinned_bytes.get(tier, 0)
-        most_bytes = int(t.ledgers[tier].budget_bytes * t.config.max_pinned_share)
+        most_bytes = int(t.ledgers[tier].limit_bytes * t.config.max_pinned_share)
         alone = not pinned_bytes and len(entries) == 1
         if pinned_bytes + added_bytes > most_bytes and not alone:
             t.counters.quota_refusals += 1
@@ -172,6 +172,10 @@ def _check_share(transition: Transition, session: Session, entries: Sequence[Ent
 
 def _select(transition: Transition, keys: Sequence[Key], mode: ClaimMode) -> list[Found]:
     """What each key is, up to where nothing more is wanted."""
+    if mode is not ClaimMode.FIRST and not transition.tables.closed:
+        there = transition.tables.entries.find_all(keys)
+        if None not in there:
+            return list(there)  # nearly always: the client has seen them in the index
     results: list[Found] = []
     at_present, at_absent = mode is ClaimMode.FIRST, mode is ClaimMode.RUN
     for key in keys:
@@ -235,6 +239,7 @@ def delete(transition: Transition, asked: DeleteAsked) -> DeleteAnswer:
         else:
             t.ledgers[entry.tier].remove(entry)
             transition.forget(key)
+            t.happened(Happening.DELETED, entry, transition.now_ns, asked.session or 0)
             t.counters.deletes += 1
             results.append(DeleteOutcome.DELETED)
     return DeleteAnswer(tuple(results))
@@ -245,9 +250,8 @@ def touched(transition: Transition, event: KeysTouched) -> None:
     found = (transition.tables.entries.find(key) for key in event.keys)
     read = [entry for entry in found if entry is not None]
     transition.observe_entries(reversed(read))
-    for entry in read:
-        transition.read(entry)
-        transition.tables.counters.touches += 1
+    transition.read_all(read)
+    transition.tables.counters.touches += len(read)
 
 
 def suspected(transition: Transition, event: KeysSuspected) -> None:

@@ -32,10 +32,10 @@ from .events import (
     WriteSealed,
     WriteStopped,
 )
+from .journal import EvictionCause, Happening
 from .read_rules import awaited, find
 from .tables import (
     NEXT_STAGE,
-    EvictionCause,
     Reservation,
     Reserve,
     SaveBatch,
@@ -51,6 +51,7 @@ from .transition import Refusal, Transition
 #: For every block: Enum attribute lookup is slow.
 _SEALED, _REFUSED, _COMMITTED = Signal.SEALED, Signal.REFUSED, Signal.COMMITTED
 _DOOMED, _GONE, _SAVED = Stage.DOOMED, Stage.GONE, SaveOutcome.SAVED
+_NOTED = Happening.SAVED
 
 #: payload bytes, token id bytes -> what the tier's budget is charged
 Footprint = Callable[[int, int], int]
@@ -155,9 +156,12 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
     stage = NEXT_STAGE[Stage.RESERVED, Signal.BEGIN] if begin else Stage.RESERVED
     once = batch.numbers.setdefault
     start = len(results)
+    there, in_flight = t.entries.find, t.in_flight
+    sized, stored_bytes = (-1, -1), 0
     for item in asked.items[start : start + items]:
         session.reserving -= 1
-        found = find(transition, item.key)
+        taken = there(item.key) is not None or item.key in in_flight
+        found = find(transition, item.key) if taken else None
         if found is not None:
             if isinstance(found, Entry):
                 counters.duplicate_saves += 1
@@ -168,7 +172,9 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
             continue
         key, payload_bytes, token_count, layer_count, token_ids = item
         token_ids_bytes = len(token_ids)
-        stored_bytes = footprint(payload_bytes, token_ids_bytes)
+        if sized != (payload_bytes, token_ids_bytes):
+            sized = payload_bytes, token_ids_bytes
+            stored_bytes = footprint(*sized)
         # Without a place so far; what repeats is one object.
         entry = Entry(
             key,
@@ -187,7 +193,7 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
             0,
             False,
         )
-        refusal = make_room(transition, session, entry)
+        refusal = make_room(transition, session, entry, begin)
         if refusal is not None:
             results.append(refusal)
             continue
@@ -211,24 +217,35 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
         results.append(_order(reservation))
 
 
-def _over_share(transition: Transition, session: Session, coming: Entry) -> bool:
+def _over_share(
+    transition: Transition, session: Session, coming: Entry, begin: bool
+) -> SaveOutcome | None:
     """One session does not reserve more than its share of a tier at once: that evicts what
-    others use. A single entry may be larger; it is reserved alone."""
+    others use. A single entry whose bytes are on their way may be larger; it is reserved alone."""
     t = transition.tables
+    ledger = t.ledgers[coming.tier]
     reserved_bytes = session.reserved_bytes.get(coming.tier, 0)
-    most_bytes = most_reserved_bytes(t.config, t.ledgers[coming.tier])
-    return reserved_bytes > 0 and reserved_bytes + coming.stored_bytes > most_bytes
+    if reserved_bytes + coming.stored_bytes <= most_reserved_bytes(t.config, ledger):
+        return None
+    if not reserved_bytes and begin:
+        return None
+    t.counters.quota_refusals += 1
+    for_ever = coming.stored_bytes > int(ledger.arena_bytes * t.config.max_reserved_share)
+    return SaveOutcome.TOO_LARGE if for_ever and not begin else SaveOutcome.NO_ROOM
 
 
 def most_reserved_bytes(config: StateConfig, ledger: Ledger) -> int:
-    """What one session may have reserved in a tier at once."""
-    return int(ledger.budget_bytes * config.max_reserved_share)
+    """What one session may have reserved at once: of the tier as large as it is now."""
+    return int(ledger.limit_bytes * config.max_reserved_share)
 
 
 def make_room(
-    transition: Transition, session: Session, coming: Entry
+    transition: Transition, session: Session, coming: Entry, begin: bool
 ) -> SaveOutcome | Closed | None:
-    """Evict exactly what an entry more needs; None when it fits, else why it doesn't."""
+    """Evict exactly what an entry more needs; None when it fits, else why it doesn't.
+
+    `begin`: its bytes are on their way, and not only announced.
+    """
     t = transition.tables
     ledger = t.ledgers[coming.tier]
     admission = ledger.admission(coming.stored_bytes)
@@ -238,17 +255,17 @@ def make_room(
     if coming.tier in t.closed:
         t.counters.closed_refusals += 1
         return Closed(coming.tier, t.closed[coming.tier])
-    if _over_share(transition, session, coming):
-        t.counters.quota_refusals += 1
-        return SaveOutcome.NO_ROOM
     if admission is Admission.NO_ROOM:
         t.counters.no_room_refusals += 1
         return SaveOutcome.NO_ROOM
+    refusal = _over_share(transition, session, coming, begin)
+    if refusal is not None:
+        return refusal
     ledger.prepare(coming)
     while not ledger.fits(coming.stored_bytes):
         victim = ledger.next_victim(coming)
         assert victim is not None, "the ledger promised room"
-        transition.evict(victim, EvictionCause.SAVE)
+        transition.evict(victim, EvictionCause.SAVE, session.session)
     return None
 
 
@@ -355,6 +372,9 @@ def _publish(transition: Transition, reservation: Reservation) -> None:
     entry = reservation.entry
     entry.last_used_ns = t.stamp(transition.now_ns)
     t.ledgers[entry.tier].publish(entry)
+    t.journal.note(
+        _NOTED, entry.key, entry.tier, entry.reason, transition.now_ns, reservation.session
+    )
     counters = t.tier_counters[entry.tier]
     counters.saves += 1
     counters.saved_bytes += entry.payload_bytes

@@ -15,13 +15,13 @@ from dataclasses import replace
 from itertools import islice
 from typing import Final, assert_never
 
-from ...proto.errors import LimitReached, UnknownSession, UnknownTier
+from ...proto.errors import LimitReached, UnknownSession
 from ...proto.vocabulary import Tier
 from ...tiers.eviction.sampled import SampledCurve, position_of_bytes
 from ...tiers.ledger import Ledger
 from ...tiers.store import Usage
-from . import adoption, read_rules, save_rules
-from .answers import Answer, EvictAnswer, Opened, Refused
+from . import adoption, read_rules, resizing, save_rules
+from .answers import Answer, Opened, Refused
 from .checking import ITEMS_A_STEP, Recount
 from .effects import Effect, RecordUsage, Reply
 from .events import (
@@ -44,8 +44,10 @@ from .events import (
     ReleaseAsked,
     RequestDropped,
     ReserveAsked,
+    ResizeAsked,
     SessionLost,
     SessionOpened,
+    SlabsRestored,
     Tick,
     TierChanged,
     TierRecovered,
@@ -56,10 +58,10 @@ from .events import (
     WriteStopped,
 )
 from .histogram import AGE_BOUNDS_NS, Histogram
+from .journal import EvictionCause, Journal
 from .save_rules import Footprint
 from .tables import (
     EndSession,
-    EvictionCause,
     FlushUsage,
     Reserve,
     Session,
@@ -92,6 +94,7 @@ class MetaState:
         stamp_ns: int,
     ) -> None:
         self.tables = Tables(config, dict(ledgers), stamp_ns)
+        self.tables.journal = Journal(config.journal_bytes)
         self.tables.tier_counters = {tier: TierCounters() for tier in ledgers}
         self.tables.eviction_ages = {
             (tier, cause): Histogram(AGE_BOUNDS_NS) for tier in ledgers for cause in EvictionCause
@@ -113,6 +116,8 @@ class MetaState:
         if isinstance(event, Tick):
             self.tables.credit_ns += event.late_ns
         transition = Transition(self.tables, event.now_ns)
+        if self.tables.unobserved:
+            transition.observe_now()
         self._happen(transition, event)
         self._work(transition, self.tables.config.max_steps)
         self.tables.sift_timers(self.tables.config.max_steps)
@@ -121,7 +126,7 @@ class MetaState:
     @property
     def busy(self) -> bool:
         """Is there work left for `WorkLeft`?"""
-        return bool(self.tables.backlog)
+        return bool(self.tables.backlog or self.tables.unobserved)
 
     def next_deadline_ns(self) -> int | None:
         """When a Tick is due at the latest, if nothing else happens."""
@@ -152,6 +157,7 @@ class MetaState:
                 | CancelAsked()
                 | WriteBegan()
                 | EvictAsked()
+                | ResizeAsked()
             ):
                 self._answer(transition, event)
                 self._begin_wait(transition, event)
@@ -184,6 +190,8 @@ class MetaState:
                     transition.drop_damaged(entry)
             case ArenaGrown():
                 t.ledgers[event.tier].grow(event.secured_bytes)
+            case SlabsRestored():
+                t.ledgers[event.tier].restore(event.location)
             case TierChanged():
                 t.closed.pop(event.tier, None)
                 if event.state is not TierState.SERVING:
@@ -242,7 +250,9 @@ class MetaState:
             case WriteBegan():
                 return save_rules.began(transition, question)
             case EvictAsked():
-                return self._evict(transition, question)
+                return resizing.evict(transition, question)
+            case ResizeAsked():
+                return resizing.resize(transition, question)
             case _:
                 assert_never(question)
 
@@ -274,13 +284,11 @@ class MetaState:
     # Each of these says whether it is done, and how many steps it took.
 
     def _unpin(self, transition: Transition, job: Unpin, steps: int) -> tuple[bool, int]:
-        left = job.left
-        stop = max(0, left - steps)
-        took = left - stop
-        while left > stop:
-            left -= 1
-            job.left = left
-            transition.unpin(job.claim, job.session, job.entries[left])
+        left = max(0, job.left - steps)
+        took = job.left - left
+        leaving = job.entries[left : job.left]
+        job.left = left
+        transition.unpin(job.claim, job.session, leaving[::-1])
         if not left:
             del transition.tables.unpinning[job.claim]
         return not left, took
@@ -353,6 +361,7 @@ class MetaState:
         session = Session(t.next_session, asked.owner, served_ns, served_ns)
         t.next_session += 1
         t.sessions[session.session] = session
+        t.journal.know(session.session, asked.owner, asked.label)
         t.counters.sessions_opened += 1
         transition.arm(t.config.session_lost_after_ns, Timer.SESSION, session.session)
         return Opened(session.session)
@@ -437,18 +446,3 @@ class MetaState:
             transition.tables.set_timer(reservation.expires_ns, Timer.RESERVATION, number)
         else:
             save_rules.lose(transition, reservation, "its time to live ran out", tell=True)
-
-    # ---- operators and starts
-
-    def _evict(self, transition: Transition, asked: EvictAsked) -> EvictAnswer:
-        ledger = transition.tables.ledgers.get(asked.tier)
-        if ledger is None:
-            raise Refusal(UnknownTier(f"this daemon has no {asked.tier.label} tier"))
-        entries = freed_bytes = 0
-        while freed_bytes < asked.free_bytes and entries < asked.max_entries:
-            victim = ledger.next_victim()
-            if victim is None:
-                return EvictAnswer(entries, freed_bytes, more=False)
-            entries += 1
-            freed_bytes += transition.evict(victim, EvictionCause.OPERATOR).stored_bytes
-        return EvictAnswer(entries, freed_bytes, more=True)

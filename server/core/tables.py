@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
 from typing import Protocol, TypeAlias, assert_never
@@ -21,6 +21,7 @@ from .answers import Reserved
 from .entries import Entry, EntryTable
 from .events import ClaimAsked, LookupAsked, ReserveAsked, TierState
 from .histogram import Histogram
+from .journal import EvictionCause, Happening, Journal
 
 
 @dataclass(slots=True, eq=False)
@@ -229,6 +230,9 @@ class Reserve:
     dropped: bool = False
 
 
+#: What a hit curve is shown: key, tokens, stored bytes.
+Access: TypeAlias = "tuple[Key, int, int]"
+
 Job: TypeAlias = Unpin | Wake | Reserve | EndSession | FlushUsage
 
 
@@ -240,15 +244,6 @@ class Timer(IntEnum):
     CLAIM = 1
     RESERVATION = 2
     WAITING = 3
-
-
-class EvictionCause(Enum):
-    """For what an entry was evicted."""
-
-    SAVE = "save"
-    """A save needed its room."""
-    OPERATOR = "operator"
-    """An operator asked for room."""
 
 
 @dataclass(slots=True)
@@ -326,6 +321,10 @@ class StateConfig:
     max_steps: int = 4096
     #: keys that the live hit curve of a tier samples; 0: there is none
     curve_keys: int = 0
+    #: hand over the use of what is in RAM as well, which no store records
+    ram_use: bool = False
+    #: what `journal.Journal` may take
+    journal_bytes: int = 0
 
 
 class Watcher(Protocol):
@@ -378,6 +377,8 @@ class Tables:
     recounts: list[Watcher] = field(default_factory=list)
     #: what hits every capacity of a tier would have had, from a sample of its keys
     curves: dict[Tier, SampledCurve[Key]] = field(default_factory=dict)
+    #: what they are still to be shown, in order
+    unobserved: list[tuple[Tier, Sequence[Access]]] = field(default_factory=list)
     #: entries whose use is not yet recorded by their store, in order of use; none of the RAM
     #: tier, which is gone with the daemon
     unrecorded: dict[Key, Entry] = field(default_factory=dict)
@@ -401,6 +402,8 @@ class Tables:
     next_token: int = 1
     counters: Counters = field(default_factory=Counters)
     tier_counters: dict[Tier, TierCounters] = field(default_factory=dict)
+    #: what happened to entries
+    journal: Journal = field(default_factory=lambda: Journal(0))
     #: for how long evicted entries had not been used, in nanoseconds
     eviction_ages: dict[tuple[Tier, EvictionCause], Histogram] = field(default_factory=dict)
 
@@ -412,8 +415,13 @@ class Tables:
             return 0
         return 0 if oldest is None else max(0, self.served_ns(now_ns) - oldest.taken_ns)
 
-    def evicted(self, entry: Entry, cause: EvictionCause, now_ns: int) -> None:
-        """Count an eviction."""
+    def happened(self, what: Happening, entry: Entry, now_ns: int, session: int = 0) -> None:
+        """Let the journal remember it."""
+        self.journal.note(what, entry.key, entry.tier, entry.reason, now_ns, session)
+
+    def evicted(self, entry: Entry, cause: EvictionCause, now_ns: int, session: int = 0) -> None:
+        """Count an eviction. `session`: for whose save."""
+        self.happened(cause.happening, entry, now_ns, session)
         counters = self.tier_counters[entry.tier]
         counters.evictions += 1
         counters.evicted_bytes += entry.stored_bytes

@@ -16,9 +16,10 @@ from ...tiers.store import EntryRef
 from .effects import Effect, Erase, IndexDelete, TellClaimLost
 from .entries import Entry
 from .events import ClaimAsked, LookupAsked, ReserveAsked
+from .journal import EvictionCause, Happening
 from .tables import (
+    Access,
     Claim,
-    EvictionCause,
     Reservation,
     Session,
     Tables,
@@ -171,30 +172,52 @@ class Transition:
         entry.hits += 1
         self.tables.ledgers[entry.tier].policy.hit(entry)
 
-    def read(self, entry: Entry) -> None:
-        """One access by a client that reads it."""
-        self.use(entry)
-        counters = self.tables.tier_counters[entry.tier]
-        counters.hits += 1
-        counters.hit_tokens += entry.token_count
+    def read_all(self, entries: Sequence[Entry]) -> None:
+        """One access of each by a client that reads them, in this order."""
+        # Written out, without calls: it runs for every block of every claim.
+        tables, now_ns = self.tables, self.now_ns
+        ledgers, unrecorded, stamp_ns = tables.ledgers, tables.unrecorded, tables.stamp_ns
+        if not entries:
+            return
+        tier = entries[0].tier
+        counters, hit = tables.tier_counters[tier], ledgers[tier].policy.hit
+        for entry in entries:
+            if entry.tier is not tier:
+                tier = entry.tier
+                counters, hit = tables.tier_counters[tier], ledgers[tier].policy.hit
+            entry.last_used_ns = stamp_ns = now_ns if now_ns > stamp_ns else stamp_ns + 1
+            if tier is not _RAM:
+                unrecorded.pop(entry.key, None)
+                unrecorded[entry.key] = entry
+            entry.hits += 1
+            hit(entry)
+            counters.hits += 1
+            counters.hit_tokens += entry.token_count
+        tables.stamp_ns = stamp_ns
 
-    def observe(self, tier: Tier, accesses: Sequence[tuple[Key, int, int]]) -> None:
-        """Show accesses (key, tokens, stored bytes; root first) to the tier's hit curve, those
-        that hit as well as those that did not and are saved now."""
-        curve = self.tables.curves.get(tier)
-        if curve is not None and accesses:
-            keys, tokens, stored_bytes = zip(*accesses, strict=True)
-            curve.access(keys, tokens, stored_bytes)
+    def observe(self, tier: Tier, accesses: Sequence[Access]) -> None:
+        """Show accesses (root first) to the tier's hit curve, those that hit as well as those that
+        did not and are saved now: after the next event, for nobody waits for that."""
+        if accesses and tier in self.tables.curves:
+            self.tables.unobserved.append((tier, accesses))
 
     def observe_entries(self, entries: Iterable[Entry]) -> None:
         """Show hits to the curves of their tiers."""
         if self.tables.curves:
-            by_tier: dict[Tier, list[tuple[Key, int, int]]] = {}
+            by_tier: dict[Tier, list[Access]] = {}
             for entry in entries:
                 access = (entry.key, entry.token_count, entry.stored_bytes)
                 by_tier.setdefault(entry.tier, []).append(access)
             for tier, accesses in by_tier.items():
                 self.observe(tier, accesses)
+
+    def observe_now(self) -> None:
+        """Do what `observe` left."""
+        tables = self.tables
+        for tier, accesses in tables.unobserved:
+            keys, tokens, stored_bytes = zip(*accesses, strict=True)
+            tables.curves[tier].access(keys, tokens, stored_bytes)
+        tables.unobserved.clear()
 
     def refresh(self, entry: Entry) -> None:
         """Most recent from now on, without being an access."""
@@ -203,7 +226,7 @@ class Transition:
 
     def _mark_used(self, entry: Entry) -> None:
         entry.last_used_ns = self.tables.stamp(self.now_ns)
-        if entry.tier is not _RAM:
+        if entry.tier is not _RAM or self.tables.config.ram_use:
             unrecorded = self.tables.unrecorded
             unrecorded.pop(entry.key, None)
             unrecorded[entry.key] = entry
@@ -217,17 +240,18 @@ class Transition:
         for recount in tables.recounts:
             recount.entered(entry)
 
-    def evict(self, victim: Key, cause: EvictionCause) -> Entry:
-        """An entry that `Ledger.next_victim` chose leaves."""
+    def evict(self, victim: Key, cause: EvictionCause, session: int = 0) -> Entry:
+        """An entry that `Ledger.next_victim` chose leaves. `session`: for whose save."""
         entry = self.forget(victim)
-        self.tables.evicted(entry, cause, self.now_ns)
+        self.tables.evicted(entry, cause, self.now_ns, session)
         return entry
 
     def forget(self, victim: Key) -> Entry:
         """The same, where it is no eviction to be counted."""
-        entry = self.tables.entries[victim]
+        tables = self.tables
+        entry = tables.entries[victim]
         self._leave(entry)
-        self.tables.ledgers[entry.tier].forget(entry)
+        tables.ledgers[entry.tier].forget(entry)
         return entry
 
     def drop_damaged(self, entry: Entry) -> None:
@@ -236,11 +260,12 @@ class Transition:
         Claims on it stay until they are released, which tells that they are lost: a read of it
         fails from now on. Its room is free when the last of them ended.
         """
-        self.drop(entry)
+        self.drop(entry, Happening.DAMAGED)
         self.tables.tier_counters[entry.tier].corrupt += 1
 
-    def drop(self, entry: Entry) -> None:
-        """The same of an entry that nothing is wrong with."""
+    def drop(self, entry: Entry, why: Happening) -> None:
+        """The same, also of an entry that nothing is wrong with."""
+        self.tables.happened(why, entry, self.now_ns)
         ledger = self.tables.ledgers[entry.tier]
         ledger.remove(entry)
         self._leave(entry)
@@ -271,43 +296,42 @@ class Transition:
     def pin(self, session: Session, claim: Claim) -> None:
         """A claim takes hold of its entries."""
         t = self.tables
-        held, recounts = session.pins, t.recounts
+        held, pinned_bytes, ledgers = session.pins, session.pinned_bytes, t.ledgers
         for entry in reversed(claim.entries):
-            if recounts:
-                for recount in recounts:
-                    recount.claimed(entry)
+            for recount in t.recounts:
+                recount.claimed(entry)
             if not entry.pins:
-                t.ledgers[entry.tier].pin(entry)
+                ledgers[entry.tier].pin(entry)
             entry.pins += 1
             count = held.get(entry, 0)
             held[entry] = count + 1
             if not count:
                 tier = entry.tier
-                session.pinned_bytes[tier] = session.pinned_bytes.get(tier, 0) + entry.stored_bytes
+                pinned_bytes[tier] = pinned_bytes.get(tier, 0) + entry.stored_bytes
 
-    def unpin(self, claim: int, session: Session, entry: Entry) -> None:
-        """One entry of a claim that ended is let go."""
+    def unpin(self, claim: int, session: Session, entries: Sequence[Entry]) -> None:
+        """These entries of a claim that ended are let go, in this order."""
         t = self.tables
-        for recount in t.recounts:
-            recount.unclaimed(claim, entry)
-        held = session.pins
-        count = held[entry]
-        if count > 1:
-            held[entry] = count - 1
-        else:
-            del held[entry]
-            session.pinned_bytes[entry.tier] -= entry.stored_bytes
-        entry.pins -= 1
-        if entry.pins:
-            return
-        ledger = t.ledgers[entry.tier]
-        if entry.published:
-            # It enters the eviction order as the most recent: the time has to say the same.
-            self._mark_used(entry)
-            ledger.unpin(entry)
-        else:
-            del t.condemned[entry.generation]
-            ledger.bury(entry)
+        held, pinned_bytes, ledgers = session.pins, session.pinned_bytes, t.ledgers
+        for entry in entries:
+            for recount in t.recounts:
+                recount.unclaimed(claim, entry)
+            count = held[entry]
+            if count > 1:
+                held[entry] = count - 1
+            else:
+                del held[entry]
+                pinned_bytes[entry.tier] -= entry.stored_bytes
+            entry.pins -= 1
+            if entry.pins:
+                continue
+            if entry.published:
+                # It enters the eviction order as the most recent: the time has to say the same.
+                self._mark_used(entry)
+                ledgers[entry.tier].unpin(entry)
+            else:
+                del t.condemned[entry.generation]
+                ledgers[entry.tier].bury(entry)
 
     def lose_claim(self, claim_id: int, why: str) -> None:
         """Take a claim from its holder, who is told, and told again at release."""

@@ -84,6 +84,8 @@ class Devices:
         self._loop = asyncio.get_running_loop()
         self._recovering: set[Tier] = set()
         self._hung: set[Tier] = set()
+        #: the tiers whose arenas a task gets the room for
+        self.securing: Final[set[Tier]] = set()
         self.io: Final = {
             tier: OutstandingIo(clock) for tier, store in stores.items() if store.blocking
         }

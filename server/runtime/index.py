@@ -14,6 +14,7 @@ import mmap
 import os
 import secrets
 import struct
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from ...proto.index import (
@@ -62,6 +63,8 @@ _SHAPE_MASK: Final = 2**64 - 1
 #: Memory is allocated in pieces of this size before it is written. Without memory the system call
 #: fails, where a store into the mapping would kill the daemon.
 _PIECE_BYTES: Final = 256 * 2**10
+#: Rows that `expect` moves at most: a millisecond.
+_MAX_MOVED: Final = 2048
 #: Room for continuation rows: one for each entry, on average. It is address space only.
 _ROWS_PER_ENTRY: Final = 2
 
@@ -202,6 +205,35 @@ class IndexWriter:
         if number:
             self._remove(bucket, before, number)
         return bool(number)
+
+    def expect(self, entries: int) -> None:
+        """So many more are about to be put. Have heads for them now, if few are listed yet: to
+        divide a chain for each entry takes half of the time of a put. Never raises."""
+        if self._fresh_row - self.layout.first_row > _MAX_MOVED:
+            return
+        wanted = min(self.layout.max_heads, HEADS_PER_ENTRY * (self._entries + entries))
+        with suppress(OSError):  # a put meets it again
+            while self._secured_heads < wanted and self._secure_heads():
+                pass
+        wanted = min(wanted, self._secured_heads)
+        heads = self._shape & HEADS_MASK
+        if wanted <= heads:
+            return
+        numbers = []
+        for number in self._heads[:heads].tolist():
+            while number:
+                numbers.append(number)
+                number = self._links[number]
+        # Whoever looks meanwhile tries again.
+        self._publish(self._shape | MOVING)
+        self._heads[:heads] = memoryview(bytes(4 * heads)).cast("I")
+        self._shape += wanted - heads
+        for number in numbers:
+            start = number * ROW_BYTES
+            bucket = self._bucket(self._mapping[start : start + KEY_BYTES])
+            self._links[number] = self._heads[bucket]
+            self._heads[bucket] = number
+        self._publish((self._shape & ~MOVING) + _CHANGE)
 
     def revoke(self) -> None:
         """Make every look-up of every reader a miss, from now on and for good: who wants to read

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
 from ...proto.errors import PrefixdError
+from ...tiers.store import Usage
 from ..core.effects import TellClaimLost, TellReservationLost
+from ..core.entries import Entry
 
 SessionNote: TypeAlias = TellClaimLost | TellReservationLost
 
@@ -18,3 +21,13 @@ class Listener(Protocol):
 
     def ended(self, why: PrefixdError | None) -> None:
         """The session is over, or (None) the daemon stops. Told again until it unsubscribes."""
+
+
+class EntryListener(Protocol):
+    """Who is told of entries that come and are used, on the event loop. Neither may raise."""
+
+    def published(self, entry: Entry) -> None:
+        """It can be found from now on."""
+
+    def used(self, usages: Sequence[Usage]) -> None:
+        """They were used since the last time; those used last come last."""

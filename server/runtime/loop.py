@@ -23,8 +23,7 @@ from typing import Final, TypeVar, assert_never
 
 import structlog
 
-from ...proto.entry import EntryRecord
-from ...proto.errors import Draining, PrefixdError, UnknownSession
+from ...proto.errors import PrefixdError, UnknownSession
 from ...proto.vocabulary import Tier
 from ...tiers.store import Store, StoreFull
 from ..core.answers import Answer, ClaimAnswer, Refused, ReserveAnswer, WriteOrder
@@ -65,10 +64,11 @@ from .clock import Clock
 from .collector import Freezer
 from .committer import CommitResult
 from .devices import Devices
+from .gate import Gate, stopping
 from .health import Health
 from .index import IndexWriter
 from .lag import LoopLag
-from .listeners import Listener
+from .listeners import EntryListener, Listener
 from .recounting import recount
 from .reindexing import Reindexing
 from .store_commands import StoreOrders
@@ -89,9 +89,6 @@ CLOSED_WITHIN_S: Final = 3.0
 
 #: Saves that one `Committed` tells of at most.
 _COMMITTED_AT_ONCE: Final = 512
-
-#: What is still asked of a daemon that stops: whatever ends what was begun.
-_ENDINGS: Final = (ReleaseAsked, CancelAsked, WriteBegan)
 
 
 class Core:
@@ -118,9 +115,7 @@ class Core:
         self.devices = Devices(self.stores, executor, clock, self.health, self.post)
         self.verifications = Verifications(self.stores, self.devices, self.health, self.damaged)
         self.supervisor = Supervisor(self.health, self.give_up)
-        self.draining = False
-        #: an event failed, and the state is being recounted: nothing is taken on meanwhile
-        self.recounting = False
+        self.gate = Gate()
         #: set when the daemon has to stop, and why
         self.broken = asyncio.Event()
         self.broken_why = ""
@@ -134,12 +129,13 @@ class Core:
         self._replies: dict[int, asyncio.Future[Answer]] = {}
         self._last_request = 0
         self._listeners: dict[int, Listener] = {}
+        self.entry_listener: EntryListener | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns: int | None = None
         self.orders = StoreOrders(
             self.stores, self._commit_done, self.devices.under_way, self._committer_died, clock
         )
-        self._freezer = Freezer()
+        self.freezer = Freezer()
         self.lag = LoopLag(clock)
         self._going_on = False
         self._recount: asyncio.Task[None] | None = None
@@ -155,13 +151,7 @@ class Core:
 
     async def ask(self, question: Question, expect: type[A]) -> A:
         """Apply a question and wait for its answer. Raises what the state refuses it with."""
-        if self._closed or (self.draining and not isinstance(question, _ENDINGS)):
-            raise _stopping()
-        if self.recounting:
-            raise Draining("the daemon checks its state after a failure; try again soon")
-        reply: asyncio.Future[Answer] = self._loop.create_future()
-        self._replies[question.request] = reply
-        self.post(question)
+        reply = self._ask(question)
         try:
             # Shielded: what is granted while the asker is being cancelled has to be known here.
             answer = reply.result() if reply.done() else await asyncio.shield(reply)
@@ -171,10 +161,21 @@ class Core:
             else:
                 self.post(RequestDropped(question.request, self.clock.now_ns()))
             raise
-        if isinstance(answer, Refused):
-            raise answer.error
-        assert isinstance(answer, expect)
-        return answer
+        return _answer_of(answer, expect)
+
+    def ask_now(self, question: Question, expect: type[A]) -> A:
+        """The same, of a question that waits for nothing; not from within another event."""
+        return _answer_of(self._ask(question).result(), expect)
+
+    def _ask(self, question: Question) -> asyncio.Future[Answer]:
+        if self._closed:
+            raise stopping()
+        if not self.gate.open:
+            self.gate.check(question)
+        reply: asyncio.Future[Answer] = self._loop.create_future()
+        self._replies[question.request] = reply
+        self.post(question)
+        return reply
 
     def _undo(self, question: Question, answer: Answer) -> None:
         """Whoever asked is gone, and will never use what was granted."""
@@ -233,14 +234,14 @@ class Core:
         request = getattr(event, "request", None)
         if request in self._replies:
             self._replies.pop(request).set_result(Refused(PrefixdError(what)))
-        if not self.recounting:
-            self.recounting = True
+        if not self.gate.recounting:
+            self.gate.recounting = True
             work = self._recount_after_failure()
             self._recount = self.supervisor.task("recount", work, vital=True)
 
     async def _recount_after_failure(self) -> None:
         problems, _ = await recount(self.state)
-        self.recounting = False
+        self.gate.recounting = False
         if problems:
             log.critical("state_broken", problems=problems[:10])
             self._closed = True
@@ -250,7 +251,7 @@ class Core:
 
     def give_up(self, why: str) -> None:
         """The daemon can't go on, and stops."""
-        self.draining = True
+        self.gate.stopping = True
         self.broken_why = self.broken_why or why
         self.broken.set()
 
@@ -264,6 +265,11 @@ class Core:
             self._loop.call_soon_threadsafe(self.post, event)
         except RuntimeError:
             log.debug("event_after_close", kind=type(event).__name__)
+
+    @property
+    def calls_working(self) -> int:
+        """Calls that move bytes at this moment."""
+        return self._working
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -306,19 +312,7 @@ class Core:
 
         If it was lost since it was granted, the write has ended already.
         """
-        record = EntryRecord(
-            order.key,
-            order.tier,
-            order.reason,
-            order.generation,
-            order.generation,
-            order.payload_bytes,
-            order.token_count,
-            order.layer_count,
-            len(order.token_ids),
-            order.location,
-        )
-        write = Write(order, self.stores[order.tier].writer(record, order.token_ids))
+        write = Write(order, self.stores[order.tier])
         if order.token in self.state.tables.reservations:
             self.writes[order.token] = write
         else:
@@ -340,27 +334,32 @@ class Core:
         room, and an entry is there before any client is told so."""
         self._change_index(effects)
         for effect in effects:
+            if type(effect) is IndexPut or type(effect) is IndexDelete:
+                continue
             try:
                 self._do(effect)
             except Exception as problem:
                 log.critical("effect_failed", effect=type(effect).__name__, exc_info=problem)
                 self.health.fault("effects", f"{type(effect).__name__} failed: {problem!r}")
+        if self.entry_listener is not None:
+            for effect in effects:
+                if isinstance(effect, IndexPut):
+                    self.entry_listener.published(effect.entry)
 
     def _change_index(self, effects: list[Effect]) -> None:
         index = self.index
         try:
             # Of one that was revoked nobody believes anything.
             for effect in () if index.revoked else effects:
-                match effect:
-                    case IndexPut():
-                        index.put(effect.entry)
-                    case IndexDelete():
-                        index.delete(effect.key)
+                if isinstance(effect, IndexPut):
+                    index.put(effect.entry)
+                elif isinstance(effect, IndexDelete):
+                    index.delete(effect.key)
         except Exception as problem:
             # A row that should be gone may stand.
             log.critical("index_failed", exc_info=problem)
             why = f"a change of it failed: {problem!r}"
-            self._reindexing.revoke(index, why, replace=not self.recounting)
+            self._reindexing.revoke(index, why, replace=not self.gate.recounting)
         else:
             self._reindexing.follow(effects)
 
@@ -398,6 +397,8 @@ class Core:
                 self.verifications.request(effect.entry)
             case RecordUsage():
                 self.orders.record_usage(effect.tier, effect.usages)
+                if self.entry_listener is not None:
+                    self.entry_listener.used(effect.usages)
             case TellClaimLost() | TellReservationLost():
                 listener = self._listeners.get(effect.session)
                 if listener is not None:
@@ -427,8 +428,7 @@ class Core:
         if self._closed:
             return
         self._flusher = self._loop.call_later(FLUSH_INTERVAL_S, self._flush)
-        counters = self.state.tables.tier_counters.values()
-        self._freezer.published(sum(c.saves + c.recovered_entries for c in counters))
+        self.freezer.published(self.state.tables.tier_counters.values())
         self._tick(flush=True)
         self._end_lost_sessions()
 
@@ -461,7 +461,7 @@ class Core:
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more questions and let what moves bytes finish. False: some did not."""
-        self.draining = True
+        self.gate.stopping = True
         if self._idle.is_set():
             return True
         try:
@@ -474,7 +474,7 @@ class Core:
     async def close(self, within_s: float = CLOSED_WITHIN_S) -> bool:
         """Hand everything durable over and end the threads; no questions after this. False: some
         are stuck in I/O, and what they use must stay open until the process ends."""
-        self.draining = True
+        self.gate.stopping = True
         self._flusher.cancel()
         self.lag.close()
         self.devices.stop()
@@ -492,9 +492,12 @@ class Core:
             self._timer.cancel()
         for reply in self._replies.values():
             if not reply.done():
-                reply.set_result(Refused(_stopping()))
+                reply.set_result(Refused(stopping()))
         return ended
 
 
-def _stopping() -> PrefixdError:
-    return Draining("the daemon is stopping; try again when it is back")
+def _answer_of(answer: Answer, expect: type[A]) -> A:
+    if isinstance(answer, Refused):
+        raise answer.error
+    assert isinstance(answer, expect)
+    return answer

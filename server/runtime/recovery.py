@@ -20,7 +20,9 @@ from .slices import Slices
 log = structlog.get_logger("prefixd.recovery")
 
 #: Entries in one event, about a millisecond.
-_ADOPTED_AT_ONCE: Final = 256
+_ADOPTED_AT_ONCE: Final = 64
+#: Dropped entries of a tier that the log names. All of a million may be: another size of slabs.
+_MAX_LOGGED: Final = 1_000
 #: What a store could not read is asked for again this often.
 _AGAIN_S: Final = 5.0
 
@@ -101,8 +103,10 @@ class Recovery:
         self._core.health.notices.pop(f"{store.tier.label} tier", None)
         self._core.devices.recovering(store.tier, False)
 
-    def _say(self, tier: Tier, entries: int) -> None:
+    def _say(self, tier: Tier, entries: int, following: int = 0) -> None:
         said = f"recovers: {entries:,} entries adopted"
+        if following:
+            said += f", {following:,} follow"
         self._core.health.notices[f"{tier.label} tier"] = said
 
     async def _recover(self, store: Store) -> None:
@@ -110,17 +114,33 @@ class Recovery:
         loop, executor = asyncio.get_running_loop(), core.devices.executor(tier)
         await loop.run_in_executor(executor, store.set_incarnation, self._incarnation)
         batches = store.recover()
+        slices = Slices()
+        begun = False
+        logged = more = 0
         while (batch := await loop.run_in_executor(executor, _next, batches)) is not None:
+            if not begun:
+                # The store has a list of all that follows.
+                core.freezer.grown()
+                core.index.expect(len(batch.entries) + batch.following)
+                begun = True
             for key, why in batch.dropped:
-                log.warning("entry_dropped", tier=tier.label, key=key.hex(), why=why)
-            await _adopt(core, tier, batch)
+                if logged < _MAX_LOGGED:
+                    log.warning("entry_dropped", tier=tier.label, key=key.hex(), why=why)
+                    logged += 1
+                else:
+                    more += 1
+                await slices.pause()
+            await _adopt(core, tier, batch, slices)
+            core.freezer.published(core.state.tables.tier_counters.values())
             if store.recorded:
-                self._say(tier, core.state.tables.tier_counters[tier].recovered_entries)
+                entries = core.state.tables.tier_counters[tier].recovered_entries
+                self._say(tier, entries, batch.following)
+        if more:
+            log.warning("entries_dropped", tier=tier.label, more=more)
 
 
-async def _adopt(core: Core, tier: Tier, batch: RecoveryBatch) -> None:
+async def _adopt(core: Core, tier: Tier, batch: RecoveryBatch, slices: Slices) -> None:
     """Hand the entries to the state in slices, the least recently used first."""
-    slices = Slices()
     dropped = len(batch.dropped)
     for start in range(0, max(1, len(batch.entries)), _ADOPTED_AT_ONCE):
         some = tuple(batch.entries[start : start + _ADOPTED_AT_ONCE])

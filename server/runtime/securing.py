@@ -39,9 +39,17 @@ class Securing:
         self._core.post(ArenaGrown(self._tier, secured_bytes, self._core.clock.now_ns()))
 
     async def secure_all(self) -> None:
-        """Returns when all of it is there: what a device has no room for is asked for again."""
-        while not await self.secure():
-            await asyncio.sleep(SECURE_AGAIN_S)
+        """Returns when all of it is there: what a device has no room for is asked for again.
+        Where another task is at it already, that one does all of it."""
+        securing = self._core.devices.securing
+        if self._tier in securing:
+            return
+        securing.add(self._tier)
+        try:
+            while not await self.secure():
+                await asyncio.sleep(SECURE_AGAIN_S)
+        finally:
+            securing.discard(self._tier)
         log.info("arena_secured", tier=self._tier.label, secured=format_bytes(self._secured_bytes))
 
     async def secure(self, upto_bytes: int | None = None) -> bool:

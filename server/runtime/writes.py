@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...tiers.store import EntryWriter
+from ...proto.entry import EntryRecord
+from ...tiers.store import Store
 from ..core.answers import WriteOrder
 from ..core.effects import SaveEnded
 
@@ -19,9 +20,23 @@ class Write:
 
     __slots__ = ("busy", "ended", "order", "stopping", "when_ended", "writer")
 
-    def __init__(self, order: WriteOrder, writer: EntryWriter) -> None:
+    def __init__(self, order: WriteOrder, store: Store) -> None:
+        """Opens the store's writer."""
+        _, key, tier, reason, generation, location, payload_bytes, tokens, layers, ids = order
+        record = EntryRecord(
+            key,
+            tier,
+            reason,
+            generation,
+            generation,
+            payload_bytes,
+            tokens,
+            layers,
+            len(ids),
+            location,
+        )
         self.order = order
-        self.writer = writer
+        self.writer = store.writer(record, ids)
         self.busy = 0
         self.stopping = False
         self.ended: SaveEnded | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from prefixd.client.lab.live import LiveReplay
 from prefixd.client.lab.trace import Request, read_trace
 from prefixd.client.lab.worker import LiveOptions
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.errors import LimitReached
 from prefixd.proto.vocabulary import Tier
 from tests.support.daemon import eventually, private_daemon
 
@@ -91,6 +93,55 @@ def test_eight_workers_on_tiers_that_are_far_too_small(
             stats = admin.stats()
             assert (stats.claims, stats.reservations, stats.waiters) == (0, 0, 0)
             assert all(tier.evictions > 100 for tier in stats.tiers)
+        for command in ("check", "verify"):
+            checked = CliRunner().invoke(app, [command, "--address", daemon.address])
+            assert checked.exit_code == 0, checked.output
+
+
+@pytest.mark.timeout(300)
+def test_tiers_that_get_smaller_and_larger_under_eight_workers() -> None:
+    """Whatever a resize has said is so from then on, in every sample; nobody reads a wrong byte."""
+    chance = random.Random(12)
+    sizes = {Tier.RAM: 2**20, Tier.SHM: 2**20, Tier.DISK: 2**20}
+    resized: list[tuple[Tier, int]] = []
+    refused: list[LimitReached] = []
+    wrong: list[str] = []
+    stopping = threading.Event()
+
+    def look(stats: pb.StatsResponse) -> None:
+        for tier in stats.tiers:
+            used_bytes = tier.published_bytes + tier.reserved_bytes
+            if not used_bytes <= tier.limit_bytes <= tier.budget_bytes == sizes[Tier(tier.tier)]:
+                wrong.append(f"{tier} with {sizes}")
+
+    def change(daemon: PrivateDaemon) -> None:
+        with daemon.admin() as admin:
+            while not stopping.is_set():
+                tier = chance.choice(list(Tier))
+                size = chance.randrange(5 * 2**18, 3 * 2**20) // 4096 * 4096
+                try:
+                    sizes[tier] = admin.resize(tier, size).budget_bytes
+                    resized.append((tier, size))
+                except LimitReached as problem:
+                    refused.append(problem)
+                for _ in range(3):
+                    look(admin.stats())
+
+    with private_daemon(
+        *(f"--{tier.label}.max_budget=3MiB" for tier in Tier), ram="1MiB", shm="1MiB", disk="1MiB"
+    ) as daemon:
+        thread = threading.Thread(target=change, args=(daemon,))
+        thread.start()
+        options = LiveOptions(daemon.address, workers=WORKERS, tiers=tuple(Tier), in_place=True)
+        try:
+            totals = LiveReplay(generated(), options).run()
+        finally:
+            stopping.set()
+            thread.join()
+        assert totals.mismatches == 0
+        assert totals.good
+        assert wrong == []
+        assert len(resized) > 20
         for command in ("check", "verify"):
             checked = CliRunner().invoke(app, [command, "--address", daemon.address])
             assert checked.exit_code == 0, checked.output

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -143,6 +146,71 @@ def test_closing_ends_a_call_that_waits_for_the_first_connection(daemon: Private
         thread.join(PATIENCE_S)
     # Closed before the call began it is the caller's mistake, which ends the thread.
     assert found in ([MissReason.UNAVAILABLE], [])
+
+
+#: Every call that asks the daemon, with its deadline.
+CALLS: dict[str, Any] = {
+    "claim": lambda client, ms: client.claim([ONE], deadline_ms=ms),
+    "probe": lambda client, ms: client.probe([ONE], deadline_ms=ms),
+    "exists": lambda client, ms: client.exists([ONE, TWO], deadline_ms=ms),
+    "longest_prefix": lambda client, ms: client.longest_prefix(NAMESPACE, TOKENS, deadline_ms=ms),
+    "longest_run": lambda client, ms: client.longest_run([ONE], deadline_ms=ms),
+    "resume": lambda client, ms: client.resume(ONE, TOKENS, 0, namespace=NAMESPACE, deadline_ms=ms),
+    "reserve": lambda client, ms: client.reserve([ReserveItem(TWO, 3)], deadline_ms=ms, **TERMS),
+    "save": lambda client, ms: client.save(TWO, b"abc", deadline_ms=ms, **TERMS),
+    "delete": lambda client, ms: client.delete([TWO], deadline_ms=ms),
+    "flush": lambda client, ms: client.flush(deadline_ms=ms),
+    "wait_connected": lambda client, ms: client.wait_connected(deadline_ms=ms),
+}
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["local", "remote"])
+@pytest.mark.parametrize("call", CALLS)
+def test_the_first_call_ends_by_its_deadline(daemon: PrivateDaemon, call: str, local: bool) -> None:
+    """The first of a client, which has to connect, and the first of one that did. One that waited
+    for anything else would wait for `LONG_MS`."""
+    began_s = time.monotonic()
+    options: dict[str, Any] = {
+        "local": local,
+        "deadline_ms": LONG_MS,
+        "connect_timeout_ms": LONG_MS,
+    }
+    with Client(daemon.address, **options) as connected:
+        assert connected.wait_connected()
+        with stopped(daemon), Client(daemon.address, **options) as fresh:
+            for client in (connected, fresh):
+                CALLS[call](client, 20)
+                client.close(deadline_ms=0)
+    assert time.monotonic() - began_s < LONG_MS / 1e3
+
+
+ENDING = """
+import os, signal, sys
+from prefixd.client import Client, SaveReason, Tier
+
+address, pid, local = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "local"
+client = Client(address, local=local, deadline_ms=3_600_000, save_timeout_ms=3_600_000)
+terms = {"tier": Tier.RAM, "reason": SaveReason.EVICT}
+assert client.save(b"e" * 32, b"abc", **terms).ok
+hit = client.claim([b"e" * 32])
+os.kill(pid, signal.SIGSTOP)
+saving = client.save_async(b"f" * 32, b"abc", **terms)
+"""
+
+
+@pytest.mark.parametrize("local", ["local", "remote"])
+def test_a_program_ends_beside_a_daemon_that_hangs(daemon: PrivateDaemon, local: str) -> None:
+    """One that forgot to close its client, has a hit, and a save under way."""
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", ENDING, daemon.address, str(daemon.pid), local],
+            timeout=PATIENCE_S,
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (0, False), ended.stderr
 
 
 @pytest.mark.parametrize("local", [True, False], ids=["local", "remote"])

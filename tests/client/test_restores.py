@@ -19,6 +19,7 @@ from prefixd.client.wire.transport import Copied
 from prefixd.proto.errors import PrefixdError
 from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
+from prefixd.proto.pieces import FlatBytes
 from prefixd.proto.vocabulary import SaveReason, Tier
 from tests.support.fakes import PATIENCE_S, keys, payloads
 
@@ -189,7 +190,11 @@ class InPlace:
         self.calls: list[int] = []
 
     def copy(
-        self, entries: Sequence[Entry], targets: Sequence[memoryview], _check: Sequence[bool]
+        self,
+        entries: Sequence[Entry],
+        targets: Sequence[FlatBytes],
+        _check: Sequence[bool],
+        _in_place: object | None,
     ) -> list[Copied]:
         self.threads.add(threading.get_ident())
         self.calls.append(len(entries))

@@ -296,13 +296,14 @@ def test_more_than_a_call_takes_goes_in_several(daemon: FakeDaemon, client: Clie
     names = [Key(key) for key in keys(MAX_BATCH_KEYS + 2)]
     items = [SaveItem(key, b"a") for key in names]
     terms: dict[str, Any] = {"tier": Tier.RAM, "reason": SaveReason.EVICT}
-    outcomes = client.save_many(items, ancestors=[Key(b"r" * 32)], **terms)
+    within: dict[str, Any] = {"deadline_ms": 60_000}
+    outcomes = client.save_many(items, ancestors=[Key(b"r" * 32)], **terms, **within)
     assert [outcome.key for outcome in outcomes] == names
     assert {outcome.status for outcome in outcomes} == {SaveStatus.SAVED}
     first, second = daemon.saves
     assert list(first.ancestors) == [b"r" * 32]
     assert list(second.ancestors) == names[:MAX_BATCH_KEYS]
-    reserved = client.reserve([ReserveItem(key, 1) for key in names], **terms)
+    reserved = client.reserve([ReserveItem(key, 1) for key in names], **terms, **within)
     assert {each.status for each in reserved} == {ReserveStatus.PRESENT}
 
 

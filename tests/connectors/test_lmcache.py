@@ -17,6 +17,7 @@ from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.connectors import lmcache
 from prefixd.connectors.compat import UnsupportedEngine
 from tests.support.daemon import eventually, private_daemon
+from tests.support.engines import fresh_keys
 from tests.support.fakes import PATIENCE_S
 
 SIZE = 4_096
@@ -170,10 +171,38 @@ def test_locks_are_counted_for_each_key(adapter: Any, daemon: PrivateDaemon) -> 
     adapter.submit_unlock(keys)
 
 
+def test_a_claim_lands_later_than_its_answer() -> None:
+    first, second = fresh_keys(2)
+    locks = lmcache.Locks()
+    lock = locks.add([first, second])
+    assert (locks.holding(first), locks.drop([first])) == (None, [])
+    hit: Any = SimpleNamespace(keys=[second])
+    assert locks.landed(lock, hit)
+    assert (locks.holding(first), locks.holding(second)) == (None, (hit, 0))
+    assert (locks.drop([first]), locks.drop([second]), locks.drop([second])) == ([], [hit], [])
+    late = locks.add([first])
+    assert locks.drop([first]) == []
+    assert not locks.landed(late, hit), "it was unlocked meanwhile"
+    held, other = locks.add([first]), locks.add([first])
+    assert locks.landed(held, hit)
+    assert locks.close() == [hit]
+    assert not locks.landed(other, hit)
+
+
+def test_a_closed_event_rings_nobody() -> None:
+    event = lmcache.Event()
+    event.ring()
+    assert os.eventfd_read(event.fd) == 1
+    event.close()
+    event.ring()
+
+
 def test_what_differs_in_anything_is_another_key() -> None:
     keys = lmcache.Keys({})
     made = [key(1), key(2), key(1, "n"), key(1, rank=1), key(1, salt="s")]
     assert len(set(keys.of(made))) == len(made)
+    assert keys.of(made) == [keys.of([each])[0] for each in made]
+    assert keys.of([]) == []
     assert keys.of([key(1)]) == lmcache.Keys({}).of([key(1)])
     assert keys.of([key(1)]) != lmcache.Keys({"layout": 2}).of([key(1)])
 

@@ -6,6 +6,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -32,6 +33,12 @@ class HiCacheStorage(ABC):
 class PoolTransferResult(NamedTuple):
     kv_hit_pages: int
     extra_pool_hit_pages: dict[str, int]
+    restorable_prefix_pages: list[int] | None = None
+
+
+class PoolName(str, Enum):  # noqa: UP042  (as the engine has it)
+    KV = "kv"
+    INDEXER = "indexer"
 
 
 class Pool:
@@ -133,27 +140,52 @@ def test_a_hole_ends_the_run_and_is_a_page_that_is_not_there(storage: Any, pool:
 
 
 def test_several_pools(storage: Any, pool: Pool, layout: str) -> None:
-    other, keys = Pool(layout), hashes(2)
-    storage.register_mem_host_pool_v2(other, "indexer")
+    other, keys = Pool(layout), hashes(3)
+    storage.register_mem_host_pool_v2(other, PoolName.INDEXER)
     storage.on_host_pools_registered()
     pool.fill(0)
     other.fill(1)
 
-    def transfer(name: str, count: int, pages: list[int], policy: str = "all_pages") -> Any:
+    def transfer(name: PoolName, count: int, pages: list[int], policy: str = "all_pages") -> Any:
         policy_of = SimpleNamespace(value=policy)
         return SimpleNamespace(
             name=name, keys=keys[:count], host_indices=pages, hit_policy=policy_of
         )
 
-    saved = storage.batch_set_v2([transfer("kv", 2, [0, 0]), transfer("indexer", 1, [1])])
-    assert saved == {"kv": [True, True], "indexer": [True]}
-    found = storage.batch_exists_v2(keys, [transfer("indexer", 2, [1, 1])])
-    assert found == PoolTransferResult(1, {"indexer": 1})
-    window = transfer("indexer", 1, [1], "trailing_pages")
-    assert storage.batch_exists_v2(keys, [window]) == PoolTransferResult(0, {"indexer": 0})
-    loaded = storage.batch_get_v2([transfer("kv", 1, [7]), transfer("indexer", 2, [6, 7])])
-    assert loaded == {"kv": [True], "indexer": [True, False]}
+    kv, indexer = PoolName.KV, PoolName.INDEXER
+    saved = storage.batch_set_v2([transfer(kv, 3, [0, 0, 0]), transfer(indexer, 1, [1])])
+    assert saved == {kv: [True] * 3, indexer: [True]}
+    found = storage.batch_exists_v2(keys, [transfer(indexer, 3, [1, 1, 1])])
+    assert found == PoolTransferResult(1, {indexer: 1}, [1])
+    last = storage._pools["indexer"][1]
+    assert last.set(keys[2:], [bytes(8)]) == [True]
+    window = transfer(indexer, 1, [1], "trailing_pages")
+    assert storage.batch_exists_v2(keys, [window]) == PoolTransferResult(3, {indexer: 3}, [1, 3])
+    groups = transfer(indexer, 1, [1], "block_groups")
+    assert storage.batch_exists_v2(keys, [groups]) == PoolTransferResult(3, {indexer: 0}, [1, 2, 3])
+    unknown = SimpleNamespace(name="swa", keys=None, hit_policy=window.hit_policy)
+    assert storage.batch_exists_v2(keys, [unknown]) == PoolTransferResult(0, {"swa": 0}, [])
+    loaded = storage.batch_get_v2([transfer(kv, 1, [7]), transfer(indexer, 2, [6, 7])])
+    assert loaded == {kv: [True], indexer: [True, False]}
     assert other.page(6) == other.page(1)
+
+
+def test_which_prefixes_the_pages_of_a_pool_allow() -> None:
+    there = [True, True, False, True, True]
+    assert sglang.restorable_lengths(there, None) == [1, 2]
+    assert sglang.restorable_lengths(there, 1) == [1, 2, 4, 5]
+    assert sglang.restorable_lengths(there, 2) == [1, 2, 5]
+    assert sglang.restorable_lengths([], 1) == sglang.restorable_lengths([], None) == []
+
+
+def test_ranks_that_have_the_same_share_it(pool: Pool) -> None:
+    def root(rank: int, mla: bool, name: str) -> bytes:
+        of = config("unix:/none", tp_rank=rank, is_mla_model=mla)
+        return sglang.namespace_of(of, {}, pool, name).root
+
+    assert root(0, True, "kv") == root(1, True, "kv")
+    assert root(0, True, "mamba") != root(1, True, "mamba")
+    assert root(0, False, "kv") != root(1, False, "kv")
 
 
 @pytest.mark.parametrize(

@@ -35,12 +35,28 @@ class SecondaryTierManager(ABC):
     def drain_jobs(self) -> None: ...
 
 
+class Medium(Enum):
+    CPU, STORAGE = "CPU", "STORAGE"
+
+
+class Locality(Enum):
+    LOCAL, REMOTE = "LOCAL", "REMOTE"
+
+
 class FileMapper:
     @classmethod
-    def from_offloading_spec(cls, root_dir: str, offloading_spec: Any) -> FileMapper:
+    def from_offloading_spec(
+        cls,
+        root_dir: str,
+        offloading_spec: Any,
+        blocks_per_file: int = 1,
+        parallel_agnostic: bool = False,
+    ) -> FileMapper:
         assert not root_dir
+        assert parallel_agnostic
         made = cls()
-        made.fields = {"model_name": offloading_spec.model, "groups": [1, 2]}
+        made.fields = {"model_name": offloading_spec.model, "groups": [1, blocks_per_file]}
+        made.rank = offloading_spec.config.parallel.rank
         return made
 
     def get_run_config(self) -> dict[str, Any]:
@@ -55,7 +71,12 @@ def install(monkeypatch: pytest.MonkeyPatch, base: type = SecondaryTierManager) 
             "LookupResult": LookupResult,
         },
         "vllm.v1.kv_offload.file_mapper": {"FileMapper": FileMapper},
-        "vllm.v1.kv_offload.base": {"RequestOffloadingContext": SimpleNamespace},
+        "vllm.v1.kv_offload.base": {
+            "RequestOffloadingContext": SimpleNamespace,
+            "OffloadingEvent": lambda **fields: SimpleNamespace(**fields),
+            "Medium": Medium,
+            "Locality": Locality,
+        },
     }
     for name, values in contents.items():
         parts = name.split(".")
@@ -80,9 +101,14 @@ def daemon() -> Iterator[PrivateDaemon]:
         yield daemon
 
 
-def spec(model: str = "m", rank: int = 0) -> Any:
+def spec(model: str = "m", rank: int = 0, *, events: bool = True) -> Any:
     parallel = SimpleNamespace(rank=rank)
-    return SimpleNamespace(model=model, config=SimpleNamespace(parallel=parallel))
+    return SimpleNamespace(
+        model=model,
+        blocks_per_chunk=2,
+        config=SimpleNamespace(parallel=parallel),
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=events),
+    )
 
 
 @pytest.fixture
@@ -117,7 +143,7 @@ def test_store_look_up_promote(daemon: PrivateDaemon, memory: Any) -> None:
     assert tier.lookup(keys[0], None) is LookupResult.MISS
     tier.submit_store(job(1, keys[:2], [0, 2]))
     result = ended(tier)
-    assert (result.job_id, result.success, result.successful_keys) == (1, True, keys[:2])
+    assert (result.job_id, result.success, result.successful_keys) == (1, True, None)
     assert result.transfer_bytes == 2 * CHUNK_BYTES
     looked = [tier.lookup(key, None) for key in keys]
     assert looked == [LookupResult.HIT, LookupResult.HIT, LookupResult.MISS]
@@ -131,6 +157,49 @@ def test_store_look_up_promote(daemon: PrivateDaemon, memory: Any) -> None:
     assert (result.success, result.successful_keys) == (False, keys[:2])
     assert tier.on_new_request(None) is not None
     tier.shutdown()
+
+
+def test_what_can_t_be_loaded_is_a_miss_until_it_is_stored_again(
+    daemon: PrivateDaemon, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, keys = tier_of(daemon.address, memory), keys_of(2)
+    tier.submit_store(job(1, keys, [0, 1]))
+    assert ended(tier).success
+    core = tier._core
+    with monkeypatch.context() as patch:
+        patch.setattr(core._client._reader, "restore", lambda *_: 1 / 0)
+        tier.submit_load(job(2, keys, [4, 5]))
+        result = ended(tier)
+    assert (result.success, result.successful_keys) == (False, None)
+    # It is there, and would be loaded in vain again and again.
+    assert [tier.lookup(key, None) for key in keys] == [LookupResult.MISS] * 2
+    tier.submit_store(job(3, keys[:1], [0]))
+    assert ended(tier).success
+    looked = [tier.lookup(key, None) for key in keys]
+    assert looked == [LookupResult.HIT, LookupResult.MISS]
+    tier.shutdown()
+
+
+def test_stores_are_events_if_both_want_them(daemon: PrivateDaemon, memory: Any) -> None:
+    keys = keys_of(2)
+    for of, wanted, told in (
+        (spec(), True, [keys]),
+        (spec(), False, []),
+        (spec(events=False), 1, []),
+    ):
+        tier = tier_of(daemon.address, memory, of, enable_kv_events=bool(wanted), locality="LOCAL")
+        tier.submit_store(job(1, keys, [0, 1]))
+        assert ended(tier).success
+        tier.submit_load(job(2, keys, [4, 5]))
+        assert ended(tier).success
+        events = tier.take_events()
+        assert [each.keys for each in events] == told
+        assert all(each.medium is Medium.STORAGE and not each.removed for each in events)
+        assert all(each.locality is Locality.LOCAL for each in events)
+        assert tier.take_events() == []
+        tier.shutdown()
+    with pytest.raises(ValueError, match="NEAR"):
+        tier_of(daemon.address, memory, locality="NEAR")
 
 
 def test_from_another_host_a_lookup_is_asked_again(daemon: PrivateDaemon, memory: Any) -> None:

@@ -17,6 +17,7 @@ from prefixd.tiers.store import (
     Buffer,
     EntryRef,
     EntryWriter,
+    Location,
     RecoveryBatch,
     Store,
     StoreError,
@@ -131,6 +132,18 @@ class FaultyStore(Store):
 
     def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
         return self.inner.secure_segments(segment_bytes)
+
+    def arena_bytes_of(self, budget_bytes: int) -> int:
+        return self.inner.arena_bytes_of(budget_bytes)
+
+    def wants(self, arena_bytes: int) -> None:
+        self.inner.wants(arena_bytes)
+
+    def give_back(self, location: Location) -> bool:
+        return self.inner.give_back(location)
+
+    def take_back(self, location: Location) -> None:
+        self.inner.take_back(location)
 
     def set_incarnation(self, incarnation: bytes) -> None:
         self.inner.set_incarnation(incarnation)

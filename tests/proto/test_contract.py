@@ -27,6 +27,7 @@ NUMBERS = {
 UNITS = ("_bytes", "_ms", "_ns", "_tokens", "_permille")
 #: Numbers without a unit: they count things, name them or say where they are in a list.
 COUNTS = {
+    "pulled",
     "all_saved",
     "token_count",
     "layer_count",
@@ -62,6 +63,9 @@ COUNTS = {
     "damaged_entries",
     "unreadable_entries",
     "passes",
+    "calls",
+    "times",
+    "remembered_events",
 }
 NAMES = {
     "session_id",

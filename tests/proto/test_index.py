@@ -168,10 +168,18 @@ def found_of(reader: IndexReader, keys: Sequence[Key]) -> list[Placed]:
 
 def test_a_search_takes_no_key_before_the_row_of_the_one_before(reader: IndexReader) -> None:
     keys = iter([*KEYS[:5], ABSENT[0], ABSENT[1], KEYS[5]])
-    run = [found[1] for found in iter(reader.find(keys).__next__, None)]
-    assert [unpack_row(row).key for row in run] == KEYS[:5]
+    *run, last = reader.find(keys, stop_at=False)
+    assert [unpack_row(found[1]).key for found in run if found] == KEYS[:5]
+    assert last is None
     assert list(keys) == [ABSENT[1], KEYS[5]]
-    assert list(reader.find([])) == []
+    keys = iter([ABSENT[0], ABSENT[1], KEYS[5], KEYS[6]])
+    assert [found and unpack_row(found[1]).key for found in reader.find(keys, stop_at=True)] == [
+        None,
+        None,
+        KEYS[5],
+    ]
+    assert list(keys) == [KEYS[6]]
+    assert reader.find([]) == []
 
 
 def test_a_row_is_found_with_its_place(reader: IndexReader) -> None:

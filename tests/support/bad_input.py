@@ -446,6 +446,20 @@ def _operators() -> Iterator[Mistake]:
     yield admin("a key of 31 bytes", "Inspect", "invalid_key", pb.InspectRequest(key=SHORT))
     yield admin("a key of 31 bytes", "Drop", "invalid_key", pb.DropRequest(keys=[SHORT]))
     yield admin("an empty batch", "Drop", "invalid_batch", pb.DropRequest())
+    for size_bytes in (0, 1, 2**63, 2**40):
+        request = pb.ResizeRequest(tier=pb.TIER_RAM, budget_bytes=size_bytes)
+        yield admin(f"a tier of {size_bytes} bytes", "Resize", "invalid_size", request)
+    nowhere = pb.ResizeRequest(budget_bytes=2**20)
+    yield admin("a resize of no tier", "Resize", "unknown_tier", nowhere)
+    both = pb.DrainRequest(stop=True, resume=True)
+    yield admin("a stop and a resume at once", "Drain", "malformed_message", both)
+    for_ever = pb.DrainRequest(within_ms=2**32 - 1)
+    yield admin("a drain of weeks", "Drain", "invalid_size", for_ever)
+    loud = pb.SetLogLevelRequest(level="loud")
+    yield admin("a log level that there is not", "SetLogLevel", "malformed_message", loud)
+    for beginning in (b"", b"a", bytes(33)):
+        request_why = pb.WhyRequest(key=beginning)
+        yield admin(f"{len(beginning)} bytes of a key", "Why", "invalid_key", request_why)
     nobody = pb.KickRequest(session_id=2**40)
     yield admin("a session that there is not", "Kick", "unknown_session", nobody)
     yield admin(
@@ -523,11 +537,11 @@ async def _fifth_reservation(_: Running, session: OpenSession) -> None:
 
 
 async def _while_stopping(daemon: Running, session: OpenSession) -> None:
-    daemon.core.draining = True
+    daemon.core.gate.stopping = True
     try:
         await session.claim([THERE])
     finally:
-        daemon.core.draining = False
+        daemon.core.gate.stopping = False
 
 
 def _full_tables() -> Iterator[Mistake]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import random
@@ -30,7 +31,7 @@ from prefixd.tiers.records import USAGE_FILE
 from prefixd.tiers.row_table import RECORDS_FILE
 from prefixd.tiers.rows import ROW_BYTES, encode_rows
 from prefixd.tiers.shm import ShmStore
-from prefixd.tiers.store import Damaged, StoreError, Usage
+from prefixd.tiers.store import Damaged, StoreError, StoreFull, Usage
 
 Opened = Callable[..., Placed]
 
@@ -375,6 +376,31 @@ def test_only_the_daemon_can_look(opened: Opened, directory: Path) -> None:
     assert directory.stat().st_mode & 0o777 == 0o700
     assert {mode for name, mode in modes.items() if name != "arena"} == {0o600}
     assert not modes["arena"] & 0o222, "a reader can't open it again for writing"
+
+
+def test_a_device_smaller_than_a_segment_gives_what_it_has(
+    directory: Path, kind: type[ShmStore] | type[DiskStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a larger one less than a segment is left to others."""
+    real, room_bytes = os.posix_fallocate, 11 * 2**20
+
+    def scarce(fd: int, start: int, length_bytes: int) -> None:
+        name = Path(f"/proc/self/fd/{fd}").readlink().name
+        if name == "arena" and start + length_bytes > room_bytes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(fd, start, length_bytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", scarce)
+    monkeypatch.setattr(
+        kind, "_fits", lambda store, more_bytes: store.secured_bytes + more_bytes <= room_bytes
+    )
+    store = kind(directory, 64 * 2**20, SLAB)
+    for segment_bytes, secured_bytes in ((4, 8), (16, 11), (16, 11)):
+        with pytest.raises(StoreFull):
+            for _ in store.secure_segments(segment_bytes * 2**20):
+                pass
+        assert store.secured_bytes == secured_bytes * 2**20
+    store.close()
 
 
 # ---- the incarnation

@@ -47,6 +47,10 @@ class ARC(EvictionPolicy[K]):
         self._recent_ghosts: Queue[K] = Queue()
         self._frequent_ghosts: Queue[K] = Queue()
 
+    def resize(self, capacity: int) -> None:
+        super().resize(capacity)
+        self.p = min(self.p, float(capacity))
+
     def __contains__(self, key: object) -> bool:
         return (
             key in self._recent

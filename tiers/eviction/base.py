@@ -66,6 +66,10 @@ class EvictionPolicy(ABC, Generic[K]):
         #: effort so far: how often a key was put into a queue or moved within one, ghosts too
         self.moves = 0
 
+    def resize(self, capacity: int) -> None:
+        """The capacity is another one from now on. Nothing leaves: that is the caller's."""
+        self.capacity = capacity
+
     @abstractmethod
     def __contains__(self, key: object) -> bool:
         """Is `key` resident (pinned or not)? Ghosts are not resident."""

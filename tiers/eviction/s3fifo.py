@@ -40,8 +40,7 @@ class S3FIFO(EvictionPolicy[K]):
 
     def __init__(self, capacity: int, *, max_ghosts: int | None = None) -> None:
         super().__init__(capacity, max_ghosts=max_ghosts)
-        self._small_share = max(1, round(capacity * SMALL_SHARE))
-        self._main_share = max(0, capacity - self._small_share)
+        self.resize(capacity)
         self._pinned: set[K] = set()
         self._small = PinnableQueue(self._pinned)
         self._main = PinnableQueue(self._pinned)
@@ -50,6 +49,11 @@ class S3FIFO(EvictionPolicy[K]):
         self._frequency: dict[K, int] = {}
         #: weight of the key that was prepared last
         self._incoming = 0
+
+    def resize(self, capacity: int) -> None:
+        super().resize(capacity)
+        self._small_share = max(1, round(capacity * SMALL_SHARE))
+        self._main_share = max(0, capacity - self._small_share)
 
     def __contains__(self, key: object) -> bool:
         return key in self._small or key in self._main

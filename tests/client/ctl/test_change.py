@@ -58,3 +58,63 @@ def test_the_configuration_of_a_running_daemon(daemon: PrivateDaemon) -> None:
     assert run(daemon, "config", "diff") == "nothing differs\n"
     assert run(daemon, "config", "reload") == "nothing differs\n"
     assert json.loads(run(daemon, "config", "diff", "--json")) == {"changed": []}
+
+
+def test_a_tier_is_resized_until_the_next_start(daemon: PrivateDaemon) -> None:
+    try:
+        said = run(daemon, "tier", "resize", "ram", "4MiB")
+        assert said.startswith("ram has 4MiB now\n")
+        assert "4MiB stay with the daemon until it is started again" in said
+        assert "until the next start" in said
+        (tier, *_) = json.loads(run(daemon, "stats", "--json"))["tiers"]
+        assert (tier["budget_bytes"], tier["kept_bytes"]) == (4 * 2**20, 4 * 2**20)
+        (changed,) = json.loads(run(daemon, "config", "diff", "--json"))["changed"]
+        assert (changed["option"], changed["running"], changed["configured"]) == (
+            "ram.budget", "4MiB", "8MiB",
+        )  # fmt: skip
+        assert not changed["live"]
+        run(daemon, "tier", "resize", "ram", "16MiB", code=ExitCode.BAD_INPUT)
+        run(daemon, "tier", "resize", "ram", "lots", code=ExitCode.BAD_INPUT)
+    finally:
+        run(daemon, "tier", "resize", "ram", "8MiB")
+    assert run(daemon, "config", "diff") == "nothing differs\n"
+
+
+def test_drain_and_resume(daemon: PrivateDaemon) -> None:
+    other = Key(b"\xcd" * 32)
+    with Client(daemon.address) as client:
+        client.save_many([SaveItem(other, b"bytes", 5)], tier=Tier.RAM)
+        try:
+            with client.claim([other]) as claim:
+                assert claim
+                said = run(daemon, "drain", "--within", "50ms", code=ExitCode.PROBLEM)
+                assert "not drained yet: 1 claims" in said
+                health = ["health", "--address", daemon.address]
+                eventually(lambda: CliRunner().invoke(app, health).exit_code == ExitCode.PROBLEM)
+            said = run(daemon, "drain", "--within", "10s")
+            assert said == "drained: nothing is held any more; it stays so until `drain --resume`\n"
+            assert client.claim([other]).miss is not None
+        finally:
+            assert run(daemon, "drain", "--resume") == "serving again\n"
+
+        def served() -> bool:
+            with client.claim([other]) as hit:
+                return bool(hit)
+
+        eventually(served)
+    run(daemon, "drain", "--resume", "--stop", code=ExitCode.BAD_INPUT)
+
+
+def test_the_log_level(daemon: PrivateDaemon) -> None:
+    assert run(daemon, "log-level", "debug") == "debug; it was info before\n"
+    assert "log.level" in run(daemon, "config", "diff")
+    assert "log.level" in run(daemon, "config", "reload"), "back to what is configured"
+    assert run(daemon, "config", "diff") == "nothing differs\n"
+    run(daemon, "log-level", "loud", code=ExitCode.BAD_INPUT)
+
+
+def test_a_drained_daemon_can_end() -> None:
+    with private_daemon() as daemon:
+        assert "the daemon ends" in run(daemon, "drain", "--stop")
+        assert daemon._process is not None
+        assert daemon._process.wait(60) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,6 +147,31 @@ def test_what_is_not_there_is_gone(made: Made) -> None:
     outcomes, copies = copy(made, first, second)
     assert outcomes == [Copied.GONE, Copied.WHOLE]
     assert copies[1] == payload_of(100, 2)
+
+
+def test_rows_that_are_known_are_not_looked_up_and_decide(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search has them already. What left since then, or was saved again, is gone."""
+    index = made.node.index
+    assert index is not None
+    entries = [made.put(n, (n * SLAB, SLAB), payload_of(100, n)) for n in (1, 2, 3)]
+    keys = [entry.key for entry in entries]
+    known = {key: row for key, row in zip(keys, index.find(keys), strict=True) if row is not None}
+    rooms = [bytearray(100) for _ in entries]
+    views = [memoryview(room) for room in rooms]
+
+    def copied(numbers: Sequence[int]) -> list[Copied]:
+        chosen = [entries[n] for n in numbers]
+        return made.node.copy(chosen, [views[n] for n in numbers], [True] * len(numbers), known)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(index, "find", None)
+        assert copied([2, 0, 1]) == [Copied.WHOLE] * 3
+        assert [bytes(room) for room in rooms] == [payload_of(100, n) for n in (1, 2, 3)]
+    made.writer.delete(keys[0])
+    made.put(2, (9 * SLAB, SLAB), payload_of(100, 2))
+    assert copied([0, 1, 2]) == [Copied.GONE, Copied.GONE, Copied.WHOLE]
 
 
 def test_another_save_of_the_same_key_is_another_entry(made: Made) -> None:

@@ -228,6 +228,30 @@ def test_the_next_slot_is_filled_before_the_first_is_empty(memory: StagingMemory
     assert free(memory) == [0, SLOT]
 
 
+def test_who_has_slots_for_all_of_it_is_told_of_none() -> None:
+    """Each answer takes the processor from the daemon. More than a half of the slots nobody gets
+    like that."""
+    memory = of_size(4 * staging.SLOT_BYTES)
+    slot = memory.slot_bytes
+    for slots, told in ((2, False), (3, True)):
+        daemon = Daemon(memory)
+        assert save(daemon, memory, bytes(slots * slot)) == [RESULT]
+        assert any(request.parts and not request.quiet for request in daemon.requests) is told
+        assert len(daemon.copied) == slots
+        assert len(free(memory)) == 4
+    memory.close()
+
+
+def test_slots_that_a_save_did_not_use_are_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "SLOT_BYTES", SLOT)
+    memory = of_size(8 * SLOT)
+    refusal = LimitReached("no")
+    with pytest.raises(LimitReached):
+        save(Daemon(memory, lambda _: [refusal]), memory, bytes(4 * SLOT))
+    assert sorted(free(memory)) == [number * SLOT for number in range(8)]
+    memory.close()
+
+
 def silent(_request: pb.SaveStagedRequest) -> list[pb.SaveStagedResponse | PrefixdError]:
     return []
 

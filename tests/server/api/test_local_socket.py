@@ -161,12 +161,12 @@ async def test_a_failure_of_the_daemon_is_one_of_the_contract(
 async def test_a_failure_where_nothing_can_be_answered_ends_the_connection(
     tmp_path: Path,
 ) -> None:
-    async def broken(*_: object) -> None:
+    def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
     async with running(tmp_path) as daemon:
         session = await daemon.open()
-        daemon.local_server.methods["release"] = broken
+        daemon.local_server.at_once["give_back"] = broken
         with bare(daemon) as connection:
             request = pb.ReleaseRequest(session=session.ref, claim_ids=[1])
             await connection.send(frame(give_back=request))
@@ -183,7 +183,7 @@ async def test_a_daemon_that_stops_says_so(tmp_path: Path) -> None:
         claimed = (await connection.ask(claim=claim_of(session, 1))).claim
         (token,) = await session.granted([item(key(2), DATA)])
         make_staging(daemon, session)
-        daemon.core.draining = True
+        daemon.core.gate.stopping = True
         header = session.header([item(key(3), DATA)])
         refused: dict[str, Any] = {
             "lookup": LOOKUP,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import resource
 import socket
@@ -101,6 +102,27 @@ async def test_who_hangs_up_waits_no_longer(tmp_path: Path, kind: str) -> None:
         await daemon.until(lambda: not daemon.tables.reservations)
         assert not daemon.tables.claims
         await daemon.assert_idle()
+
+
+@pytest.mark.parametrize("kind", ["lookup", "claim", "reserve"])
+@in_loop
+async def test_what_was_asked_is_forgotten_with_its_connection(tmp_path: Path, kind: str) -> None:
+    """At once, and not when Python looks for cycles, which in a daemon that rests is never: up to
+    16 MiB a connection."""
+    async with running(tmp_path) as daemon:
+        session, other = await daemon.open(), await daemon.open()
+        await session.granted([item(key(1), DATA)])
+        gc.collect()
+        gc.disable()
+        try:
+            with bare(daemon) as connection:
+                await connection.send(frame(**{kind: waiting_calls(other)[kind]}))
+                await daemon.until(lambda: daemon.tables.waiting)
+            await daemon.until(lambda: not daemon.local_server.connections)
+            await some_turns()
+            assert not [one for one in gc.get_objects() if isinstance(one, pb.LocalRequest)]
+        finally:
+            gc.enable()
 
 
 @in_loop

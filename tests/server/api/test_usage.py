@@ -12,11 +12,12 @@ from prefixd.client.results import Entry, MissReason, SaveOutcome, SaveStatus
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import InvalidSize, MalformedMessage, PrefixdError
 from prefixd.proto.keys import Key
-from prefixd.proto.limits import MAX_LABELS, MAX_REPORTED
+from prefixd.proto.limits import MAX_LABELS, MAX_REPORTED, MAX_TOLD_MISSES
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.api import usage as subject
 from prefixd.server.api.metrics import StateCollector
 from prefixd.server.api.usage import UsageBook, check_usage
+from prefixd.server.core.journal import Happening, Journal
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
 
@@ -64,6 +65,11 @@ TIER = {"tier": pb.TIER_RAM}
         {**GOOD, "misses": {"boredom": 2}},
         {**GOOD, "failures": {"boredom": 2}},
         {**GOOD, "lookup_tokens": MAX_REPORTED + 1},
+        {**GOOD, "absent": [{"keys": [KEY]}] * 3},
+        {**GOOD, "absent": [{"keys": [KEY] * 9}]},
+        {**GOOD, "absent": [{"keys": [KEY[:8]]}]},
+        {**GOOD, "absent": [{}]},
+        {**GOOD, "absent_because": {"evicted": 1}},
         {**GOOD, "tiers": [{"hit_tokens": 1}]},
         {**GOOD, "tiers": [{**TIER, "hit_tokens": 1}]},
         {**GOOD, "tiers": [{**TIER, "restored_bytes": {"air": 1}}]},
@@ -76,6 +82,38 @@ def test_what_does_not_add_up_is_refused(usage: dict[str, object]) -> None:
     check_usage(pb.Usage(**GOOD))  # type: ignore[arg-type]
     with pytest.raises((MalformedMessage, InvalidSize)):
         check_usage(pb.Usage(**usage))  # type: ignore[arg-type]
+
+
+def test_the_journal_says_why_what_was_looked_for_is_absent() -> None:
+    evicted, deleted, again, never = (Key(bytes([number]) * 32) for number in range(1, 5))
+    journal = Journal(44 * 100)
+    for what, key in (
+        (Happening.SAVED, evicted),
+        (Happening.EVICTED_FOR_SAVE, evicted),
+        (Happening.SAVED, evicted),
+        (Happening.DELETED, deleted),
+        (Happening.SAVED, again),
+    ):
+        journal.note(what, key, Tier.RAM, SaveReason.COLD, 1)
+    counters = Counters()
+    for keys in ([evicted], [deleted], [again], [never], [never, evicted], [never, again]):
+        counters.miss(MissReason.ABSENT, 1, keys)
+    counters.miss(MissReason.SLOW, 1, [evicted])
+    report = counters.take_report()
+    counters.give_back(report)
+    usage = check_usage(counters.take_report().message())
+    assert len(usage.absent) == 6
+    book = UsageBook().of("m")
+    book.judge(usage.absent, journal)
+    assert dict(book.message().absent_because) == {"evicted": 2, "deleted": 1, "never_saved": 3}
+    for number in range(200):
+        other = Key(number.to_bytes(32, "big"))
+        journal.note(Happening.SAVED, other, Tier.RAM, SaveReason.COLD, 1)
+    book.judge([pb.AbsentMiss(keys=[never])], journal)
+    assert book.absent_because["not_remembered"] == 1
+    for _ in range(2 * MAX_TOLD_MISSES):
+        counters.miss(MissReason.ABSENT, 1, [never])
+    assert len(check_usage(counters.take_report().message()).absent) == MAX_TOLD_MISSES
 
 
 def test_labels_are_bounded() -> None:

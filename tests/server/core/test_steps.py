@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.proto.errors import UnknownSession
+from prefixd.proto.errors import LimitReached, UnknownSession
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.core import answers as an
 from prefixd.server.core import effects as fx
@@ -296,4 +296,38 @@ def test_a_session_reserves_no_more_than_its_share() -> None:
     (token,) = driver.granted(bob, "c", payload_bytes=2)
     driver.cancel(bob, token)
     driver.stop(token)
-    assert len(driver.granted(bob, "d", payload_bytes=6)) == 1, "alone it may be larger"
+    (order,) = driver.reserve(bob, "d", payload_bytes=6, begin=True).results
+    assert order.payload_bytes == 6, "alone it may be larger"
+
+
+@pytest.mark.parametrize("ttl_ns", [1, 3_600_000_000_000])
+def test_a_reservation_of_a_whole_tier_evicts_nothing(ttl_ns: int) -> None:
+    """Somebody who sends no byte can take others no more than a share of a tier."""
+    driver = Driver(max_reserved_share=0.5)
+    alice, mallory = driver.open("alice"), driver.open("mallory")
+    saved(driver, alice, many(10))
+    for asked_bytes in (10, 6):
+        asked = driver.reserve(mallory, "all", payload_bytes=asked_bytes, ttl_ns=ttl_ns)
+        assert asked.results == (ev.SaveOutcome.TOO_LARGE,)
+    assert len(driver.tables.entries) == 10
+    assert driver.reserve(mallory, "half", payload_bytes=5, ttl_ns=ttl_ns).results[0].token
+    assert driver.reserve(mallory, "more", ttl_ns=ttl_ns).results == (ev.SaveOutcome.NO_ROOM,)
+    assert len(driver.tables.entries) == 5
+
+
+def test_shares_are_of_the_tier_as_large_as_it_is() -> None:
+    """Its device has room for a tenth of what was configured."""
+    driver = large(100, max_reserved_share=0.5, max_pinned_share=0.5)
+    for ledger in driver.tables.ledgers.values():
+        ledger.budget_bytes = ledger.arena_bytes = 10_000
+    alice, bob = driver.open("alice"), driver.open("bob")
+    tokens = driver.granted(alice, "a b", payload_bytes=250)
+    assert driver.reserve(alice, "c").results == (ev.SaveOutcome.NO_ROOM,)
+    asked = driver.reserve(bob, "c", payload_bytes=501)
+    assert asked.results == (ev.SaveOutcome.NO_ROOM,), "there may be more room later"
+    driver.save(bob, "d", payload_bytes=300)
+    driver.save(bob, "e", payload_bytes=200)
+    assert driver.claim(bob, "d e", ClaimMode.ANY).claim
+    driver.seal(*tokens)
+    driver.save(alice, "f")
+    assert isinstance(driver.claim(bob, "f").error, LimitReached)

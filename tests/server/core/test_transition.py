@@ -8,7 +8,8 @@ from prefixd.proto.errors import UnknownSession
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.core import effects as fx
 from prefixd.server.core.events import LookupAsked
-from prefixd.server.core.tables import Claim, EvictionCause, WaitMode
+from prefixd.server.core.journal import EvictionCause
+from prefixd.server.core.tables import Claim, WaitMode
 from prefixd.server.core.transition import Refusal, Transition
 from tests.support.state_driver import Driver, erased, key, keys
 
@@ -123,9 +124,9 @@ def test_the_ledger_hears_of_the_first_pin_and_the_last(driver: Driver) -> None:
         transition.pin(session, Claim(pins, 1, (entry,), 0, 100))
         assert (entry.pins, ram.pinned_entries) == (pins, 1)
         assert session.pinned_bytes == {Tier.RAM: 1}, "it is charged once"
-    transition.unpin(1, session, entry)
+    transition.unpin(1, session, [entry])
     assert (entry.pins, ram.pinned_entries, driver.order()) == (1, 1, "b")
-    transition.unpin(2, session, entry)
+    transition.unpin(2, session, [entry])
     assert (entry.pins, ram.pinned_entries, driver.order()) == (0, 0, "b a")
     assert session.pinned_bytes == {Tier.RAM: 0}
     assert session.pins == {}

@@ -7,15 +7,18 @@ from collections.abc import Iterator
 
 import pytest
 
+from prefixd.server.core.tables import TierCounters
 from prefixd.server.runtime import collector
 from prefixd.server.runtime.collector import Freezer
 
 
 @pytest.fixture
 def thawed() -> Iterator[None]:
+    threshold = gc.get_threshold()
     gc.unfreeze()
     yield
     gc.unfreeze()
+    gc.set_threshold(*threshold)
 
 
 @pytest.mark.usefixtures("thawed")
@@ -24,16 +27,16 @@ def test_what_is_alive_is_frozen_once_enough_was_published(
 ) -> None:
     monkeypatch.setattr(collector, "_MAX_WATCHED_ENTRIES", 100)
     freezer = Freezer()
-    freezer.published(99)
+    freezer.published([TierCounters(saves=99)])
     assert gc.get_freeze_count() == 0
-    freezer.published(100)
+    freezer.published([TierCounters(saves=60), TierCounters(recovered_entries=40)])
     frozen = gc.get_freeze_count()
     assert frozen > 0
     # Counted from there: not with every entry after the hundredth.
     gc.unfreeze()
-    freezer.published(199)
+    freezer.published([TierCounters(saves=199)])
     assert gc.get_freeze_count() == 0
-    freezer.published(200)
+    freezer.published([TierCounters(saves=200)])
     assert gc.get_freeze_count() > 0
 
 
@@ -50,5 +53,24 @@ def test_young_cycles_do_not_stay_for_ever(monkeypatch: pytest.MonkeyPatch) -> N
             gone.append("cycle")
 
     Cycle()
-    Freezer().published(1)
+    Freezer().published([TierCounters(saves=1)])
     assert gone == ["cycle"]
+
+
+@pytest.mark.usefixtures("thawed")
+def test_what_a_start_made_is_not_looked_at_again_and_a_batch_is_not_often() -> None:
+    collector.begin()
+    assert gc.get_freeze_count() > 0
+    assert gc.get_threshold()[0] >= 8192
+
+
+@pytest.mark.usefixtures("thawed")
+def test_what_is_large_is_not_looked_at_even_once() -> None:
+    passes: list[str] = []
+    gc.callbacks.append(lambda phase, _: passes.append(phase))
+    try:
+        Freezer().grown()
+    finally:
+        gc.callbacks.pop()
+    assert gc.get_freeze_count() > 0
+    assert not passes

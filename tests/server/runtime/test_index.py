@@ -29,7 +29,12 @@ from prefixd.proto.index import (
     unpack_row,
 )
 from prefixd.proto.keys import Key
-from prefixd.server.runtime.index import HEADS_PER_ENTRY, MAX_ENTRIES, IndexWriter
+from prefixd.server.runtime.index import (
+    FIRST_HEADS,
+    HEADS_PER_ENTRY,
+    MAX_ENTRIES,
+    IndexWriter,
+)
 from prefixd.tiers.store import StoreError
 
 from ...support import index_rows
@@ -139,6 +144,42 @@ def test_it_grows_to_many_entries_within_its_memory() -> None:
         for key in keys:
             assert writer.put(IndexRow(key, 1, 2**20, 512, 7, 0, 0, 1, 1, location))
         assert writer.stats().memory_bytes == stats.memory_bytes
+
+
+@pytest.mark.parametrize("listed", [0, 700])
+def test_with_heads_for_what_is_expected_no_chain_is_divided(
+    listed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with index(20_000) as (writer, reader):
+        model = {key_of(n): entry_of(key_of(n), n + 1, 1) for n in range(20_000)}
+        entries = list(model.values())
+        for entry in entries[:listed]:
+            writer.put(entry)
+        writer.expect(20_000 - listed)
+        heads = writer.stats().heads
+        assert heads == HEADS_PER_ENTRY * 20_000
+        there = [row is not None for row in reader.get(model)]
+        assert there == [n < listed for n in range(20_000)]
+        monkeypatch.setattr(writer, "_add_head", full)
+        for entry in entries[listed:]:
+            assert writer.put(entry)
+        assert writer.stats().heads == heads
+        agrees(writer, reader, model)
+
+
+def test_where_many_are_listed_or_there_is_no_memory_nothing_changes_for_what_is_expected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with index(20_000) as (writer, _):
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        writer.expect(20_000)
+        assert writer.stats().heads == FIRST_HEADS
+        monkeypatch.undo()
+        for number in range(5_000):
+            writer.put(entry_of(key_of(number), 1, 1))
+        heads = writer.stats().heads
+        writer.expect(15_000)
+        assert writer.stats().heads == heads
 
 
 def test_lists_of_extents_have_rows_of_their_own() -> None:

@@ -230,10 +230,10 @@ async def test_an_event_that_fails_is_answered_shown_and_survived(tmp_path: Path
         # Some of its effects may have been changes of the index: no reader believes it any more.
         assert daemon.core.index.revoked
         broken.kind = None
-        await daemon.until(lambda: not daemon.core.recounting)
+        await daemon.until(lambda: not daemon.core.gate.recounting)
         assert await daemon.presence(key(1)) == [pb.PRESENCE_PRESENT]
         assert await session.restore(key(1)) == DATA
-        await daemon.until(lambda: not daemon.core.recounting)
+        await daemon.until(lambda: not daemon.core.gate.recounting)
         assert not daemon.core.broken.is_set(), "the accounting balances"
         assert set(daemon.core.unhealthy()) == {"state", "index"}
         daemon.forward(FAULT_SHOWN_NS / 1e9)
@@ -253,7 +253,7 @@ async def test_nothing_is_taken_on_while_the_state_is_in_doubt(tmp_path: Path) -
         with pytest.raises(Draining, match="checks its state after a failure") as refused:
             await core.ask(ask.lookup(1), LookupAnswer)
         assert refused.value.retryable
-        await daemon.until(lambda: not core.recounting)
+        await daemon.until(lambda: not core.gate.recounting)
         assert await core.ask(ask.lookup(1), LookupAnswer)
 
 
@@ -410,7 +410,7 @@ async def test_the_flush_goes_on_whatever_happens_in_it(tmp_path: Path) -> None:
         assert daemon.core._flusher is not first
         assert not daemon.core._flusher.cancelled()
         broken.kind = None
-        await daemon.until(lambda: not daemon.core.recounting)
+        await daemon.until(lambda: not daemon.core.gate.recounting)
         daemon.core._flush()
         assert set(daemon.core.unhealthy()) == {"state", "index"}
 
@@ -428,7 +428,7 @@ async def test_a_daemon_that_drains_lets_what_began_come_to_its_end(tmp_path: Pa
         granted = await session.granted([item(key(n), DATA) for n in (2, 3)])
         with core.working():
             draining = asyncio.ensure_future(core.drain(60))
-            await daemon.until(lambda: core.draining)
+            await daemon.until(lambda: core.gate.stopping)
             for question, kind in (
                 (ask.claim(1), ClaimAnswer),
                 (ask.lookup(1), LookupAnswer),

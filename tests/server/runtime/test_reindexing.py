@@ -46,7 +46,7 @@ async def test_after_a_bug_there_is_a_new_index(tmp_path: Path) -> None:
             await core.ask(ask.lookup(1), LookupAnswer)
         broken.kind = None
         assert old.revoked
-        await daemon.until(lambda: not core.recounting and core.index is not old)
+        await daemon.until(lambda: not core.gate.recounting and core.index is not old)
         assert not core.index.revoked
         assert len(core.index) == 15
         assert "index" not in core.unhealthy()

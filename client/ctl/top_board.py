@@ -1,0 +1,182 @@
+"""What `prefixctl top` shows: a daemon between two looks at it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ...proto import prefixd_pb2 as pb
+from ...proto.units import format_duration
+from . import render, stats_view
+
+NAMESPACES: Final = 8
+
+
+class Board:
+    """One daemon between the last two samples that it was given."""
+
+    def __init__(self, address: str) -> None:
+        self.note = ""
+        self._address = address
+        self._now = self._before = pb.StatsResponse()
+        self._claims: Sequence[pb.ClaimDetail] = ()
+        self._at_s = 0.0
+        self._seconds = 0.0
+
+    def take(self, stats: pb.StatsResponse, oldest: Sequence[pb.ClaimDetail], at_s: float) -> None:
+        """A new sample, taken at `at_s` (monotonic). `oldest`: claims, the oldest first."""
+        same = self._now.incarnation == stats.incarnation
+        # Of a daemon that was restarted nothing before is comparable.
+        self._before = self._now if same else stats
+        self._seconds = at_s - self._at_s if same else 0.0
+        self._now, self._claims, self._at_s = stats, oldest, at_s
+
+    def between(self) -> pb.StatsResponse:
+        """What clients did and how long stages took between the samples; the rest is as it is."""
+        found = pb.StatsResponse()
+        found.CopyFrom(self._now)
+        for label, usage in found.usage.items():
+            if label in self._before.usage:
+                _subtract(usage, self._before.usage[label])
+        before = {stage.stage: stage for stage in self._before.stages}
+        for stage in found.stages:
+            if stage.stage in before:
+                old = before[stage.stage].times
+                stage.times[:] = [max(0, n - o) for n, o in zip(stage.times, old, strict=True)]
+        return found
+
+    def _rate(self, count: float) -> float:
+        return count / self._seconds if self._seconds > 0 else 0.0
+
+    def __rich__(self) -> RenderableType:
+        now, between = self._now, self.between()
+        lines: list[RenderableType] = [stats_view.headline(now, self._address)]
+        lines += [Text(f"{part}: {what}", "yellow") for part, what in sorted(now.notices.items())]
+        lines.append(self._hits_line(between))
+        lines.append(self._tiers_table())
+        if between.usage:
+            lines.append(self._namespaces_table(between))
+        lines.append(self._stages_table(between.stages))
+        lines.append(
+            Text(
+                f"sessions {now.sessions:,}   claims {now.claims:,}   "
+                f"reservations {now.reservations:,}   waiters {now.waiters:,}"
+            )
+        )
+        if self._claims:
+            lines.append(Text("oldest claims", "bold"))
+            lines.append(render.claims_table(self._claims))
+        if self.note:
+            lines.append(Text(self.note, "bold red"))
+        return Group(*lines)
+
+    def _hits_line(self, between: pb.StatsResponse) -> Text:
+        """The ratio of now, and since the start."""
+        recent = stats_view.total_usage(between.usage.values())
+        ever = stats_view.total_usage(self._now.usage.values())
+        line = Text("hit ratio  ", style="bold")
+        now = render.percent(stats_view.hit_tokens(recent), recent.lookup_tokens)
+        since = render.percent(stats_view.hit_tokens(ever), ever.lookup_tokens)
+        line.append(now, style="bold green")
+        line.append(f" of tokens now, {since} since the start", style="not bold")
+        rates = (
+            f"\n           {self._rate(recent.lookups):,.0f} look-ups/s"
+            f"   {render.size(self._rate(_restored_bytes(recent)))}/s restored"
+        )
+        return line.append(rates, style="not bold")
+
+    def _tiers_table(self) -> RenderableType:
+        numbers = ("full", "budget", "entries", "hits/s", "saved/s", "evicted/s")
+        table = render.make_table("tier", "", *numbers, right=numbers)
+        before = {tier.tier: tier for tier in self._before.tiers}
+        for tier in self._now.tiers:
+            old = before.get(tier.tier, tier)
+            budget = render.size(tier.budget_bytes)
+            table.add_row(
+                render.tier_name(tier.tier),
+                render.Bar.of_tier(tier),
+                render.percent(render.used_bytes(tier), tier.budget_bytes),
+                budget if tier.state in ("", "serving") else f"{budget} ({tier.state})",
+                f"{tier.entries:,}",
+                f"{self._rate(tier.hits - old.hits):,.0f}",
+                render.size(self._rate(tier.saved_bytes - old.saved_bytes)),
+                render.size(self._rate(tier.evicted_bytes - old.evicted_bytes)),
+            )
+        return table
+
+    def _namespaces_table(self, between: pb.StatsResponse) -> RenderableType:
+        """The busiest labels."""
+        numbers = ("hit ratio", "look-ups/s", "hit tokens/s", "restored/s", "missed")
+        table = render.make_table("namespace", *numbers, "mostly", right=numbers)
+        busiest = sorted(between.usage.items(), key=lambda item: -item[1].lookups)
+        for label, usage in busiest[:NAMESPACES]:
+            missed = sum(usage.misses.values())
+            table.add_row(
+                label,
+                render.percent(stats_view.hit_tokens(usage), usage.lookup_tokens),
+                f"{self._rate(usage.lookups):,.0f}",
+                f"{self._rate(stats_view.hit_tokens(usage)):,.0f}",
+                render.size(self._rate(_restored_bytes(usage))),
+                f"{missed:,}",
+                max(usage.misses, key=usage.misses.__getitem__) if missed else "",
+            )
+        return table
+
+    def _stages_table(self, stages: Iterable[pb.StageTimes]) -> RenderableType:
+        """What took longest first."""
+        numbers = ("half within", "99 of 100 within", "per second")
+        table = render.make_table("slowest stages", *numbers, right=numbers)
+        timed = [stage for stage in stages if sum(stage.times)]
+        for stage in sorted(timed, key=lambda stage: -quantile_ns(stage, 0.99)):
+            table.add_row(
+                stage.stage,
+                _within(stage, 0.5),
+                _within(stage, 0.99),
+                f"{self._rate(sum(stage.times)):,.0f}",
+            )
+        if not timed:
+            table.add_row("nothing was timed", "", "", "")
+        return table
+
+
+def quantile_ns(stage: pb.StageTimes, part: float) -> float:
+    """The bound of the bucket that this part of the times falls into; infinite above them all."""
+    wanted, seen = part * sum(stage.times), 0
+    for count, bound_ns in zip(stage.times, (*stage.bounds_ns, float("inf")), strict=True):
+        seen += count
+        if seen >= wanted:
+            return bound_ns
+    return 0.0
+
+
+def _within(stage: pb.StageTimes, part: float) -> str:
+    bound_ns = quantile_ns(stage, part)
+    if bound_ns == float("inf"):
+        return f"> {format_duration(stage.bounds_ns[-1])}"
+    return f"{bound_ns / 1_000:.0f}us" if bound_ns < 1_000_000 else format_duration(int(bound_ns))
+
+
+def _restored_bytes(usage: pb.Usage) -> int:
+    return sum(sum(tier.restored_bytes.values()) for tier in usage.tiers)
+
+
+def _subtract(usage: pb.Usage, before: pb.Usage) -> None:
+    """Turn sums since the start into what came since `before`."""
+    for name in ("lookups", "hits", "lookup_tokens", "restored_tokens"):
+        setattr(usage, name, max(0, getattr(usage, name) - getattr(before, name)))
+    for name in ("misses", "failures", "absent_because"):
+        counts, old = getattr(usage, name), getattr(before, name)
+        for reason in list(counts):
+            counts[reason] = max(0, counts[reason] - old.get(reason, 0))
+    tiers = {tier.tier: tier for tier in before.tiers}
+    for tier in usage.tiers:
+        was = tiers.get(tier.tier)
+        if was is not None:
+            tier.hit_entries = max(0, tier.hit_entries - was.hit_entries)
+            tier.hit_tokens = max(0, tier.hit_tokens - was.hit_tokens)
+            for path in list(tier.restored_bytes):
+                old_bytes = was.restored_bytes.get(path, 0)
+                tier.restored_bytes[path] = max(0, tier.restored_bytes[path] - old_bytes)

@@ -1,0 +1,76 @@
+"""What operators do to the room of a tier: make some, or make the tier another size."""
+
+from __future__ import annotations
+
+from ...proto.errors import LimitReached, UnknownTier
+from ...proto.units import format_bytes
+from ...proto.vocabulary import Tier
+from ...tiers.ledger import Ledger
+from .answers import EvictAnswer, ResizeAnswer
+from .events import EvictAsked, ResizeAsked
+from .journal import EvictionCause
+from .transition import Refusal, Transition
+
+
+def evict(transition: Transition, asked: EvictAsked) -> EvictAnswer:
+    """The next victims, until so many bytes are free of them."""
+    ledger = _ledger(transition, asked.tier)
+    entries = freed_bytes = 0
+    while freed_bytes < asked.free_bytes and entries < asked.max_entries:
+        victim = ledger.next_victim()
+        if victim is None:
+            return EvictAnswer(entries, freed_bytes, more=False)
+        entries += 1
+        freed_bytes += transition.evict(victim, EvictionCause.OPERATOR).stored_bytes
+    return EvictAnswer(entries, freed_bytes, more=True)
+
+
+def resize(transition: Transition, asked: ResizeAsked) -> ResizeAnswer:
+    """One step towards another budget.
+
+    A larger one holds at once; its room comes with `ArenaGrown` and `SlabsRestored`. For a
+    smaller one the next victims leave, exactly those that are too many, and what they leave is
+    retired; the budget holds once all of that is. Until then the tier is full at every step, so
+    that no save takes what was made free.
+    """
+    ledger = _ledger(transition, asked.tier)
+    target_bytes = asked.arena_bytes - ledger.header_bytes
+    entries = freed_bytes = 0
+    retired: tuple[int, ...] = ()
+    excess_bytes = ledger.limit_bytes - target_bytes
+    if excess_bytes > 0:
+        _check_pins(ledger, target_bytes)
+        # Queues with shares have those of the new size from the first victim on.
+        ledger.policy.resize(asked.budget_bytes)
+        while ledger.free_bytes < excess_bytes and entries < asked.max_entries:
+            victim = ledger.next_victim()
+            if victim is None:
+                break
+            entries += 1
+            freed_bytes += transition.evict(victim, EvictionCause.RESIZE).stored_bytes
+        free_bytes = min(ledger.free_bytes, excess_bytes)
+        if free_bytes > 0:
+            retired = ledger.retire(free_bytes)
+    done = ledger.limit_bytes <= target_bytes
+    if done:
+        ledger.resize(asked.budget_bytes, asked.arena_bytes)
+    return ResizeAnswer(entries, freed_bytes, retired, done)
+
+
+def _check_pins(ledger: Ledger, target_bytes: int) -> None:
+    """Raises Refusal where what is claimed does not fit any more."""
+    if ledger.pinned_bytes > target_bytes:
+        raise Refusal(
+            LimitReached(
+                f"claims pin {ledger.pinned_bytes} bytes ({format_bytes(ledger.pinned_bytes)}) of "
+                f"the {ledger.tier.label} tier, and {format_bytes(target_bytes)} would be left for "
+                "entries; try again when they are released"
+            )
+        )
+
+
+def _ledger(transition: Transition, tier: Tier) -> Ledger:
+    ledger = transition.tables.ledgers.get(tier)
+    if ledger is None:
+        raise Refusal(UnknownTier(f"this daemon has no {tier.label} tier"))
+    return ledger

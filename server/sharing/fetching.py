@@ -1,0 +1,189 @@
+"""Brings entries of other nodes: what a search wants and this node has not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from time import monotonic
+
+import structlog
+
+from ...proto.errors import PrefixdError
+from ...proto.keys import Key
+from ...proto.limits import DEFAULT_RESERVATION_TTL_MS, MAX_BATCH_KEYS
+from ...proto.vocabulary import SaveReason
+from ..core.answers import ReserveAnswer, WriteOrder
+from ..core.events import ClaimMode, ReserveAsked, SaveItem, SaveOutcome
+from ..runtime.incoming import Incoming, Piece
+from ..runtime.loop import Core
+from .common import BATCH_BYTES, Link
+from .store import Outcome, SharedEntry, Wanted
+
+log = structlog.get_logger("prefixd.sharing")
+
+
+class Fetcher:
+    """Fetches under `session`, the daemon's own. Belongs to the event loop."""
+
+    def __init__(self, core: Core, link: Link, session: int) -> None:
+        self._core = core
+        self._link = link
+        self._session = session
+        #: Keys that a fetch is busy with.
+        self._fetching: dict[Key, asyncio.Future[None]] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        """Is it being brought at this moment?"""
+        return key in self._fetching
+
+    async def fetch(self, keys: Sequence[Key], mode: ClaimMode, deadline_s: float) -> int:
+        """Bring what `mode` wants of `keys` and is not here. Returns how many entries came until
+        `deadline_s` (`time.monotonic()`). Raises nothing but CancelledError."""
+        entries = self._core.state.tables.entries
+        self._link.counters.fetches += 1
+        busy = [self._fetching[key] for key in keys if key in self._fetching]
+        if busy:
+            await asyncio.wait(busy, timeout=deadline_s - monotonic())
+        missing = _wanted_after(keys, mode, lambda key: entries.find(key) is not None)
+        missing = [key for key in missing if key not in self._fetching][:MAX_BATCH_KEYS]
+        if not missing or self._link.closed:
+            return 0
+        done = asyncio.get_running_loop().create_future()
+        self._fetching |= dict.fromkeys(missing, done)
+        try:
+            async with asyncio.timeout(deadline_s - monotonic()):
+                return await self._fetch(missing, mode, deadline_s)
+        except TimeoutError:
+            return 0
+        except PrefixdError as problem:
+            log.debug("fetch_refused", why=str(problem))
+            return 0
+        finally:
+            for key in missing:
+                del self._fetching[key]
+            done.set_result(None)
+
+    async def _fetch(self, keys: Sequence[Key], mode: ClaimMode, deadline_s: float) -> int:
+        found = await self._link.call(lambda: self._link.store.find(keys, deadline_s))
+        brought = 0
+        before: list[Key] = []
+        for batch in _batches(_found(found, mode), self._link.config.memory_bytes):
+            count = await self._bring(batch, before, deadline_s)
+            brought += count
+            if count < len(batch):
+                break  # what comes after a hole is of no use to a run
+            before += [entry.key for entry in batch]
+        return brought
+
+    async def _bring(
+        self, batch: Sequence[SharedEntry], before: Sequence[Key], deadline_s: float
+    ) -> int:
+        """Reserve, receive and publish; returns how many are there now that were not."""
+        core = self._core
+        total_bytes = sum(entry.payload_bytes for entry in batch)
+        await self._link.memory.take(total_bytes)
+        try:
+            with core.working():
+                answer = await core.ask(self._reservation(batch, before), ReserveAnswer)
+                granted = [
+                    (entry, order)
+                    for entry, order in zip(batch, answer.results, strict=True)
+                    if isinstance(order, WriteOrder)
+                ]
+                self._link.counters.unavailable += len(batch) - len(granted)
+                return await self._receive(granted, deadline_s) if granted else 0
+        finally:
+            await self._link.memory.give_back(total_bytes)
+
+    def _reservation(self, batch: Sequence[SharedEntry], before: Sequence[Key]) -> ReserveAsked:
+        core = self._core
+        now_ns = core.clock.now_ns()
+        return ReserveAsked(
+            request=core.next_request(),
+            session=self._session,
+            tier=self._link.config.tier,
+            reason=SaveReason.COLD,
+            items=tuple(
+                SaveItem(entry.key, entry.payload_bytes, entry.token_count, entry.layer_count)
+                for entry in batch
+            ),
+            ancestors=tuple(before[-MAX_BATCH_KEYS:]),
+            begin=True,
+            ttl_ns=DEFAULT_RESERVATION_TTL_MS * 1_000_000,
+            wait_until_ns=now_ns,
+            now_ns=now_ns,
+        )
+
+    async def _receive(
+        self, granted: Sequence[tuple[SharedEntry, WriteOrder]], deadline_s: float
+    ) -> int:
+        incoming = Incoming(self._core)
+        for number, (_, order) in enumerate(granted):
+            incoming.add(number, self._core.begin_write(order))
+        memory = memoryview(bytearray(sum(entry.payload_bytes for entry, _ in granted)))
+        wanted = []
+        for entry, _ in granted:
+            wanted.append(Wanted(entry, memory[: entry.payload_bytes]))
+            memory = memory[entry.payload_bytes :]
+        async with incoming.to_the_end():
+            outcomes = await self._link.call(lambda: self._link.store.get(wanted, deadline_s))
+            await incoming.feed(
+                [
+                    Piece(number, want.room, True, want.entry.payload_crc32c)
+                    for number, (want, outcome) in enumerate(zip(wanted, outcomes, strict=True))
+                    if outcome is Outcome.DONE
+                ]
+            )
+        ended = await incoming.ended()
+        self._link.counters.damaged += outcomes.count(Outcome.DAMAGED)
+        saved = [granted[n][0] for n, end in ended.items() if end.outcome is SaveOutcome.SAVED]
+        self._link.counters.unavailable += len(granted) - len(saved)
+        self._link.counters.fetched_entries += len(saved)
+        self._link.counters.fetched_bytes += sum(entry.payload_bytes for entry in saved)
+        if self._link.store.holds_payloads:
+            for entry in saved:
+                self._link.known.remember(entry.key)
+        return len(saved)
+
+
+def _wanted_after(keys: Sequence[Key], mode: ClaimMode, here: Callable[[Key], bool]) -> list[Key]:
+    """The keys that would give a claim of `mode` more than what is here."""
+    match mode:
+        case ClaimMode.FIRST:
+            wanted = []
+            for key in keys:
+                if here(key):
+                    break
+                wanted.append(key)
+            return wanted
+        case _:
+            return [key for key in keys if not here(key)]
+
+
+def _found(found: Sequence[SharedEntry | None], mode: ClaimMode) -> list[SharedEntry]:
+    """What `mode` wants of what there is."""
+    wanted: list[SharedEntry] = []
+    for entry in found:
+        if entry is not None:
+            wanted.append(entry)
+            if mode is ClaimMode.FIRST:
+                break
+        elif mode is ClaimMode.RUN:
+            break
+    return wanted
+
+
+def _batches(entries: Sequence[SharedEntry], most_bytes: int) -> Iterator[list[SharedEntry]]:
+    """Cut into what is received in one go, up to the first that is too large at all."""
+    batch: list[SharedEntry] = []
+    batch_bytes = 0
+    for entry in entries:
+        if entry.payload_bytes > most_bytes:
+            break
+        if batch and batch_bytes + entry.payload_bytes > min(BATCH_BYTES, most_bytes):
+            yield batch
+            batch, batch_bytes = [], 0
+        batch.append(entry)
+        batch_bytes += entry.payload_bytes
+    if batch:
+        yield batch

@@ -1,0 +1,169 @@
+"""S3, and what speaks like it, as a shared store: much room for little money, and slow to answer.
+
+An entry is one object, `<fleet>/<two hex digits>/<64 hex digits of the key>`: the header of
+`record`, and the payload behind it. Objects leave by a lifecycle rule of the bucket; nothing here
+can make one live longer. obstore does the talking; its streams are left alone, for with them the
+interpreter aborts at its end (seen with 0.12).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
+from time import monotonic
+from typing import Any, Final, TypeVar
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import from_url
+
+from ...proto.keys import Key
+from ...proto.layout import crc32c
+from .record import HEADER_BYTES, decode_header, encode_header
+from .store import Offer, Outcome, SharedEntry, SharedStore, Wanted
+
+T = TypeVar("T")
+
+#: Requests at one time.
+THREADS: Final = 8
+#: What one request may take, whatever the call's deadline is: so long its thread is busy.
+REQUEST_TIMEOUT_S: Final = 30
+#: So many requests in a row without an answer give the engine a rest.
+PATIENCE_REQUESTS: Final = 3
+REST_S: Final = 1.0
+
+
+class ObjectStore(SharedStore):
+    """One bucket, or a prefix in it. `fleet`: those with another one share nothing with it."""
+
+    def __init__(self, url: str, fleet: str, store: Any = None) -> None:
+        """`url`: `s3://bucket[/prefix]`; where and who are in AWS_ENDPOINT_URL, AWS_REGION,
+        AWS_ACCESS_KEY_ID and so on. `store`: an obstore store instead of it. Raises ValueError."""
+        self._prefix: Final = fleet
+        try:
+            self._store: Final = store or from_url(
+                url,
+                client_options={"timeout": timedelta(seconds=REQUEST_TIMEOUT_S)},
+                retry_config={"max_retries": 0},
+            )
+        except (BaseError, OSError) as problem:
+            raise ValueError(str(problem)) from None
+        self._threads: Final = ThreadPoolExecutor(THREADS, "prefixd-objects")
+        self._lock = threading.Lock()
+        self._unanswered = 0
+        self._rests_until_s = 0.0
+        self._problem = ""
+        self._closed = False
+
+    def find(self, keys: Sequence[Key], deadline_s: float) -> list[SharedEntry | None]:
+        def head(key: Key) -> SharedEntry | None:
+            return decode_header(key, self._range(key, HEADER_BYTES))
+
+        found = self._each(head, keys, deadline_s)
+        return [entry if isinstance(entry, SharedEntry) else None for entry in found]
+
+    def get(self, wanted: Sequence[Wanted], deadline_s: float) -> list[Outcome]:
+        def read(want: Wanted) -> memoryview | Outcome:
+            value = self._range(want.entry.key, HEADER_BYTES + want.entry.payload_bytes)
+            payload = value[HEADER_BYTES:]
+            if decode_header(want.entry.key, value) != want.entry:
+                return Outcome.DAMAGED
+            if len(payload) != want.entry.payload_bytes:
+                return Outcome.DAMAGED
+            return payload if crc32c(payload) == want.entry.payload_crc32c else Outcome.DAMAGED
+
+        outcomes = []
+        for want, result in zip(wanted, self._each(read, wanted, deadline_s), strict=True):
+            if isinstance(result, memoryview):
+                # Here, and not on its thread: that may come back after the deadline.
+                want.room[:] = result
+                outcomes.append(Outcome.DONE)
+            else:
+                outcomes.append(result)
+        damaged = [
+            want.entry.key
+            for want, outcome in zip(wanted, outcomes, strict=True)
+            if outcome is Outcome.DAMAGED
+        ]
+        if damaged:
+            self.drop(damaged, deadline_s)
+        return outcomes
+
+    def put(self, offers: Sequence[Offer], deadline_s: float) -> list[Outcome]:
+        def write(offer: Offer) -> Outcome:
+            # One copy: a request that takes too long must not read the caller's buffers.
+            value = b"".join([encode_header(offer.entry), *offer.pieces])
+            obstore.put(self._store, self._path(offer.entry.key), value)
+            return Outcome.DONE
+
+        return [
+            result if isinstance(result, Outcome) else Outcome.UNAVAILABLE
+            for result in self._each(write, offers, deadline_s)
+        ]
+
+    def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> None:
+        """Does nothing: an object's age can't be changed without writing it anew."""
+
+    def drop(self, keys: Sequence[Key], deadline_s: float) -> None:
+        self._each(lambda key: obstore.delete(self._store, self._path(key)), keys, deadline_s)
+
+    def problems(self) -> list[str]:
+        return []  # what a bucket's rules are can't be asked for everywhere
+
+    def health(self) -> dict[str, str]:
+        with self._lock:
+            return {"objects": self._problem} if self._problem else {}
+
+    def close(self) -> None:
+        self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ----
+
+    def _path(self, key: Key) -> str:
+        name = key.hex()
+        return f"{self._prefix}/{name[:2]}/{name}"
+
+    def _range(self, key: Key, length: int) -> memoryview:
+        """The first bytes of an object, as many as there are. Raises FileNotFoundError."""
+        return memoryview(obstore.get_range(self._store, self._path(key), start=0, length=length))
+
+    def _each(
+        self, call: Callable[[Any], T], things: Sequence[Any], deadline_s: float
+    ) -> list[T | Outcome]:
+        """What `call` makes of each, on threads; ABSENT or UNAVAILABLE where it makes nothing."""
+        if self._closed or monotonic() < self._rests_until_s:
+            return [Outcome.UNAVAILABLE] * len(things)
+        try:
+            futures = [self._threads.submit(call, thing) for thing in things]
+        except RuntimeError:  # closed meanwhile
+            return [Outcome.UNAVAILABLE] * len(things)
+        wait(futures, max(0.0, deadline_s - monotonic()))
+        return [self._result(future) for future in futures]
+
+    def _result(self, future: Future[Any]) -> Any:
+        if not future.done():
+            if not future.cancel():
+                self._missed("it does not answer in time")
+            return Outcome.UNAVAILABLE
+        if future.cancelled():
+            return Outcome.UNAVAILABLE
+        problem = future.exception()
+        if problem is None or isinstance(problem, FileNotFoundError):
+            self._answered()
+            return future.result() if problem is None else Outcome.ABSENT
+        self._missed(str(problem).splitlines()[0])
+        return Outcome.UNAVAILABLE
+
+    def _answered(self) -> None:
+        with self._lock:
+            self._unanswered, self._problem = 0, ""
+
+    def _missed(self, why: str) -> None:
+        with self._lock:
+            self._unanswered += 1
+            self._problem = why
+            if self._unanswered >= PATIENCE_REQUESTS:
+                self._rests_until_s = monotonic() + REST_S

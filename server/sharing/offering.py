@@ -1,0 +1,207 @@
+"""Offers entries to other nodes, in the background: what was used, or everything."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from time import monotonic
+from typing import Final, NamedTuple
+
+import structlog
+
+from ...proto.keys import Key
+from ...proto.limits import MAX_BATCH_KEYS
+from ...proto.vocabulary import Tier
+from ...tiers.store import Damaged, StoreError, Usage
+from ..core.entries import Entry
+from ..runtime.loop import Core
+from .common import BATCH_BYTES, Link, WritePolicy
+from .fetching import Fetcher
+from .store import Offer, Outcome, SharedEntry
+
+log = structlog.get_logger("prefixd.sharing")
+
+#: Offers that wait, in entries: each is a reference.
+MAX_WAITING_OFFERS: Final = 65_536
+#: An entry that is used lives on in the engine: it is told so again after this part of its life.
+_TOUCHES_A_LIFE: Final = 8
+#: What the engine may take for a batch of offers, or of touches.
+_OFFER_TIMEOUT_S: Final = 10.0
+
+
+class _Waiting(NamedTuple):
+    entry: Entry
+    generation: int
+    last_used_ns: int
+
+
+class Offers:
+    """`EntryListener`: hears of entries, and offers them. Belongs to the event loop."""
+
+    def __init__(self, core: Core, link: Link, fetcher: Fetcher) -> None:
+        self._core = core
+        self._link = link
+        self._fetcher = fetcher
+        self._offers: deque[_Waiting] = deque()
+        #: Offers that are on their way.
+        self._sending = 0
+        self._touches: list[tuple[Key, int]] = []
+        self._work = asyncio.Event()
+
+    @property
+    def waiting(self) -> int:
+        """Entries that wait or are on their way. On any thread."""
+        return len(self._offers) + self._sending
+
+    def published(self, entry: Entry) -> None:
+        """`EntryListener`: offered at once, if everything is."""
+        if self._link.config.write is not WritePolicy.ALL:
+            return
+        # What comes from the engine is there. What comes from a node is at two nodes now.
+        if entry.key not in self._fetcher or not self._link.store.holds_payloads:
+            self._offer(entry, entry.last_used_ns)
+
+    def used(self, usages: Sequence[Usage]) -> None:
+        """`EntryListener`: what was used is offered, or lives on in the engine."""
+        if self._link.config.write is WritePolicy.NONE:
+            return
+        stale_ms = self._link.known.now_ms() - self._link.config.life_ms // _TOUCHES_A_LIFE
+        for usage in usages:
+            entry = usage.entry
+            assert isinstance(entry, Entry)
+            said_ms = self._link.known.said_ms(entry.key)
+            if said_ms is None:
+                if usage.hits:
+                    self._offer(entry, usage.last_used_ns)
+            elif said_ms < stale_ms:
+                self._touches.append((entry.key, usage.last_used_ns))
+                self._link.known.remember(entry.key)
+                self._work.set()
+
+    def _offer(self, entry: Entry, last_used_ns: int) -> None:
+        if self._room_of(entry) > self._link.config.memory_bytes:
+            return
+        if len(self._offers) >= MAX_WAITING_OFFERS:
+            self._link.counters.offers_dropped += 1
+            return
+        self._offers.append(_Waiting(entry, entry.generation, last_used_ns))
+        self._work.set()
+
+    def _room_of(self, entry: Entry) -> int:
+        """What its copy takes of this process' memory."""
+        return entry.payload_bytes if self._link.store.holds_payloads else 0
+
+    async def run(self) -> None:
+        while not self._link.closed:
+            await self._work.wait()
+            self._work.clear()
+            while (self._offers or self._touches) and not self._link.closed:
+                await self._touch_some()
+                await self._offer_some()
+
+    async def _touch_some(self) -> None:
+        some, self._touches = self._touches[:MAX_BATCH_KEYS], self._touches[MAX_BATCH_KEYS:]
+        if some:
+            expiries = self._expiries([used_ns for _, used_ns in some])
+            pairs = [(key, until) for (key, _), until in zip(some, expiries, strict=True)]
+            deadline_s = monotonic() + _OFFER_TIMEOUT_S
+            await self._link.call(lambda: self._link.store.touch(pairs, deadline_s))
+            self._link.counters.touched += len(some)
+
+    async def _offer_some(self) -> None:
+        some: list[_Waiting] = []
+        total_bytes = 0
+        while self._offers and len(some) < MAX_BATCH_KEYS:
+            entry = self._offers[0].entry
+            if some and total_bytes + self._room_of(entry) > BATCH_BYTES:
+                break
+            offer = self._offers.popleft()
+            if _unchanged(offer) and entry.key not in self._link.known:
+                some.append(offer)
+                total_bytes += self._room_of(entry)
+            else:
+                self._link.counters.offers_dropped += not _unchanged(offer)
+        if not some:
+            return
+        self._sending = len(some)
+        await self._link.memory.take(total_bytes)
+        try:
+            await self._send(some)
+        finally:
+            self._sending = 0
+            await self._link.memory.give_back(total_bytes)
+
+    async def _send(self, some: Sequence[_Waiting]) -> None:
+        if self._link.store.holds_payloads:
+            copies = await self._copies(some)
+        else:
+            copies = [b""] * len(some)
+        # Whatever left its tier while it was copied may be somebody else's bytes.
+        ready = [
+            (offer, copy)
+            for offer, copy in zip(some, copies, strict=True)
+            if copy is not None and _unchanged(offer)
+        ]
+        expiries = self._expiries([offer.last_used_ns for offer, _ in ready])
+        offers = [
+            Offer(_shared(offer.entry), [memoryview(copy)], until_ms)
+            for (offer, copy), until_ms in zip(ready, expiries, strict=True)
+        ]
+        deadline_s = monotonic() + _OFFER_TIMEOUT_S
+        outcomes = await self._link.call(lambda: self._link.store.put(offers, deadline_s))
+        for offer_, outcome in zip(offers, outcomes, strict=True):
+            if outcome is Outcome.DONE:
+                self._link.counters.offered_entries += 1
+                self._link.counters.offered_bytes += offer_.entry.payload_bytes
+                self._link.known.remember(offer_.entry.key)
+            elif outcome is Outcome.REFUSED:
+                self._link.counters.refused += 1
+        unsent = len(some) - len(offers) + outcomes.count(Outcome.UNAVAILABLE)
+        self._link.counters.offers_dropped += unsent
+
+    async def _copies(self, some: Sequence[_Waiting]) -> list[bytes | None]:
+        """Payloads, each as it was while it was copied; tier by tier, on the threads of its
+        device."""
+        core = self._core
+        copies: dict[int, bytes | None] = {}
+
+        def copy(tier: Tier, numbers: Sequence[int]) -> None:
+            store = core.stores[tier]
+            with core.devices.under_way(tier):
+                for number in numbers:
+                    entry = some[number].entry
+                    try:
+                        copies[number] = b"".join(store.read(entry, 0, entry.payload_bytes))
+                    except (StoreError, Damaged) as problem:
+                        log.debug("offer_unreadable", key=entry.key.hex(), why=str(problem))
+                        copies[number] = None
+
+        for tier in core.stores:
+            numbers = [n for n, offer in enumerate(some) if offer.entry.tier is tier]
+            if numbers:
+                blocking = core.stores[tier].blocking
+                executor = core.devices.executor(tier) if blocking else self._link.threads
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(executor, copy, tier, numbers)
+        return [copies[number] for number in range(len(some))]
+
+    def _expiries(self, last_used_ns: Sequence[int]) -> list[int]:
+        """When entries that were used then may go. A chain is used leaf first and root last, all
+        within a moment: a millisecond apart, the engine drops its leaves before its root."""
+        order = sorted(range(len(last_used_ns)), key=lambda n: -last_used_ns[n])
+        until_ms = self._link.known.now_ms() + self._link.config.life_ms
+        expiries = [0] * len(order)
+        for depth, number in enumerate(order):
+            expiries[number] = until_ms - depth
+        return expiries
+
+
+def _unchanged(offer: _Waiting) -> bool:
+    return offer.entry.published and offer.entry.generation == offer.generation
+
+
+def _shared(entry: Entry) -> SharedEntry:
+    return SharedEntry(
+        entry.key, entry.payload_bytes, entry.token_count, entry.layer_count, entry.payload_crc32c
+    )

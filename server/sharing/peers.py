@@ -1,0 +1,189 @@
+"""Peer reads: the engine knows which node has an entry, and the bytes come from that node.
+
+The engine keeps some 130 bytes an entry instead of its payload. Under the name of an entry lies
+its header and the address of a daemon that had it when it said so. The bytes are read from there,
+as any client of that daemon would read them, checksum included. What it has evicted since, or what
+it has in another version, is a miss, and its address is taken out of the engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from time import monotonic
+from typing import Final, Protocol
+
+from ...client import ClaimMode, Client, MissReason
+from ...proto.keys import Key
+from ...proto.layout import crc32c
+from .record import HEADER_BYTES, decode_header, encode_header
+from .redis_store import RedisStore
+from .resp import Request
+from .store import Offer, Outcome, SharedEntry, SharedStore, Wanted
+
+#: Of an address: `host:port`.
+MAX_ADDRESS_BYTES: Final = 255
+#: Nodes that this one is connected with at a time.
+MAX_PEERS: Final = 64
+_CONNECT_TIMEOUT_MS: Final = 1_000
+
+
+class Peer(Protocol):
+    """Another node's daemon. For any thread."""
+
+    def read(self, wanted: Sequence[Wanted], deadline_s: float) -> list[Outcome]:
+        """Bring payloads into their rooms. DONE: these are the bytes that the entry says."""
+
+    def close(self) -> None:
+        """End the connection."""
+
+
+class DaemonPeer:
+    """A daemon, over TCP."""
+
+    def __init__(self, address: str) -> None:
+        """Connects in the background. Raises ConfigError for what is no address."""
+        self._client = Client(
+            address,
+            name="a peer",
+            local=False,
+            connect_timeout_ms=_CONNECT_TIMEOUT_MS,
+            shared_wait_ms=0,  # what it would have to ask others for is not its own
+        )
+
+    def read(self, wanted: Sequence[Wanted], deadline_s: float) -> list[Outcome]:
+        outcomes = [Outcome.UNAVAILABLE] * len(wanted)
+        left_ms = round(1e3 * (deadline_s - monotonic()))
+        if left_ms < 1:
+            return outcomes
+        keys = [want.entry.key for want in wanted]
+        with self._client.claim(keys, mode=ClaimMode.ANY, deadline_ms=left_ms) as hit:
+            if hit.miss in (None, MissReason.ABSENT):
+                outcomes = [Outcome.ABSENT] * len(wanted)
+            there = [
+                (index, position)
+                for index, (position, entry) in enumerate(
+                    zip(hit.positions, hit.entries, strict=True)
+                )
+                if entry.payload_bytes == len(wanted[position].room)
+            ]
+            left_ms = round(1e3 * (deadline_s - monotonic()))
+            if not there or left_ms < 1:
+                return outcomes
+            rooms = [wanted[position].room for _, position in there]
+            indices = [index for index, _ in there]
+            result = hit.restore_into(rooms, indices=indices, deadline_ms=left_ms)
+            for (_, position), good in zip(there, result.restored, strict=True):
+                want = wanted[position]
+                if not good:
+                    outcomes[position] = Outcome.UNAVAILABLE
+                elif crc32c(want.room) == want.entry.payload_crc32c:
+                    outcomes[position] = Outcome.DONE
+        return outcomes
+
+    def close(self) -> None:
+        self._client.close(deadline_ms=100)
+
+
+class PeerStore(SharedStore):
+    """Locations in an engine, payloads at the nodes."""
+
+    holds_payloads = False
+
+    def __init__(self, engine: RedisStore, here: str) -> None:
+        """Owns `engine`. `here`: how other nodes reach this daemon, `host:port`."""
+        self._engine: Final = engine
+        self._here: Final = here.encode()
+        self._lock = threading.Lock()
+        self._peers: OrderedDict[str, DaemonPeer] = OrderedDict()
+        self._closed = False
+
+    def find(self, keys: Sequence[Key], deadline_s: float) -> list[SharedEntry | None]:
+        last = str(HEADER_BYTES + MAX_ADDRESS_BYTES - 1).encode()
+        requests = [
+            (name, Request(b"GETRANGE", name, b"0", last)) for name in map(self._engine.name, keys)
+        ]
+        self._engine.do(requests, deadline_s)
+        return [
+            self._located(key, req.result) for key, (_, req) in zip(keys, requests, strict=True)
+        ]
+
+    def _located(self, key: Key, value: object) -> SharedEntry | None:
+        if not isinstance(value, bytes):
+            return None
+        entry, address = decode_header(key, value), value[HEADER_BYTES:]
+        # What this node itself had is not here any more, or nobody would ask.
+        if entry is None or not address or address == self._here or not address.isascii():
+            return None
+        return replace(entry, location=address.decode())
+
+    def get(self, wanted: Sequence[Wanted], deadline_s: float) -> list[Outcome]:
+        outcomes = [Outcome.UNAVAILABLE] * len(wanted)
+        by_peer: defaultdict[str, list[int]] = defaultdict(list)
+        for number, want in enumerate(wanted):
+            by_peer[want.entry.location].append(number)
+        stale: list[Key] = []
+        for location, numbers in by_peer.items():
+            peer = self._peer(location)
+            if peer is None:
+                continue
+            found = peer.read([wanted[number] for number in numbers], deadline_s)
+            for number, outcome in zip(numbers, found, strict=True):
+                outcomes[number] = outcome
+                if outcome in (Outcome.ABSENT, Outcome.DAMAGED):
+                    stale.append(wanted[number].entry.key)
+        if stale:
+            self.drop(stale, deadline_s)
+        return outcomes
+
+    def _peer(self, location: str) -> DaemonPeer | None:
+        retired = None
+        with self._lock:
+            if self._closed:
+                return None
+            peer = self._peers.get(location)
+            if peer is None:
+                try:
+                    peer = self._peers[location] = DaemonPeer(location)
+                except ValueError:
+                    return None
+                if len(self._peers) > MAX_PEERS:
+                    _, retired = self._peers.popitem(last=False)
+            self._peers.move_to_end(location)
+        if retired is not None:
+            retired.close()
+        return peer
+
+    def put(self, offers: Sequence[Offer], deadline_s: float) -> list[Outcome]:
+        named = [
+            Offer(
+                offer.entry,
+                [memoryview(encode_header(offer.entry) + self._here)],
+                offer.expires_at_ms,
+            )
+            for offer in offers
+        ]
+        return self._engine.put_values(named, deadline_s)
+
+    def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> None:
+        self._engine.touch(expiries_ms, deadline_s)
+
+    def drop(self, keys: Sequence[Key], deadline_s: float) -> None:
+        self._engine.drop(keys, deadline_s)
+
+    def problems(self) -> list[str]:
+        return self._engine.problems()
+
+    def health(self) -> dict[str, str]:
+        return self._engine.health()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            peers = list(self._peers.values())
+            self._peers.clear()
+        self._engine.close()
+        for peer in peers:
+            peer.close()

@@ -1,0 +1,329 @@
+"""The nodes of a Valkey or Redis, single or Cluster: which has a key, and connections to each.
+
+redis-py knows how to reach a node (URL, user, password, TLS) and asks it for the slots; requests
+with payloads go through `resp` on the sockets that it opened. Threads of their own make all
+connections, one a node, so that no call ever waits for a node that is dead: a call takes a
+connection that is there, or the node is not available.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
+from typing import Any, Final, TypeAlias
+
+import redis
+from redis.connection import ConnectionPool
+from redis.crc import key_slot
+
+from .resp import Connection
+
+Address: TypeAlias = tuple[str, int]
+
+SLOTS: Final = 16_384
+#: To connect, and for each answer while connecting or asking for the slots.
+CONNECT_TIMEOUT_S: Final = 1.0
+#: Between attempts to reach a node: the first, and what doubling ends at.
+RETRY_S: Final = (0.1, 5.0)
+#: So many calls in a row whose deadline a node missed give it a rest.
+PATIENCE_CALLS: Final = 3
+REST_S: Final = 1.0
+#: The slots are asked for anew after this, and sooner when a node says that they moved.
+TOPOLOGY_EVERY_S: Final = 30.0
+TOPOLOGY_AT_MOST_EVERY_S: Final = 0.5
+
+
+@dataclass(slots=True)
+class Node:
+    """One engine process. Everything in it is guarded by the lock of `Nodes`."""
+
+    address: Address
+    idle: list[Connection] = field(default_factory=list)
+    lent: set[Connection] = field(default_factory=set)
+    #: Connections that exist, idle or lent.
+    connections: int = 0
+    #: Why there is none, if there is none.
+    problem: str = "not reached yet"
+    missed_deadlines: int = 0
+    rests_until_s: float = 0.0
+    closed: bool = False
+
+
+class Nodes:
+    """All nodes of one engine. Safe for any thread."""
+
+    def __init__(
+        self, urls: Sequence[str], connections_per_node: int, password: str | None = None
+    ) -> None:
+        """`urls`: `redis://[[user]:password@]host:port[?option=...]`, or `rediss://` for TLS, of
+        some of the nodes; user, password and options of the first are those of all. `password`:
+        instead of one in them. Nothing is connected here. Raises ValueError for what is no such
+        URL."""
+        if not urls:
+            raise ValueError("a shared engine needs the address of at least one node")
+        pools = [
+            ConnectionPool.from_url(
+                url,
+                protocol=2,  # `resp` speaks this one
+                socket_connect_timeout=CONNECT_TIMEOUT_S,
+                socket_timeout=CONNECT_TIMEOUT_S,
+            )
+            for url in urls
+        ]
+        self._options: Final[dict[str, Any]] = dict(pools[0].connection_kwargs)
+        if password is not None:
+            self._options["password"] = password
+        self._connection_class: Final[Any] = pools[0].connection_class
+        self._seeds: Final[list[Address]] = [
+            (str(pool.connection_kwargs.get("host", "localhost")), pool_port(pool))
+            for pool in pools
+        ]
+        self._per_node: Final = connections_per_node
+        self._changed: Final = threading.Condition()
+        self._nodes: dict[Address, Node] = {}
+        #: The node of each slot; None: nobody serves it.
+        self._slots: list[Address | None] = [None] * SLOTS
+        self._problem = "its slots are not known yet"
+        self._known = False
+        self._topology_due_s = 0.0
+        self._topology_at_s = -TOPOLOGY_AT_MOST_EVERY_S
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Begin to connect, on threads of its own."""
+        self._spawn(self._keep_topology, "prefixd-shared-slots")
+
+    def wait_until_reached(self, timeout_s: float) -> bool:
+        """Until every node has all its connections, or the time is over. For a start and for
+        tests; calls need not wait for it."""
+        with self._changed:
+            return self._changed.wait_for(self._all_reached, timeout_s)
+
+    def close(self) -> None:
+        """End everything; what is lent breaks at once. Returns when all threads have ended: at most
+        the time of an attempt to connect."""
+        with self._changed:
+            self._closed = True
+            for node in self._nodes.values():
+                self._retire(node)
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    # ---- for calls
+
+    def of(self, name: bytes) -> Address | None:
+        """The node that serves a name; None: none does."""
+        return self._slots[key_slot(name)]
+
+    def all(self) -> list[Address]:
+        """Every node that serves slots."""
+        with self._changed:
+            return list(self._nodes)
+
+    def lend(self, address: Address) -> Connection | None:
+        """A connection to the node for one call; None: it can't be reached now. Give it back."""
+        with self._changed:
+            node = self._nodes.get(address)
+            if node is None or monotonic() < node.rests_until_s:
+                return None
+            while node.idle:
+                connection = node.idle.pop()
+                if connection.usable:
+                    node.lent.add(connection)
+                    return connection
+                self._lose(node, connection, "it closed the connection")
+            return None
+
+    def give_back(self, address: Address, connection: Connection, *, in_time: bool) -> None:
+        """`in_time`: the node did what it was asked for within the deadline."""
+        with self._changed:
+            node = self._nodes.get(address)
+            if node is None or node.closed:
+                connection.close()
+                return
+            node.lent.discard(connection)
+            if in_time:
+                node.missed_deadlines = 0
+            else:
+                node.missed_deadlines += 1
+                if node.missed_deadlines >= PATIENCE_CALLS:
+                    node.rests_until_s = monotonic() + REST_S
+                    node.problem = f"it missed {node.missed_deadlines} deadlines in a row"
+            if connection.broken:
+                self._lose(node, connection, "it missed a deadline, or broke the connection")
+            else:
+                node.idle.append(connection)
+                self._changed.notify_all()
+
+    def moved(self) -> None:
+        """A node said that it does not serve a slot: ask for all slots again, soon."""
+        with self._changed:
+            self._topology_due_s = 0.0
+            self._changed.notify_all()
+
+    def problems(self) -> dict[str, str]:
+        """What is not available now, and why."""
+        with self._changed:
+            found = {
+                f"{host}:{port}": node.problem
+                for (host, port), node in self._nodes.items()
+                if not node.connections or monotonic() < node.rests_until_s
+            }
+            if not self._known:
+                found["slots"] = self._problem
+            return found
+
+    def client(self, address: Address) -> Any:
+        """redis-py's own client of one node (`redis.Redis`, whose types say little), for what
+        carries no payload. Close it."""
+        pool = ConnectionPool(
+            connection_class=self._connection_class,
+            **{**self._options, "host": address[0], "port": address[1]},
+        )
+        return redis.Redis.from_pool(pool)
+
+    # ---- threads
+
+    def _spawn(self, run: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _all_reached(self) -> bool:
+        return self._known and all(
+            len(node.idle) == self._per_node for node in self._nodes.values()
+        )
+
+    def _keep_topology(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed:
+                    earliest_s = self._topology_at_s + TOPOLOGY_AT_MOST_EVERY_S
+                    wait_s = max(self._topology_due_s, earliest_s) - monotonic()
+                    if wait_s <= 0:
+                        break
+                    self._changed.wait(wait_s)
+                if self._closed:
+                    return
+                seeds = [*self._nodes, *self._seeds]
+            slots, problem = self._ask_for_slots(seeds)
+            with self._changed:
+                self._topology_at_s = monotonic()
+                self._topology_due_s = self._topology_at_s + TOPOLOGY_EVERY_S
+                if slots is None:
+                    self._problem = problem
+                    self._topology_due_s = self._topology_at_s + 2 * TOPOLOGY_AT_MOST_EVERY_S
+                else:
+                    self._adopt(slots)
+
+    def _ask_for_slots(self, seeds: Sequence[Address]) -> tuple[list[Address | None] | None, str]:
+        problem = ""
+        for address in dict.fromkeys(seeds):
+            try:
+                with contextlib.closing(self.client(address)) as client:
+                    ranges = client.execute_command("CLUSTER SLOTS")
+                return slots_of(ranges, address[0]), ""
+            except (redis.RedisError, OSError, ValueError) as error:
+                if "cluster support disabled" in str(error):
+                    return [address] * SLOTS, ""
+                problem = f"{address[0]}:{address[1]}: {error}"
+            if self._closed:
+                break
+        return None, problem
+
+    def _adopt(self, slots: list[Address | None]) -> None:
+        self._slots, self._known = slots, True
+        serving = {address for address in slots if address is not None}
+        for address in self._nodes.keys() - serving:
+            self._retire(self._nodes.pop(address))
+        for address in sorted(serving - self._nodes.keys()):
+            node = self._nodes[address] = Node(address)
+            self._spawn(partial(self._keep_connected, node), f"prefixd-shared-{address}")
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._changed.notify_all()
+
+    def _keep_connected(self, node: Node) -> None:
+        retry_s = RETRY_S[0]
+        while True:
+            with self._changed:
+                while not node.closed and node.connections >= self._per_node:
+                    self._changed.wait()
+                rest_s = node.rests_until_s - monotonic()
+                if rest_s > 0 and not node.closed:
+                    self._changed.wait(rest_s)
+                    continue
+                if node.closed:
+                    return
+            try:
+                connection = self._connect(node.address)
+            except (redis.RedisError, OSError) as error:
+                with self._changed:
+                    node.problem = str(error)
+                    self._changed.wait_for(lambda: node.closed, retry_s)
+                retry_s = min(2 * retry_s, RETRY_S[1])
+                continue
+            retry_s = RETRY_S[0]
+            with self._changed:
+                if node.closed:
+                    connection.close()
+                    return
+                node.idle.append(connection)
+                node.connections += 1
+                self._changed.notify_all()
+
+    def _connect(self, address: Address) -> Connection:
+        made = self._connection_class(
+            **{**self._options, "host": address[0], "port": address[1]},
+        )
+        made.connect()
+        made.send_command("PING")
+        made.read_response()
+        # redis-py has no public way to hand its socket over; it forgets it here.
+        connected, made._sock = made._sock, None
+        return Connection(connected)
+
+    def _lose(self, node: Node, connection: Connection, problem: str) -> None:
+        connection.close()
+        node.connections -= 1
+        node.problem = problem
+        self._topology_due_s = min(self._topology_due_s, monotonic())
+        self._changed.notify_all()
+
+    def _retire(self, node: Node) -> None:
+        node.closed = True
+        for connection in node.idle:
+            connection.close()
+        node.idle.clear()
+        for connection in node.lent:
+            with contextlib.suppress(OSError):
+                connection.socket.shutdown(socket.SHUT_RDWR)
+        self._changed.notify_all()
+
+
+def pool_port(pool: ConnectionPool) -> int:
+    """The port that a URL named, or Redis' own."""
+    return int(pool.connection_kwargs.get("port", 6379))
+
+
+def slots_of(ranges: Any, asked_host: str) -> list[Address | None]:
+    """The primary of each slot, from the reply to CLUSTER SLOTS: of each range its first and last
+    slot and the nodes that have it, the primary first, each as host, port and more. A node that
+    does not know its own name is called by the one that it was asked by. Raises ValueError."""
+    slots: list[Address | None] = [None] * SLOTS
+    try:
+        for first, last, primary, *_ in ranges:
+            host, port = primary[:2]
+            address = (bytes(host or b"").decode() or asked_host, int(port))
+            slots[int(first) : int(last) + 1] = [address] * (int(last) + 1 - int(first))
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"{ranges!r} are no slots: {problem}") from None
+    if len(slots) != SLOTS:
+        raise ValueError(f"{ranges!r} are not {SLOTS} slots")
+    return slots

@@ -1,0 +1,110 @@
+"""The daemon's part in a fleet: brings entries from the shared engine, and offers its own.
+
+What is brought goes the way of any save, under a session of the daemon's own: it is reserved,
+received into memory that is nobody's room, copied by the store, and published if its CRC32C is
+that of its record. So a fetch follows every rule that a client's save does, budgets and eviction
+included, and readers who wait for a save in flight wait for it as well.
+
+What is offered is copied first, and sent if the entry is still the same after the copy: nothing
+is pinned while an engine takes its time.
+
+Everything here belongs to the event loop; what blocks runs on threads of its own. The engine may
+hang as long as it likes: a fetch ends with its deadline, and offers are dropped when too many wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Final
+
+import structlog
+
+from ...proto.keys import Key
+from ..core.answers import Opened
+from ..core.events import ClaimMode, HeartbeatCame, SessionLost, SessionOpened
+from ..runtime.loop import Core
+from ..runtime.threads import ended_within
+from .common import Known, Link, Memory, SharingConfig
+from .fetching import Fetcher
+from .offering import Offers
+from .store import SharedStore
+
+log = structlog.get_logger("prefixd.sharing")
+
+_HEARTBEAT_S: Final = 1.0
+_CLOSED_WITHIN_S: Final = 2.0
+
+
+class Sharing:
+    """Owned by the event loop. Begins with `begin`."""
+
+    def __init__(self, core: Core, link: Link, session: int) -> None:
+        """`session` is one of the daemon's own."""
+        self._core = core
+        self._link = link
+        self._session = session
+        self._fetcher = Fetcher(core, link, session)
+        self._offers = Offers(core, link, self._fetcher)
+
+    @classmethod
+    async def begin(cls, core: Core, store: SharedStore, config: SharingConfig) -> Sharing:
+        """Open the session, and begin to offer. Owns `store` from now on."""
+        asked = SessionOpened(core.next_request(), "the shared engine", core.clock.now_ns())
+        opened = await core.ask(asked, Opened)
+        link = Link(store, config, Known(core.clock), Memory(config.memory_bytes))
+        sharing = cls(core, link, opened.session)
+        core.entry_listener = sharing._offers
+        core.supervisor.task("shared heartbeat", sharing._beat())
+        core.supervisor.task("shared offers", sharing._offers.run())
+        core.supervisor.task("shared engine", sharing._look_at_engine())
+        return sharing
+
+    async def close(self) -> None:
+        """End it all. Calls to the engine that are under way are not waited for, for long."""
+        self._link.closed = True
+        self._core.entry_listener = None
+        closings: list[Callable[[], None]] = [
+            self._link.store.close,
+            self._link.threads.shutdown,
+        ]
+        await ended_within(_CLOSED_WITHIN_S, closings)
+        now_ns = self._core.clock.now_ns()
+        self._core.post(SessionLost(self._session, "the daemon stops", now_ns, closed=True))
+
+    async def fetch(self, keys: Sequence[Key], mode: ClaimMode, deadline_s: float) -> int:
+        """See `Fetcher.fetch`."""
+        return await self._fetcher.fetch(keys, mode, deadline_s)
+
+    def counts(self) -> dict[str, int]:
+        """The counters by name, and how many offers wait. On any thread."""
+        return {**asdict(self._link.counters), "waiting_offers": self._offers.waiting}
+
+    async def _beat(self) -> None:
+        while not self._link.closed:
+            self._core.post(HeartbeatCame(self._session, self._core.clock.now_ns()))
+            await asyncio.sleep(_HEARTBEAT_S)
+
+    async def _look_at_engine(self) -> None:
+        """Say what is wrong with the engine: its settings once, its nodes all the time."""
+        notices = self._core.health.notices
+        told: dict[str, str] = {}
+        asked = False
+        while not self._link.closed:
+            if not asked and not self._link.store.health():
+                asked = True
+                for problem in await self._link.call(self._link.store.problems):
+                    log.warning("shared_engine_setting", problem=problem)
+                    told[problem.partition(" is ")[0]] = problem
+            now = {
+                f"shared {name}": why for name, why in (told | self._link.store.health()).items()
+            }
+            for name in [n for n in notices if n.startswith("shared ") and n not in now]:
+                del notices[name]
+                log.info("shared_engine_recovered", node=name.removeprefix("shared "))
+            for name, why in now.items():
+                if name not in notices:
+                    log.warning("shared_engine", node=name.removeprefix("shared "), why=why)
+                notices[name] = why
+            await asyncio.sleep(_HEARTBEAT_S)

@@ -1,0 +1,32 @@
+"""What a daemon's memory does under each flood of `tests/hostile/test_floods.py`.
+
+    python -m tests.bench.bench_floods
+
+Prints, for each, its memory before (beside its tiers), the most that it grew by, the configured
+bound of what the flood can take, and its memory afterwards.
+"""
+
+from __future__ import annotations
+
+from tests.hostile import test_floods
+
+MIB = 2**20
+
+
+def main() -> None:
+    print(f"{'MiB':66}{'before':>8}{'grew by':>9}{'bound':>7}{'after':>7}")
+    for name, flood in vars(test_floods).items():
+        if not name.startswith("test_"):
+            continue
+        begin = len(test_floods.WATCHED)
+        flood()
+        for watch in test_floods.WATCHED[begin:]:
+            print(
+                f"{name.removeprefix('test_'):66}{watch.before_bytes / MIB:8.1f}"
+                f"{watch.grown_bytes / MIB:9.1f}{watch.bound_bytes / MIB:7.0f}"
+                f"{watch.after_bytes / MIB:7.1f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

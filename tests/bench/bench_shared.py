@@ -1,0 +1,168 @@
+"""The shared store beside redis-py's own pipelines, on a real Redis or a Cluster of masters.
+
+    python tests/bench/bench_shared.py --masters 3
+
+Needs redis-server. Prints one JSON object per line: GB/s and ratios of 48 payloads put and got,
+by turns, medians; and what finding 48 costs, in us. With several masters also how many of 48 are
+got when one master is dead, and the longest call when one is stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic, perf_counter, time
+from typing import Any
+
+import redis
+
+from prefixd.proto.keys import Key
+from prefixd.proto.layout import crc32c
+from prefixd.server.sharing.redis_store import RedisStore
+from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, Wanted
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.support.redis_servers import RedisServer, redis_servers
+
+#: What a call may take while a node hangs.
+DEADLINE_S = 0.5
+
+
+def medians_s(work: dict[str, Callable[[], object]], turns: int) -> dict[str, float]:
+    taken: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(turns):
+        for name, run in work.items():
+            started = perf_counter()
+            run()
+            taken[name].append(perf_counter() - started)
+    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+
+
+class Peer:
+    """redis-py, as one would use it: all in one pipeline."""
+
+    def __init__(self, servers: list[RedisServer], names: list[bytes], data: list[bytes]) -> None:
+        cluster = len(servers) > 1
+        self.client: Any = (redis.RedisCluster if cluster else redis.Redis).from_url(servers[0].url)
+        self.names, self.data = names, data
+
+    def _pipeline(self) -> Any:
+        return self.client.pipeline(transaction=False)
+
+    def put(self) -> None:
+        pipeline = self._pipeline()
+        for name, data in zip(self.names, self.data, strict=True):
+            pipeline.set(name, data)
+        pipeline.execute()
+
+    def get(self) -> None:
+        pipeline = self._pipeline()
+        for name in self.names:
+            pipeline.get(name)
+        assert all(pipeline.execute())
+
+    def find(self) -> None:
+        pipeline = self._pipeline()
+        for name in self.names:
+            pipeline.exists(name)
+        assert all(pipeline.execute())
+
+
+class Ours:
+    def __init__(self, store: RedisStore, keys: list[Key], data: list[bytes]) -> None:
+        self.store, self.keys = store, keys
+        self.entries = [
+            SharedEntry(key, len(each), 16, 0, crc32c(each))
+            for key, each in zip(keys, data, strict=True)
+        ]
+        until_ms = int(time() * 1000) + 3_600_000
+        self.offers = [
+            Offer(entry, [memoryview(each)], until_ms)
+            for entry, each in zip(self.entries, data, strict=True)
+        ]
+        rooms = [memoryview(bytearray(len(each))) for each in data]
+        self.wanted = [Wanted(entry, room) for entry, room in zip(self.entries, rooms, strict=True)]
+
+    def put(self) -> None:
+        assert set(self.store.put(self.offers, deadline_in(60))) == {Outcome.DONE}
+
+    def get(self) -> None:
+        assert set(self.store.get(self.wanted, deadline_in(60))) == {Outcome.DONE}
+
+    def find(self) -> None:
+        assert None not in self.store.find(self.keys, deadline_in(60))
+
+    def got(self, within_s: float = DEADLINE_S) -> int:
+        return self.store.get(self.wanted, deadline_in(within_s)).count(Outcome.DONE)
+
+
+def deadline_in(seconds: float) -> float:
+    return monotonic() + seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--masters", type=int, default=1)
+    parser.add_argument("--blocks", type=int, default=48)
+    parser.add_argument("--block-bytes", type=int, default=5 * 2**20)
+    parser.add_argument("--turns", type=int, default=7)
+    options = parser.parse_args()
+    data = [os.urandom(options.block_bytes) for _ in range(options.blocks)]
+    keys = [Key(sha256(number.to_bytes(8, "big")).digest()) for number in range(options.blocks)]
+    with TemporaryDirectory(dir="/tmp") as directory:
+        settings = ("--maxmemory", "4gb", "--maxmemory-policy", "volatile-ttl")
+        with (
+            redis_servers(Path(directory), options.masters, *settings) as servers,
+            closing(RedisStore([servers[0].url], "bench", 2)) as store,
+        ):
+            assert store.nodes.wait_until_reached(10)
+            ours = Ours(store, keys, data)
+            peer = Peer(servers, [key.hex().encode() for key in keys], data)
+            compare(ours, peer, options)
+            if len(servers) > 1:
+                fail(ours, servers)
+
+
+def compare(ours: Ours, peer: Peer, options: argparse.Namespace) -> None:
+    total_gb = options.blocks * options.block_bytes / 1e9
+    for what in ("put", "get", "find"):
+        work = {"ours": getattr(ours, what), "redis_py": getattr(peer, what)}
+        seconds = medians_s(work, options.turns)
+        shown = {"ratio": round(seconds["redis_py"] / seconds["ours"], 2)}
+        for name, median_s in seconds.items():
+            if what == "find":
+                shown[f"{name}_us"] = round(1e6 * median_s)
+            else:
+                shown[f"{name}_gb_per_s"] = round(total_gb / median_s, 3)
+        print(json.dumps({"case": what, "masters": options.masters, **shown}), flush=True)
+
+
+def fail(ours: Ours, servers: list[RedisServer]) -> None:
+    servers[0].signal(signal.SIGSTOP)
+    calls_s, got = [], 0
+    for _ in range(5):
+        started = perf_counter()
+        got = ours.got()
+        calls_s.append(perf_counter() - started)
+    servers[0].signal(signal.SIGCONT)
+    stopped = {"longest_call_s": round(max(calls_s), 3), "deadline_s": DEADLINE_S, "got": got}
+    print(json.dumps({"case": "one master stopped", **stopped}), flush=True)
+    servers[0].kill()
+    ours.got()
+    print(json.dumps({"case": "one master dead", "got": ours.got(30)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

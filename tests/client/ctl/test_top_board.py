@@ -1,0 +1,107 @@
+"""What `prefixctl top` shows of two samples, at every width."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from prefixd.client.ctl.top_board import Board, quantile_ns
+from prefixd.proto import prefixd_pb2 as pb
+
+TIER = {"tier": pb.TIER_RAM, "policy": "s3fifo", "budget_bytes": 2**33, "state": "serving"}
+
+
+def usage(scale: int) -> pb.Usage:
+    return pb.Usage(
+        lookups=10 * scale,
+        hits=7 * scale,
+        misses={"absent": 2 * scale, "slow": scale},
+        lookup_tokens=1000 * scale,
+        restored_tokens=500 * scale,
+        tiers=[
+            pb.TierUsage(
+                tier=pb.TIER_RAM, hit_tokens=800 * scale, restored_bytes={"copy": 2**20 * scale}
+            )
+        ],
+    )
+
+
+def sample(scale: int, incarnation: bytes = b"1") -> pb.StatsResponse:
+    """Sums that grow with `scale`."""
+    tier = pb.TierStats(
+        **TIER,  # type: ignore[arg-type]
+        published_bytes=2**32,
+        entries=123_456,
+        hits=100 * scale,
+        saved_bytes=2**20 * scale,
+        evicted_bytes=2**19 * scale,
+    )
+    times = [0, 98 * scale, 2 * scale, 0]
+    return pb.StatsResponse(
+        daemon_version="1.2.3",
+        incarnation=incarnation,
+        health="serving",
+        tiers=[tier],
+        usage={"llama-3-70b": usage(scale), "qwen": usage(2 * scale)},
+        stages=[
+            pb.StageTimes(stage="claim", bounds_ns=[50_000, 100_000, 2_000_000], times=times),
+            pb.StageTimes(stage="commit disk", bounds_ns=[10**6], times=[0, 5 * scale]),
+        ],
+        notices={"disk arena": "smaller"},
+        claims=1,
+    )
+
+
+CLAIM = pb.ClaimDetail(
+    claim_id=7, session_id=3, owner="worker-0 (pid 4 on node-17)", entries=5, age_ms=61_000
+)
+
+
+def shown(board: Board, width: int) -> str:
+    file = io.StringIO()
+    Console(file=file, width=width).print(board)
+    text = file.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    return text
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_all_of_it_is_there_at_every_width(width: int) -> None:
+    board = Board("unix:/run/prefixd/prefixd.sock")
+    board.take(sample(1), [], 10.0)
+    board.take(sample(3), [CLAIM], 14.0)
+    text = shown(board, width)
+    for words in (
+        "80.0 % of tokens now", "15 look-ups/s", "1.5MiB/s restored",  # 60 in 4 s; 6 MiB
+        "ram", "50.0 %", "8GiB", "123,456", "512KiB", "256KiB",
+        "llama-3-70b", "qwen", "absent", "800",
+        "claim", "100us", "2ms", "commit disk", "> 1ms",
+        "disk arena: smaller", "oldest claims", "1m1s",
+    ):  # fmt: skip
+        assert words in text, words
+
+
+def test_before_the_second_sample_there_are_no_rates() -> None:
+    board = Board("x")
+    board.take(sample(1), [], 10.0)
+    assert "0 look-ups/s" in shown(board, 100)
+    board.take(sample(1, b"2"), [], 12.0)
+    text = shown(board, 100)
+    assert "0 look-ups/s" in text, "a daemon that was restarted counts from zero"
+    board.note = "it does not answer"
+    assert "it does not answer" in shown(board, 100)
+
+
+def test_an_empty_daemon() -> None:
+    board = Board("x")
+    board.take(pb.StatsResponse(incarnation=b"1"), [], 1.0)
+    assert "nothing was timed" in shown(board, 80)
+
+
+def test_quantiles_are_bounds_of_buckets() -> None:
+    stage = pb.StageTimes(bounds_ns=[10, 20, 30], times=[5, 4, 0, 1])
+    assert [quantile_ns(stage, part) for part in (0.5, 0.51, 0.9, 0.99)] == [
+        10, 20, 20, float("inf"),
+    ]  # fmt: skip

@@ -1,0 +1,66 @@
+"""What `prefixctl why` says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from typer.testing import CliRunner
+
+from prefixd.client import Client, SaveItem, Tier
+from prefixd.client.ctl.command import ExitCode
+from prefixd.client.ctl.main import app
+from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.proto.keys import Key
+from tests.support.daemon import eventually, private_daemon
+
+KEY = Key(b"\xab" * 32)
+OTHER = Key(b"\xab" * 31 + b"\xac")
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[PrivateDaemon]:
+    with private_daemon() as daemon:
+        with Client(daemon.address, name="engine", label="model-x") as client:
+            client.save_many([SaveItem(KEY, b"bytes", 5)], tier=Tier.RAM)
+        yield daemon
+
+
+def run(daemon: PrivateDaemon, *arguments: str, code: int = 0) -> str:
+    result = CliRunner(env={"COLUMNS": "100"}).invoke(
+        app, [*arguments, "--address", daemon.address]
+    )
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def test_why(daemon: PrivateDaemon) -> None:
+    said = run(daemon, "why", "ababa")
+    assert said.startswith("it is there, in ram, for ")
+    assert "saved (cold)" in said or "saved (finish)" in said
+    assert "engine (pid" in said
+    assert "model-x" in said
+    run(daemon, "evict", "--bytes", "4KiB", "--tier", "ram")
+    said = run(daemon, "why", KEY.hex())
+    assert said.startswith("it is not there: evicted by an operator ")
+    found = json.loads(run(daemon, "why", KEY.hex(), "--json"))
+    assert [event["what"] for event in found["events"]] == ["saved", "evicted"]
+    assert "nothing is remembered of it" in run(daemon, "why", "cdcd")
+    assert "nothing is remembered of it" in run(daemon, "why", "abac0"), "half a byte counts"
+    for wrong in ("ab", "xyz123", "ab" * 33):
+        run(daemon, "why", wrong, code=ExitCode.BAD_INPUT)
+
+
+def test_misses_are_told_apart(daemon: PrivateDaemon) -> None:
+    with Client(daemon.address, label="misser") as client:
+        client.save_many([SaveItem(OTHER, b"bytes", 5)], tier=Tier.SHM)
+        run(daemon, "evict", "--bytes", "4KiB", "--tier", "shm")
+        for missing in (OTHER, OTHER, Key(b"\x01" * 32)):
+            with client.claim([missing]) as hit:
+                assert not hit
+    with daemon.admin() as admin:
+        usage = eventually(lambda: admin.stats().usage.get("misser"))
+    assert dict(usage.absent_because) == {"evicted": 2, "never_saved": 1}
+    said = run(daemon, "stats")
+    assert "evicted 66.7 %, never saved 33.3 % (of 3 whose keys are known)" in said

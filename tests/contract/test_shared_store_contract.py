@@ -1,0 +1,274 @@
+"""Every shared engine, the same promises: what was put comes back, or it is a miss in time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, time
+
+import obstore
+import pytest
+from obstore.store import MemoryStore
+
+from prefixd.proto.keys import Key
+from prefixd.proto.layout import crc32c
+from prefixd.server.sharing.object_store import ObjectStore
+from prefixd.server.sharing.record import HEADER_BYTES, PART_BYTES
+from prefixd.server.sharing.redis_store import RedisStore
+from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, SharedStore, Wanted
+
+from ..support.fake_redis import fake_redis
+from ..support.redis_servers import needs_redis, redis_servers
+
+PATIENCE_S = 30.0
+HOUR_MS = 3_600_000
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A store, and a way to see and spoil what lies in the engine under the head of an entry."""
+
+    store: SharedStore
+    raw: Callable[[Key], bytes | None]
+    spoil: Callable[[Key, bytes], None]
+    #: False: by rules of its own.
+    expires: bool = True
+
+
+def head_of(key: Key) -> bytes:
+    return b"px1:test:{%b}" % key.hex().encode()
+
+
+def of_objects() -> Iterator[Engine]:
+    memory = MemoryStore()
+
+    def path(key: Key) -> str:
+        return f"test/{key.hex()[:2]}/{key.hex()}"
+
+    def raw(key: Key) -> bytes | None:
+        try:
+            return bytes(obstore.get(memory, path(key)).bytes())
+        except FileNotFoundError:
+            return None
+
+    def spoil(key: Key, value: bytes) -> None:
+        obstore.put(memory, path(key), value)
+
+    with closing(ObjectStore("", "test", memory)) as store:
+        yield Engine(store, raw, spoil, expires=False)
+
+
+@pytest.fixture(params=["fake", "fake cluster", "objects"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    if request.param == "objects":
+        yield from of_objects()
+        return
+    with fake_redis(3 if "cluster" in request.param else 1) as nodes:
+
+        def raw(key: Key) -> bytes | None:
+            values = [node.values.get(head_of(key)) for node in nodes]
+            return next((value[0] for value in values if value is not None), None)
+
+        def spoil(key: Key, value: bytes) -> None:
+            for node in nodes:
+                if head_of(key) in node.values:
+                    node.values[head_of(key)] = (value, node.values[head_of(key)][1])
+
+        with closing(RedisStore([nodes[0].url], "test", 2)) as store:
+            assert store.nodes.wait_until_reached(PATIENCE_S)
+            yield Engine(store, raw, spoil)
+
+
+@pytest.fixture(params=["one", "cluster"])
+def real_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
+    import redis
+
+    masters = 3 if request.param == "cluster" else 1
+    with redis_servers(tmp_path, masters) as servers:
+        client = (redis.RedisCluster if masters > 1 else redis.Redis).from_url(servers[0].url)
+        with client, closing(RedisStore([servers[0].url], "test", 2)) as store:
+            assert store.nodes.wait_until_reached(PATIENCE_S)
+
+            def spoil(key: Key, value: bytes) -> None:
+                client.set(head_of(key), value, keepttl=True)
+
+            yield Engine(store, lambda key: client.get(head_of(key)), spoil)
+
+
+def payload(number: int, length: int) -> bytes:
+    return random.Random(number).randbytes(length)
+
+
+def key(number: int) -> Key:
+    return Key(number.to_bytes(32, "big"))
+
+
+def entry(number: int, data: bytes) -> SharedEntry:
+    return SharedEntry(key(number), len(data), 16 * number, 0, crc32c(data))
+
+
+def offer(number: int, data: bytes, lives_ms: int = HOUR_MS) -> Offer:
+    return Offer(entry(number, data), [memoryview(data)], int(time() * 1000) + lives_ms)
+
+
+def soon() -> float:
+    return monotonic() + PATIENCE_S
+
+
+def fetch(store: SharedStore, entries: list[SharedEntry]) -> tuple[list[Outcome], list[bytes]]:
+    rooms = [memoryview(bytearray(each.payload_bytes)) for each in entries]
+    wanted = [Wanted(each, room) for each, room in zip(entries, rooms, strict=True)]
+    return store.get(wanted, soon()), [bytes(room) for room in rooms]
+
+
+SIZES = [1, HEADER_BYTES, 65_536, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES + 5]
+
+
+def round_trip(engine: Engine) -> None:
+    data = [payload(number, size) for number, size in enumerate(SIZES)]
+    offers = [offer(number, each) for number, each in enumerate(data)]
+    assert engine.store.put(offers, soon()) == [Outcome.DONE] * len(data)
+    keys = [key(number) for number in range(len(data) + 2)]
+    found = engine.store.find(keys, soon())
+    assert found == [*(each.entry for each in offers), None, None]
+    there = [each for each in found if each is not None]
+    assert fetch(engine.store, there) == ([Outcome.DONE] * len(data), data)
+
+
+def test_what_was_put_is_found_and_comes_back(engine: Engine) -> None:
+    round_trip(engine)
+
+
+@needs_redis
+def test_a_real_engine_does_the_same(real_engine: Engine) -> None:
+    round_trip(real_engine)
+    assert real_engine.store.health() == {}
+    flips(real_engine, 20)
+    expiry(real_engine)
+
+
+def test_a_payload_in_pieces_is_one(engine: Engine) -> None:
+    data = payload(1, PART_BYTES + 1000)
+    view = memoryview(data)
+    pieces = [view[:3], view[3:PART_BYTES], view[PART_BYTES : PART_BYTES + 7], view[-993:]]
+    pieced = Offer(entry(1, data), pieces, int(time() * 1000) + HOUR_MS)
+    assert engine.store.put([pieced], soon()) == [Outcome.DONE]
+    assert fetch(engine.store, [entry(1, data)]) == ([Outcome.DONE], [data])
+
+
+def test_many_small_ones_in_one_call(engine: Engine) -> None:
+    data = [payload(number, 100 + number) for number in range(1000)]
+    offers = [offer(number, each) for number, each in enumerate(data)]
+    assert set(engine.store.put(offers, soon())) == {Outcome.DONE}
+    assert None not in engine.store.find([key(number) for number in range(1000)], soon())
+    outcomes, bytes_ = fetch(engine.store, [each.entry for each in offers])
+    assert set(outcomes) == {Outcome.DONE}
+    assert bytes_ == data
+
+
+def test_what_is_gone_between_finding_and_getting_is_absent(engine: Engine) -> None:
+    offers = [offer(number, payload(number, 500)) for number in range(3)]
+    engine.store.put(offers, soon())
+    engine.store.drop([key(1)], soon())
+    outcomes, _ = fetch(engine.store, [each.entry for each in offers])
+    assert outcomes == [Outcome.DONE, Outcome.ABSENT, Outcome.DONE]
+    assert engine.store.find([key(1)], soon()) == [None]
+
+
+def test_nothing_to_do_is_done_at_once(engine: Engine) -> None:
+    assert engine.store.find([], 0.0) == []
+    assert engine.store.get([], 0.0) == []
+    assert engine.store.put([], 0.0) == []
+    engine.store.touch([], 0.0)
+    engine.store.drop([], 0.0)
+
+
+def test_a_newer_save_under_the_key_is_no_answer_to_an_older_question(engine: Engine) -> None:
+    old, new = offer(1, payload(1, 500)), offer(1, payload(2, 500))
+    engine.store.put([old], soon())
+    engine.store.put([new], soon())
+    assert fetch(engine.store, [old.entry])[0] == [Outcome.DAMAGED]
+
+
+def flips(engine: Engine, count: int) -> None:
+    data = payload(1, 300)
+    chance = random.Random(2)
+    for _ in range(count):
+        engine.store.put([offer(1, data)], soon())
+        value = engine.raw(key(1))
+        assert value is not None
+        spoilt = bytearray(value)
+        spoilt[chance.randrange(len(spoilt))] ^= 1 << chance.randrange(8)
+        engine.spoil(key(1), bytes(spoilt))
+        found = engine.store.find([key(1)], soon())
+        assert found in ([None], [entry(1, data)])
+        if found[0] is not None:
+            assert fetch(engine.store, [found[0]])[0] == [Outcome.DAMAGED]
+            assert engine.raw(key(1)) is None, "what is damaged is dropped"
+
+
+def test_no_flipped_bit_is_served(engine: Engine) -> None:
+    """In the header or the payload; of parts beyond the first the checksum is the same."""
+    flips(engine, 1000)
+
+
+@pytest.mark.parametrize("length", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 299])
+def test_a_value_that_was_cut_off_is_not_served(engine: Engine, length: int) -> None:
+    data = payload(1, 300)
+    engine.store.put([offer(1, data), offer(2, data)], soon())
+    value = engine.raw(key(1))
+    assert value is not None
+    engine.spoil(key(1), value[:length])
+    outcomes, _ = fetch(engine.store, [entry(1, data), entry(2, data)])
+    # Of an empty object there is no range that an object store would answer.
+    assert outcomes[0] is Outcome.DAMAGED or (not length and not engine.expires)
+    assert outcomes[1] is Outcome.DONE
+
+
+def test_another_entrys_value_is_not_served(engine: Engine) -> None:
+    engine.store.put([offer(number, payload(number, 300)) for number in (1, 2)], soon())
+    value = engine.raw(key(2))
+    assert value is not None
+    engine.spoil(key(1), value)
+    assert engine.store.find([key(1)], soon()) == [None]
+    assert fetch(engine.store, [entry(1, payload(1, 300))])[0] == [Outcome.DAMAGED]
+
+
+def expiry(engine: Engine) -> None:
+    data = payload(100, 300)
+    now_ms = int(time() * 1000)
+    engine.store.put([offer(100, data), offer(101, data, -1000)], soon())
+    assert engine.store.find([key(101)], soon()) == [None], "it is over already"
+    engine.store.touch([(key(100), now_ms - 1000), (key(102), now_ms + HOUR_MS)], soon())
+    assert engine.store.find([key(100), key(102)], soon()) == [entry(100, data), None]
+
+
+def test_a_touch_never_shortens_a_life_and_makes_none(engine: Engine) -> None:
+    if not engine.expires:
+        pytest.skip("objects leave by a rule of their bucket")
+    expiry(engine)
+
+
+def test_a_deadline_that_is_over_is_a_miss(engine: Engine) -> None:
+    data = payload(1, 300)
+    assert engine.store.put([offer(1, data)], soon()) == [Outcome.DONE]
+    late = monotonic() - 1
+    room = memoryview(bytearray(300))
+    # What could be answered without waiting may be.
+    assert engine.store.get([Wanted(entry(1, data), room)], late)[0] in (
+        Outcome.UNAVAILABLE,
+        Outcome.DONE,
+    )
+    assert engine.store.find([key(1)], late)[0] in (None, entry(1, data))
+
+
+def test_a_closed_store_has_nothing(engine: Engine) -> None:
+    data = payload(1, 300)
+    engine.store.put([offer(1, data)], soon())
+    engine.store.close()
+    assert engine.store.find([key(1)], soon()) == [None]
+    assert engine.store.put([offer(1, data)], soon()) == [Outcome.UNAVAILABLE]
+    assert fetch(engine.store, [entry(1, data)])[0] == [Outcome.UNAVAILABLE]

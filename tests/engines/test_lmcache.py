@@ -1,0 +1,32 @@
+"""LMCache itself: its own benchmark of L2 adapters, which verifies every byte.
+`make engines-lmcache` runs it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engines.lmcache_l2 import bench_l2, plugin
+from tests.support.daemon import private_daemon
+
+pytest.importorskip("lmcache")
+
+# The engine's own, none of our business.
+pytestmark = pytest.mark.filterwarnings("default")
+ROUNDS, KEYS = 3, 32
+
+
+@pytest.mark.parametrize("tier", ["ram", "shm", "disk"])
+def test_its_benchmark_is_green(tier: str) -> None:
+    with private_daemon(ram="256MiB", shm="256MiB", disk="256MiB") as daemon:
+        benched = bench_l2(plugin(daemon.address, tier), rounds=ROUNDS, keys=KEYS, data_kib=256)
+        with daemon.admin() as admin:
+            assert not admin.check().problems
+    assert (benched.status, "verified OK" in benched.text) == (0, True), benched.text
+    assert benched.successes == dict.fromkeys(("Store", "Lookup", "Load"), ROUNDS * KEYS)
+
+
+def test_without_a_daemon_it_is_told_so(tmp_path_factory: pytest.TempPathFactory) -> None:
+    nowhere = f"unix:{tmp_path_factory.mktemp('none')}/d.sock"
+    benched = bench_l2(plugin(nowhere, "ram"), rounds=1, keys=2, data_kib=4)
+    assert benched.status == 1, "nothing could be verified"
+    assert benched.successes == dict.fromkeys(("Store", "Lookup", "Load"), 0)

@@ -1,0 +1,151 @@
+"""Files that rot, are cut off or deleted under a daemon that serves: nobody is killed, nothing
+wrong is read, and the daemon starts again."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from prefixd.client import Client, SaveReason, Tier
+from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.proto import local
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.keys import Key
+from prefixd.tiers.arena_store import ARENA_FILE
+from tests.hostile.test_floods import frame, local_connection, session_at
+from tests.support.daemon import eventually, private_daemon, problems_of
+from tests.support.entries import payload_of, restore, save
+
+PAYLOAD_BYTES = 100_000
+
+
+def saved(client: Client, tier: Tier) -> list[Key]:
+    names = [f"{tier.label} {number}" for number in range(12)]
+    return save(client, names, PAYLOAD_BYTES, tier)
+
+
+def assert_right_or_missing(client: Client, keys: Iterable[Key]) -> int:
+    """How many came, claimed and looked at."""
+    came = 0
+    for number, key in enumerate(keys):
+        with client.longest_run([key], claim=bool(number % 2)) as hit:
+            result, payloads = restore(hit)
+            if result and hit:
+                assert payloads == [payload_of(key, PAYLOAD_BYTES)]
+                came += 1
+    return came
+
+
+def directory_of(daemon: PrivateDaemon, tier: Tier) -> Path:
+    return daemon.shm_directory if tier is Tier.SHM else daemon.directory / "disk"
+
+
+def cut(path: Path, share: float) -> None:
+    path.chmod(0o600)
+    os.truncate(path, int(path.stat().st_size * share))
+
+
+def overwrite(path: Path) -> None:
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.write(b"not what was here" * (path.stat().st_size // 17))
+
+
+HARM: dict[str, Callable[[Path], None]] = {
+    "emptied": lambda path: cut(path, 0.0),
+    "halved": lambda path: cut(path, 0.5),
+    "overwritten": overwrite,
+    "deleted": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("how", HARM)
+@pytest.mark.parametrize("tier", [Tier.SHM, Tier.DISK], ids=lambda tier: tier.label)
+def test_harmed_files_kill_nobody_and_are_never_served(tier: Tier, how: str) -> None:
+    """All files of a tier, while it is used, but for the arena in /dev/shm: that one is mapped,
+    and only the daemon's own user could cut it off."""
+    with private_daemon() as daemon, ExitStack() as open_:
+        near = open_.enter_context(Client(daemon.address))
+        far = open_.enter_context(Client(daemon.address, local=False))
+        kept = {other: saved(near, other) for other in Tier}
+        for path in directory_of(daemon, tier).iterdir():
+            if path.is_file() and path.suffix != ".lock":
+                if tier is Tier.SHM and path.name == ARENA_FILE and how in ("emptied", "halved"):
+                    continue
+                HARM[how](path)
+        for client in (near, far):
+            assert_right_or_missing(client, kept[tier])
+        with daemon.admin() as admin:
+            problems_of(admin)  # it goes through all of it, and answers
+            for other in set(Tier) - {tier}:
+                assert assert_right_or_missing(near, kept[other]) == len(kept[other])
+                assert saved(far, other)
+            outcome = near.save(Key(b"n" * 32), b"new", tier=tier, reason=SaveReason.EVICT)
+            assert not outcome.ok or how != "deleted", "it would be gone with the next start"
+            assert admin.stats().pid == daemon.pid
+        open_.close()
+        daemon.kill()
+        daemon.start()
+        with Client(daemon.address) as client, daemon.admin() as admin:
+            assert_right_or_missing(client, kept[tier][1:])
+            assert saved(client, tier)
+            assert problems_of(admin) == []
+            eventually(lambda: admin.stats().health == "serving")
+
+
+@pytest.mark.parametrize("tier", [Tier.SHM, Tier.DISK], ids=lambda tier: tier.label)
+def test_a_deleted_directory_takes_no_saves(tier: Tier) -> None:
+    """What is acknowledged there would be gone; what is open is read on."""
+    with private_daemon() as daemon, Client(daemon.address) as client, daemon.admin() as admin:
+        kept = saved(client, tier)
+        directory = directory_of(daemon, tier)
+        shutil.rmtree(directory)
+
+        def refused() -> bool:
+            outcome = client.save(Key(b"n" * 32), b"new", tier=tier, reason=SaveReason.EVICT)
+            return not outcome.ok
+
+        assert refused()
+        eventually(lambda: "was deleted" in admin.stats().health)
+        assert assert_right_or_missing(client, kept) == len(kept)
+        assert saved(client, Tier.RAM)
+        directory.mkdir(exist_ok=True)  # for the test's own end
+
+
+def test_who_keeps_and_locks_everything_holds_up_nobody() -> None:
+    """A session that never ends has every file that a client is given, locked as far as a reader
+    can lock it, while everything is replaced several times over, and the daemon starts anew."""
+    with private_daemon("--disk.sync=false") as daemon, ExitStack() as open_:
+        link = open_.enter_context(session_at(daemon))
+        with local_connection(link) as connection:
+            connection.sendall(frame(hand_over=pb.HandOverRequest(session=link.ref)))
+            _, fds, _, _ = socket.recv_fds(connection, 2**16, local.MAX_DESCRIPTORS)
+        for fd in fds:
+            open_.callback(os.close, fd)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert len(fds) >= 5
+        with Client(daemon.address) as client:
+            for tier in Tier:
+                for first in range(0, 1000, 50):
+                    names = [f"{tier.label} {first + number}" for number in range(50)]
+                    assert save(client, names, 20_000, tier)
+                assert assert_saved(client, tier, 999)
+        daemon.kill()
+        daemon.start()
+        with Client(daemon.address) as client, daemon.admin() as admin:
+            for tier in (Tier.SHM, Tier.DISK):
+                assert assert_saved(client, tier, 999)
+            assert problems_of(admin) == []
+
+
+def assert_saved(client: Client, tier: Tier, number: int) -> bool:
+    (key,) = save(client, [f"{tier.label} {number}"], 20_000, tier)
+    with client.claim([key]) as hit:
+        return hit.read(0) == payload_of(key, 20_000)

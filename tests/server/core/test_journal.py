@@ -1,0 +1,106 @@
+"""What is remembered of entries: as far back as it fits, and found by the beginning of a key."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from array import array
+from collections import deque
+
+import pytest
+
+from prefixd.proto.keys import Key
+from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.server.core.journal import Happening, Journal
+from tests.support.state_driver import Driver, key
+
+
+def test_against_a_deque() -> None:
+    """At random, with keys of few beginnings: the same is known, whatever was overwritten."""
+    chance = random.Random(5)
+    journal, model = Journal(44 * 50), deque[tuple[bytes, int, Happening, int]](maxlen=50)
+    keys = [bytes([chance.randrange(3)]) * 8 + chance.randbytes(24) for _ in range(40)]
+    for at_ns in range(400):
+        some, what = Key(chance.choice(keys)), chance.choice(list(Happening))
+        journal.note(what, some, Tier.SHM, SaveReason.COLD, at_ns, at_ns % 7)
+        model.append((some, at_ns, what, at_ns % 7))
+        assert len(journal) == len(model)
+        assert journal.since_ns() == model[0][1]
+        for length in (1, 9, 16, 32):
+            of = chance.choice(keys)[:length]
+            expected = [
+                (k[:16], at, w, s)
+                for k, at, w, s in model
+                if k[:16] == of[:16] or (length < 16 and k.startswith(of))
+            ]
+            found = [(h.key, h.at_ns, h.what, h.session) for h in journal.of(of)]
+            assert found == expected
+        probed = chance.choice(keys)
+        known = [what for k, _, what, _ in model if k == probed]
+        left = [what for what in known if what is not Happening.SAVED]
+        expected_fate = left[-1] if left else Happening.SAVED if known else None
+        assert journal.fate(probed) is expected_fate
+
+
+def test_a_bucket_of_many_costs_a_bounded_walk() -> None:
+    journal = Journal(2**16)
+    journal._last = array("I", bytes(4))
+    journal._mask = 0  # type: ignore[misc]
+    keys = [Key(number.to_bytes(32, "little")) for number in range(1000)]
+    for number, some in enumerate(keys):
+        journal.note(Happening.SAVED, some, Tier.RAM, SaveReason.COLD, number)
+    assert journal.fate(keys[999]) is Happening.SAVED
+    assert journal.fate(keys[5]) is None, "too far back"
+
+
+@pytest.mark.parametrize("size_bytes", [0, 43])
+def test_nothing_is_remembered_without_room(size_bytes: int) -> None:
+    journal = Journal(size_bytes)
+    journal.note(Happening.SAVED, key("a"), Tier.RAM, SaveReason.COLD, 1)
+    assert (len(journal), journal.since_ns(), journal.of(key("a"))) == (0, 0, [])
+    assert journal.fate(key("a")[:8]) is None
+
+
+def test_it_takes_what_it_was_given() -> None:
+    tracemalloc.start()
+    try:
+        journal = Journal(2**20)
+        for number in range(100_000):
+            some = Key(number.to_bytes(32, "little"))
+            journal.note(Happening.SAVED, some, Tier.RAM, SaveReason.COLD, number)
+        full_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert full_bytes < 1.2 * 2**20
+
+
+def test_sessions_are_known_after_their_end_but_not_for_ever() -> None:
+    journal = Journal(2**10)
+    for number in range(1, 5000):
+        journal.know(number, f"owner {number}", "label")
+    assert journal.who(4999) == ("owner 4999", "label")
+    assert journal.who(1) == ("", "")
+
+
+def test_what_happens_to_an_entry_is_noted() -> None:
+    driver = Driver(journal_bytes=4096)
+    alice, bob = driver.open("alice"), driver.open("bob")
+    driver.now_ns = 5
+    driver.save(alice, "a b c d")
+    driver.save(bob, "e", payload_bytes=8)
+    driver.evict(1)
+    driver.save(alice, "f g")
+    driver.damage("f")
+
+    def of(name: str) -> list[tuple[str, int]]:
+        return [(h.what.name, h.session) for h in driver.tables.journal.of(key(name))]
+
+    assert [of(name)[-1] for name in "dcba"] == [
+        ("EVICTED_FOR_SAVE", bob),
+        ("EVICTED_FOR_SAVE", bob),
+        ("EVICTED_BY_OPERATOR", 0),
+        ("EVICTED_FOR_SAVE", alice),
+    ]
+    assert of("f") == [("SAVED", alice), ("DAMAGED", 0)]
+    assert driver.tables.journal.of(key("f"))[0].at_ns == 5
+    assert driver.tables.journal.who(bob)[0] == "bob"

@@ -1,0 +1,274 @@
+"""What goes wrong with the nodes of an engine costs misses of theirs, in time, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from time import monotonic, time
+
+import pytest
+
+from prefixd.proto.keys import Key
+from prefixd.proto.layout import crc32c
+from prefixd.server.sharing.redis_nodes import PATIENCE_CALLS, slots_of
+from prefixd.server.sharing.redis_store import RedisStore, bad_settings
+from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, Wanted
+
+from ...support.fake_redis import FakeRedis, HangUp, fake_redis, share_slots
+from ...support.redis_servers import needs_redis, redis_servers
+
+PATIENCE_S = 30.0
+DATA = bytes(range(256)) * 4
+ENTRIES = [
+    SharedEntry(Key(number.to_bytes(32, "big")), len(DATA), 0, 0, crc32c(DATA))
+    for number in range(60)
+]
+KEYS = [entry.key for entry in ENTRIES]
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[FakeRedis]]:
+    with fake_redis(3) as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def store(nodes: list[FakeRedis]) -> Iterator[RedisStore]:
+    with closing(RedisStore([nodes[0].url], "test", 2)) as store:
+        assert store.nodes.wait_until_reached(PATIENCE_S)
+        assert store.put(offers(), soon()) == [Outcome.DONE] * len(ENTRIES)
+        yield store
+
+
+def offers() -> list[Offer]:
+    until_ms = int(time() * 1000) + 3_600_000
+    return [Offer(entry, [memoryview(DATA)], until_ms) for entry in ENTRIES]
+
+
+def soon() -> float:
+    return monotonic() + PATIENCE_S
+
+
+def fetch(store: RedisStore, deadline_s: float) -> list[Outcome]:
+    rooms = [memoryview(bytearray(len(DATA))) for _ in ENTRIES]
+    wanted = [Wanted(entry, room) for entry, room in zip(ENTRIES, rooms, strict=True)]
+    outcomes = store.get(wanted, deadline_s)
+    for outcome, room in zip(outcomes, rooms, strict=True):
+        assert outcome is not Outcome.DONE or bytes(room) == DATA
+    return outcomes
+
+
+def share_of(node: FakeRedis) -> int:
+    return len(node.values)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    ends_s = soon()
+    while not condition():
+        assert monotonic() < ends_s
+
+
+def test_a_node_that_hangs_costs_its_own_keys_and_no_more_than_the_deadline(
+    nodes: list[FakeRedis], store: RedisStore
+) -> None:
+    nodes[1].answers.clear()
+    began_s = monotonic()
+    outcomes = fetch(store, began_s + 1)
+    assert monotonic() - began_s >= 1
+    assert outcomes.count(Outcome.UNAVAILABLE) == share_of(nodes[1])
+    assert outcomes.count(Outcome.DONE) == len(KEYS) - share_of(nodes[1])
+
+
+def test_a_node_that_hangs_is_not_waited_for_for_ever(
+    nodes: list[FakeRedis], store: RedisStore
+) -> None:
+    nodes[1].answers.clear()
+    for _ in range(PATIENCE_CALLS):
+        store.find(KEYS, monotonic() + 0.5)
+    began_s = monotonic()
+    found = store.find(KEYS, began_s + PATIENCE_S)
+    assert found.count(None) == share_of(nodes[1])
+    assert monotonic() - began_s < PATIENCE_S, "nobody waited for its answer"
+    assert list(store.health()) == [f"127.0.0.1:{nodes[1].port}"]
+    nodes[1].answers.set()
+    eventually(lambda: None not in store.find(KEYS, soon()))
+    eventually(lambda: store.health() == {})
+
+
+def test_an_answer_that_comes_late_is_never_taken_for_another(
+    nodes: list[FakeRedis], store: RedisStore
+) -> None:
+    """The connection is given up with its first answer that is missing."""
+    nodes[1].answers.clear()
+    store.find(KEYS, monotonic() + 0.01)
+    nodes[1].answers.set()
+    for _ in range(20):
+        found = store.find(list(reversed(KEYS)), soon())
+        assert all(
+            each is None or each == entry
+            for each, entry in zip(found, reversed(ENTRIES), strict=True)
+        )
+
+
+def test_a_node_that_hangs_up_is_reached_again(nodes: list[FakeRedis], store: RedisStore) -> None:
+    for node in nodes:
+        node.hang_up()
+    eventually(lambda: None not in store.find(KEYS, soon()))
+
+
+def test_a_node_that_hangs_up_in_the_middle_costs_what_it_did_not_answer(
+    nodes: list[FakeRedis], store: RedisStore
+) -> None:
+    seen: list[bytes] = []
+
+    def hang_up(command: list[bytes]) -> bytes | None:
+        if command[0] == b"GET":
+            seen.append(command[1])
+            if len(seen) == 5:
+                raise HangUp
+        return None
+
+    nodes[2].fault = hang_up
+    outcomes = fetch(store, soon())
+    assert outcomes.count(Outcome.DONE) == len(KEYS) - share_of(nodes[2]) + 4
+    assert outcomes.count(Outcome.UNAVAILABLE) == share_of(nodes[2]) - 4
+
+
+@pytest.mark.parametrize(
+    "rubbish", [b"!?\r\n", b"$x\r\n", b":\r\n", b"*1\r\n$1\r\na\r\n", b"x" * 5000]
+)
+def test_what_is_no_reply_is_a_miss(
+    nodes: list[FakeRedis], store: RedisStore, rubbish: bytes
+) -> None:
+    expected = len(KEYS) - share_of(nodes[0])
+    nodes[0].fault = lambda command: rubbish if command[0] == b"GET" else None
+    assert fetch(store, soon()).count(Outcome.DONE) == expected
+    nodes[0].fault = lambda _: None
+    eventually(lambda: set(fetch(store, soon())) == {Outcome.DONE})
+
+
+@pytest.mark.parametrize("rubbish", [b"$5\r\n", b"\0" * 100, b"$99999999999\r\n", b"$-1\r\n"])
+def test_what_could_be_the_beginning_of_a_reply_ends_with_the_deadline(
+    nodes: list[FakeRedis], store: RedisStore, rubbish: bytes
+) -> None:
+    nodes[0].fault = lambda command: rubbish if command[0] == b"GET" else None
+    fetch(store, monotonic() + 0.1)  # compares what it calls done
+    nodes[0].fault = lambda _: None
+    eventually(lambda: None not in store.find([key for key in KEYS if there(nodes, key)], soon()))
+
+
+def there(nodes: list[FakeRedis], key: Key) -> bool:
+    return any(key.hex().encode() in name for node in nodes for name in node.values)
+
+
+def test_a_full_engine_refuses(nodes: list[FakeRedis], store: RedisStore) -> None:
+    full = b"-OOM command not allowed when used memory > 'maxmemory'.\r\n"
+    nodes[1].fault = lambda command: full if command[0] == b"SET" else None
+    outcomes = store.put(offers(), soon())
+    assert outcomes.count(Outcome.REFUSED) == share_of(nodes[1])
+    assert outcomes.count(Outcome.DONE) == len(KEYS) - share_of(nodes[1])
+    assert set(fetch(store, soon())) == {Outcome.DONE}, "what was there stays"
+
+
+def test_slots_that_move_are_asked_for_again(nodes: list[FakeRedis], store: RedisStore) -> None:
+    """One of three is taken out; the others have its keys."""
+    gone = nodes[0]
+    for node in nodes[1:]:
+        node.values |= gone.values
+    share_slots(nodes[1:])
+    gone.slots = nodes[1].slots
+    gone.fault = lambda c: b"-MOVED 1 127.0.0.1:1\r\n" if c[0] in (b"GETRANGE", b"GET") else None
+    for node in nodes[1:]:
+        node.values |= {name: value for other in nodes for name, value in other.values.items()}
+    assert store.find(KEYS, soon()).count(None) == share_of(gone)
+    eventually(lambda: None not in store.find(KEYS, soon()))
+    assert len(store.nodes.all()) == 2
+
+
+def test_a_wrong_password_is_said_and_nothing_is_found() -> None:
+    node = FakeRedis("right")
+    with closing(node), closing(RedisStore([node.url.replace("right", "wrong")], "t", 1)) as store:
+        eventually(lambda: "slots are not known" not in store.health().get("slots", ""))
+        assert "password" in store.health()["slots"]
+        assert "wrong" not in str(store.health()), "the secret itself is not said"
+        assert store.find(KEYS, soon()) == [None] * len(KEYS)
+
+
+def test_the_right_password_is_taken() -> None:
+    node = FakeRedis("right")
+    with closing(node), closing(RedisStore([node.url], "t", 1)) as store:
+        assert store.nodes.wait_until_reached(PATIENCE_S)
+        assert set(store.put(offers(), soon())) == {Outcome.DONE}
+
+
+def test_an_engine_that_is_not_there_is_a_miss_at_once_and_taken_when_it_comes() -> None:
+    node = FakeRedis()
+    url = node.url
+    node.close()
+    with closing(RedisStore([url], "t", 1)) as store:
+        assert store.find(KEYS, soon()) == [None] * len(KEYS)
+        assert set(store.put(offers(), soon())) == {Outcome.UNAVAILABLE}
+        eventually(lambda: "not known yet" not in store.health()["slots"])
+
+
+def test_settings_that_make_a_bad_cache_are_named(nodes: list[FakeRedis]) -> None:
+    for node in nodes:
+        node.settings |= {"maxmemory-policy": "noeviction"}
+    with closing(RedisStore([nodes[0].url], "test", 1)) as store:
+        assert store.nodes.wait_until_reached(PATIENCE_S)
+        problems = store.problems()
+    assert len(problems) == 3
+    assert all("noeviction" in problem and "volatile-ttl" in problem for problem in problems)
+
+
+def test_each_setting_is_looked_at() -> None:
+    good = {
+        "maxmemory": "1",
+        "maxmemory-policy": "volatile-ttl",
+        "maxmemory-samples": "10",
+        "cluster-enabled": "yes",
+        "cluster-require-full-coverage": "no",
+        "cluster-node-timeout": "2000",
+    }
+    assert bad_settings(good) == []
+    bad = {
+        "maxmemory": "0",
+        "maxmemory-policy": "allkeys-lru",
+        "maxmemory-samples": "5",
+        "cluster-require-full-coverage": "yes",
+        "cluster-node-timeout": "15000",
+    }
+    for name, value in bad.items():
+        problems = bad_settings(good | {name: value})
+        assert len(problems) == 1, name
+        assert name in problems[0]
+
+
+@pytest.mark.parametrize("ranges", [[], [[0, 5]], [["a"]], None, [[0, 99999, [b"h", 1]]], 7])
+def test_rubbish_instead_of_slots_is_refused_or_serves_nothing(ranges: object) -> None:
+    try:
+        slots = slots_of(ranges, "here")
+    except ValueError:
+        return
+    assert set(slots) == {None}
+
+
+@pytest.mark.parametrize("urls", [[], ["http://x"], ["redis://host:port"]])
+def test_addresses_that_are_none_are_refused(urls: list[str]) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  # redis-py's own sentences
+        RedisStore(urls, "t")
+
+
+@needs_redis
+def test_with_one_of_three_real_masters_dead_the_others_are_used(tmp_path: Path) -> None:
+    with (
+        redis_servers(tmp_path, 3) as servers,
+        closing(RedisStore([server.url for server in servers], "test", 2)) as store,
+    ):
+        assert store.nodes.wait_until_reached(PATIENCE_S)
+        assert set(store.put(offers(), soon())) == {Outcome.DONE}
+        servers[0].kill()
+        outcomes = fetch(store, soon())
+        assert 0.5 * len(KEYS) < outcomes.count(Outcome.DONE) < 0.85 * len(KEYS)
+        eventually(lambda: list(store.health()) == [f"127.0.0.1:{servers[0].port}"])

@@ -1,0 +1,81 @@
+"""Small devices: tmpfs file systems in a mount namespace of their own, which outlive the daemons
+that use them and are gone with the test."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+#: Makes the namespace and its file system, says so, and keeps them until it is told to end.
+_KEEPER: Final = """
+import ctypes, sys
+place, size = sys.argv[1:]
+libc = ctypes.CDLL(None, use_errno=True)
+private = 0x44000  # MS_REC | MS_PRIVATE
+if (
+    libc.unshare(0x00020000)  # CLONE_NEWNS
+    or libc.mount(b"none", b"/", None, private, None)
+    or libc.mount(b"tmpfs", place.encode(), b"tmpfs", 0, f"size={size},mode=0700".encode())
+):
+    print("no", flush=True)
+    sys.exit()
+print("made", flush=True)
+sys.stdin.read()
+"""
+#: A daemon that enters it. What stands for `{patch}` runs before its `main`.
+_DAEMON: Final = """
+import ctypes, os, sys
+if ctypes.CDLL(None).setns(os.open("/proc/{pid}/ns/mnt", os.O_RDONLY), 0x00020000):
+    raise OSError("can't enter the namespace")
+from prefixd.server import daemon
+{patch}
+daemon.main(sys.argv[1:])
+"""
+
+
+class SmallDevice:
+    """`place` is a file system of some bytes for those who entered its namespace."""
+
+    def __init__(self, pid: int, place: Path) -> None:
+        self._pid = pid
+        #: the same directory, seen from outside
+        self.seen = Path(f"/proc/{pid}/root{place}")
+
+    def script(self, patch: str = "") -> str:
+        """A daemon on it, for `DaemonProcess.run_with`."""
+        return _DAEMON.format(pid=self._pid, patch=patch)
+
+    def fill(self, but_bytes: int = 0) -> Path:
+        """A file of somebody else takes all that is free but so much."""
+        room = self.seen / "of-somebody-else"
+        with room.open("ab", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError:
+                file.truncate(max(0, file.tell() - but_bytes))
+        return room
+
+
+@contextmanager
+def small_device(place: Path, size_bytes: int) -> Iterator[SmallDevice]:
+    """Skips the test where it may not be made."""
+    place.mkdir(exist_ok=True)
+    with subprocess.Popen(
+        [sys.executable, "-c", _KEEPER, str(place), str(size_bytes)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as keeper:
+        assert keeper.stdout is not None
+        if keeper.stdout.readline() != "made\n":
+            pytest.skip("no permission to mount a tmpfs in a namespace of its own")
+        yield SmallDevice(keeper.pid, place)
+        assert keeper.stdin is not None
+        keeper.stdin.close()

@@ -1,0 +1,117 @@
+"""Real Redis processes in temporary directories: one, or a Cluster of masters."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from time import monotonic
+from typing import Final
+
+import pytest
+
+SLOTS: Final = 16_384
+START_S: Final = 30.0
+needs_redis = pytest.mark.skipif(
+    shutil.which("redis-server") is None, reason="needs redis-server (Debian: redis-server)"
+)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nothing listened on a moment ago."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(closing(socket.socket())) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+class RedisServer:
+    """One process. Started anew with `start` after a `kill`, it has forgotten everything."""
+
+    def __init__(self, directory: Path, *options: str, cluster: bool = False) -> None:
+        self.directory, self.options, self.cluster = directory, options, cluster
+        self.port, self.bus_port = free_ports(2)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self.directory.mkdir(exist_ok=True)
+        arguments = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", *self.options]
+        if self.cluster:
+            arguments += ["--cluster-enabled", "yes", "--cluster-port", str(self.bus_port)]
+            arguments += ["--cluster-require-full-coverage", "no", "--cluster-node-timeout", "500"]
+        log = self.directory / "log"
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                ["redis-server", *arguments, "--dir", str(self.directory)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        ends_s = monotonic() + START_S
+        while b"Ready to accept connections" not in log.read_bytes():
+            assert self._process.poll() is None, log.read_text()
+            assert monotonic() < ends_s, log.read_text()
+
+    def restart(self) -> None:
+        """As after a power loss: everything is forgotten but, in a Cluster, which slots it has."""
+        self.kill()
+        self.start()
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+@contextmanager
+def redis_servers(directory: Path, masters: int, *options: str) -> Iterator[list[RedisServer]]:
+    """`masters` 1: one that is no Cluster. More: a Cluster of so many, each with its slots."""
+    with ExitStack() as stack:
+        servers = []
+        for number in range(masters):
+            server = RedisServer(directory / str(number), *options, cluster=masters > 1)
+            stack.callback(server.kill)
+            server.start()
+            servers.append(server)
+        if masters > 1:
+            join(servers)
+        yield servers
+
+
+def join(servers: list[RedisServer]) -> None:
+    """Make one Cluster of them."""
+    import redis
+
+    with ExitStack() as stack:
+        clients = [
+            stack.enter_context(closing(redis.Redis.from_url(server.url))) for server in servers
+        ]
+        share = -(-SLOTS // len(servers))
+        for number, client in enumerate(clients):
+            last = min(SLOTS, (number + 1) * share) - 1
+            client.execute_command("CLUSTER ADDSLOTSRANGE", number * share, last)
+            client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+        for server in servers[1:]:
+            clients[0].execute_command("CLUSTER MEET", "127.0.0.1", server.port, server.bus_port)
+        ends_s = monotonic() + START_S
+        for client in clients:
+            while True:
+                info = client.execute_command("CLUSTER INFO")
+                if info["cluster_state"] == "ok" and info["cluster_slots_assigned"] == str(SLOTS):
+                    break
+                assert monotonic() < ends_s, info
