@@ -483,13 +483,10 @@ class Reader:
         wanted = [each.entry for each in ranges]
         keys = [entry.key for entry in wanted]
         claimed = self._transport.claim(keys, ClaimMode.RUN, 0, 0, deadline)
-        claim = claimed.holding
-        if claim is None:
+        if (claim := claimed.holding) is None:
             raise UnknownEntry("the entries are gone since they were probed")
         try:
-            if [content_of(each) for each in claimed.entries] != [
-                content_of(each) for each in wanted
-            ]:
+            if [*map(content_of, claimed.entries)] != [*map(content_of, wanted)]:
                 raise UnknownEntry("some entries are gone or were replaced since they were probed")
             self._transport.read(claim, ranges, sink, deadline)
             (held,) = self._transport.release([claim], deadline)

@@ -17,7 +17,7 @@ from ..tiers.ram import RamStore
 from ..tiers.shm import ShmStore
 from ..tiers.store import Store
 from .config.budgets import Plan, TierPlan
-from .config.options import Shared
+from .config.options import Config, Shared
 from .core.state import MetaState
 from .runtime.index import IndexWriter
 from .runtime.loop import Core
@@ -92,15 +92,21 @@ def make_state(plan: Plan, stores: Mapping[Tier, Store], now_ns: int) -> MetaSta
     )
 
 
-async def begin_sharing(config: Shared, core: Core) -> Sharing:
+async def begin_sharing(config: Config, core: Core) -> Sharing:
     """What this node shares with others. Raises ConfigError for an engine that it can't have."""
-    tier = Tier[config.tier.upper()]
+    shared = config.shared
+    tier = Tier[shared.tier.upper()]
     if tier not in core.stores:
-        raise ConfigError(f"shared.tier is {config.tier}, which has no budget")
+        raise ConfigError(f"shared.tier is {shared.tier}, which has no budget")
+    if shared.payloads == "nodes" and config.server.tls_cert:
+        raise ConfigError(
+            'shared.payloads is "nodes", and server.tls_cert is set: nodes read from each other '
+            "without TLS only"
+        )
     try:
-        store = _shared_store(config)
+        store = _shared_store(shared)
     except ImportError as problem:
-        extra = "s3" if config.engine.startswith("s3:") else "shared"
+        extra = "s3" if shared.engine.startswith("s3:") else "shared"
         raise ConfigError(
             f"shared.engine needs more than is installed ({problem}): "
             f"pip install 'prefixd[{extra}]'"
@@ -114,9 +120,9 @@ async def begin_sharing(config: Shared, core: Core) -> Sharing:
         store,
         SharingConfig(
             tier=tier,
-            write=WritePolicy(config.write),
-            life_ms=config.life_ns // 1_000_000,
-            memory_bytes=config.memory_bytes,
+            write=WritePolicy(shared.write),
+            life_ms=shared.life_ns // 1_000_000,
+            memory_bytes=shared.memory_bytes,
         ),
     )
 

@@ -101,7 +101,7 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
         front = Front(core, service_config(config, incarnation))
         stack.callback(front.close)
         if config.shared.engine:
-            sharing = await assembly.begin_sharing(config.shared, core)
+            sharing = await assembly.begin_sharing(config, core)
             stack.push_async_callback(sharing.close)
             front.service.fetcher = sharing.fetch
             front.admin.shared = sharing.counts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias, TypeVar
 
@@ -32,13 +32,12 @@ from .backoff import Backoff
 from .connection import unanswered
 from .deadline import Deadline
 from .link import Holding, Link
+from .not_in_place import NothingInPlace
 from .packing import check_header, pack
 from .session import DEFAULT_CONNECT_TIMEOUT_MS, SessionKeeper, check_answering, hello_of
 from .transport import (
     Claimed,
-    Copied,
     Granted,
-    Looked,
     Range,
     ReserveItem,
     SaveTerms,
@@ -55,7 +54,7 @@ Stage: TypeAlias = Callable[
 ]
 
 
-class RemoteTransport:
+class RemoteTransport(NothingInPlace):
     """`transport.Transport` over one connection that is opened again when it breaks.
 
     A call that the daemon refuses because it does not know the session gets a new session and
@@ -229,9 +228,6 @@ class RemoteTransport:
         if claim.why_lost is not None:
             raise ClaimLost(claim.why_lost)
 
-    def fetch(self, _ranges: Sequence[Range], _sink: Sink, _deadline: Deadline) -> bool:
-        return False
-
     def release(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
         link = self._keeper.current
         held = [claim for claim in claims if claim.link is link]
@@ -271,12 +267,6 @@ class RemoteTransport:
             _, response = self._call("Lookup", deadline, partial(_lookup, request))
             found += messages.present_of(batch, response)
         return found
-
-    def peek(self, _keys: Sequence[Key]) -> list[bool] | None:
-        return None
-
-    def peek_one(self, _key: Key) -> bool | None:
-        return None
 
     def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
         run = 0
@@ -320,24 +310,6 @@ class RemoteTransport:
         if link is not None:
             for told in self._batches(keys):
                 link.send(pb.SessionRequest(touch=pb.Touch(keys=told)))
-
-    def find(self, _keys: Iterable[Key], _mode: ClaimMode, _deadline: Deadline) -> Looked | None:
-        return None
-
-    def copy(
-        self,
-        entries: Sequence[Entry],
-        _targets: Sequence[FlatBytes],
-        _check: Sequence[bool],
-        _in_place: object | None = None,
-    ) -> list[Copied]:
-        return [Copied.GONE] * len(entries)
-
-    def views(self, _claim: Holding, _entries: Sequence[Entry]) -> list[list[memoryview]] | None:
-        return None
-
-    def refused(self) -> dict[str, str]:
-        return {"everything": "this connection is gRPC only"}
 
     def suspect(self, keys: Sequence[Key]) -> None:
         link = self._keeper.current

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import structlog
 
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import DeviceFull, PrefixdError, StoreFailed
+from ...proto.errors import DeviceFull, MalformedMessage, PrefixdError, StoreFailed
 from ...tiers.store import StoreError, StoreFull
 
 log = structlog.get_logger("prefixd.calls")
@@ -107,6 +107,13 @@ def failure_of(name: str, problem: Exception) -> pb.LocalResponse:
     error = error_of(name, problem)
     failure = pb.Failure(error=error.name, message=str(error), retry=error.retryable)
     return pb.LocalResponse(failure=failure)
+
+
+def staged_of(request: pb.LocalRequest) -> pb.SaveStagedRequest:
+    """The next part of a staged save. Raises MalformedMessage for anything else."""
+    if request.WhichOneof("kind") != "save_staged":
+        raise MalformedMessage("another request came before the end of a staged save")
+    return request.save_staged
 
 
 def error_of(name: str, problem: Exception) -> PrefixdError:

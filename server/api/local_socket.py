@@ -25,7 +25,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import CallerError, InvalidSize, LimitReached, MalformedMessage, PrefixdError
 from ...proto.local import Frames, frame
 from ..runtime.quota import Quota
-from .calls import Caller, ConnectionCall, Process, failure_of, remove_leftover
+from .calls import Caller, ConnectionCall, Process, failure_of, remove_leftover, staged_of
 from .hand_over import Handoff
 from .hang_up import HangUpWatch
 from .saves import Saves
@@ -455,10 +455,10 @@ class _Connection(asyncio.BufferedProtocol):
 
     def take_staged(self) -> pb.SaveStagedRequest | None:
         request = self._take_next()
-        return None if request is None else _staged(request)
+        return None if request is None else staged_of(request)
 
     async def wait_staged(self) -> pb.SaveStagedRequest:
-        return _staged(await self._next())
+        return staged_of(await self._next())
 
     def _hand_over(self, request: pb.HandOverRequest) -> None:
         if self._transport.get_write_buffer_size():
@@ -494,9 +494,3 @@ class _Connection(asyncio.BufferedProtocol):
         self._transport.close()
         # That waits until the client has read what it was told.
         self._loop.call_later(_PATIENCE_S, self._transport.abort)
-
-
-def _staged(request: pb.LocalRequest) -> pb.SaveStagedRequest:
-    if request.WhichOneof("kind") != "save_staged":
-        raise MalformedMessage("another request came before the end of a staged save")
-    return request.save_staged
