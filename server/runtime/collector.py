@@ -43,6 +43,8 @@ class Freezer:
             gc.collect(1)
             gc.freeze()
 
-    def grown(self) -> None:
-        """Something large was just made that the collector would walk over: not once."""
-        gc.freeze()
+    def expect(self, entries: int) -> None:
+        """So many were read and are to be published. If they are many, the list of them is large:
+        it is not looked at even once."""
+        if entries >= _MAX_WATCHED_ENTRIES:
+            gc.freeze()

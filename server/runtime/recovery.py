@@ -119,8 +119,7 @@ class Recovery:
         logged = more = 0
         while (batch := await loop.run_in_executor(executor, _next, batches)) is not None:
             if not begun:
-                # The store has a list of all that follows.
-                core.freezer.grown()
+                core.freezer.expect(len(batch.entries) + batch.following)
                 core.index.expect(len(batch.entries) + batch.following)
                 begun = True
             for key, why in batch.dropped:

@@ -65,12 +65,19 @@ def test_what_a_start_made_is_not_looked_at_again_and_a_batch_is_not_often() -> 
 
 
 @pytest.mark.usefixtures("thawed")
-def test_what_is_large_is_not_looked_at_even_once() -> None:
+def test_what_is_large_is_not_looked_at_even_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector, "_MAX_WATCHED_ENTRIES", 100)
     passes: list[str] = []
-    gc.callbacks.append(lambda phase, _: passes.append(phase))
+
+    def look(phase: str, _info: dict[str, int]) -> None:
+        passes.append(phase)
+
+    gc.callbacks.append(look)
     try:
-        Freezer().grown()
+        Freezer().expect(99)
+        assert gc.get_freeze_count() == 0
+        Freezer().expect(100)
     finally:
-        gc.callbacks.pop()
+        gc.callbacks.remove(look)
     assert gc.get_freeze_count() > 0
     assert not passes
