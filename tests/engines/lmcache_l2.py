@@ -56,7 +56,11 @@ def bench_l2(
             *("--format", "json", "--output", str(report)),
         ]
         said, status = io.StringIO(), 0
-        with mock.patch.object(sys, "argv", command), contextlib.redirect_stdout(said):
+        with (
+            mock.patch.object(sys, "argv", command),
+            contextlib.redirect_stdout(said),
+            contextlib.redirect_stderr(said),
+        ):
             try:
                 main()
             except SystemExit as end:
