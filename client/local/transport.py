@@ -211,11 +211,12 @@ class LocalTransport:
         check: Sequence[bool],
         in_place: object | None = None,
     ) -> list[Copied]:
-        if isinstance(in_place, InPlace) and not self._closed:
-            return in_place.node.copy(entries, targets, check, in_place.rows)
         node = self._indexed()
         if node is None:
             return [Copied.GONE] * len(entries)
+        # Of an earlier session nothing counts but what is found again.
+        if isinstance(in_place, InPlace) and in_place.node is node:
+            return node.copy(entries, targets, check, in_place.rows)
         return node.copy(entries, targets, check)
 
     def views(self, claim: Holding, entries: Sequence[Entry]) -> list[list[memoryview]] | None:
