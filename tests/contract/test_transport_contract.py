@@ -426,7 +426,7 @@ def test_a_batch_larger_than_a_sessions_share_is_saved_whole(
     make: Callable[..., Client], tier: Tier
 ) -> None:
     """Into an empty tier: what was reserved first is free again when the rest comes."""
-    with tcp_daemon("--disk.max_in_flight=1MiB") as daemon:
+    with tcp_daemon("--disk.max_in_flight=1MiB", "--sessions.max_pinned_share=1") as daemon:
         client = make(daemon)
         keys = fresh_keys(60)
         items = [SaveItem(key, payload_of(key, 100_000), 7) for key in keys]
