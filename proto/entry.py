@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from .keys import Key
 from .vocabulary import SaveReason, Tier
@@ -37,6 +37,31 @@ class EntryRecord:
     location: Location
     #: Of the payload as it was stored. Until a writer sealed the entry it is not known, and 0.
     payload_crc32c: int = 0
+
+
+class Listed(Protocol):
+    """What a row says of an entry. `location` is offset, length, offset, length ..."""
+
+    @property
+    def key(self) -> Key: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def payload_bytes(self) -> int: ...
+    @property
+    def token_count(self) -> int: ...
+    @property
+    def payload_crc32c(self) -> int: ...
+    @property
+    def token_ids_bytes(self) -> int: ...
+    @property
+    def layer_count(self) -> int: ...
+    @property
+    def tier(self) -> int: ...
+    @property
+    def reason(self) -> int: ...
+    @property
+    def location(self) -> tuple[int, ...]: ...
 
 
 #: The checksum behind the token ids of an entry; an entry without token ids has none.

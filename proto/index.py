@@ -75,8 +75,9 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Iterable
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
+from .entry import Listed as Listed
 from .errors import RecordError
 from .keys import Key
 from .layout import crc32c
@@ -152,31 +153,6 @@ def _residue(kind: int) -> int:
 _WHOLE_ONE_EXTENT: Final = _residue(ONE_EXTENT)
 _WHOLE_EXTENTS: Final = _residue(EXTENTS)
 _WHOLE_CONTINUATION: Final = _residue(CONTINUATION)
-
-
-class Listed(Protocol):
-    """What a row says of an entry. `location` is offset, length, offset, length ..."""
-
-    @property
-    def key(self) -> Key: ...
-    @property
-    def generation(self) -> int: ...
-    @property
-    def payload_bytes(self) -> int: ...
-    @property
-    def token_count(self) -> int: ...
-    @property
-    def payload_crc32c(self) -> int: ...
-    @property
-    def token_ids_bytes(self) -> int: ...
-    @property
-    def layer_count(self) -> int: ...
-    @property
-    def tier(self) -> int: ...
-    @property
-    def reason(self) -> int: ...
-    @property
-    def location(self) -> tuple[int, ...]: ...
 
 
 #: The number of a row, and the row as it was found there.
