@@ -94,6 +94,7 @@ class Victim:
             "Reserve": pb.ReserveRequest(header=header),
             "Cancel": pb.CancelRequest(session=ref, tokens=[self.token]),
             "Delete": pb.DeleteRequest(session=ref, keys=[RESERVED]),
+            "Pull": pb.PullRequest(session=ref, keys=[MINE]),
             "Read": pb.ReadRequest(session=ref, claim_id=self.claim, ranges=[pb.ReadRange()]),
             "Write": pb.WriteRequest(session=ref, parts=[written]),
             "Save": pb.SaveRequest(header=header, parts=[part(0, DATA)]),
