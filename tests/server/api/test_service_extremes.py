@@ -79,6 +79,7 @@ GOOD: dict[str, Callable[[OpenSession, int], Message]] = {
         header=_header(session), parts=[part(0, DATA)]
     ),
     "Delete": lambda session, _: pb.DeleteRequest(session=session.ref, keys=[key(1)]),
+    "Pull": lambda session, _: pb.PullRequest(session=session.ref, keys=[THERE], wait_ms=1),
     "Cancel": lambda session, _: pb.CancelRequest(session=session.ref, tokens=[1]),
     "Read": lambda session, claim: pb.ReadRequest(
         session=session.ref, claim_id=claim, ranges=[pb.ReadRange()]
@@ -94,6 +95,12 @@ GOOD: dict[str, Callable[[OpenSession, int], Message]] = {
     "Curve": lambda *_: pb.CurveRequest(tier=pb.TIER_RAM, budget_bytes=[2**20]),
     "Drop": lambda *_: pb.DropRequest(keys=[key(1)]),
     "Kick": lambda session, _: pb.KickRequest(session_id=session.number),
+    "Resize": lambda *_: pb.ResizeRequest(tier=pb.TIER_RAM, budget_bytes=2**20),
+    # The last of its extremes serves again.
+    "Drain": lambda *_: pb.DrainRequest(resume=True),
+    "SetLogLevel": lambda *_: pb.SetLogLevelRequest(level="debug"),
+    "Why": lambda *_: pb.WhyRequest(key=THERE),
+    "Clear": lambda *_: pb.ClearRequest(namespace="nobody"),
     "Configure": lambda *_: pb.ConfigureRequest(),
     "Gc": lambda *_: pb.GcRequest(),
     "Check": lambda *_: pb.CheckRequest(),
