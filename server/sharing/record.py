@@ -31,6 +31,8 @@ from .store import SharedEntry
 MAGIC: Final = b"pxs1"
 _FIELDS: Final = struct.Struct("<4sIQQI32s")
 _CHECK: Final = struct.Struct("<I")
+#: What the other places of an entry have room for.
+_MAX_TOKENS: Final = 2**32 - 1
 HEADER_BYTES: Final = _FIELDS.size + _CHECK.size
 #: Larger values make an engine's event loop wait for each of them, and spread badly.
 PART_BYTES: Final = 4 * 2**20
@@ -59,7 +61,7 @@ def decode_header(key: Key, header: bytes | bytearray | memoryview) -> SharedEnt
     (check,) = _CHECK.unpack_from(header, _FIELDS.size)
     if magic != MAGIC or check != crc32c(fields) or named != key:
         return None
-    if not 0 < payload_bytes <= MAX_PAYLOAD_BYTES or layers > MAX_LAYERS:
+    if not 0 < payload_bytes <= MAX_PAYLOAD_BYTES or layers > MAX_LAYERS or tokens > _MAX_TOKENS:
         return None
     if layers and payload_bytes % layers:
         return None

@@ -1,0 +1,73 @@
+"""What lies in an engine is believed as far as no harm can come of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from prefixd.proto.keys import Key
+from prefixd.proto.limits import MAX_LAYERS, MAX_PAYLOAD_BYTES
+from prefixd.server.sharing.record import (
+    HEADER_BYTES,
+    PART_BYTES,
+    cut,
+    decode_header,
+    encode_header,
+    parts_of,
+)
+from prefixd.server.sharing.store import SharedEntry
+
+KEY = Key(b"k" * 32)
+ENTRY = SharedEntry(KEY, 4096, 16, 4, 77)
+
+
+def test_a_header_says_what_was_put_into_it() -> None:
+    header = encode_header(ENTRY)
+    assert len(header) == HEADER_BYTES
+    assert decode_header(KEY, header) == ENTRY
+    assert decode_header(KEY, header + b"and the payload") == ENTRY
+
+
+def test_any_bit_that_is_flipped_is_noticed() -> None:
+    header = encode_header(ENTRY)
+    for bit in range(8 * HEADER_BYTES):
+        flipped = bytearray(header)
+        flipped[bit // 8] ^= 1 << bit % 8
+        assert decode_header(KEY, flipped) is None
+
+
+@pytest.mark.parametrize("length", range(HEADER_BYTES))
+def test_what_is_shorter_is_no_header(length: int) -> None:
+    assert decode_header(KEY, encode_header(ENTRY)[:length]) is None
+
+
+def test_a_header_of_another_key_is_none() -> None:
+    assert decode_header(Key(b"x" * 32), encode_header(ENTRY)) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"payload_bytes": 0},
+        {"payload_bytes": MAX_PAYLOAD_BYTES + 1, "layer_count": 0},
+        {"payload_bytes": 2**63, "layer_count": 0},
+        {"token_count": 2**32},
+        {"token_count": 2**63},
+        {"layer_count": 3},
+        {"layer_count": MAX_LAYERS + 1},
+    ],
+)
+def test_what_no_entry_can_be_is_refused_whole_as_it_is(fields: dict[str, int]) -> None:
+    assert decode_header(KEY, encode_header(replace(ENTRY, **fields))) is None
+
+
+@pytest.mark.parametrize("length", [1, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES])
+def test_parts_are_all_of_the_bytes_in_order(length: int) -> None:
+    data = bytes(range(251)) * (length // 251 + 1)
+    whole = memoryview(data)[:length]
+    pieces = [whole[:1], whole[1 : length // 2], whole[length // 2 :]] if length > 2 else [whole]
+    parts = cut(pieces)
+    assert len(parts) == parts_of(length)
+    assert all(sum(map(len, part)) == PART_BYTES for part in parts[:-1])
+    assert b"".join(piece for part in parts for piece in part) == whole
