@@ -8,6 +8,7 @@ it has in another version, is a miss, and its address is taken out of the engine
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ MAX_ADDRESS_BYTES: Final = 255
 #: Nodes that this one is connected with at a time.
 MAX_PEERS: Final = 64
 _CONNECT_TIMEOUT_MS: Final = 1_000
+#: `host:port`: no Unix socket of this host, nor anything else that a client would take.
+_ADDRESS: Final = re.compile(rb"[A-Za-z0-9.\-\[\]:]{1,249}:[0-9]{1,5}")
 
 
 class Peer(Protocol):
@@ -115,7 +118,7 @@ class PeerStore(SharedStore):
             return None
         entry, address = decode_header(key, value), value[HEADER_BYTES:]
         # What this node itself had is not here any more, or nobody would ask.
-        if entry is None or not address or address == self._here or not address.isascii():
+        if entry is None or address == self._here or not _ADDRESS.fullmatch(address):
             return None
         return replace(entry, location=address.decode())
 

@@ -319,13 +319,15 @@ def test_a_node_that_is_gone_is_a_miss(
     assert run_of(there) == 12
 
 
+@pytest.mark.parametrize("address", [b"no address \xff", b"unix:/run/x", b"127.0.0.1:1", b""])
 def test_a_node_that_lies_about_its_address_is_a_miss(
+    address: bytes,
     peers: tuple[FakeRedis, list[DaemonProcess], list[Client]],
 ) -> None:
     engine, _, (here, there) = peers
     save(here, range(12))
     eventually(lambda: len(engine.values) == 12)
     for name, (value, until) in list(engine.values.items()):
-        engine.values[name] = (value[:64] + b"no address \xff", until)
+        engine.values[name] = (value[:64] + address, until)
     assert run_of(there) == 0
     assert run_of(here) == 12
