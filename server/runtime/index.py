@@ -230,7 +230,7 @@ class IndexWriter:
         # Whoever looks meanwhile tries again.
         self._publish(self._shape | MOVING)
         self._heads[:heads] = memoryview(bytes(4 * heads)).cast("I")
-        self._shape += wanted - heads
+        self._publish(self._shape + wanted - heads)  # still moving
         for number in numbers:
             start = number * ROW_BYTES
             bucket = self._bucket(self._mapping[start : start + KEY_BYTES])

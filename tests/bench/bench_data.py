@@ -10,6 +10,7 @@ One JSON object per line; only ratios inside one run mean something. `cpu_s_per_
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -119,7 +120,11 @@ def beside(address: str, moving: Callable[[], object]) -> dict[str, float]:
 
 
 def main() -> None:
-    repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 8
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("repeats", type=int, nargs="?", default=8)
+    repeats: int = parser.parse_args().repeats
     flags = [
         f"--ram.budget={4 * BLOCKS * BLOCK_BYTES}",
         *("--shm.budget=0", "--disk.budget=0", "--server.tcp=127.0.0.1:0"),

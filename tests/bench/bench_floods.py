@@ -1,6 +1,6 @@
 """What a daemon's memory does under each flood of `tests/hostile/test_floods.py`.
 
-    python -m tests.bench.bench_floods
+    python tests/bench/bench_floods.py
 
 Prints, for each, its memory before (beside its tiers), the most that it grew by, the configured
 bound of what the flood can take, and its memory afterwards.
@@ -8,12 +8,21 @@ bound of what the flood can take, and its memory afterwards.
 
 from __future__ import annotations
 
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from tests.hostile import test_floods
 
 MIB = 2**20
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     print(f"{'MiB':66}{'before':>8}{'grew by':>9}{'bound':>7}{'after':>7}")
     for name, flood in vars(test_floods).items():
         if not name.startswith("test_"):

@@ -46,7 +46,9 @@ FLAGS = (
 @in_loop
 async def test_a_disk_that_hangs_takes_nothing_with_it(how: str) -> None:
     patience = {"waits": "100ms", "second signal": "1h"}[how]
-    with daemon_process(*FLAGS, f"--server.drain_timeout={patience}") as daemon:
+    with daemon_process(
+        *FLAGS, "--disk.budget=32MiB", f"--server.drain_timeout={patience}"
+    ) as daemon:
         os.mkfifo(daemon.directory / "pipe")
         daemon.run_with(HANGS)
         daemon.start()

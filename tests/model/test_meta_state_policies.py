@@ -68,7 +68,8 @@ def act(driver: Driver, chance: random.Random, sessions: list[int]) -> None:
         case 10:
             driver.tick(flush=True)
         case 11 if tables.entries and chance.random() < 0.5:
-            entry = chance.choice(list(tables.entries.values()))
+            # In an order of their own: the table's is another one in every process.
+            entry = tables.entries[chance.choice(sorted(tables.entries))]
             driver.damage(entry.key.rstrip(b".").decode())
 
 

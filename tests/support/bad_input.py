@@ -107,6 +107,13 @@ def _cancel(*tokens: int) -> Attempt:
     )
 
 
+def _pull(keys: list[bytes], **fields: Any) -> Attempt:
+    async def attempt(daemon: Running, session: OpenSession) -> None:
+        await answer(daemon.cache.Pull(pb.PullRequest(session=session.ref, keys=keys, **fields)))
+
+    return attempt
+
+
 def _delete(keys: list[bytes]) -> Attempt:
     return lambda daemon, session: answer(
         daemon.cache.Delete(pb.DeleteRequest(session=session.ref, keys=keys))
@@ -141,6 +148,11 @@ def _batches() -> Iterator[Mistake]:
     yield Mistake(short, "Delete", "invalid_key", _delete([SHORT]))
     yield Mistake(empty, "Delete", "invalid_batch", _delete([]))
     yield Mistake(over, "Delete", "invalid_batch", _delete(TOO_MANY))
+    yield Mistake(short, "Pull", "invalid_key", _pull([SHORT]))
+    yield Mistake(empty, "Pull", "invalid_batch", _pull([]))
+    yield Mistake(over, "Pull", "invalid_batch", _pull(TOO_MANY))
+    any_ = _pull([key(1)], mode=pb.CLAIM_MODE_ANY)
+    yield Mistake("a mode that it has not", "Pull", "malformed_message", any_)
     yield Mistake(empty, "Read", "invalid_batch", _read_request())
     yield Mistake(
         over, "Read", "invalid_batch", _read_request(*(pb.ReadRange() for _ in range(4097)))
@@ -252,6 +264,7 @@ def _calls(daemon: Running, ref: pb.SessionRef, claim: int = 1) -> dict[str, Cal
         "Reserve": lambda: cache.Reserve(pb.ReserveRequest(header=header)),
         "Cancel": lambda: cache.Cancel(pb.CancelRequest(session=ref, tokens=[1])),
         "Delete": lambda: cache.Delete(pb.DeleteRequest(session=ref, keys=keys)),
+        "Pull": lambda: cache.Pull(pb.PullRequest(session=ref, keys=keys)),
         "Read": lambda: cache.Read(
             pb.ReadRequest(session=ref, claim_id=claim, ranges=[pb.ReadRange()])
         ),
@@ -284,7 +297,7 @@ def _sessions() -> Iterator[Mistake]:
         return attempt
 
     calls = ("Claim", "Release", "Reserve", "Cancel", "Read", "Write", "Save", "SaveWhole")
-    for rpc in (*calls, "Delete"):
+    for rpc in (*calls, "Delete", "Pull"):
         stale, unknown = as_whom(rpc, incarnation=bytes(16)), as_whom(rpc, session_id=77)
         yield Mistake("a session of another incarnation", rpc, "stale_incarnation", stale)
         yield Mistake("a session that ended or never was", rpc, "unknown_session", unknown)
