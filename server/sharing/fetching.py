@@ -28,7 +28,8 @@ class Fetcher:
     def __init__(self, core: Core, link: Link, session: int) -> None:
         self._core = core
         self._link = link
-        self._session = session
+        #: Another one once that has ended.
+        self.session = session
         #: Keys that a fetch is busy with.
         self._fetching: dict[Key, asyncio.Future[None]] = {}
 
@@ -100,7 +101,7 @@ class Fetcher:
         now_ns = core.clock.now_ns()
         return ReserveAsked(
             request=core.next_request(),
-            session=self._session,
+            session=self.session,
             tier=self._link.config.tier,
             reason=SaveReason.COLD,
             items=tuple(

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Final
 
 import structlog
 
+from ...proto.errors import PrefixdError
 from ...proto.keys import Key
 from ..core.answers import Opened
 from ..core.events import ClaimMode, HeartbeatCame, SessionLost, SessionOpened
@@ -44,17 +46,15 @@ class Sharing:
         """`session` is one of the daemon's own."""
         self._core = core
         self._link = link
-        self._session = session
         self._fetcher = Fetcher(core, link, session)
         self._offers = Offers(core, link, self._fetcher)
 
     @classmethod
     async def begin(cls, core: Core, store: SharedStore, config: SharingConfig) -> Sharing:
         """Open the session, and begin to offer. Owns `store` from now on."""
-        asked = SessionOpened(core.next_request(), "the shared engine", core.clock.now_ns())
-        opened = await core.ask(asked, Opened)
+        session = await _opened(core)
         link = Link(store, config, Known(core.clock), Memory(config.memory_bytes))
-        sharing = cls(core, link, opened.session)
+        sharing = cls(core, link, session)
         core.entry_listener = sharing._offers
         core.supervisor.task("shared heartbeat", sharing._beat())
         core.supervisor.task("shared offers", sharing._offers.run())
@@ -71,7 +71,7 @@ class Sharing:
         ]
         await ended_within(_CLOSED_WITHIN_S, closings)
         now_ns = self._core.clock.now_ns()
-        self._core.post(SessionLost(self._session, "the daemon stops", now_ns, closed=True))
+        self._core.post(SessionLost(self._fetcher.session, "the daemon stops", now_ns, closed=True))
 
     async def fetch(self, keys: Sequence[Key], mode: ClaimMode, deadline_s: float) -> int:
         """See `Fetcher.fetch`."""
@@ -82,8 +82,13 @@ class Sharing:
         return {**asdict(self._link.counters), "waiting_offers": self._offers.waiting}
 
     async def _beat(self) -> None:
+        core, fetcher = self._core, self._fetcher
         while not self._link.closed:
-            self._core.post(HeartbeatCame(self._session, self._core.clock.now_ns()))
+            if fetcher.session in core.state.tables.sessions:
+                core.post(HeartbeatCame(fetcher.session, core.clock.now_ns()))
+            else:  # an operator ended it
+                with suppress(PrefixdError):
+                    fetcher.session = await _opened(core)
             await asyncio.sleep(_HEARTBEAT_S)
 
     async def _look_at_engine(self) -> None:
@@ -108,3 +113,9 @@ class Sharing:
                     log.warning("shared_engine", node=name.removeprefix("shared "), why=why)
                 notices[name] = why
             await asyncio.sleep(_HEARTBEAT_S)
+
+
+async def _opened(core: Core) -> int:
+    """A session of the daemon's own. Raises PrefixdError."""
+    asked = SessionOpened(core.next_request(), "the shared engine", core.clock.now_ns())
+    return (await core.ask(asked, Opened)).session

@@ -1,0 +1,70 @@
+"""The daemon's own session, under which everything comes that other nodes have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from time import monotonic
+
+from prefixd.proto.keys import Key
+from prefixd.proto.layout import crc32c
+from prefixd.proto.vocabulary import Tier
+from prefixd.server.core.events import ClaimMode, SessionLost
+from prefixd.server.sharing.common import SharingConfig, WritePolicy
+from prefixd.server.sharing.sharing import Sharing
+from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, SharedStore, Wanted
+from tests.support.bad_input import DATA
+from tests.support.running import in_loop, key, running
+
+PATIENCE_S = 30.0
+CONFIG = SharingConfig(Tier.RAM, WritePolicy.NONE, 3_600_000, 2**20)
+
+
+class Elsewhere(SharedStore):
+    """Has every key, with the same bytes."""
+
+    def find(self, keys: Sequence[Key], _deadline_s: float) -> list[SharedEntry | None]:
+        return [SharedEntry(each, len(DATA), 16, 0, crc32c(DATA)) for each in keys]
+
+    def get(self, wanted: Sequence[Wanted], _deadline_s: float) -> list[Outcome]:
+        for want in wanted:
+            want.room[:] = DATA
+        return [Outcome.DONE] * len(wanted)
+
+    def put(self, offers: Sequence[Offer], _deadline_s: float) -> list[Outcome]:
+        return [Outcome.REFUSED] * len(offers)
+
+    def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> None:
+        pass
+
+    def drop(self, keys: Sequence[Key], deadline_s: float) -> None:
+        pass
+
+    def problems(self) -> list[str]:
+        return []
+
+    def health(self) -> dict[str, str]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+@in_loop
+async def test_a_session_that_ended_is_followed_by_another(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        sharing = await Sharing.begin(daemon.core, Elsewhere(), CONFIG)
+        try:
+            deadline_s = monotonic() + PATIENCE_S
+            assert await sharing.fetch([key(1)], ClaimMode.RUN, deadline_s) == 1
+            (own,) = daemon.tables.sessions
+            daemon.core.post(SessionLost(own, "for a test", daemon.core.clock.now_ns()))
+            assert await sharing.fetch([key(2)], ClaimMode.RUN, deadline_s) == 0, "a miss"
+            await daemon.until(lambda: bool(daemon.tables.sessions))
+            assert await sharing.fetch([key(2)], ClaimMode.RUN, deadline_s) == 1
+            session = await daemon.open()
+            assert await session.restore(key(2)) == DATA
+            await session.close()
+        finally:
+            await sharing.close()
+        await daemon.until(lambda: not daemon.tables.sessions)
