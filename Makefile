@@ -48,6 +48,7 @@ engines: $(ENGINES)/.done ## llama-cpp-python and transformers themselves, on CP
 LMCACHE := lmcache==0.5.6
 SGLANG := sglang==0.5.23
 VLLM := vllm==0.33.0
+.PRECIOUS: $(ENGINES)-%/.done
 $(ENGINES)-%/.done: tests/engines/requirements-%.txt pyproject.toml
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $< hypothesis pytest pytest-timeout -e '.[server]'
