@@ -68,22 +68,24 @@ class SharingCounters:
 
 
 class Memory:
-    """Bytes that may be in use, given to whoever waits in turn."""
+    """Bytes that may be in use; who needs more than are free waits."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
         self._used_bytes = 0
-        self._changed = asyncio.Condition()
+        self._freed = asyncio.Event()
 
     async def take(self, count: int) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._used_bytes + count <= self.total_bytes)
-            self._used_bytes += count
+        """Wait until so many are free."""
+        while self._used_bytes + count > self.total_bytes:
+            self._freed.clear()
+            await self._freed.wait()
+        self._used_bytes += count
 
-    async def give_back(self, count: int) -> None:
-        async with self._changed:
-            self._used_bytes -= count
-            self._changed.notify_all()
+    def give_back(self, count: int) -> None:
+        """Without waiting: whoever took them may be cancelled at any moment."""
+        self._used_bytes -= count
+        self._freed.set()
 
 
 class Known:

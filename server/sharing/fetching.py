@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
+from typing import Final
 
 import structlog
 
@@ -20,6 +21,9 @@ from .common import BATCH_BYTES, Link
 from .store import Outcome, SharedEntry, Wanted
 
 log = structlog.get_logger("prefixd.sharing")
+
+#: While fetches are busy with so many keys, others bring nothing.
+MAX_FETCHED_KEYS: Final = 64 * MAX_BATCH_KEYS
 
 
 class Fetcher:
@@ -47,7 +51,7 @@ class Fetcher:
             await asyncio.wait(busy, timeout=deadline_s - monotonic())
         missing = _wanted_after(keys, mode, lambda key: entries.find(key) is not None)
         missing = [key for key in missing if key not in self._fetching][:MAX_BATCH_KEYS]
-        if not missing or self._link.closed:
+        if not missing or self._link.closed or len(self._fetching) >= MAX_FETCHED_KEYS:
             return 0
         done = asyncio.get_running_loop().create_future()
         self._fetching |= dict.fromkeys(missing, done)
@@ -94,7 +98,7 @@ class Fetcher:
                 self._link.counters.unavailable += len(batch) - len(granted)
                 return await self._receive(granted, deadline_s) if granted else 0
         finally:
-            await self._link.memory.give_back(total_bytes)
+            self._link.memory.give_back(total_bytes)
 
     def _reservation(self, batch: Sequence[SharedEntry], before: Sequence[Key]) -> ReserveAsked:
         core = self._core

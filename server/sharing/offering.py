@@ -130,7 +130,7 @@ class Offers:
             await self._send(some)
         finally:
             self._sending = 0
-            await self._link.memory.give_back(total_bytes)
+            self._link.memory.give_back(total_bytes)
 
     async def _send(self, some: Sequence[_Waiting]) -> None:
         if self._link.store.holds_payloads:

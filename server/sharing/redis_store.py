@@ -238,18 +238,26 @@ def bad_settings(settings: dict[str, Any]) -> list[str]:
             f"maxmemory-policy is {policy}, which evicts the beginnings of prompts before their "
             "ends; set volatile-ttl"
         )
-    if int(settings.get("maxmemory", 0)) == 0:
+    if _number(settings, "maxmemory", 0) == 0:
         found.append("maxmemory is 0: it grows until the machine has no memory left; set a limit")
-    if int(settings.get("maxmemory-samples", 5)) < _MIN_SAMPLES:
+    if _number(settings, "maxmemory-samples", 5) < _MIN_SAMPLES:
         found.append(f"maxmemory-samples is below {_MIN_SAMPLES}: its eviction is a lottery")
     if settings.get("cluster-enabled", "no") == "yes":
         if settings.get("cluster-require-full-coverage", "yes") == "yes":
             found.append(
                 "cluster-require-full-coverage is yes: one dead node takes all others out; set no"
             )
-        if int(settings.get("cluster-node-timeout", 15_000)) > _MAX_NODE_TIMEOUT_MS:
+        if _number(settings, "cluster-node-timeout", 15_000) > _MAX_NODE_TIMEOUT_MS:
             found.append(
                 f"cluster-node-timeout is above {_MAX_NODE_TIMEOUT_MS} ms: "
                 "a dead node is not replaced for so long"
             )
     return found
+
+
+def _number(settings: dict[str, Any], name: str, default: int) -> int:
+    """A setting; `default`, which is bad, for what is no number."""
+    try:
+        return int(settings.get(name, default))
+    except (TypeError, ValueError):
+        return default

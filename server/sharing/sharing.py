@@ -48,6 +48,7 @@ class Sharing:
         self._link = link
         self._fetcher = Fetcher(core, link, session)
         self._offers = Offers(core, link, self._fetcher)
+        self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
     async def begin(cls, core: Core, store: SharedStore, config: SharingConfig) -> Sharing:
@@ -56,15 +57,20 @@ class Sharing:
         link = Link(store, config, Known(core.clock), Memory(config.memory_bytes))
         sharing = cls(core, link, session)
         core.entry_listener = sharing._offers
-        core.supervisor.task("shared heartbeat", sharing._beat())
-        core.supervisor.task("shared offers", sharing._offers.run())
-        core.supervisor.task("shared engine", sharing._look_at_engine())
+        work = {
+            "shared heartbeat": sharing._beat(),
+            "shared offers": sharing._offers.run(),
+            "shared engine": sharing._look_at_engine(),
+        }
+        sharing._tasks += [core.supervisor.task(name, each) for name, each in work.items()]
         return sharing
 
     async def close(self) -> None:
         """End it all. Calls to the engine that are under way are not waited for, for long."""
         self._link.closed = True
         self._core.entry_listener = None
+        for task in self._tasks:
+            task.cancel()  # before the threads that they would use end
         closings: list[Callable[[], None]] = [
             self._link.store.close,
             self._link.threads.shutdown,
@@ -86,7 +92,7 @@ class Sharing:
         while not self._link.closed:
             if fetcher.session in core.state.tables.sessions:
                 core.post(HeartbeatCame(fetcher.session, core.clock.now_ns()))
-            else:  # an operator ended it
+            else:  # it was lost, for whatever reason
                 with suppress(PrefixdError):
                     fetcher.session = await _opened(core)
             await asyncio.sleep(_HEARTBEAT_S)
