@@ -327,14 +327,16 @@ class Searcher:
     ) -> bool:
         """Have the daemon bring what other nodes have beyond what was found here, and search for
         that. True: all that was asked for came, and there may be more."""
+        if mode is ClaimMode.ANY or found.gap is not MissReason.ABSENT or not self._shared_wait_ms:
+            return False
+        if not self._transport.shares:
+            return False
         if mode is ClaimMode.FIRST:
             wanted = range(found.positions[0] if found.positions else len(keys))
         else:
             wanted = range(len(found.entries), len(keys))
         wanted = wanted[: self._transport.max_batch_keys]
-        if mode is ClaimMode.ANY or found.gap is not MissReason.ABSENT or not wanted:
-            return False
-        if not self._shared_wait_ms or not self._transport.shares:
+        if not wanted:
             return False
         some = keys[wanted.start : wanted.stop]
         tokens = [token_counts[n] or 0 for n in wanted] if token_counts is not None else []
