@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: dev demo test sim power engines docs check format proto clean
+.PHONY: dev demo test sim power mutants fuzz engines docs check format proto clean
 .DEFAULT_GOAL := dev
 
 # Runtime only: what a user has after `pip install 'prefixd[server]'`.
@@ -35,6 +35,14 @@ sim: $(VENV)/.dev ## simulated daemons and clients: seeds SEED to SEED + RUNS, o
 LOSSES ?= 200
 power: $(VENV)/.dev ## power losses of a recorded daemon, and a start on each; takes a C compiler
 	$(BIN)/python -m tests.power --losses $(LOSSES)
+
+MUTANTS ?= 200
+mutants: $(VENV)/.dev ## random mistakes of one line, and which tests notice them; takes an hour or more
+	$(BIN)/python -m tests.mutants --mutants $(MUTANTS)
+
+MINUTES ?= 30
+fuzz: $(VENV)/.dev ## anything that may come from outside, for MINUTES
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
 
 # The engines themselves, on models that the tests make. A C++ compiler builds llama.cpp.
 ENGINES := $(VENV)-engines
