@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: dev demo test sim power mutants fuzz engines docs check format proto clean
+.PHONY: dev demo test sim power mutants fuzz soak engines docs check format proto clean
 .DEFAULT_GOAL := dev
 
 # Runtime only: what a user has after `pip install 'prefixd[server]'`.
@@ -43,6 +43,9 @@ mutants: $(VENV)/.dev ## random mistakes of one line, and which tests notice the
 MINUTES ?= 30
 fuzz: $(VENV)/.dev ## anything that may come from outside, for MINUTES
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
+
+soak: $(VENV)/.dev ## clients on one daemon for MINUTES, and what of it grew
+	$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 # The engines themselves, on models that the tests make. A C++ compiler builds llama.cpp.
 ENGINES := $(VENV)-engines

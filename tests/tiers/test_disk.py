@@ -140,7 +140,7 @@ def test_the_names_that_lead_to_a_new_tier_are_made_durable(
     real_fsync = os.fsync
 
     def fsync(fd: int) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        synced.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
         real_fsync(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
