@@ -155,6 +155,13 @@ class UnknownStaging(PrefixdError):
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
+class UnreadableMemory(PrefixdError):
+    """The daemon can't read the memory that this client lends. Save through staging memory."""
+
+    name = "unreadable_memory"
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
 class CurveDisabled(PrefixdError):
     """The daemon keeps no live hit curve."""
 
