@@ -3,8 +3,8 @@
 The daemon puts another key in the place of each that a bound client names:
 
     offset  bytes
-         0     24  the beginning of SHA-256("prefixd tenant key\\0" + name + "\\0" + the client's key)
-        24      8  the beginning of SHA-256("prefixd tenant\\0" + name), its tag
+         0     24  the beginning of SHA-256("prefixd tenant key\\0" + name + "\\0" + its key)
+        24      8  the beginning of SHA-256("prefixd tenant\\0" + name), the tag
 
 So two namespaces can't meet in a key, and a key says whose it is: after a restart, on other nodes,
 and without a byte more in any table or record. Nothing here is secret: whoever is bound can name

@@ -99,9 +99,7 @@ class Ledger:
         """What may be used now."""
         return Room(self.limit_bytes, self.max_entries)
 
-    def admission(
-        self, stored_bytes: int, entries: int = 1, key: Key = _OF_NOBODY
-    ) -> Admission:
+    def admission(self, stored_bytes: int, entries: int = 1, key: Key = _OF_NOBODY) -> Admission:
         """Can `entries` new entries of `stored_bytes` in all be reserved? `key`: one of them, or
         another of its namespace."""
         # Asked for every block: arithmetic without calls.
@@ -123,9 +121,7 @@ class Ledger:
             and reserved_bytes > self.max_reserved_bytes
         ):
             return Admission.NO_ROOM
-        if shares is not None and not shares.allows(
-            self.room, [(number, stored_bytes, entries)]
-        ):
+        if shares is not None and not shares.allows(self.room, [(number, stored_bytes, entries)]):
             return Admission.OVER_SHARE
         if self.fits(stored_bytes, entries):
             return Admission.FITS

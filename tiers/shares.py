@@ -1,4 +1,4 @@
-"""A tier that namespaces have shares of: what each takes, and which of them gives when room is needed.
+"""A tier that namespaces have shares of: what each takes, and which gives when room is needed.
 
 A namespace with a share is a *part* of the tier, with an eviction order of its own; everything else
 is one more part, whose share is 0. A part may take whatever is free. When room is needed, the part
@@ -82,6 +82,11 @@ class Shares(Order):
         self._numbers: Final = {
             tag_of(share.namespace): number for number, share in enumerate(shares, 1)
         }
+
+    @property
+    def namespaces(self) -> list[str]:
+        """Those that have a share."""
+        return [standing.namespace for standing in self.standings[1:]]
 
     def number_of(self, key: Key) -> int:
         """The part that a key belongs to."""
@@ -228,9 +233,7 @@ class SharesRehearsal:
         self, coming: Key | None, coming_bytes: int, room: Room, *, by_entries: bool, below: bool
     ) -> Key | None:
         need = None if coming is None else (self._number, coming_bytes, 1)
-        giver = self._shares.giver(
-            self._standings, room, need, by_entries=by_entries, below=below
-        )
+        giver = self._shares.giver(self._standings, room, need, by_entries=by_entries, below=below)
         if giver is None:
             return None
         victim = self._of(giver).evict(coming if giver == self._number else None)
