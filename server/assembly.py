@@ -14,6 +14,7 @@ from ..tiers.eviction import EvictionPolicy, make_policy
 from ..tiers.extents import ExtentAllocator
 from ..tiers.ledger import Ledger
 from ..tiers.ram import RamStore
+from ..tiers.shares import Share
 from ..tiers.shm import ShmStore
 from ..tiers.store import Store
 from .config.budgets import Plan, TierPlan
@@ -63,18 +64,23 @@ def max_entries(plan: Plan) -> int:
 
 def make_ledger(plan: TierPlan, store: Store) -> Ledger:
     """The accounting of one tier. Its room grows from nothing as the arena is secured."""
-    policy: EvictionPolicy[Key] = make_policy(
-        plan.policy, plan.budget_bytes, max_ghosts=plan.max_entries or None
-    )
     return Ledger(
         plan.tier,
         plan.budget_bytes,
-        policy,
+        _policy(plan, plan.budget_bytes - sum(plan.shares.values())),
         max_entries=plan.max_entries,
         max_reserved_bytes=plan.max_in_flight_bytes,
         extents=ExtentAllocator(0, plan.slab_bytes, store.header_bytes),
         arena_bytes=store.size_bytes,
+        shares=[
+            Share(name, share_bytes, _policy(plan, share_bytes))
+            for name, share_bytes in plan.shares.items()
+        ],
     )
+
+
+def _policy(plan: TierPlan, capacity_bytes: int) -> EvictionPolicy[Key]:
+    return make_policy(plan.policy, capacity_bytes, max_ghosts=plan.max_entries or None)
 
 
 def make_state(plan: Plan, stores: Mapping[Tier, Store], now_ns: int) -> MetaState:

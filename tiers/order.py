@@ -8,7 +8,7 @@ entries need no second table, and a claim no look-up in it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..proto.keys import Key
@@ -50,6 +50,14 @@ class Order(ABC):
     def __init__(self, name: str) -> None:
         #: the policy by the name that configuration files use
         self.name = name
+
+    def of(self, key: Key) -> Order:  # noqa: ARG002 (for orders with parts)
+        """The part of the order that a key belongs to: this, if it has no parts."""
+        return self
+
+    def orders(self) -> Sequence[Order]:
+        """All of its parts."""
+        return (self,)
 
     @abstractmethod
     def resize(self, capacity_bytes: int) -> None:

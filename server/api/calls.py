@@ -13,6 +13,7 @@ import structlog
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import DeviceFull, MalformedMessage, PrefixdError, StoreFailed
 from ...tiers.store import StoreError, StoreFull
+from .access import Access
 
 log = structlog.get_logger("prefixd.calls")
 
@@ -32,6 +33,11 @@ class Caller(Protocol):
     def process(self) -> Process | None:
         """None: the transport does not say."""
 
+    @property
+    def access(self) -> Access | None:
+        """What the token of the call gives, or that of the session that its connection belongs to;
+        None: no token is asked for, for the file system decided."""
+
     def proved(self, session: int) -> None:
         """The call has shown that it acts for this session."""
 
@@ -44,6 +50,10 @@ class Connected(Protocol):
     """A connection, which belongs to one session at most."""
 
     process: Process | None
+
+    @property
+    def access(self) -> Access | None:
+        """What the token gives that its session was opened with."""
 
     def attach(self, session: int) -> None:
         """It is that session's from now on."""
@@ -61,6 +71,10 @@ class ConnectionCall:
     @property
     def process(self) -> Process | None:
         return self._connection.process
+
+    @property
+    def access(self) -> Access | None:
+        return self._connection.access
 
     def proved(self, session: int) -> None:
         self._connection.attach(session)

@@ -29,6 +29,7 @@ from ...proto.errors import (
 )
 from ..runtime.quota import Quota
 from ..runtime.supervision import Supervisor
+from .access import Access
 from .calls import Process, error_of
 from .data_calls import DataCalls
 from .saves import Saves
@@ -177,8 +178,9 @@ class _Call:
 
     process: Final[Process | None] = None
 
-    def __init__(self, session: int) -> None:
+    def __init__(self, session: int, access: Access | None = None) -> None:
         self._session = session
+        self.access: Final = access
         self._when_done: list[Callable[[bool], None]] = []
 
     def proved(self, session: int) -> None:
@@ -200,6 +202,7 @@ class _Attaching:
     """The caller of `attach`."""
 
     process: Final[Process | None] = None
+    access: Final[Access | None] = None
 
     def proved(self, session: int) -> None:
         """The connection looks at it itself."""
@@ -220,6 +223,7 @@ class _Connection:
         self._buffer = memoryview(bytearray(data.HEAD.size + data.MAX_SMALL_REQUEST_BYTES))
         self._came_bytes = 0
         self._session: int | None = None
+        self._access: Access | None = None
         self._call = _Call(0)
         self.may_tell = self.in_step = True
         self._task = self._loop.create_task(self._run())
@@ -260,12 +264,13 @@ class _Connection:
         if request.WhichOneof("kind") != "attach":
             raise MalformedMessage("the first request has to prove a session")
         server = self._server
-        session = server.sessions.prove(request.attach, _Attaching()).number
+        membership = server.sessions.prove(request.attach, _Attaching())
+        session = membership.number
         others = server.attached.setdefault(session, set())
         if len(others) >= server.config.max_connections_per_session:
             raise LimitReached(f"this session has {len(others)} connections already")
         others.add(self)
-        self._session = session
+        self._session, self._access = session, membership.access
         server.forget_unproved(self)
 
     def _ended(self, _task: asyncio.Task[None]) -> None:
@@ -342,7 +347,7 @@ class _Connection:
         """Raises where nothing that follows could be understood."""
         assert self._session is not None
         self._call.done(gone=False)  # a client that asks again has taken the answer before
-        self._call = call = _Call(self._session)
+        self._call = call = _Call(self._session, self._access)
         kind = request.WhichOneof("kind")
         try:
             match kind:

@@ -15,7 +15,7 @@ from ...proto import prefixd_pb2 as pb
 from ..runtime.loop import Core
 from ..runtime.scrubbing import Scrubber
 from ..runtime.staging import StagingPool
-from .access import CACHE_ROLES, Role, Tokens
+from .access import CACHE_ROLES, Access, Role, Tokens
 from .admin import AdminService
 from .data_calls import DataCalls
 from .data_socket import DataServer
@@ -46,6 +46,9 @@ class Front:
         self._core = core
         self.config: Final = config
         self.sessions: Final = Sessions(config.incarnation)
+        for ledger in core.state.tables.ledgers.values():
+            if ledger.shares is not None:
+                self.sessions.namespaces.learn(ledger.shares.namespaces)
         self.stagings: Final = StagingPool(
             config.staging_bytes, config.staging_total_bytes, core.executor, core.clock
         )
@@ -85,6 +88,7 @@ class Front:
         """Read the file with the tokens again. Raises ConfigError. On any thread."""
         if self.tokens is not None:
             self.tokens.read_again()
+            self.sessions.namespaces.learn(self.tokens.namespaces)
 
     def remote(self, tokens: Tokens | None) -> grpc.aio.Server:
         """gRPC over TCP. Operators are served there only with a token that says so."""
@@ -92,6 +96,9 @@ class Front:
         services = {_CACHE.full_name: self._cache_methods()}
         if tokens is None:
             return self._server(services)
+        self.sessions.namespaces.learn(tokens.namespaces)
+        for name in sorted(tokens.namespaces):
+            self.sessions.usage.of(name)  # labels that come later have no place kept for them
         services[_ADMIN.full_name] = self._admin_methods()
         guards = {
             _CACHE.full_name: {name: _guard(tokens, role) for name, role in CACHE_ROLES.items()},
@@ -199,7 +206,7 @@ class Front:
 
 
 def _guard(tokens: Tokens, needed: Role) -> Guard:
-    def permit(context: Context) -> str:
+    def permit(context: Context) -> Access:
         given = [value for name, value in context.invocation_metadata() or () if name == _HEADER]
         # Two are one too many: which of them is meant?
         authorization = given[0] if len(given) == 1 else ""

@@ -29,7 +29,7 @@ from ...tiers.arena import MIN_SLAB_BYTES
 from . import sources
 from .budgets import Plan, resolve
 from .machine import Machine
-from .options import Config
+from .options import Config, Disk, Ram, Shm, parse_shares
 from .sources import Given, Option
 
 PROGRAM: Final = sources.Program(
@@ -272,6 +272,20 @@ def _conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
                 (f"{name}.budget", f"{name}.slab"),
                 f"a budget of {format_bytes(tier.budget_bytes)} does not hold one slab of "
                 f"{format_bytes(tier.slab_bytes)}",
+            )
+    for name in ("ram", "shm", "disk"):
+        section: Ram | Shm | Disk = getattr(config, name)
+        shares_bytes = sum(parse_shares(section.shares).values())
+        if shares_bytes and not server.tokens:
+            yield (
+                (f"{name}.shares", "server.tokens"),
+                "shares are for namespaces, and there is no token that is of one",
+            )
+        if isinstance(section.budget_bytes, int) and shares_bytes > section.budget_bytes:
+            yield (
+                (f"{name}.shares", f"{name}.budget"),
+                f"the shares add up to {format_bytes(shares_bytes)}, and the tier has "
+                f"{format_bytes(section.budget_bytes)}",
             )
     if not any(tier.budget_bytes for tier in (config.ram, config.shm, config.disk)):
         yield ("ram.budget", "shm.budget", "disk.budget"), "all are 0: there would be no tier"

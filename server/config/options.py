@@ -30,6 +30,8 @@ from ...proto.endpoints import (
     normalize_address,
     socket_path,
 )
+from ...proto.limits import MAX_NAMESPACES
+from ...proto.namespaces import NAME
 from ...proto.units import format_bytes, format_duration, parse_bytes, parse_duration_ns
 from ...tiers.arena import DEFAULT_SLAB_BYTES, check_slab
 from ...tiers.eviction import POLICIES
@@ -128,6 +130,33 @@ def _engine_urls(value: object) -> object:
     return value
 
 
+def parse_shares(text: str) -> dict[str, int]:
+    """The bytes that each namespace is sure of. Raises ValueError."""
+    shares: dict[str, int] = {}
+    for each in text.split(",") if text.strip() else ():
+        name, equals, size = (part.strip() for part in each.partition("="))
+        if not equals or not NAME.fullmatch(name):
+            raise ValueError(
+                f"should be NAMESPACE=SIZE, with commas between; {each.strip()!r} is not"
+            )
+        share_bytes = parse_bytes(size)
+        if not share_bytes:
+            raise ValueError(f"{name!r} has a share of nothing; leave it out")
+        if name in shares:
+            raise ValueError(f"{name!r} has two shares")
+        shares[name] = share_bytes
+    if len(shares) > MAX_NAMESPACES:
+        raise ValueError(f"has {len(shares)} namespaces, at most {MAX_NAMESPACES}")
+    return shares
+
+
+def _shares(value: object) -> object:
+    if not isinstance(value, str):
+        raise ValueError("should be text like 'team-a=4GiB, team-b=512MiB'")
+    shares = parse_shares(value)
+    return ", ".join(f"{name}={format_bytes(share)}" for name, share in shares.items())
+
+
 def _data_address(value: object) -> object:
     return value if value == "auto" else _tcp_address(value)
 
@@ -147,6 +176,7 @@ Mode: TypeAlias = Annotated[int, BeforeValidator(_mode), Kind("MODE", "{:04o}".f
 TcpAddress: TypeAlias = Annotated[str, BeforeValidator(_tcp_address), Kind("HOST:PORT")]
 EngineUrls: TypeAlias = Annotated[str, BeforeValidator(_engine_urls), Kind("URL,...")]
 DataAddress: TypeAlias = Annotated[str, BeforeValidator(_data_address), Kind("HOST:PORT|auto")]
+Shares: TypeAlias = Annotated[str, BeforeValidator(_shares), Kind("NAMESPACE=SIZE,...")]
 Count: TypeAlias = Annotated[int, Field(ge=0)]
 Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 
@@ -198,9 +228,10 @@ class Server(Section):
     tls_client_ca: File = ""
     """Clients over TCP have to show a certificate that one of these signed, as PEM; empty: none."""
     tokens: File = ""
-    """Who may call over TCP: a line `read|write|admin NAME TOKEN` each. `read` finds and restores,
-    `write` saves and deletes too, `admin` is prefixctl's. Empty: whoever connects reads and writes.
-    With TLS only; read at the start and with each reload."""
+    """Who may call over TCP: a line `read|write|admin NAME TOKEN [NAMESPACE]` each. `read` finds
+    and restores, `write` saves and deletes too, `admin` is prefixctl's. Who has a token of a
+    namespace reaches nothing outside of it. Empty: whoever connects reads and writes. With TLS
+    only; read at the start and with each reload."""
     metrics: TcpAddress = ""
     """Serve Prometheus metrics over HTTP on host:port; empty: don't."""
     worker_threads: int = Field(4, ge=1, le=256)
@@ -269,6 +300,10 @@ class Ram(Section):
     slab_bytes: Slab = Field(DEFAULT_SLAB_BYTES, alias="slab")
     """The piece in which room is handed out: a power of two from 4KiB. An entry takes whole
     slabs."""
+    shares: Shares = ""
+    """What namespaces of tokens are sure of, slabs included: of one that takes no more than its
+    share nothing leaves for another's save. What is left is divided between all that want it;
+    clients without a namespace, and namespaces without a share, have that alone."""
 
 
 class Shm(Section):
@@ -283,6 +318,8 @@ class Shm(Section):
     """Entries at most; 0: as many as the budget takes."""
     slab_bytes: Slab = Field(DEFAULT_SLAB_BYTES, alias="slab")
     """As for [ram]. Entries don't survive a change of it."""
+    shares: Shares = ""
+    """As for [ram]."""
     directory: Directory
     """Where the arena and its records lie, on a tmpfs; `auto`: /dev/shm/prefixd-<uid>."""
     verify_at_start: bool = True
@@ -301,6 +338,8 @@ class Disk(Section):
     memory, index included."""
     slab_bytes: Slab = Field(DEFAULT_SLAB_BYTES, alias="slab")
     """As for [ram]. Entries don't survive a change of it."""
+    shares: Shares = ""
+    """As for [ram]."""
     directory: Directory
     """Where the arena and its records lie; `auto`: $STATE_DIRECTORY (systemd), /var/lib/prefixd
     (root), $XDG_STATE_HOME/prefixd or ~/.local/state/prefixd."""
