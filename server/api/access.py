@@ -19,17 +19,28 @@ from ...proto.errors import ConfigError, NotAuthenticated, NotPermitted
 
 
 class Role(IntEnum):
-    """Each may do what those before it may."""
+    """Each may do what those before it may, but for what WATCH may: that is for ADMIN only."""
 
-    READ = 1
+    WATCH = 1
+    """Learn which keys there are, and nothing else."""
+    READ = 2
     """Find and restore what is there."""
-    WRITE = 2
+    WRITE = 3
     """Save and delete, too."""
-    ADMIN = 3
+    ADMIN = 4
     """Everything that prefixctl does, too."""
 
+    def allows(self, needed: Role) -> bool:
+        """May this role do what takes `needed`? Who watches learns every key, and with a key
+        anybody reads: so that no role below ADMIN may both."""
+        if needed is Role.WATCH:
+            return self in (Role.WATCH, Role.ADMIN)
+        return self >= needed
 
-#: Of the Cache service: the role that each rpc takes. Admin takes ADMIN.
+
+#: Of the Admin service: what takes another role than ADMIN.
+ADMIN_ROLES: Final = {"Watch": Role.WATCH}
+#: Of the Cache service: the role that each rpc takes.
 CACHE_ROLES: Final = {
     "Session": Role.READ,
     "Lookup": Role.READ,
@@ -47,7 +58,7 @@ CACHE_ROLES: Final = {
 MIN_TOKEN_CHARS: Final = 32
 MAX_TOKENS: Final = 1_000
 _MAX_FILE_BYTES: Final = 2**20
-_LINE: Final = re.compile(r"(read|write|admin) ([\w.-]{1,64}) ([!-~]{32,512})")
+_LINE: Final = re.compile(r"(watch|read|write|admin) ([\w.-]{1,64}) ([!-~]{32,512})")
 _SCHEME: Final = "Bearer "
 
 
@@ -86,8 +97,9 @@ class Tokens:
             found = _LINE.fullmatch(line.strip())
             if found is None:
                 raise ConfigError(
-                    f"server.tokens: line {number} of {path} is not `read|write|admin NAME TOKEN` "
-                    f"with a token of at least {MIN_TOKEN_CHARS} characters"
+                    f"server.tokens: line {number} of {path} is not "
+                    f"`watch|read|write|admin NAME TOKEN` with a token of at least "
+                    f"{MIN_TOKEN_CHARS} characters"
                 )
             known.append((Role[found[1].upper()], found[2], found[3]))
         if not 0 < len(known) <= MAX_TOKENS:
@@ -122,7 +134,7 @@ class Tokens:
         if role is None or not authorization.startswith(_SCHEME):
             self.refusals += 1
             raise NotAuthenticated("this daemon wants a token that it knows: $PREFIXD_TOKEN_FILE")
-        if role < needed:
+        if not role.allows(needed):
             self.refusals += 1
             raise NotPermitted(
                 f"the token {name!r} has the role {role.name.lower()}, this takes "
