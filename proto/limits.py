@@ -54,6 +54,8 @@ DEFAULT_WAIT_MS: Final = 500
 #: What a search waits for entries of other nodes, unless it says otherwise.
 DEFAULT_SHARED_WAIT_MS: Final = 1_000
 MAX_WAIT_MS: Final = 60_000
+#: A watcher hears of the daemon at least this often.
+WATCH_BEAT_MS: Final = 5_000
 #: How long a client waits for an `evict` or `shutdown` save.
 DEFAULT_SAVE_TIMEOUT_MS: Final = 30_000
 DEFAULT_DEADLINE_MS: Final = 5_000

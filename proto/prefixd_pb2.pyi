@@ -274,6 +274,38 @@ DELETE_STATUS_IN_FLIGHT: DeleteStatus.ValueType  # 4
 """somebody saves it at this moment"""
 Global___DeleteStatus: typing_extensions.TypeAlias = DeleteStatus
 
+class _WatchKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _WatchKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_WatchKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    WATCH_KIND_UNSPECIFIED: _WatchKind.ValueType  # 0
+    WATCH_KIND_PUBLISHED: _WatchKind.ValueType  # 1
+    """the key is there; it may be told twice"""
+    WATCH_KIND_EVICTED: _WatchKind.ValueType  # 2
+    """the key is not there any more, for whatever reason; it may never have been told"""
+    WATCH_KIND_CLEARED: _WatchKind.ValueType  # 3
+    """forget every key; what is there follows"""
+    WATCH_KIND_SYNCED: _WatchKind.ValueType  # 4
+    """everything that is there has been told"""
+
+class WatchKind(_WatchKind, metaclass=_WatchKindEnumTypeWrapper):
+    """What a watcher holds after CLEARED, all that follows, and SYNCED are exactly the keys that the daemon
+    can find, in the tiers that were asked for. It begins with CLEARED, or where it goes on with SYNCED.
+    """
+
+WATCH_KIND_UNSPECIFIED: WatchKind.ValueType  # 0
+WATCH_KIND_PUBLISHED: WatchKind.ValueType  # 1
+"""the key is there; it may be told twice"""
+WATCH_KIND_EVICTED: WatchKind.ValueType  # 2
+"""the key is not there any more, for whatever reason; it may never have been told"""
+WATCH_KIND_CLEARED: WatchKind.ValueType  # 3
+"""forget every key; what is there follows"""
+WATCH_KIND_SYNCED: WatchKind.ValueType  # 4
+"""everything that is there has been told"""
+Global___WatchKind: typing_extensions.TypeAlias = WatchKind
+
 @typing.final
 class SessionRef(google.protobuf.message.Message):
     """Whose call it is, and the proof: the secret that Welcome told. Every call that acts for a session
@@ -3746,3 +3778,114 @@ class ClearResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["entries", b"entries", "freed_bytes", b"freed_bytes", "pinned_entries", b"pinned_entries", "unknown_entries", b"unknown_entries"]) -> None: ...
 
 Global___ClearResponse: typing_extensions.TypeAlias = ClearResponse
+
+@typing.final
+class WatchRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIERS_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    incarnation: builtins.bytes
+    """To go on: of the last WatchResponse that arrived with a sequence. Empty and 0: from the beginning."""
+    sequence: builtins.int
+    token_ids: builtins.bool
+    """with what is published, the token ids that were saved with it"""
+    @property
+    def tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Tier.ValueType]:
+        """empty: every tier"""
+
+    def __init__(
+        self,
+        *,
+        tiers: collections.abc.Iterable[Global___Tier.ValueType] | None = ...,
+        incarnation: builtins.bytes = ...,
+        sequence: builtins.int = ...,
+        token_ids: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "sequence", b"sequence", "tiers", b"tiers", "token_ids", b"token_ids"]) -> None: ...
+
+Global___WatchRequest: typing_extensions.TypeAlias = WatchRequest
+
+@typing.final
+class WatchEvent(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    PARENT_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    WHY_FIELD_NUMBER: builtins.int
+    kind: Global___WatchKind.ValueType
+    tier: Global___Tier.ValueType
+    key: builtins.bytes
+    sequence: builtins.int
+    """ascending; with a filter not every number comes"""
+    generation: builtins.int
+    payload_bytes: builtins.int
+    token_count: builtins.int
+    reason: Global___SaveReason.ValueType
+    parent: builtins.bytes
+    """The key before this one in the chain that it was saved with; empty: it was the first. Not set: it
+    was there before the watcher came, and is not known any more.
+    """
+    namespace: builtins.str
+    """the label of the client that saved it; empty: an earlier start did"""
+    token_ids: builtins.bytes
+    """u32 little-endian; none: there are none, too many, or the entry left meanwhile"""
+    why: builtins.str
+    """of CLEARED"""
+    def __init__(
+        self,
+        *,
+        kind: Global___WatchKind.ValueType = ...,
+        tier: Global___Tier.ValueType = ...,
+        key: builtins.bytes = ...,
+        sequence: builtins.int = ...,
+        generation: builtins.int = ...,
+        payload_bytes: builtins.int = ...,
+        token_count: builtins.int = ...,
+        reason: Global___SaveReason.ValueType = ...,
+        parent: builtins.bytes | None = ...,
+        namespace: builtins.str = ...,
+        token_ids: builtins.bytes = ...,
+        why: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_parent", b"_parent", "parent", b"parent"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_parent", b"_parent", "generation", b"generation", "key", b"key", "kind", b"kind", "namespace", b"namespace", "parent", b"parent", "payload_bytes", b"payload_bytes", "reason", b"reason", "sequence", b"sequence", "tier", b"tier", "token_count", b"token_count", "token_ids", b"token_ids", "why", b"why"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_parent", b"_parent"]) -> typing.Literal["parent"] | None: ...
+
+Global___WatchEvent: typing_extensions.TypeAlias = WatchEvent
+
+@typing.final
+class WatchResponse(google.protobuf.message.Message):
+    """Sent without events, too, every few seconds: the daemon is there."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    EVENTS_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    incarnation: builtins.bytes
+    sequence: builtins.int
+    """from where a watcher can go on; 0: nowhere, for not everything has been told"""
+    @property
+    def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WatchEvent]: ...
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.bytes = ...,
+        events: collections.abc.Iterable[Global___WatchEvent] | None = ...,
+        sequence: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["events", b"events", "incarnation", b"incarnation", "sequence", b"sequence"]) -> None: ...
+
+Global___WatchResponse: typing_extensions.TypeAlias = WatchResponse

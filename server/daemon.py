@@ -215,6 +215,8 @@ def service_config(config: Config, incarnation: bytes) -> ServiceConfig:
         stall_timeout_s=server.stall_timeout_ns / 1e9,
         scrub_bytes_per_second=server.scrub_bytes_per_second,
         shares=bool(config.shared.engine),
+        max_watchers=config.watch.max_watchers,
+        watch_history_bytes=config.watch.history_bytes,
     )
 
 
@@ -238,6 +240,7 @@ async def _serve_rpcs(core: Core, config: Config, front: Front, stop: Stop) -> N
     # In a state that is broken nothing comes to its end any more.
     await _first(draining, stop.hurried.wait(), core.broken.wait())
     core.end_sessions()
+    front.watching.close()
     await _within(asyncio.gather(*(server.stop(grace=1.0) for server in servers)))
     log.info("stopped")
 

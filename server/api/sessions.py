@@ -83,6 +83,9 @@ class ServiceConfig:
     stall_timeout_s: float = 30.0
     #: there is a shared engine, which `CacheService.pull` asks
     shares: bool = False
+    #: watchers at once, and what is kept of the past for all of them
+    max_watchers: int = 16
+    watch_history_bytes: int = 16 * 2**20
     #: read back in the background from each tier that is scrubbed; 0: no tier is
     scrub_bytes_per_second: int = 0
 

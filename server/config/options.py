@@ -228,10 +228,10 @@ class Server(Section):
     tls_client_ca: File = ""
     """Clients over TCP have to show a certificate that one of these signed, as PEM; empty: none."""
     tokens: File = ""
-    """Who may call over TCP: a line `read|write|admin NAME TOKEN [NAMESPACE]` each. `read` finds
-    and restores, `write` saves and deletes too, `admin` is prefixctl's. Who has a token of a
-    namespace reaches nothing outside of it. Empty: whoever connects reads and writes. With TLS
-    only; read at the start and with each reload."""
+    """Who may call over TCP: a line `watch|read|write|admin NAME TOKEN [NAMESPACE]` each. `read`
+    finds and restores, `write` saves and deletes too, `admin` is prefixctl's, `watch` learns which
+    keys are there. Who has a token of a namespace reaches nothing outside of it. Empty: whoever
+    connects reads and writes. With TLS only; read at the start and with each reload."""
     metrics: TcpAddress = ""
     """Serve Prometheus metrics over HTTP on host:port; empty: don't."""
     worker_threads: int = Field(4, ge=1, le=256)
@@ -442,6 +442,14 @@ class Shared(Section):
     no entry that is larger is shared."""
 
 
+class Watch(Section):
+    max_watchers: int = Field(16, ge=0, le=1024)
+    """Watchers at once (routers, `prefixctl watch`); 0: nobody may watch."""
+    history_bytes: Size = Field(16 * 2**20, alias="history", ge=2**16, le=2**30)
+    """Memory for what happened lately, 176 bytes an event, for all watchers together and only while
+    somebody watches: one that is further behind is cut off and begins anew."""
+
+
 class Log(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """What is written to stderr, and worse."""
@@ -458,4 +466,5 @@ class Config(Section):
     disk: Disk = Field(description="The disk tier: survives a restart of the machine.")
     sessions: Sessions = Field(description="Clients, and what they may hold for how long.")
     shared: Shared = Field(description="Entries of other nodes, through an engine that they share.")
+    watch: Watch = Field(description="Who follows which keys are there.")
     log: Log = Field(description="What the daemon says on stderr.")
