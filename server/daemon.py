@@ -30,6 +30,7 @@ from .api.calls import remove_leftover
 from .api.front import HEALTH_SERVICES, Front
 from .api.http import serve_metrics
 from .api.metrics import StateCollector
+from .api.page import Board
 from .api.sessions import ServiceConfig
 from .config.budgets import Plan, resolve
 from .config.loading import load_config
@@ -123,7 +124,8 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
                 now_ns=core.clock.now_ns,
                 shared=front.admin.shared,
             )
-            metrics_at = stack.enter_context(serve_metrics(config.server.metrics, collector))
+            board = Board(front.admin)
+            metrics_at = stack.enter_context(serve_metrics(config.server.metrics, collector, board))
             log.info("metrics", address=metrics_at)
         reloader = Reloader(config, load, core, front.scrubber)
         front.admin.configurer = reloader.configure

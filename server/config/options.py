@@ -202,7 +202,8 @@ class Server(Section):
     `write` saves and deletes too, `admin` is prefixctl's. Empty: whoever connects reads and writes.
     With TLS only; read at the start and with each reload."""
     metrics: TcpAddress = ""
-    """Serve Prometheus metrics over HTTP on host:port; empty: don't."""
+    """Serve Prometheus metrics over HTTP on host:port, and a page for browsers that shows what
+    `prefixctl top` does; empty: don't. There is no password."""
     worker_threads: int = Field(4, ge=1, le=256)
     """Threads that copy and commit beside the event loop."""
     staging_bytes: Size = Field(64 * 2**20, alias="staging", ge=2**20, le=2**40)
