@@ -106,6 +106,11 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
             stack.push_async_callback(sharing.close)
             front.service.fetcher = sharing.fetch
             front.admin.shared = sharing.counts
+        pressure = assembly.make_pressure(config, core, front.stagings)
+        if pressure is not None:
+            front.sessions.under_pressure = lambda: pressure.under
+            watching = pressure.watch(config.pressure.interval_ns / 1e9)
+            core.supervisor.task("pressure", watching)
         await front.local.start()
         stack.push_async_callback(_within, front.local.close())
         stack.push_async_callback(_within, front.data.close())
@@ -123,6 +128,7 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
                 commits=core.orders.latencies,
                 now_ns=core.clock.now_ns,
                 shared=front.admin.shared,
+                pressure=lambda: pressure.counts()._asdict() if pressure else {},
             )
             board = Board(front.admin)
             metrics_at = stack.enter_context(serve_metrics(config.server.metrics, collector, board))

@@ -31,6 +31,7 @@ from ...proto.endpoints import (
     socket_path,
 )
 from ...proto.units import format_bytes, format_duration, parse_bytes, parse_duration_ns
+from ...proto.vocabulary import Tier
 from ...tiers.arena import DEFAULT_SLAB_BYTES, check_slab
 from ...tiers.eviction import POLICIES
 from ..core.tables import StateConfig
@@ -125,6 +126,20 @@ def _engine_urls(value: object) -> object:
             raise ValueError("should be redis://host:port, rediss://host:port or s3://bucket")
         if re.match(r"rediss?://[^/@]*:[^/@]*@", url):
             raise ValueError("should have no password in it: use `shared.password_file`")
+    return value
+
+
+def _memory_source(value: object) -> object:
+    known = ("none", "system", "cgroup")
+    if value not in known and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", str(value)):
+        raise ValueError(f"should be {', '.join(known)} or module:function")
+    return value
+
+
+def _tiers(value: object) -> object:
+    names = str(value).split(",") if value else []
+    if len(set(names)) != len(names) or set(names) - {tier.label for tier in Tier}:
+        raise ValueError("should be ram, shm and disk, or some of them, with commas between")
     return value
 
 
@@ -404,6 +419,26 @@ class Shared(Section):
     no entry that is larger is shared."""
 
 
+class Pressure(Section):
+    source: Annotated[
+        str, BeforeValidator(_memory_source), Kind("none|system|cgroup|MODULE:FUNCTION")
+    ] = "none"
+    """Who says how much memory is used: the kernel of all of it (`system`: MemAvailable, PSI), of
+    the cgroup with the least room, or a function that returns used bytes, bytes in all, and the
+    part of the time that somebody waits for memory. `none`: nobody is asked, nothing is evicted."""
+    high_watermark: Share = 0.95
+    """From this part of the memory on, sessions are told that it is short, and tiers evict."""
+    low_watermark: Share = 0.90
+    """Down to this part: so many bytes are evicted, once, and then it is over."""
+    max_stalled: Share = 0.2
+    """Memory is short as well where somebody waited for it for so large a part of 10 s."""
+    tiers: Annotated[str, BeforeValidator(_tiers), Kind("TIER,...")] = "ram,shm"
+    """What evicts, in this order. The memory of the ram and shm tiers stays with the daemon; what
+    they evict is room for what engines save and free. Empty: nothing, sessions are told only."""
+    interval_ns: Duration = Field(1_000 * _MS, alias="interval", ge=10 * _MS)
+    """How often the source is asked."""
+
+
 class Log(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """What is written to stderr, and worse."""
@@ -420,4 +455,5 @@ class Config(Section):
     disk: Disk = Field(description="The disk tier: survives a restart of the machine.")
     sessions: Sessions = Field(description="Clients, and what they may hold for how long.")
     shared: Shared = Field(description="Entries of other nodes, through an engine that they share.")
+    pressure: Pressure = Field(description="What happens when memory is short.")
     log: Log = Field(description="What the daemon says on stderr.")
