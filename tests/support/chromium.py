@@ -19,7 +19,8 @@ from typing import Any, Final
 _WITHIN_S: Final = 90.0
 #: Chromium speaks over descriptors 3 and 4.
 _AS_3_AND_4: Final = (
-    "import os, sys; r, w = (os.dup(int(n)) for n in sys.argv[1:3]); "
+    "import os, sys; from fcntl import F_DUPFD, fcntl; "
+    "r, w = (fcntl(int(n), F_DUPFD, 10) for n in sys.argv[1:3]); "
     "os.dup2(r, 3); os.dup2(w, 4); os.execv(sys.argv[3], sys.argv[3:])"
 )
 _LOGGED: Final = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
