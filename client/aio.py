@@ -432,7 +432,6 @@ class AsyncClient:
 
     @property
     def pending_save_bytes(self) -> int:
-        """`Client.pending_save_bytes`."""
         return self._client.pending_save_bytes
 
     @property
@@ -460,6 +459,10 @@ class AsyncClient:
     def connected(self) -> bool:
         """`Client.connected`."""
         return self._client.connected
+
+    @property
+    def under_pressure(self) -> bool:
+        return self._client.under_pressure
 
     async def wait_connected(self, *, deadline_ms: int | None = None) -> bool:
         """`Client.wait_connected`."""

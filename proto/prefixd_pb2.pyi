@@ -864,13 +864,17 @@ class HeartbeatAck(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: builtins.int
+    UNDER_PRESSURE_FIELD_NUMBER: builtins.int
     sequence: builtins.int
+    under_pressure: builtins.bool
+    """memory is short on the node: what can be saved and freed is better freed"""
     def __init__(
         self,
         *,
         sequence: builtins.int = ...,
+        under_pressure: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["sequence", b"sequence"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["sequence", b"sequence", "under_pressure", b"under_pressure"]) -> None: ...
 
 Global___HeartbeatAck: typing_extensions.TypeAlias = HeartbeatAck
 

@@ -121,6 +121,8 @@ class Sessions:
         self.latencies: Final = Latencies(Clock())
         #: where payloads move beside gRPC (`data_socket`); 0: nowhere
         self.data_port = 0
+        #: is memory short? Told with each heartbeat's answer; set by the daemon
+        self.under_pressure: Callable[[], bool] = lambda: False
         #: called with the number of each session that is over
         self.when_closed: list[Callable[[int], None]] = []
 
@@ -336,7 +338,10 @@ class SessionStream:
                     self._usage.add(usage)
                     self._usage.judge(usage.absent, core.state.tables.journal)
                 core.post(HeartbeatCame(session, now_ns))
-                ack = pb.HeartbeatAck(sequence=request.heartbeat.sequence)
+                ack = pb.HeartbeatAck(
+                    sequence=request.heartbeat.sequence,
+                    under_pressure=self._sessions.under_pressure(),
+                )
                 _put(self._events, pb.SessionEvent(heartbeat_ack=ack))
             case "touch":
                 core.post(KeysTouched(self._keys(request.touch.keys), now_ns))

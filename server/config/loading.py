@@ -291,6 +291,13 @@ def _conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("ram.budget", "shm.budget", "disk.budget"), "all are 0: there would be no tier"
     if os.path.realpath(config.shm.directory) == os.path.realpath(config.disk.directory):
         yield ("shm.directory", "disk.directory"), f"both are {config.shm.directory}"
+    pressure = config.pressure
+    if pressure.low_watermark >= pressure.high_watermark:
+        yield (
+            ("pressure.low_watermark", "pressure.high_watermark"),
+            f"pressure begins at {pressure.high_watermark:g} of the memory and has to end below "
+            f"that, not at {pressure.low_watermark:g}",
+        )
     lost_after_ns = limits.SESSION_LOST_AFTER_INTERVALS * sessions.heartbeat_ns
     if sessions.claim_lease_ns < lost_after_ns:
         yield (

@@ -33,6 +33,7 @@ from ...proto.endpoints import (
 from ...proto.limits import MAX_NAMESPACES
 from ...proto.namespaces import NAME
 from ...proto.units import format_bytes, format_duration, parse_bytes, parse_duration_ns
+from ...proto.vocabulary import Tier
 from ...tiers.arena import DEFAULT_SLAB_BYTES, check_slab
 from ...tiers.eviction import POLICIES
 from ..core.tables import StateConfig
@@ -157,6 +158,20 @@ def _shares(value: object) -> object:
     return ", ".join(f"{name}={format_bytes(share)}" for name, share in shares.items())
 
 
+def _memory_source(value: object) -> object:
+    known = ("none", "system", "cgroup")
+    if value not in known and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", str(value)):
+        raise ValueError(f"should be {', '.join(known)} or module:function")
+    return value
+
+
+def _tiers(value: object) -> object:
+    names = str(value).split(",") if value else []
+    if len(set(names)) != len(names) or set(names) - {tier.label for tier in Tier}:
+        raise ValueError("should be ram, shm and disk, or some of them, with commas between")
+    return value
+
+
 def _data_address(value: object) -> object:
     return value if value == "auto" else _tcp_address(value)
 
@@ -233,7 +248,8 @@ class Server(Section):
     keys are there. Who has a token of a namespace reaches nothing outside of it. Empty: whoever
     connects reads and writes. With TLS only; read at the start and with each reload."""
     metrics: TcpAddress = ""
-    """Serve Prometheus metrics over HTTP on host:port; empty: don't."""
+    """Serve Prometheus metrics over HTTP on host:port, and a page for browsers that shows what
+    `prefixctl top` does; empty: don't. There is no password."""
     worker_threads: int = Field(4, ge=1, le=256)
     """Threads that copy and commit beside the event loop."""
     staging_bytes: Size = Field(64 * 2**20, alias="staging", ge=2**20, le=2**40)
@@ -450,6 +466,26 @@ class Watch(Section):
     somebody watches: one that is further behind is cut off and begins anew."""
 
 
+class Pressure(Section):
+    source: Annotated[
+        str, BeforeValidator(_memory_source), Kind("none|system|cgroup|MODULE:FUNCTION")
+    ] = "none"
+    """Who says how much memory is used: the kernel of all of it (`system`: MemAvailable, PSI), of
+    the cgroup with the least room, or a function that returns used bytes, bytes in all, and the
+    part of the time that somebody waits for memory. `none`: nobody is asked, nothing is evicted."""
+    high_watermark: Share = 0.95
+    """From this part of the memory on, sessions are told that it is short, and tiers evict."""
+    low_watermark: Share = 0.90
+    """Down to this part: so many bytes are evicted, once, and then it is over."""
+    max_stalled: Share = 0.2
+    """Memory is short as well where somebody waited for it for so large a part of 10 s."""
+    tiers: Annotated[str, BeforeValidator(_tiers), Kind("TIER,...")] = "ram,shm"
+    """What evicts, in this order. The memory of the ram and shm tiers stays with the daemon; what
+    they evict is room for what engines save and free. Empty: nothing, sessions are told only."""
+    interval_ns: Duration = Field(1_000 * _MS, alias="interval", ge=10 * _MS)
+    """How often the source is asked."""
+
+
 class Log(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """What is written to stderr, and worse."""
@@ -467,4 +503,5 @@ class Config(Section):
     sessions: Sessions = Field(description="Clients, and what they may hold for how long.")
     shared: Shared = Field(description="Entries of other nodes, through an engine that they share.")
     watch: Watch = Field(description="Who follows which keys are there.")
+    pressure: Pressure = Field(description="What happens when memory is short.")
     log: Log = Field(description="What the daemon says on stderr.")
