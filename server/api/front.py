@@ -120,6 +120,7 @@ class Front:
             "local_connection_refusals": self.local.refusals,
             "data_request_refusals": self.data.large.refusals,
             "data_connection_refusals": self.data.refusals,
+            "data_handshake_refusals": self.data.handshake_refusals,
             "staging_refusals": self.stagings.refusals,
             "verifications_dropped": self._core.verifications.dropped,
             "token_refusals": self.tokens.refusals if self.tokens is not None else 0,
