@@ -1817,6 +1817,9 @@ class DataRequest(google.protobuf.message.Message):
     READ_FIELD_NUMBER: builtins.int
     FETCH_FIELD_NUMBER: builtins.int
     SAVE_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
+    token: builtins.str
+    """with attach, where the daemon asks for one: over TLS only"""
     @property
     def attach(self) -> Global___SessionRef:
         """whose connection this is: not answered"""
@@ -1860,9 +1863,10 @@ class DataRequest(google.protobuf.message.Message):
         read: Global___ReadRequest | None = ...,
         fetch: Global___FetchRequest | None = ...,
         save: Global___RawSaveRequest | None = ...,
+        token: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "fetch", b"fetch", "give_back", b"give_back", "kind", b"kind", "lookup", b"lookup", "read", b"read", "release", b"release", "reserve", b"reserve", "save", b"save"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "fetch", b"fetch", "give_back", b"give_back", "kind", b"kind", "lookup", b"lookup", "read", b"read", "release", b"release", "reserve", b"reserve", "save", b"save"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "fetch", b"fetch", "give_back", b"give_back", "kind", b"kind", "lookup", b"lookup", "read", b"read", "release", b"release", "reserve", b"reserve", "save", b"save", "token", b"token"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["attach", "lookup", "claim", "release", "reserve", "cancel", "give_back", "read", "fetch", "save"] | None: ...
 
 Global___DataRequest: typing_extensions.TypeAlias = DataRequest

@@ -22,7 +22,7 @@ from ..tiers.shm import ShmStore
 from ..tiers.store import Store
 from .config.budgets import Plan, TierPlan
 from .config.memory_sources import make_source
-from .config.options import Config, Shared
+from .config.options import Config
 from .core.state import MetaState
 from .runtime.index import IndexWriter
 from .runtime.loop import Core
@@ -132,13 +132,8 @@ async def begin_sharing(config: Config, core: Core) -> Sharing:
     tier = Tier[shared.tier.upper()]
     if tier not in core.stores:
         raise ConfigError(f"shared.tier is {shared.tier}, which has no budget")
-    if shared.payloads == "nodes" and config.server.tls_cert:
-        raise ConfigError(
-            'shared.payloads is "nodes", and server.tls_cert is set: nodes read from each other '
-            "without TLS only"
-        )
     try:
-        store = _shared_store(shared)
+        store = _shared_store(config)
     except ImportError as problem:
         extra = "s3" if shared.engine.startswith("s3:") else "shared"
         raise ConfigError(
@@ -161,8 +156,9 @@ async def begin_sharing(config: Config, core: Core) -> Sharing:
     )
 
 
-def _shared_store(config: Shared) -> SharedStore:
+def _shared_store(whole: Config) -> SharedStore:
     """Each engine's library is imported only here."""
+    config = whole.shared
     urls = config.engine.split(",")
     if urls[0].startswith("s3:"):
         from .sharing.object_store import ObjectStore
@@ -175,12 +171,14 @@ def _shared_store(config: Shared) -> SharedStore:
     password = _password(config.password_file)
     if config.payloads == "engine":
         return RedisStore(urls, config.fleet, password=password)
-    from .sharing.peers import PeerStore
+    from .sharing.peers import PeerStore, peer_security
 
     if not config.address:
         raise ConfigError('shared.payloads is "nodes": shared.address has to say where this one is')
     locations = RedisStore(urls, config.fleet, password=password, prefix=b"px1-at")
-    return PeerStore(locations, config.address)
+    own = (whole.server.tls_cert, whole.server.tls_key) if config.peer_ca else ("", "")
+    security = peer_security(config.peer_ca, *own, config.peer_token_file)
+    return PeerStore(locations, config.address, security)
 
 
 def _password(path: str) -> str | None:

@@ -136,7 +136,8 @@ def _output(file: str, *, resume: bool) -> Iterator[tuple[BinaryIO, set[bytes], 
             try:
                 known.update(entry.key for entry in reader)
             except BrokenStream:
-                head = out.seek(0) or out.read(len(MAGIC))
+                out.seek(0)
+                head = out.read(len(MAGIC))
                 if head and not MAGIC.startswith(head) and head != MAGIC:
                     fail(f"{path} is no stream of entries; it stays as it is", ExitCode.BAD_INPUT)
             # A file that has nothing whole begins anew.

@@ -58,6 +58,19 @@ CACHE_ROLES: Final = {
     "Delete": Role.WRITE,
     "Pull": Role.WRITE,
 }
+#: The same of the requests on the data socket.
+DATA_ROLES: Final = {
+    "attach": Role.READ,
+    "lookup": Role.READ,
+    "claim": Role.READ,
+    "release": Role.READ,
+    "give_back": Role.READ,
+    "read": Role.READ,
+    "fetch": Role.READ,
+    "reserve": Role.WRITE,
+    "cancel": Role.WRITE,
+    "save": Role.WRITE,
+}
 MIN_TOKEN_CHARS: Final = 32
 MAX_TOKENS: Final = 1_000
 _MAX_FILE_BYTES: Final = 2**20
@@ -179,6 +192,11 @@ class Tokens:
             self.refusals += 1
             raise
         return found
+
+
+def bearer(token: str) -> str:
+    """A token as it is in an `authorization` header."""
+    return f"{_SCHEME}{token}"
 
 
 def _digest(token: str) -> bytes:

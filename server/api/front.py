@@ -135,6 +135,7 @@ class Front:
             "data_connection_refusals": self.data.refusals,
             "lent_save_threads": self.local.lent.threads_taken,
             "lent_save_refusals": self.local.lent.refusals,
+            "data_handshake_refusals": self.data.handshake_refusals,
             "staging_refusals": self.stagings.refusals,
             **self.watching.in_flight(),
             "verifications_dropped": self._core.verifications.dropped,

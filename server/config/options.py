@@ -229,15 +229,15 @@ class Server(Section):
     there is neither encryption nor a password."""
     data: DataAddress = "auto"
     """The data socket, on which clients that come over `tcp` move payloads at two to three times
-    the speed of gRPC; they are told its port. `auto`: any port at the host of `tcp`, but none with
-    `tls_cert`; empty: none. Without encryption and without roles; nobody gets anything there
-    without the secret of a session."""
+    the speed of gRPC; they are told its port. `auto`: any port at the host of `tcp`; empty: none.
+    TLS, certificates and tokens are those of `tcp`; nobody gets anything there without the secret
+    of a session."""
     allow_remote: bool = False
-    """Allow `tcp` on an address that other machines can reach without TLS, or without both tokens
-    and `tls_client_ca`, and `data` on any such: whoever reaches these can then read and replace
-    everything."""
+    """Allow `tcp` and `data` on an address that other machines can reach without TLS, or without
+    both tokens and `tls_client_ca`: whoever reaches these can then read and replace everything."""
     tls_cert: File = ""
-    """The certificate for `tcp`, with its chain, as PEM; empty: no TLS. With `tls_key`."""
+    """The certificate for `tcp` and `data`, with its chain, as PEM; empty: no TLS. With
+    `tls_key`."""
     tls_key: File = ""
     """Its private key, as PEM. Nobody but its owner may be able to read it."""
     tls_client_ca: File = ""
@@ -291,8 +291,6 @@ class Server(Section):
         """Where the data socket is; empty: there is none."""
         if self.data != "auto":
             return self.data
-        if self.tls_cert:
-            return ""  # nothing there is encrypted, and no role is asked for
         return f"{self.tcp.rpartition(':')[0]}:0" if self.tcp else ""
 
     def operators(self) -> str:
@@ -446,6 +444,13 @@ class Shared(Section):
     address: TcpAddress = ""
     """Where other nodes reach this one, as they see it; with `payloads = "nodes"` only. It has to
     be served there: see `server.tcp`."""
+    peer_ca: File = ""
+    """The certificates that signed those of other nodes, as PEM: nodes read from each other over
+    TLS only, and this one shows `server.tls_cert` where it is asked who it is. Empty: without
+    TLS."""
+    peer_token_file: File = ""
+    """A file with the token that other nodes want of this one, with the role read; with `peer_ca`
+    only."""
     tier: Literal["ram", "shm", "disk"] = "ram"
     """Where what other nodes have goes here."""
     write: Literal["none", "second-use", "all"] = "second-use"
