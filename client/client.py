@@ -12,7 +12,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from ..proto.errors import CallerError, ClientClosed, InvalidSize
@@ -390,12 +389,7 @@ class Client(Saves, KeyCalls):
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check_usable(self) -> None:

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from enum import Enum
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Final, TypeVar
 
 import grpc
@@ -74,12 +73,7 @@ class AdminConnection:
     def __enter__(self) -> AdminConnection:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
