@@ -116,6 +116,10 @@ class UnknownStaging(PrefixdError, code=Code.FAILED_PRECONDITION):
     """This session has no staging memory, or not at that place. Save over gRPC."""
 
 
+class UnreadableMemory(PrefixdError, code=Code.FAILED_PRECONDITION):
+    """The daemon can't read the memory that this client lends. Save through staging memory."""
+
+
 class CurveDisabled(PrefixdError, code=Code.FAILED_PRECONDITION):
     """The daemon keeps no live hit curve."""
 

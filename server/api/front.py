@@ -120,6 +120,8 @@ class Front:
             "local_connection_refusals": self.local.refusals,
             "data_request_refusals": self.data.large.refusals,
             "data_connection_refusals": self.data.refusals,
+            "lent_save_threads": self.local.lent.threads_taken,
+            "lent_save_refusals": self.local.lent.refusals,
             "staging_refusals": self.stagings.refusals,
             "verifications_dropped": self._core.verifications.dropped,
             "token_refusals": self.tokens.refusals if self.tokens is not None else 0,

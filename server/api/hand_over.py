@@ -4,7 +4,7 @@ why there are not more of them. One function for each feature."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final, NamedTuple, TypeAlias
 
 from ...proto import local
@@ -70,11 +70,14 @@ class Handoff:
             local.STAGING: self._staging,
         }
 
-    def pack(self, session: int) -> Package:
-        """Everything that there is for this session. The caller closes it."""
+    def pack(self, session: int, wanted: Collection[str] = ()) -> Package:
+        """What this session wants of all that there is, which is everything if it names nothing.
+        The caller closes it."""
         package = Package()
         try:
             for name, give in self._features.items():
+                if wanted and name not in wanted:
+                    continue
                 try:
                     package.add(name, give(session))
                 except (Missing, UnknownStaging, OSError) as problem:

@@ -28,6 +28,7 @@ from ..runtime.quota import Quota
 from .calls import Caller, ConnectionCall, Process, failure_of, remove_leftover, staged_of
 from .hand_over import Handoff
 from .hang_up import HangUpWatch
+from .lent_saves import LentSaves
 from .saves import Saves
 from .service import CacheService
 from .sessions import ServiceConfig, Sessions
@@ -64,12 +65,14 @@ class LocalServer:
         self.sessions: Final = sessions
         self.saves: Final = saves
         self.hand_over: Final = hand_over
+        self.lent: Final = LentSaves(saves)
         #: how a request that takes one answer is answered, by its kind
         self.methods: Final[dict[str, _Method]] = {
             "lookup": service.lookup,
             "claim": service.claim,
             "reserve": saves.reserve,
             "cancel": saves.cancel,
+            "save_lent": self.lent.save,
         }
         #: the same of those that wait for nothing
         self.at_once: Final[dict[str, Callable[[Any, Caller], Any]]] = {
@@ -468,7 +471,7 @@ class _Connection(asyncio.BufferedProtocol):
         except PrefixdError as problem:
             self._send(failure_of("hand_over", problem))
             return
-        package = self._server.hand_over.pack(session)
+        package = self._server.hand_over.pack(session, request.wanted)
         try:
             # A dup: the transport's own socket is not for sending.
             with self._transport.get_extra_info("socket").dup() as own:

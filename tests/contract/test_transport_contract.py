@@ -32,6 +32,7 @@ from prefixd.client import (
     Tier,
 )
 from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.client.local import lending
 from prefixd.client.local.transport import LocalTransport
 from prefixd.proto.errors import CallerError, ClientClosed, InvalidBatch, InvalidKey, InvalidSize
 from prefixd.proto.keys import Key, prefix_key
@@ -53,14 +54,19 @@ def daemon() -> Iterator[PrivateDaemon]:
         yield daemon
 
 
-@pytest.fixture(params=["local", "grpc", "data"])
-def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Client]]:
+@pytest.fixture(params=["local", "lending", "grpc", "data"])
+def make(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Client]]:
     """Makes clients over the transport that is being tested."""
     made: list[Client] = []
+    local = request.param in ("local", "lending")
+    if request.param == "lending":  # whatever is saved
+        monkeypatch.setattr(lending, "LEND_BYTES", 1)
 
     def make(daemon: PrivateDaemon, **options: Any) -> Client:
         address = tcp_address(daemon) if request.param == "data" else daemon.address
-        client = Client(address, local=request.param == "local", policy=POLICY, **options)
+        client = Client(address, local=local, policy=POLICY, **options)
         made.append(client)
         assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
         with daemon.admin() as admin:

@@ -60,8 +60,9 @@ def memory_of(client: Client) -> StagingMemory:
     assert isinstance(transport, LocalTransport)
     node = transport._current(Deadline(60_000))
     assert node is not None
-    assert node.staging is not None
-    return node.staging
+    memory = transport._staging(node, Deadline(60_000))
+    assert memory is not None
+    return memory
 
 
 # ---- as clients save
