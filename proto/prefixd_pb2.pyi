@@ -1771,9 +1771,7 @@ class LocalResponse(google.protobuf.message.Message):
     @property
     def save_staged(self) -> Global___SaveStagedResponse: ...
     @property
-    def save_lent(self) -> Global___SaveStagedResponse:
-        """one, with the results"""
-
+    def save_lent(self) -> Global___SaveLentResponse: ...
     def __init__(
         self,
         *,
@@ -1785,7 +1783,7 @@ class LocalResponse(google.protobuf.message.Message):
         reserve: Global___ReserveResponse | None = ...,
         cancel: Global___CancelResponse | None = ...,
         save_staged: Global___SaveStagedResponse | None = ...,
-        save_lent: Global___SaveStagedResponse | None = ...,
+        save_lent: Global___SaveLentResponse | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "failure", b"failure", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_lent", b"save_lent", "save_staged", b"save_staged"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "failure", b"failure", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_lent", b"save_lent", "save_staged", b"save_staged"]) -> None: ...
@@ -2306,6 +2304,27 @@ class SaveLentRequest(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "header", b"header", "lengths_bytes", b"lengths_bytes", "pieces", b"pieces", "reserved", b"reserved", "token", b"token", "token_address", b"token_address"]) -> None: ...
 
 Global___SaveLentRequest: typing_extensions.TypeAlias = SaveLentRequest
+
+@typing.final
+class SaveLentResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: builtins.int
+    ALL_SAVED_FIELD_NUMBER: builtins.int
+    all_saved: builtins.int
+    @property
+    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SaveResult]:
+        """How each item ended, or of how many each is SAVED."""
+
+    def __init__(
+        self,
+        *,
+        results: collections.abc.Iterable[Global___SaveResult] | None = ...,
+        all_saved: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all_saved", b"all_saved", "results", b"results"]) -> None: ...
+
+Global___SaveLentResponse: typing_extensions.TypeAlias = SaveLentResponse
 
 @typing.final
 class SaveStagedResponse(google.protobuf.message.Message):

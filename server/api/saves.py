@@ -30,6 +30,7 @@ from .calls import Caller
 from .sessions import Membership, ServiceConfig, Sessions, first_message
 
 Q = TypeVar("Q")
+S = TypeVar("S", pb.SaveStagedResponse, pb.SaveLentResponse)
 
 
 class StagedRequests(Protocol):
@@ -264,7 +265,7 @@ class Saves:
                         request = await self._awaited(following.wait_staged(), membership)
                     else:
                         await asyncio.sleep(0)  # others have their turn
-            tell(await staged_results(refusals, incoming))
+            tell(await short_results(pb.SaveStagedResponse, refusals, incoming))
 
     def opened(
         self, first: pb.SaveStagedRequest | pb.SaveLentRequest | pb.RawSaveRequest, caller: Caller
@@ -394,14 +395,14 @@ def _pieces(parts: Iterable[pb.WritePart], refusals: Refusals) -> list[Piece]:
     ]
 
 
-async def staged_results(refusals: Refusals, incoming: Incoming) -> pb.SaveStagedResponse:
+async def short_results(answer: type[S], refusals: Refusals, incoming: Incoming) -> S:
     """`results_of`, in few bytes if all were saved."""
     ended = await incoming.ended()
     if len(ended) == len(refusals):  # all of them were granted
         saved = SaveOutcome.SAVED
         if all(end.outcome is saved for end in ended.values()):
-            return pb.SaveStagedResponse(all_saved=len(refusals))
-    return pb.SaveStagedResponse(results=_results_of(refusals, ended))
+            return answer(all_saved=len(refusals))
+    return answer(results=_results_of(refusals, ended))
 
 
 async def results_of(refusals: Refusals, incoming: Incoming) -> list[pb.SaveResult]:

@@ -277,7 +277,7 @@ class Server(Section):
     """How long a client may leave a read untaken or a save without its next bytes before it is cut
     off, and how long a call waits for memory that others have."""
     curve_keys: int = Field(8192, ge=0, le=10**7)
-    """Keys that each tier samples for `prefixctl curve --live`, about 400 bytes each; 0: none."""
+    """Keys that each tier samples for `prefixctl curve-live`, about 400 bytes each; 0: none."""
     journal_bytes: Size = Field(4 * 2**20, alias="journal", ge=0, le=2**28)
     """Memory for what happened to entries, 44 bytes each, which `prefixctl why` asks; 0: nothing is
     remembered."""
