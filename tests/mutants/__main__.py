@@ -61,7 +61,7 @@ ALSO: Final[dict[str, tuple[str, ...]]] = {
     "tiers/extents.py": ("tests/tiers/test_ledger.py", *_CORE),
     "tiers/": (
         "tests/tiers/test_arena.py tests/tiers/test_arena_store.py tests/tiers/test_shm.py "
-        "tests/tiers/test_disk.py tests/tiers/test_ram.py",
+        "tests/tiers/test_disk.py tests/tiers/test_disk_devices.py tests/tiers/test_ram.py",
         "tests/contract/test_store_contract.py",
         "sim 20",
         "tests/server/runtime/test_resizing.py tests/server/runtime/test_committer.py "
@@ -94,9 +94,9 @@ _LONG_AGO: Final = 946_684_800
 def stages(path: str) -> list[str]:
     """What is run for a file, in order."""
     folder, _, name = path.rpartition("/")
-    mirror = [f"tests/{folder}/test_{name}", f"tests/{path.removesuffix('.py')}"]
+    beside = sorted((ROOT / "tests" / folder).glob(f"test_{name.removesuffix('.py')}*.py"))
     also = next(tests for start, tests in ALSO.items() if path.startswith(start))
-    return [test for test in mirror if (ROOT / test).exists()] + list(also)
+    return [*filter(None, [" ".join(str(test.relative_to(ROOT)) for test in beside)]), *also]
 
 
 def chosen(many: int, seed: int) -> list[tuple[str, Mutant]]:
