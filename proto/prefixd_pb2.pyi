@@ -276,7 +276,9 @@ Global___DeleteStatus: typing_extensions.TypeAlias = DeleteStatus
 
 @typing.final
 class SessionRef(google.protobuf.message.Message):
-    """Whose call it is, and the proof: the secret that Welcome told. Every call that acts for a session
+    """Whose call it is, and the proof: the secret that Welcome told. A session that was opened with a
+    token has its role and its namespace, whatever the transport: PERMISSION_DENIED not_permitted for
+    what the role does not allow, and for a caller whose own token is of another namespace. Every call that acts for a session
     is refused without it, on every transport. Of another start of the daemon: FAILED_PRECONDITION
     stale_incarnation; of a session that ended or never was, and with another secret:
     FAILED_PRECONDITION unknown_session, which of these it was is not said. Open a new session and
@@ -2260,6 +2262,7 @@ class TierStats(google.protobuf.message.Message):
     OLDEST_IO_MS_FIELD_NUMBER: builtins.int
     SCRUB_FIELD_NUMBER: builtins.int
     KEPT_BYTES_FIELD_NUMBER: builtins.int
+    NAMESPACES_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     policy: builtins.str
     budget_bytes: builtins.int
@@ -2296,6 +2299,10 @@ class TierStats(google.protobuf.message.Message):
     def scrub(self) -> Global___ScrubStats:
         """not set: the tier is not scrubbed"""
 
+    @property
+    def namespaces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NamespaceStats]:
+        """Where namespaces have shares of it: what they take, and (of no name) all that has no share."""
+
     def __init__(
         self,
         *,
@@ -2326,11 +2333,42 @@ class TierStats(google.protobuf.message.Message):
         oldest_io_ms: builtins.int = ...,
         scrub: Global___ScrubStats | None = ...,
         kept_bytes: builtins.int = ...,
+        namespaces: collections.abc.Iterable[Global___NamespaceStats] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["scrub", b"scrub"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "corrupt", b"corrupt", "dropped_at_start", b"dropped_at_start", "entries", b"entries", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "hit_tokens", b"hit_tokens", "hits", b"hits", "kept_bytes", b"kept_bytes", "limit_bytes", b"limit_bytes", "max_entries", b"max_entries", "oldest_io_ms", b"oldest_io_ms", "payload_bytes", b"payload_bytes", "pinned_bytes", b"pinned_bytes", "pinned_entries", b"pinned_entries", "policy", b"policy", "published_bytes", b"published_bytes", "read_bytes", b"read_bytes", "recovered_bytes", b"recovered_bytes", "recovered_entries", b"recovered_entries", "reserved_bytes", b"reserved_bytes", "saved_bytes", b"saved_bytes", "saves", b"saves", "scrub", b"scrub", "secured_bytes", b"secured_bytes", "state", b"state", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "corrupt", b"corrupt", "dropped_at_start", b"dropped_at_start", "entries", b"entries", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "hit_tokens", b"hit_tokens", "hits", b"hits", "kept_bytes", b"kept_bytes", "limit_bytes", b"limit_bytes", "max_entries", b"max_entries", "namespaces", b"namespaces", "oldest_io_ms", b"oldest_io_ms", "payload_bytes", b"payload_bytes", "pinned_bytes", b"pinned_bytes", "pinned_entries", b"pinned_entries", "policy", b"policy", "published_bytes", b"published_bytes", "read_bytes", b"read_bytes", "recovered_bytes", b"recovered_bytes", "recovered_entries", b"recovered_entries", "reserved_bytes", b"reserved_bytes", "saved_bytes", b"saved_bytes", "saves", b"saves", "scrub", b"scrub", "secured_bytes", b"secured_bytes", "state", b"state", "tier", b"tier"]) -> None: ...
 
 Global___TierStats: typing_extensions.TypeAlias = TierStats
+
+@typing.final
+class NamespaceStats(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    SHARE_BYTES_FIELD_NUMBER: builtins.int
+    USED_BYTES_FIELD_NUMBER: builtins.int
+    FIXED_BYTES_FIELD_NUMBER: builtins.int
+    ENTRIES_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    share_bytes: builtins.int
+    """of this nothing leaves for another's save"""
+    used_bytes: builtins.int
+    """published and reserved"""
+    fixed_bytes: builtins.int
+    """of these, what can't leave now: pinned or reserved"""
+    entries: builtins.int
+    def __init__(
+        self,
+        *,
+        namespace: builtins.str = ...,
+        share_bytes: builtins.int = ...,
+        used_bytes: builtins.int = ...,
+        fixed_bytes: builtins.int = ...,
+        entries: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "fixed_bytes", b"fixed_bytes", "namespace", b"namespace", "share_bytes", b"share_bytes", "used_bytes", b"used_bytes"]) -> None: ...
+
+Global___NamespaceStats: typing_extensions.TypeAlias = NamespaceStats
 
 @typing.final
 class ScrubStats(google.protobuf.message.Message):
@@ -2932,19 +2970,23 @@ class PreviewRequest(google.protobuf.message.Message):
     TIER_FIELD_NUMBER: builtins.int
     PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
     ENTRIES_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     payload_bytes: builtins.int
     """of one entry"""
     entries: builtins.int
     """0: 1"""
+    namespace: builtins.str
+    """whose save it would be; empty: of a client that is of none"""
     def __init__(
         self,
         *,
         tier: Global___Tier.ValueType = ...,
         payload_bytes: builtins.int = ...,
         entries: builtins.int = ...,
+        namespace: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["entries", b"entries", "payload_bytes", b"payload_bytes", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "namespace", b"namespace", "payload_bytes", b"payload_bytes", "tier", b"tier"]) -> None: ...
 
 Global___PreviewRequest: typing_extensions.TypeAlias = PreviewRequest
 
