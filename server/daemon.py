@@ -129,6 +129,7 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
         front.admin.configurer = reloader.configure
         front.admin.overridden = reloader.override
         reloader.read_files = front.read_tokens
+        reloader.files_read = front.end_revoked
         front.admin.stopper = stop.begin
         stop.when_reloaded(lambda: core.supervisor.task("reload", reloader.reload()))
         front.scrubber.start()

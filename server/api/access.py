@@ -10,7 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from hmac import compare_digest
 from pathlib import Path
@@ -64,6 +64,8 @@ class Access:
     role: Role
     #: nothing outside of it is there for whoever has the token; None: of none
     namespace: Namespace | None = None
+    #: the hash of the token, so that another one is another access
+    digest: bytes = field(default=b"", repr=False)
 
     def check(self, needed: Role) -> None:
         """Raises NotPermitted where the role does not allow what needs this one."""
@@ -79,7 +81,7 @@ class Tokens:
 
     def __init__(self, known: Iterable[tuple[Access, str]]) -> None:
         """`known`: what each gives, and the token itself."""
-        self._known = [(_digest(token), access) for access, token in known]
+        self._known = [replace(access, digest=_digest(token)) for access, token in known]
         self._path: Path | None = None
         #: calls that were refused for want of a token, or of a role
         self.refusals = 0
@@ -136,7 +138,11 @@ class Tokens:
     @property
     def namespaces(self) -> frozenset[str]:
         """The names of those that tokens are of."""
-        return frozenset(a.namespace.name for _, a in self._known if a.namespace is not None)
+        return frozenset(a.namespace.name for a in self._known if a.namespace is not None)
+
+    def accesses(self) -> frozenset[Access]:
+        """What all of them give."""
+        return frozenset(self._known)
 
     def read_again(self) -> None:
         """What the file says by now holds for every call from here on. Raises ConfigError, and then
@@ -155,9 +161,9 @@ class Tokens:
         one. As long for each that is wrong. Raises NotAuthenticated, NotPermitted."""
         given = _digest(authorization.removeprefix(_SCHEME))
         found = None
-        for digest, access in self._known:
+        for access in self._known:
             # All of them, whichever it is.
-            if compare_digest(digest, given):
+            if compare_digest(access.digest, given):
                 found = access
         if found is None or not authorization.startswith(_SCHEME):
             self.refusals += 1

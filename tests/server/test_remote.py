@@ -261,3 +261,15 @@ def test_files_that_are_wrong_are_refused_at_the_start(
     assert "no PEM" in said
     (said,) = refused(*both, f"--server.tls_client_ca={tmp_path / 'nothing'}")
     assert "server.tls_client_ca: can't read" in said
+
+
+def test_shares_are_for_namespaces_that_tokens_are_of(flags: list[str], tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"read one {'x' * 32} team-a\n")
+    tokens.chmod(0o600)
+    over = [*flags, f"--server.tokens={tokens}", "--ram=8MiB"]
+    found = tokens_of(load_config([*over, "--ram.shares=team-a=1MiB"], {}))
+    assert found is not None
+    assert found.namespaces == {"team-a"}
+    with pytest.raises(ConfigError, match=r"^ram\.shares: no token in .* 'team-b'$"):
+        tokens_of(load_config([*over, "--ram.shares=team-b=1MiB"], {}))

@@ -113,6 +113,8 @@ async def test_what_others_are_sure_of_can_not_be_pinned_or_reserved(
     ):
         b = await clients[Who(Role.WRITE, "b")].open()
         most = BUDGET - SHARE  # its own share, and what is of nobody
+        told = b.welcome.tiers[0]
+        assert (told.max_payload_bytes, told.max_reserved_bytes) == (4096 * most, 4096 * most)
         await filled(b, most, 100, "b")
         await b.claim([key(100 + number) for number in range(most)], mode=pb.CLAIM_MODE_ANY)
         refused = await daemon_says(b, [item(key(500), DATA["b"])], DATA["b"])
@@ -312,3 +314,29 @@ async def test_after_a_restart_they_are_whose_they_were(
         cleared = await daemon.admin.Clear(pb.ClearRequest(namespace="a"))
         assert (cleared.entries, cleared.unknown_entries) == (1, 0)
         await daemon.assert_sound()
+
+
+@in_loop
+async def test_a_token_that_is_taken_out_ends_its_sessions(
+    tmp_path: Path, authority: Authority
+) -> None:
+    """With the reload that reads its file again; the others go on."""
+    flags = flags_of(tmp_path, authority)
+    async with (
+        running(tmp_path, *flags, *ROOM, tiers=[Tier.RAM]) as daemon,
+        tenants(daemon, authority, flags) as clients,
+    ):
+        gone, moved, kept = Who(Role.WRITE, "a"), Who(Role.READ, "a"), Who(Role.WRITE, "b")
+        sessions = {who: await clients[who].open() for who in (gone, moved, kept)}
+        lines = [who.line for who in EVERYBODY if who not in (gone, moved)]
+        (tmp_path / "tokens").write_text("\n".join([*lines, f"{moved.line[:-1]}b"]))
+        daemon.front.read_tokens()
+        daemon.front.end_revoked()
+        for who in (gone, moved):
+            with pytest.raises(Refused, match=r"not_permitted.*not known any more"):
+                await sessions[who].beat()
+        await sessions[kept].beat()
+        with pytest.raises(Refused, match="not_authenticated"):
+            await clients[gone].presence(COMMON)
+        again = await clients[moved].open()
+        assert daemon.tables.sessions[again.number].label == "b", "the token is of another now"

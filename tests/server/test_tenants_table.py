@@ -1,4 +1,4 @@
-"""A thousand combinations of transport, token, session and rpc, against the tables of SECURITY.md."""
+"""A thousand combinations of transport, token, session and rpc, as SECURITY.md has them."""
 
 from __future__ import annotations
 

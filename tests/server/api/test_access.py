@@ -11,7 +11,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import ConfigError, NotAuthenticated, NotPermitted
 from prefixd.proto.namespaces import Namespace
 from prefixd.server.api import access
-from prefixd.server.api.access import CACHE_ROLES, Access, Role, Tokens
+from prefixd.server.api.access import CACHE_ROLES, Role, Tokens
 
 TOKENS = {role: role.name.lower() * 10 + "!" * 20 for role in Role}
 
@@ -38,7 +38,9 @@ def test_each_may_what_its_role_may(tmp_path: Path) -> None:
     for role, token in TOKENS.items():
         for needed in Role:
             if role >= needed:
-                assert tokens.permit(needed, f"Bearer {token}") == Access(f"its-{role.name}", role)
+                access = tokens.permit(needed, f"Bearer {token}")
+                assert (access.token, access.role) == (f"its-{role.name}", role)
+                assert access.namespace is None
             else:
                 with pytest.raises(NotPermitted, match=f"has the role {role.name.lower()}"):
                     tokens.permit(needed, f"Bearer {token}")
@@ -133,7 +135,10 @@ def test_the_file_is_read_again_whole_or_not_at_all(tmp_path: Path) -> None:
         tokens.read_again()
     assert tokens.permit(Role.READ, f"Bearer {TOKENS[Role.READ]}").token == "its-READ"
     path.write_text(f"admin new {'n' * 32}\n")
+    before = tokens.permit(Role.READ, f"Bearer {TOKENS[Role.READ]}")
+    assert before in tokens.accesses()
     tokens.read_again()
+    assert before not in tokens.accesses(), "it is known that it was taken out"
     assert tokens.permit(Role.ADMIN, f"Bearer {'n' * 32}").token == "new"
     with pytest.raises(NotAuthenticated):
         tokens.permit(Role.READ, f"Bearer {TOKENS[Role.READ]}")
