@@ -334,7 +334,7 @@ async def test_a_token_that_is_taken_out_ends_its_sessions(
         daemon.front.end_revoked()
         for who in (gone, moved):
             with pytest.raises(Refused, match=r"not_permitted.*not known any more"):
-                await sessions[who].beat()
+                await sessions[who].event()
         await sessions[kept].beat()
         with pytest.raises(Refused, match="not_authenticated"):
             await clients[gone].presence(COMMON)
