@@ -3,6 +3,11 @@
 The orders of `tiers.eviction` know keys, and look each of them up. What lies in a tier is an
 object, and in LRU, the order of nearly every tier, its place can be a part of it: a million
 entries need no second table, and a claim no look-up in it.
+
+So LRU has two forms, which `test_order.py` holds equal step by step. Each is the faster where it is
+used, by turns in one run (`tests/bench/bench_order.py`, 200,000 entries): the ring through the
+entries takes no memory and 0.3 to 0.65 us for a claim and its release, where an order by keys takes
+105 bytes an entry and 1.4 to 1.7 us; a replay by keys takes 0.2 us an access, by the ring 0.8 to 1.
 """
 
 from __future__ import annotations

@@ -22,17 +22,28 @@ from ...proto.namespaces import NAME, Namespace
 
 
 class Role(IntEnum):
-    """Each may do what those before it may."""
+    """Each may do what those before it may, but for what WATCH may: that is for ADMIN only."""
 
-    READ = 1
+    WATCH = 1
+    """Learn which keys there are, and nothing else."""
+    READ = 2
     """Find and restore what is there."""
-    WRITE = 2
+    WRITE = 3
     """Save and delete, too."""
-    ADMIN = 3
+    ADMIN = 4
     """Everything that prefixctl does, too."""
 
+    def allows(self, needed: Role) -> bool:
+        """May this role do what takes `needed`? Who watches learns every key, and with a key
+        anybody reads: so that no role below ADMIN may both."""
+        if needed is Role.WATCH:
+            return self in (Role.WATCH, Role.ADMIN)
+        return self >= needed
 
-#: Of the Cache service: the role that each rpc takes. Admin takes ADMIN.
+
+#: Of the Admin service: what takes another role than ADMIN.
+ADMIN_ROLES: Final = {"Watch": Role.WATCH}
+#: Of the Cache service: the role that each rpc takes.
 CACHE_ROLES: Final = {
     "Session": Role.READ,
     "Lookup": Role.READ,
@@ -47,13 +58,28 @@ CACHE_ROLES: Final = {
     "Delete": Role.WRITE,
     "Pull": Role.WRITE,
 }
+#: The same of the requests on the data socket.
+DATA_ROLES: Final = {
+    "attach": Role.READ,
+    "lookup": Role.READ,
+    "claim": Role.READ,
+    "release": Role.READ,
+    "give_back": Role.READ,
+    "read": Role.READ,
+    "fetch": Role.READ,
+    "reserve": Role.WRITE,
+    "cancel": Role.WRITE,
+    "save": Role.WRITE,
+}
 MIN_TOKEN_CHARS: Final = 32
 MAX_TOKENS: Final = 1_000
 _MAX_FILE_BYTES: Final = 2**20
 _LINE: Final = re.compile(
-    rf"(read|write|admin) ([\w.-]{{1,64}}) ([!-~]{{32,512}})(?: +({NAME.pattern}))?"
+    rf"(watch|read|write|admin) ([\w.-]{{1,64}}) ([!-~]{{32,512}})(?: +({NAME.pattern}|[*]))?"
 )
 _SCHEME: Final = "Bearer "
+#: In the place of a namespace: for nodes, which have to do with the entries of all.
+EVERY: Final = "*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +90,14 @@ class Access:
     role: Role
     #: nothing outside of it is there for whoever has the token; None: of none
     namespace: Namespace | None = None
+    #: of every one: the keys that it names are those that the daemon has
+    every: bool = False
     #: the hash of the token, so that another one is another access
     digest: bytes = field(default=b"", repr=False)
 
     def check(self, needed: Role) -> None:
         """Raises NotPermitted where the role does not allow what needs this one."""
-        if self.role < needed:
+        if not self.role.allows(needed):
             raise NotPermitted(
                 f"the token {self.token!r} has the role {self.role.name.lower()}, this takes "
                 f"{needed.name.lower()}"
@@ -111,17 +139,18 @@ class Tokens:
             found = _LINE.fullmatch(line.strip())
             if found is None:
                 raise ConfigError(
-                    f"server.tokens: line {number} of {path} is not `read|write|admin NAME TOKEN "
-                    f"[NAMESPACE]` with a token of at least {MIN_TOKEN_CHARS} characters"
+                    f"server.tokens: line {number} of {path} is not `watch|read|write|admin NAME "
+                    f"TOKEN [NAMESPACE]` with a token of at least {MIN_TOKEN_CHARS} characters"
                 )
             role, namespace = Role[found[1].upper()], found[4]
-            if namespace and role is Role.ADMIN:
+            if namespace and role in (Role.ADMIN, Role.WATCH):
                 raise ConfigError(
-                    f"server.tokens: line {number} of {path}: what operators do concerns every "
-                    "namespace; a token that is of one is read or write"
+                    f"server.tokens: line {number} of {path}: what operators and watchers do "
+                    "concerns every namespace; a token that is of one is read or write"
                 )
-            access = Access(found[2], role, Namespace(namespace) if namespace else None)
-            known.append((access, found[3]))
+            every = namespace == EVERY or role is Role.ADMIN
+            its_own = Namespace(namespace) if namespace and not every else None
+            known.append((Access(found[2], role, its_own, every), found[3]))
         if not 0 < len(known) <= MAX_TOKENS:
             raise ConfigError(f"server.tokens: {path} has {len(known)} tokens, 1 to {MAX_TOKENS}")
         if len({token for _, token in known}) < len(known):
@@ -174,6 +203,11 @@ class Tokens:
             self.refusals += 1
             raise
         return found
+
+
+def bearer(token: str) -> str:
+    """A token as it is in an `authorization` header."""
+    return f"{_SCHEME}{token}"
 
 
 def _digest(token: str) -> bytes:

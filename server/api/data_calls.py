@@ -8,9 +8,8 @@ can hold is bounded by the quotas of reads and saves, for how long by `stall_tim
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import Awaitable, Callable
-from typing import Final, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Final, Protocol
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
@@ -25,8 +24,7 @@ from .calls import Caller, Process
 from .raw_bytes import Progress, Receiving, Sending, SentRange
 from .saves import Refusals, Saves, results_of
 from .service import READ_BYTES, CacheService, bounds_of
-
-T = TypeVar("T")
+from .streams import Stream, to_its_end
 
 #: Fewer bytes than this are moved on the loop: to wake a thread takes as long.
 _INLINE_BYTES: Final = 256 * 2**10
@@ -37,7 +35,7 @@ _SAVE_BYTES: Final = 4 * limits.CHUNK_BYTES
 class Line(Protocol):
     """The connection of a call."""
 
-    sock: socket.socket
+    stream: Stream
     #: Would the client understand a message now? Not in the middle of a part.
     may_tell: bool
     #: Would the next bytes be a request? Not in the middle of a save.
@@ -46,11 +44,9 @@ class Line(Protocol):
     async def tell(self, response: pb.DataResponse) -> None:
         """Raises OSError, LimitReached."""
 
-    async def writable(self) -> None:
-        """Wait until the socket takes bytes. Raises LimitReached of a client that reads nothing."""
-
-    async def readable(self) -> None:
-        """Wait until there are bytes. Raises LimitReached of a client that sends nothing."""
+    async def until_ready(self) -> None:
+        """Wait for what the stream lacks. Raises LimitReached of a client that reads or sends
+        nothing."""
 
 
 class DataCalls:
@@ -107,7 +103,7 @@ class DataCalls:
     async def _read(self, session: int, request: pb.ReadRequest, line: Line) -> None:
         service, core = self._service, self._core
         ranges = self._ranges(session, request)
-        sending = Sending(core, line.sock, ranges)
+        sending = Sending(core, line.stream, ranges)
         whole_bytes = sum(wanted.end - wanted.start for wanted in ranges)
         tier = max((wanted.entry.tier for wanted in ranges), default=None)
         inline = tier is None or (whole_bytes <= _INLINE_BYTES and not core.stores[tier].blocking)
@@ -120,13 +116,13 @@ class DataCalls:
                         progress = sending.run(0)
                     else:
                         assert tier is not None
-                        progress = await _to_its_end(
+                        progress = await to_its_end(
                             asyncio.get_running_loop().run_in_executor(
                                 core.devices.executor(tier), sending.run
                             )
                         )
                     if progress is Progress.WAITING:
-                        await line.writable()
+                        await line.until_ready()
                 # The last bytes left while the claim held, or nothing that was sent counts.
                 service.claimed(session, request.claim_id)
         finally:
@@ -175,7 +171,7 @@ class DataCalls:
             return
         await line.tell(pb.DataResponse(save_ready=pb.SaveReady(items=wanted)))
         line.in_step = False
-        receiving = Receiving(line.sock, [incoming.feed_of(number) for number in wanted])
+        receiving = Receiving(line.stream, [incoming.feed_of(number) for number in wanted])
         blocking = self._core.stores[receiving.tier].blocking
         while not receiving.complete:
             inline = receiving.left_bytes <= _INLINE_BYTES and not blocking
@@ -186,7 +182,7 @@ class DataCalls:
             if incoming.broken is not None:
                 return  # which whoever waits for the end of it raises
             if receiving.starved:
-                await line.readable()
+                await line.until_ready()
         line.in_step = True
 
 
@@ -203,18 +199,3 @@ class _Nobody:
 
     def when_done(self, callback: Callable[[bool], None]) -> None:
         """There is nothing to give back."""
-
-
-async def _to_its_end(work: Awaitable[T]) -> T:
-    """Wait for what a thread does, however often the call is cancelled meanwhile: it uses the
-    socket, which is not closed under its hands."""
-    future = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait((future,))
-        except asyncio.CancelledError as again:
-            cancelled = again
-    if cancelled is not None:
-        raise cancelled
-    return future.result()

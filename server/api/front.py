@@ -16,7 +16,7 @@ from ...proto.errors import NotPermitted
 from ..runtime.loop import Core
 from ..runtime.scrubbing import Scrubber
 from ..runtime.staging import StagingPool
-from .access import CACHE_ROLES, Access, Role, Tokens
+from .access import ADMIN_ROLES, CACHE_ROLES, Access, Role, Tokens
 from .admin import AdminService
 from .data_calls import DataCalls
 from .data_socket import DataServer
@@ -26,6 +26,7 @@ from .local_socket import LocalServer
 from .saves import Saves
 from .service import CacheService
 from .sessions import ServiceConfig, Sessions
+from .watching import Watching
 
 _CACHE: Final = pb.DESCRIPTOR.services_by_name["Cache"]
 _ADMIN: Final = pb.DESCRIPTOR.services_by_name["Admin"]
@@ -78,6 +79,7 @@ class Front:
             self.sessions.usage,
             self.sessions.latencies,
         )
+        self.watching: Final = Watching(core, config)
         self.health: Final = health.aio.HealthServicer()
         #: gRPC for workers and, apart from them, for operators; neither listens yet
         self.workers: Final = self._server({_CACHE.full_name: self._cache_methods()})
@@ -113,12 +115,16 @@ class Front:
         services[_ADMIN.full_name] = self._admin_methods()
         guards = {
             _CACHE.full_name: {name: _guard(tokens, role) for name, role in CACHE_ROLES.items()},
-            _ADMIN.full_name: dict.fromkeys(services[_ADMIN.full_name], _guard(tokens, Role.ADMIN)),
+            _ADMIN.full_name: {
+                name: _guard(tokens, ADMIN_ROLES.get(name, Role.ADMIN))
+                for name in services[_ADMIN.full_name]
+            },
         }
         return self._server(services, guards)
 
     def close(self) -> None:
         """Give the memory of clients back, once nothing is served any more."""
+        self.watching.close()
         self.stagings.close_all()
 
     def in_flight(self) -> dict[str, int]:
@@ -138,7 +144,11 @@ class Front:
             "local_connection_refusals": self.local.refusals,
             "data_request_refusals": self.data.large.refusals,
             "data_connection_refusals": self.data.refusals,
+            "lent_save_threads": self.local.lent.threads_taken,
+            "lent_save_refusals": self.local.lent.refusals,
+            "data_handshake_refusals": self.data.handshake_refusals,
             "staging_refusals": self.stagings.refusals,
+            **self.watching.in_flight(),
             "verifications_dropped": self._core.verifications.dropped,
             "token_refusals": self.tokens.refusals if self.tokens is not None else 0,
         }
@@ -183,6 +193,7 @@ class Front:
             "SetLogLevel": Unary(admin.set_log_level),
             "Why": Unary(admin.why),
             "Clear": Unary(admin.clear),
+            "Watch": Streaming(self.watching.watch),
         }
 
     def _server(
@@ -192,8 +203,8 @@ class Front:
     ) -> grpc.aio.Server:
         config = self.config
         server = grpc.aio.server(
-            # The stream of a session is a call, too.
-            maximum_concurrent_rpcs=config.max_rpcs + config.max_sessions,
+            # The stream of a session is a call, too, and so is that of a watcher.
+            maximum_concurrent_rpcs=config.max_rpcs + config.max_sessions + config.max_watchers,
             options=[
                 ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),

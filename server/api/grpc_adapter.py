@@ -37,9 +37,9 @@ class Unary:
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """A method that takes the same and is a generator of responses."""
+    """A method that takes the same and is a generator of responses, or of encoded ones."""
 
-    call: Callable[[Any, Caller], AsyncGenerator[Message, None]]
+    call: Callable[[Any, Caller], AsyncGenerator[Message | bytes, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def _handler(rpc: MethodDescriptor, method: Method, guard: Guard) -> _Handler:
     return _MAKERS[streamed, rpc.server_streaming](
         behaviour,
         request_deserializer=partial(_parse, GetMessageClass(rpc.input_type)),
-        response_serializer=GetMessageClass(rpc.output_type).SerializeToString,
+        response_serializer=_serialized,
     )
 
 
@@ -153,7 +153,7 @@ async def _answering(
 
 async def _streaming(
     name: str,
-    call: Callable[[Any, Caller], AsyncGenerator[Message, None]],
+    call: Callable[[Any, Caller], AsyncGenerator[Message | bytes, None]],
     checked: Callable[[Any], Any],
     guard: Guard,
     request: Any,
@@ -181,6 +181,10 @@ async def _streaming(
 async def _abort(context: Context, error: PrefixdError) -> None:
     """End an rpc with an error of ours. Never returns."""
     await context.abort(error.code, str(error), metadata_of(error))
+
+
+def _serialized(response: Message | bytes) -> bytes:
+    return response if isinstance(response, bytes) else response.SerializeToString()
 
 
 # ---- requests

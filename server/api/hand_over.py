@@ -4,7 +4,7 @@ why there are not more of them. One function for each feature."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final, NamedTuple, TypeAlias
 
 from ...proto import local
@@ -72,13 +72,16 @@ class Handoff:
             local.STAGING: self._staging,
         }
 
-    def pack(self, membership: Membership) -> Package:
-        """Everything that there is for this session. The caller closes it. Index and arenas have
-        the entries of all namespaces: a session that is of one gets its staging memory only."""
+    def pack(self, membership: Membership, wanted: Collection[str] = ()) -> Package:
+        """What this session wants of all that there is, which is everything if it names nothing.
+        The caller closes it. Index and arenas have the entries of all namespaces: a session that is
+        of one gets its staging memory only."""
         session, bound = membership.number, namespace_of(membership.access) is not None
         package = Package()
         try:
             for name, give in self._features.items():
+                if wanted and name not in wanted:
+                    continue
                 try:
                     if bound and name != local.STAGING:
                         raise Missing(_OF_ALL)

@@ -29,6 +29,7 @@ from .access import Access
 from .calls import Caller, ConnectionCall, Process, failure_of, remove_leftover, staged_of
 from .hand_over import Handoff
 from .hang_up import HangUpWatch
+from .lent_saves import LentSaves
 from .saves import Saves
 from .service import CacheService
 from .sessions import ServiceConfig, Sessions
@@ -65,12 +66,14 @@ class LocalServer:
         self.sessions: Final = sessions
         self.saves: Final = saves
         self.hand_over: Final = hand_over
+        self.lent: Final = LentSaves(saves)
         #: how a request that takes one answer is answered, by its kind
         self.methods: Final[dict[str, _Method]] = {
             "lookup": service.lookup,
             "claim": service.claim,
             "reserve": saves.reserve,
             "cancel": saves.cancel,
+            "save_lent": self.lent.save,
         }
         #: the same of those that wait for nothing
         self.at_once: Final[dict[str, Callable[[Any, Caller], Any]]] = {
@@ -149,6 +152,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._writable = asyncio.Event()
         self._writable.set()
         self._session: int | None = None
+        self.access: Access | None = None
         self._call = ConnectionCall(self)
         self.process: Process | None = None
 
@@ -207,10 +211,6 @@ class _Connection(asyncio.BufferedProtocol):
         self._task.cancel()
         return self._task
 
-    @property
-    def access(self) -> Access | None:
-        return None if self._session is None else self._server.sessions.access_of(self._session)
-
     def attach(self, session: int) -> None:
         """A request on it has proved this session. Raises LimitReached."""
         if self._session is not None:
@@ -221,7 +221,7 @@ class _Connection(asyncio.BufferedProtocol):
             server.refusals += 1
             raise LimitReached(f"this session has {len(others)} connections already")
         others.add(self)
-        self._session = session
+        self._session, self.access = session, server.sessions.access_of(session)
         self._watch()
 
     def detach(self) -> None:
@@ -233,7 +233,7 @@ class _Connection(asyncio.BufferedProtocol):
             others.discard(self)
             if not others:
                 del self._server.attached[self._session]
-        self._session = None
+        self._session = self.access = None
         self._watch()
 
     # ---- taking requests
@@ -471,7 +471,7 @@ class _Connection(asyncio.BufferedProtocol):
         except PrefixdError as problem:
             self._send(failure_of("hand_over", problem))
             return
-        package = self._server.hand_over.pack(membership)
+        package = self._server.hand_over.pack(membership, request.wanted)
         try:
             # A dup: the transport's own socket is not for sending.
             with self._transport.get_extra_info("socket").dup() as own:

@@ -30,6 +30,7 @@ from .calls import Caller
 from .sessions import Membership, ServiceConfig, Sessions, first_message
 
 Q = TypeVar("Q")
+S = TypeVar("S", pb.SaveStagedResponse, pb.SaveLentResponse)
 
 
 class StagedRequests(Protocol):
@@ -46,7 +47,8 @@ class StagedRequests(Protocol):
 Refusals: TypeAlias = "list[pb.SaveResult | None]"
 #: The first message of a save.
 Opening: TypeAlias = (
-    "pb.SaveRequest | pb.SaveWholeRequest | pb.SaveStagedRequest | pb.RawSaveRequest"
+    "pb.SaveRequest | pb.SaveWholeRequest | pb.SaveStagedRequest | pb.SaveLentRequest"
+    " | pb.RawSaveRequest"
 )
 
 #: What a stream of bytes may take of the daemon's memory: the message that comes is as large as
@@ -60,7 +62,7 @@ class Saves:
     def __init__(
         self, core: Core, sessions: Sessions, stagings: StagingPool, config: ServiceConfig
     ) -> None:
-        self._core = core
+        self.core: Final = core
         self._sessions = sessions
         self._stagings = stagings
         self._config = config
@@ -94,24 +96,25 @@ class Saves:
         """Others would wait for what a client that gave up was granted."""
         tokens = tuple(r.token for r in answer.results if isinstance(r, WriteOrder))
         if tokens and gone:
-            core = self._core
+            core = self.core
             core.post(CancelAsked(core.next_request(), session, tokens, core.clock.now_ns()))
 
     async def _reserve(
         self, header: pb.SaveHeader, membership: Membership, *, begin: bool
     ) -> ReserveAnswer:
-        core = self._core
+        core = self.core
         now_ns = core.clock.now_ns()
         access, keys = membership.access, self._sessions.namespaces.keys
         touched = keys(access, messages.keys_of("touched", header.touched, may_be_empty=True))
-        ancestors = messages.keys_of("ancestors", header.ancestors, may_be_empty=True)
         question = ReserveAsked(
             request=core.next_request(),
             session=membership.number,
             tier=messages.tier_of(header.tier, core.stores),
             reason=messages.reason_of(header.reason),
             items=self._items(access, header),
-            ancestors=keys(access, ancestors),
+            ancestors=keys(
+                access, messages.keys_of("ancestors", header.ancestors, may_be_empty=True)
+            ),
             begin=begin,
             ttl_ns=messages.milliseconds(
                 "ttl_ms", header.ttl_ms, self._config.reservation_ttl_ms, limits.MAX_LEASE_MS
@@ -124,7 +127,7 @@ class Saves:
         return await core.ask(question, ReserveAnswer)
 
     async def cancel(self, request: pb.CancelRequest, caller: Caller) -> pb.CancelResponse:
-        core = self._core
+        core = self.core
         membership = self._writer(request.session, caller)
         messages.batch_of("tokens", request.tokens)
         question = CancelAsked(
@@ -147,7 +150,7 @@ class Saves:
             async def take(request: pb.SaveRequest) -> None:
                 await incoming.feed(_pieces(request.parts, refusals))
 
-            with self._core.working(), self.timed():
+            with self.core.working(), self.timed():
                 async with incoming.to_the_end():
                     await take(first)
                     while incoming.broken is None:
@@ -164,7 +167,7 @@ class Saves:
         async with self._stream(requests) as (request, room):
             membership = await self._prove(_header(request).session, caller, room)
             refusals, incoming = await self.begin_save(request, membership)
-            with self._core.working(), self.timed():
+            with self.core.working(), self.timed():
                 async with incoming.to_the_end():
                     await incoming.feed(_pieces(request.parts, refusals))
                 return pb.SaveWholeResponse(results=await results_of(refusals, incoming))
@@ -174,11 +177,11 @@ class Saves:
     ) -> pb.WriteResponse:
         async with self._stream(requests) as (first, room):
             membership = await self._prove(first.session, caller, room)
-            incoming = Incoming(self._core)
+            incoming = Incoming(self.core)
             #: in the order in which the stream names them: refused with this, or being written
             named: dict[int, pb.SaveResult | None] = {}
             request: pb.WriteRequest | None = first
-            with self._core.working(), self.timed():
+            with self.core.working(), self.timed():
                 async with incoming.to_the_end():
                     while request is not None and incoming.broken is None:
                         await self._write(request, membership, incoming, named)
@@ -221,7 +224,7 @@ class Saves:
         membership, reserved = self.opened(first, caller)
         with (
             self._stagings.using(membership.number) as staging,
-            self._core.working(),
+            self.core.working(),
             self.timed(),
         ):
             if reserved is None:
@@ -263,10 +266,10 @@ class Saves:
                         request = await self._awaited(following.wait_staged(), membership)
                     else:
                         await asyncio.sleep(0)  # others have their turn
-            tell(_staged_results(refusals, await incoming.ended()))
+            tell(await short_results(pb.SaveStagedResponse, refusals, incoming))
 
     def opened(
-        self, first: pb.SaveStagedRequest | pb.RawSaveRequest, caller: Caller
+        self, first: pb.SaveStagedRequest | pb.SaveLentRequest | pb.RawSaveRequest, caller: Caller
     ) -> tuple[Membership, pb.StagedReservations | None]:
         """Whose save it is, and what was reserved for it before. Raises PrefixdError."""
         reserved = first.reserved if first.HasField("reserved") else None
@@ -299,11 +302,11 @@ class Saves:
     async def begin_save(self, first: Opening, membership: Membership) -> tuple[Refusals, Incoming]:
         """Reserve what the first message asks for, and open what is granted."""
         answer = await self._reserve(_header(first), membership, begin=True)
-        incoming = Incoming(self._core)
+        incoming = Incoming(self.core)
         refusals: Refusals = []
         for number, reserved in enumerate(answer.results):
             if isinstance(reserved, WriteOrder):
-                incoming.add(number, self._core.begin_write(reserved))
+                incoming.add(number, self.core.begin_write(reserved))
                 refusals.append(None)
             else:
                 refusals.append(messages.refused_save(reserved))
@@ -313,7 +316,7 @@ class Saves:
         self, reserved: pb.StagedReservations, membership: Membership
     ) -> tuple[Refusals, Incoming]:
         messages.batch_of("tokens", reserved.tokens)
-        incoming = Incoming(self._core)
+        incoming = Incoming(self.core)
         refusals = [
             await self._begin(membership, token, incoming, number)
             for number, token in enumerate(reserved.tokens)
@@ -325,7 +328,7 @@ class Saves:
     ) -> pb.SaveResult | None:
         """Begin the write of a reservation, which the stream's pieces name by `number`; the
         result, if there can't be one."""
-        core = self._core
+        core = self.core
         question = WriteBegan(core.next_request(), membership.number, token, core.clock.now_ns())
         try:
             order = await core.ask(question, WriteOrder)
@@ -356,7 +359,7 @@ class Saves:
                 return coming.result()
             if not done:
                 raise self._silent()
-            if self._core.gate.stopping:
+            if self.core.gate.stopping:
                 raise Draining("the daemon stops, and does not wait for the rest of this save")
             raise UnknownSession(f"session {membership.number} ended before its save did")
         finally:
@@ -393,12 +396,14 @@ def _pieces(parts: Iterable[pb.WritePart], refusals: Refusals) -> list[Piece]:
     ]
 
 
-def _staged_results(refusals: Refusals, ended: Mapping[int, SaveEnded]) -> pb.SaveStagedResponse:
+async def short_results(answer: type[S], refusals: Refusals, incoming: Incoming) -> S:
+    """`results_of`, in few bytes if all were saved."""
+    ended = await incoming.ended()
     if len(ended) == len(refusals):  # all of them were granted
         saved = SaveOutcome.SAVED
         if all(end.outcome is saved for end in ended.values()):
-            return pb.SaveStagedResponse(all_saved=len(refusals))
-    return pb.SaveStagedResponse(results=_results_of(refusals, ended))
+            return answer(all_saved=len(refusals))
+    return answer(results=_results_of(refusals, ended))
 
 
 async def results_of(refusals: Refusals, incoming: Incoming) -> list[pb.SaveResult]:

@@ -9,10 +9,9 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Iterator,
     Sequence,
 )
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -25,7 +24,6 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import (
     ClaimLost,
     InvalidSize,
-    LimitReached,
     MalformedMessage,
     UnknownClaim,
     UnknownSession,
@@ -46,7 +44,7 @@ from ..runtime.loop import Core
 from ..runtime.quota import Quota
 from . import messages
 from .access import Access, Role
-from .calls import Caller, cut_off
+from .calls import Caller, taken_within
 from .sessions import Membership, ServiceConfig, Sessions, SessionStream
 
 log = structlog.get_logger("prefixd.service")
@@ -187,8 +185,9 @@ class CacheService:
 
     async def delete(self, request: pb.DeleteRequest, caller: Caller) -> pb.DeleteResponse:
         core = self._core
+        named = messages.keys_of("keys", request.keys)
         membership = self.session_of(request.session, caller, Role.WRITE)
-        keys = self._keys(membership.access, request.keys)
+        keys = self._sessions.namespaces.keys(membership.access, named)
         response = pb.DeleteResponse()
         for start in range(0, len(keys), _DELETED_AT_ONCE):
             question = DeleteAsked(
@@ -225,22 +224,9 @@ class CacheService:
         ):
             with self._core.working():
                 async for response in responses:
-                    with self._until_taken():
+                    # A client that does not take it has the memory that others wait for.
+                    with taken_within(self._config.stall_timeout_s, "what it reads"):
                         yield response
-
-    @contextmanager
-    def _until_taken(self) -> Iterator[None]:
-        """Around the sending of a response: a client that does not take it has the memory that
-        others wait for."""
-        stall_s = self._config.stall_timeout_s
-        task = asyncio.current_task()
-        assert task is not None
-        slow = LimitReached(f"the client took nothing of what it reads for {stall_s:g} s")
-        timer = asyncio.get_running_loop().call_later(stall_s, cut_off, task, slow)
-        try:
-            yield
-        finally:
-            timer.cancel()
 
     async def _read(
         self, session: int, request: pb.ReadRequest

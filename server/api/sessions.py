@@ -83,6 +83,9 @@ class ServiceConfig:
     stall_timeout_s: float = 30.0
     #: there is a shared engine, which `CacheService.pull` asks
     shares: bool = False
+    #: watchers at once, and what is kept of the past for all of them
+    max_watchers: int = 16
+    watch_history_bytes: int = 16 * 2**20
     #: read back in the background from each tier that is scrubbed; 0: no tier is
     scrub_bytes_per_second: int = 0
 
@@ -118,6 +121,8 @@ class Sessions:
         self.latencies: Final = Latencies(Clock())
         #: where payloads move beside gRPC (`data_socket`); 0: nowhere
         self.data_port = 0
+        #: is memory short? Told with each heartbeat's answer; set by the daemon
+        self.under_pressure: Callable[[], bool] = lambda: False
         #: called with the number of each session that is over
         self.when_closed: list[Callable[[int], None]] = []
 
@@ -346,7 +351,10 @@ class SessionStream:
                     self._usage.add(usage)
                     self._usage.judge(usage.absent, core.state.tables.journal)
                 core.post(HeartbeatCame(session, now_ns))
-                ack = pb.HeartbeatAck(sequence=request.heartbeat.sequence)
+                ack = pb.HeartbeatAck(
+                    sequence=request.heartbeat.sequence,
+                    under_pressure=self._sessions.under_pressure(),
+                )
                 _put(self._events, pb.SessionEvent(heartbeat_ack=ack))
             case "touch":
                 core.post(KeysTouched(self._keys(request.touch.keys), now_ns))

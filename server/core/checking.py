@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from operator import attrgetter
-from types import TracebackType
 from typing import Final
 
 from ...proto.vocabulary import Tier
@@ -75,12 +74,7 @@ class Recount:
         self._t.recounts.append(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._t.recounts.remove(self)
 
     def _say(self, problem: str) -> None:

@@ -21,7 +21,7 @@ def evict(transition: Transition, asked: EvictAsked) -> EvictAnswer:
         if victim is None:
             return EvictAnswer(entries, freed_bytes, more=False)
         entries += 1
-        freed_bytes += transition.evict(victim, EvictionCause.OPERATOR).stored_bytes
+        freed_bytes += transition.evict(victim, asked.cause).stored_bytes
     return EvictAnswer(entries, freed_bytes, more=True)
 
 

@@ -159,7 +159,10 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
     start = len(results)
     there, in_flight = t.entries.find, t.in_flight
     sized, stored_bytes = (-1, -1), 0
+    parent: bytes = b""
+    following = asked.items[start - 1].key if start else (asked.ancestors or (b"",))[-1]
     for item in asked.items[start : start + items]:
+        parent, following = following, item.key
         session.reserving -= 1
         taken = there(item.key) is not None or item.key in in_flight
         found = find(transition, item.key) if taken else None
@@ -204,7 +207,15 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
         token = t.next_token
         t.next_token = token + 1
         reservation = Reservation(
-            token, entry, session.session, token_ids, batch, served_ns, expires_ns, asked.ttl_ns
+            token,
+            entry,
+            session.session,
+            token_ids,
+            batch,
+            served_ns,
+            expires_ns,
+            asked.ttl_ns,
+            parent,
         )
         batch.unsettled.add(token)
         t.reservations[token] = reservation
@@ -386,7 +397,7 @@ def _publish(transition: Transition, reservation: Reservation) -> None:
     counters = t.tier_counters[entry.tier]
     counters.saves += 1
     counters.saved_bytes += entry.payload_bytes
-    transition.effects.append(IndexPut(entry))
+    transition.effects.append(IndexPut(entry, reservation.parent))
     _settle(transition, reservation, _SAVED, "")
 
 

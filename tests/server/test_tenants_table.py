@@ -101,19 +101,19 @@ class World:
         """One that says whose it is by the session of `who`, and names what others have, too."""
         ref, claim = self.sessions[who].ref, self.claims[who]
         self.fresh += 1
-        new, data = key(self.fresh), DATA[who.name]
+        new, data = key(self.fresh), DATA[who.of]
         header = pb.SaveHeader(
             session=ref,
             tier=pb.TIER_RAM,
             reason=pb.SAVE_REASON_COLD,
             items=[item(new, data)],
-            touched=[] if who.name == "" else [*OWN.values()],
+            touched=[] if who.of == "" else [*OWN.values()],
             ancestors=[COMMON],
         )
         everything = [COMMON, *OWN.values()]
-        others = [of for name, of in OWN.items() if name != who.name]
+        others = [of for name, of in OWN.items() if name != who.of]
         ranges = [pb.ReadRange(index=0)]
-        entry = self.daemon.tables.entries[stored(who.name, COMMON)]
+        entry = self.daemon.tables.entries[stored(who.of, COMMON)]
         return {
             "Lookup": lambda: pb.LookupRequest(keys=everything),
             "Claim": lambda: pb.ClaimRequest(session=ref, keys=everything, mode=pb.CLAIM_MODE_ANY),
@@ -177,7 +177,7 @@ class World:
                 return "not_permitted"
             if needed is Role.ADMIN or call == "Lookup":
                 return ""  # they name no session
-            if caller.name != session.name:
+            if caller.reach != session.reach:
                 return "not_permitted"
         return "not_permitted" if session.role < needed else ""
 
@@ -233,7 +233,7 @@ async def test_a_thousand_combinations_are_as_the_table_says(
                 caller = session  # else nearly all are of another namespace
             acting = caller if call == "Lookup" else session
             expected = world.expected(transport, caller, call, session)
-            before, others = world.entries(), world.entries(but=acting.name)
+            before, others = world.entries(), world.entries(but=acting.of)
             where = transport, caller, call, session
             got, refused = await world.tried(transport, caller, call, acting)
             assert (refused.name if refused else "") == expected, (where, refused)
@@ -245,10 +245,10 @@ async def test_a_thousand_combinations_are_as_the_table_says(
             if call in ADMIN:
                 continue
             assert others <= world.entries(), (where, "it took something from another")
-            assert others == world.entries(but=acting.name), where
+            assert others == world.entries(but=acting.of), where
             said = got if isinstance(got, bytes) else repr(got).encode()
             for name, mark in MARKS.items():
-                assert name == acting.name or mark not in said, where
+                assert name == acting.of or mark not in said, where
             assert_its_own(world, call, acting, got)
         for transport in ("grpc", "local", "data"):
             assert min(seen[transport, ""], seen[transport, "not_permitted"]) > 15
@@ -260,12 +260,12 @@ def assert_its_own(world: World, call: str, who: Who, got: Any) -> None:
     entries = world.daemon.tables.entries
     if call in ("Read", "Fetch"):
         payload = got if isinstance(got, bytes) else b"".join(p.data for m in got for p in m.parts)
-        assert payload == DATA[who.name]
+        assert payload == DATA[who.of]
     if call not in ("Lookup", "Claim"):
         return
     results = (got if hasattr(got, "results") else getattr(got, call.lower())).results
     found = [result.entry.generation for result in results]
     named = [COMMON, *OWN.values()]
-    mine = [entries.get(stored(who.name, of)) for of in named]
+    mine = [entries.get(stored(who.of, of)) for of in named]
     assert found == [entry.generation if entry is not None else 0 for entry in mine]
     assert sum(map(bool, found)) == 2

@@ -35,20 +35,29 @@ DATA = {name: mark.ljust(4096, b".") for name, mark in MARKS.items()}
 
 class Who(NamedTuple):
     role: Role
-    name: str  # of the namespace; empty: of none
+    name: str  # of the namespace; empty: of none, *: of all
 
     @property
     def token(self) -> str:
-        return f"{self.role.name}-{self.name or 'none'}-".lower().ljust(40, "x")
+        return f"{self.role.name}-{self.reach}-".lower().ljust(40, "x")
 
     @property
     def line(self) -> str:
         role = self.role.name.lower()
-        return f"{role} {role}-{self.name or 'none'} {self.token} {self.name}".strip()
+        return f"{role} {role}-{self.reach} {self.token} {self.name}".strip()
+
+    @property
+    def of(self) -> str:
+        """Of which namespace the keys are that it names, as it names them."""
+        return "" if self.name == "*" else self.name
+
+    @property
+    def reach(self) -> str:
+        return "every" if self.name == "*" or self.role is Role.ADMIN else self.name or "none"
 
 
 EVERYBODY = [Who(role, name) for role in (Role.READ, Role.WRITE) for name in NAMESPACES]
-EVERYBODY.append(Who(Role.ADMIN, ""))
+EVERYBODY += [Who(Role.ADMIN, ""), Who(Role.WRITE, "*")]
 
 
 def flags_of(directory: Path, authority: Authority) -> list[str]:
