@@ -8,13 +8,17 @@ from typing import Any
 import grpc
 import pytest
 
+from prefixd.client.wire.channel import Security
 from prefixd.proto import local
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from prefixd.proto.namespaces import Namespace
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api.access import Role
+from prefixd.server.config.loading import load_config
+from prefixd.server.remote import tls_context_of, tokens_of
 from tests.support.certificates import Authority
+from tests.support.data_client import HOST, secured_connection
 from tests.support.running import (
     OpenSession,
     Outside,
@@ -340,3 +344,39 @@ async def test_a_token_that_is_taken_out_ends_its_sessions(
             await clients[gone].presence(COMMON)
         again = await clients[moved].open()
         assert daemon.tables.sessions[again.number].label == "b", "the token is of another now"
+
+
+@in_loop
+async def test_on_the_data_socket_the_token_is_of_the_sessions_namespace(
+    tmp_path: Path, authority: Authority, flags: list[str]
+) -> None:
+    """Each connection shows a token of its own, and the lower role of the two holds."""
+    config = load_config(flags, {})
+    context = Security(str(authority.certificate), "", "").context()
+    assert context is not None
+    async with (
+        running(tmp_path, *flags, *ROOM, tiers=[Tier.RAM]) as daemon,
+        tenants(daemon, authority, flags) as clients,
+    ):
+        port = daemon.front.data.start(HOST, 0, tls_context_of(config), tokens_of(config))
+        writer = await clients[Who(Role.WRITE, "a")].open()
+        reader = await clients[Who(Role.READ, "a")].open()
+        assert writer.welcome.data_port == port
+        await writer.save({COMMON: DATA["a"]})
+        look = pb.LookupRequest(keys=[COMMON])
+        new = [item(key(77), DATA["a"])]
+        for who in EVERYBODY:
+            for session in (reader, writer):
+                async with secured_connection(port, context, session, who.token) as line:
+                    if who.name != "a":
+                        with pytest.raises(Refused, match=r"not_permitted.*the namespace 'a'"):
+                            await line.ask(lookup=look)
+                        continue
+                    found = (await line.ask(lookup=look)).lookup.results
+                    assert [each.presence for each in found] == [pb.PRESENCE_PRESENT]
+                    ask = line.ask(reserve=pb.ReserveRequest(header=session.header(new)))
+                    if who.role is Role.WRITE and session is writer:
+                        assert (await ask).reserve.results
+                    else:
+                        with pytest.raises(Refused, match=r"not_permitted.*the role read"):
+                            await ask
