@@ -44,6 +44,8 @@ NOT_ARITHMETIC = {"foretell"}
 NO_DIFFERENCE = {
     "who.stored_bytes < self.free_bytes",
     "self.share_bytes >= limit_bytes",
+    "fixed_bytes >= share_bytes",
+    "fixed_entries >= share_entries",
     "capacity_bytes + self.share_bytes",
 }
 OTHER_SIGN: dict[type[ast.operator], type[ast.operator]] = {ast.Add: ast.Sub, ast.Sub: ast.Add}
