@@ -11,7 +11,7 @@ import grpc
 from ..proto.errors import ConfigError
 from .api.access import Tokens
 from .config.options import Config
-from .config.shares import parse_shares
+from .config.values import parse_shares
 
 
 def tokens_of(config: Config) -> Tokens | None:

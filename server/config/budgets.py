@@ -12,7 +12,7 @@ from ...proto.units import format_bytes
 from ...proto.vocabulary import Tier
 from .machine import Machine
 from .options import Config, Disk, Ram, Shm
-from .shares import parse_shares
+from .values import parse_shares
 
 _MIB: Final = 2**20
 #: What `auto` takes of the disk at most.

@@ -30,8 +30,8 @@ from . import sources
 from .budgets import Plan, resolve
 from .machine import Machine
 from .options import Config, Disk, Ram, Shm
-from .shares import parse_shares
 from .sources import Given, Option
+from .values import parse_shares
 
 PROGRAM: Final = sources.Program(
     name="prefixd",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefixd.server.config.loading import load_config
-from prefixd.server.config.shares import parse_shares
+from prefixd.server.config.values import parse_shares
 
 #: With TLS and tokens.
 SECURED = (
