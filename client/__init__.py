@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ..proto.vocabulary import SaveReason as SaveReason
     from ..proto.vocabulary import Tier as Tier
     from .aio import AsyncClient as AsyncClient
-    from .aio_hit import AsyncHit as AsyncHit
-    from .aio_hit import AsyncReservation as AsyncReservation
+    from .aio import AsyncHit as AsyncHit
+    from .aio import AsyncReservation as AsyncReservation
     from .client import Client as Client
     from .hits import Hit as Hit
     from .policy import SavePolicy as SavePolicy
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 #: Where each name comes from.
 _HOMES = {
-    "AsyncReservation": ".aio_hit",
-    "AsyncHit": ".aio_hit",
+    "AsyncReservation": ".aio",
+    "AsyncHit": ".aio",
     "DeleteStatus": ".results",
     "extend_chain": "..proto.keys",
     "block_keys": "..proto.keys",

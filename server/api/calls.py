@@ -4,10 +4,12 @@ caller is told of a failure."""
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import structlog
 
@@ -20,8 +22,11 @@ from ...proto.errors import (
     StoreFailed,
 )
 from ...tiers.store import StoreError, StoreFull
+from .access import Access
 
 log = structlog.get_logger("prefixd.calls")
+
+_CREDENTIALS: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 class Process(NamedTuple):
@@ -31,6 +36,13 @@ class Process(NamedTuple):
     pid: int
     uid: int
 
+    @classmethod
+    def behind(cls, sock: socket.socket) -> Process:
+        """The one that connected. Raises OSError."""
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(raw)
+        return cls(pid, uid)
+
 
 class Caller(Protocol):
     """Who makes a call, as its transport knows it. Lives as long as the call."""
@@ -38,6 +50,11 @@ class Caller(Protocol):
     @property
     def process(self) -> Process | None:
         """None: the transport does not say."""
+
+    @property
+    def access(self) -> Access | None:
+        """What the token of the call gives, or that of the session that its connection belongs to;
+        None: no token is asked for, for the file system decided."""
 
     def proved(self, session: int) -> None:
         """The call has shown that it acts for this session."""
@@ -51,6 +68,10 @@ class Connected(Protocol):
     """A connection, which belongs to one session at most."""
 
     process: Process | None
+
+    @property
+    def access(self) -> Access | None:
+        """What the token gives that its session was opened with."""
 
     def attach(self, session: int) -> None:
         """It is that session's from now on."""
@@ -68,6 +89,10 @@ class ConnectionCall:
     @property
     def process(self) -> Process | None:
         return self._connection.process
+
+    @property
+    def access(self) -> Access | None:
+        return self._connection.access
 
     def proved(self, session: int) -> None:
         self._connection.attach(session)

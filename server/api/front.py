@@ -15,7 +15,7 @@ from ...proto import prefixd_pb2 as pb
 from ..runtime.loop import Core
 from ..runtime.scrubbing import Scrubber
 from ..runtime.staging import StagingPool
-from .access import ADMIN_ROLES, CACHE_ROLES, Role, Tokens
+from .access import ADMIN_ROLES, CACHE_ROLES, Access, Role, Tokens
 from .admin import AdminService
 from .data_calls import DataCalls
 from .data_socket import DataServer
@@ -47,6 +47,9 @@ class Front:
         self._core = core
         self.config: Final = config
         self.sessions: Final = Sessions(config.incarnation)
+        for ledger in core.state.tables.ledgers.values():
+            if ledger.shares is not None:
+                self.sessions.namespaces.learn(ledger.shares.namespaces)
         self.stagings: Final = StagingPool(
             config.staging_bytes, config.staging_total_bytes, core.executor, core.clock
         )
@@ -87,6 +90,7 @@ class Front:
         """Read the file with the tokens again. Raises ConfigError. On any thread."""
         if self.tokens is not None:
             self.tokens.read_again()
+            self.sessions.namespaces.learn(self.tokens.namespaces)
 
     def remote(self, tokens: Tokens | None) -> grpc.aio.Server:
         """gRPC over TCP. Operators are served there only with a token that says so."""
@@ -94,6 +98,9 @@ class Front:
         services = {_CACHE.full_name: self._cache_methods()}
         if tokens is None:
             return self._server(services)
+        self.sessions.namespaces.learn(tokens.namespaces)
+        for name in sorted(tokens.namespaces):
+            self.sessions.usage.of(name)  # labels that come later have no place kept for them
         services[_ADMIN.full_name] = self._admin_methods()
         guards = {
             _CACHE.full_name: {name: _guard(tokens, role) for name, role in CACHE_ROLES.items()},
@@ -126,6 +133,9 @@ class Front:
             "local_connection_refusals": self.local.refusals,
             "data_request_refusals": self.data.large.refusals,
             "data_connection_refusals": self.data.refusals,
+            "lent_save_threads": self.local.lent.threads_taken,
+            "lent_save_refusals": self.local.lent.refusals,
+            "data_handshake_refusals": self.data.handshake_refusals,
             "staging_refusals": self.stagings.refusals,
             **self.watching.in_flight(),
             "verifications_dropped": self._core.verifications.dropped,
@@ -205,7 +215,7 @@ class Front:
 
 
 def _guard(tokens: Tokens, needed: Role) -> Guard:
-    def permit(context: Context) -> str:
+    def permit(context: Context) -> Access:
         given = [value for name, value in context.invocation_metadata() or () if name == _HEADER]
         # Two are one too many: which of them is meant?
         authorization = given[0] if len(given) == 1 else ""

@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from ...proto.errors import MalformedMessage, PrefixdError, metadata_of
+from .access import Access
 from .calls import Caller, CallerGone, Process, cut_off_with, error_of
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -52,8 +53,8 @@ class OneMessage:
 Method: TypeAlias = Unary | Streaming | OneMessage
 
 
-#: Says who calls (its token's name), or raises PrefixdError: asked before a method is.
-Guard: TypeAlias = Callable[[Context], str]
+#: Says what the token of a call gives, or raises PrefixdError: asked before a method is.
+Guard: TypeAlias = Callable[[Context], Access | None]
 
 
 def add_service(
@@ -86,10 +87,9 @@ class GrpcCaller:
 
     process: Final[Process | None] = None
 
-    def __init__(self, context: Context, token: str = "") -> None:
-        """`token`: the name of the one that the call came with."""
+    def __init__(self, context: Context, access: Access | None) -> None:
         self._context = context
-        self.token: Final = token
+        self.access: Final = access
 
     def proved(self, session: int) -> None:
         """A channel carries the calls of any number of sessions."""
@@ -109,8 +109,8 @@ _MAKERS: Final = {
 }
 
 
-def _unguarded(_context: Context) -> str:
-    return ""
+def _unguarded(_context: Context) -> None:
+    return None
 
 
 def _handler(rpc: MethodDescriptor, method: Method, guard: Guard) -> _Handler:

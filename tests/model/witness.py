@@ -270,5 +270,7 @@ def plain_reserved(reserved: an.Reserved) -> Any:
             return plain_found(reserved)
         case an.Closed(tier, state):
             return ("closed", tier.label, state.value)
+        case an.OverShare(tier, for_ever):
+            return ("over share", tier.label, for_ever)
         case _:
             return reserved.name.lower().replace("_", " ")

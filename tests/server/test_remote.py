@@ -23,7 +23,7 @@ from prefixd.server.api.access import ADMIN_ROLES, CACHE_ROLES, Role
 from prefixd.server.config.loading import load_config
 from prefixd.server.remote import credentials_of, tokens_of
 from tests.support.certificates import Authority
-from tests.support.daemon import private_daemon
+from tests.support.daemon import private_daemon, tcp_address
 from tests.support.running import Running, in_loop, running
 
 TOKENS = {role: f"{role.name.lower()}-" * 10 for role in Role}
@@ -182,14 +182,7 @@ def test_a_client_and_an_operator_over_tls(
     authority: Authority, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with private_daemon(*flags) as daemon:
-        log = daemon.log.read_text()
-        address = next(
-            word.strip("',]\"")
-            for line in log.splitlines()
-            if "serving" in line
-            for word in line.replace("[", " ").split()
-            if word.strip("',]\"").startswith("127.0.0.1:")
-        )
+        address = tcp_address(daemon)
         monkeypatch.setenv(channel.CA, str(authority.certificate))
         token = tmp_path / "token"
         monkeypatch.setenv(channel.TOKEN, str(token))
