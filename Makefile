@@ -61,7 +61,7 @@ $(ENGINES)-%/.done: tests/engines/requirements-%.txt pyproject.toml
 
 engines-%: $(ENGINES)-%/.done ## engines-lmcache, -sglang, -vllm: their own code on CPU, and the figures beside what it brings along
 	@$(<D)/bin/python -W ignore -c 'import $*' # else its tests are skipped
-	$(<D)/bin/python -m pytest -q --timeout 600 tests/engines/test_$*.py
+	$(<D)/bin/python -m pytest -q --timeout 600 tests/engines/test_$**.py
 	$(<D)/bin/python -m tests.bench.bench_engines $*
 
 $(VENV)/.docs: pyproject.toml

@@ -204,6 +204,15 @@ def test_a_client_and_an_operator_over_tls(
         refused = CliRunner().invoke(app, stats)
         assert refused.exit_code == 1
         assert "has the role read" in refused.output
+        watch = ["watch", "--once", "--address", address]
+        refused = CliRunner().invoke(app, watch)
+        assert refused.exit_code == 1
+        assert "has the role read, this takes watch" in refused.output
+        token.write_text(TOKENS[Role.WATCH])
+        watched = CliRunner().invoke(app, watch)
+        assert watched.exit_code == 0
+        assert f"+ {KEY.hex()} ram" in watched.output
+        assert CliRunner().invoke(app, stats).exit_code == 1, "a router is no operator"
         token.write_text("wrong-" * 10)
         with Client(address) as client:
             assert not client.wait_connected(deadline_ms=500)
