@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.model.closing import ClosingMachine
 from tests.model.machine import MetaStateMachine
+from tests.model.resizing import ResizingMachine
 
 
 class SmallStepsMachine(MetaStateMachine):
@@ -29,3 +30,5 @@ TestMetaStateInSmallSteps = SmallStepsMachine.TestCase
 TestMetaStateInSmallSteps.settings = SETTINGS
 TestMetaStateWhoseTiersClose = ClosingMachine.TestCase
 TestMetaStateWhoseTiersClose.settings = SETTINGS
+TestMetaStateWhoseTiersAreResized = ResizingMachine.TestCase
+TestMetaStateWhoseTiersAreResized.settings = SETTINGS

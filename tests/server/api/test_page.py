@@ -220,7 +220,7 @@ def test_the_page_in_chromium(
     tab.logged.clear()
     tab.size(width, 900, dark=dark)
     tab.open(f"http://{address}/")
-    tab.until("Number(document.documentElement.dataset.looks) >= 2")
+    tab.until("Number(document.documentElement?.dataset.looks) >= 2")
     assert tab.logged == []
     measured: dict[str, Any] = tab.evaluate(
         "({page: document.documentElement.scrollWidth, seen: innerWidth, "
@@ -244,7 +244,7 @@ def test_the_page_says_that_nothing_answers(tab: Browser) -> None:
         board = Board(cast(AdminService, Looked()))
         with serve_metrics(ANYWHERE, collector(), board) as address:
             tab.open(f"http://{address}/")
-            await asyncio.to_thread(tab.until, "document.documentElement.dataset.looks > 0")
+            await asyncio.to_thread(tab.until, "document.documentElement?.dataset.looks > 0")
             assert texts(tab, "#problem") == [""]
 
     asyncio.run(page_of_a_daemon_that_ends())
