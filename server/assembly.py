@@ -17,11 +17,12 @@ from ..tiers.extents import ExtentAllocator
 from ..tiers.heap import give_back_free_heap
 from ..tiers.ledger import Ledger
 from ..tiers.ram import RamStore
+from ..tiers.shares import Share
 from ..tiers.shm import ShmStore
 from ..tiers.store import Store
 from .config.budgets import Plan, TierPlan
 from .config.memory_sources import make_source
-from .config.options import Config, Shared
+from .config.options import Config
 from .core.state import MetaState
 from .runtime.index import IndexWriter
 from .runtime.loop import Core
@@ -72,18 +73,23 @@ def max_entries(plan: Plan) -> int:
 
 def make_ledger(plan: TierPlan, store: Store) -> Ledger:
     """The accounting of one tier. Its room grows from nothing as the arena is secured."""
-    policy: EvictionPolicy[Key] = make_policy(
-        plan.policy, plan.budget_bytes, max_ghosts=plan.max_entries or None
-    )
     return Ledger(
         plan.tier,
         plan.budget_bytes,
-        policy,
+        _policy(plan, plan.budget_bytes - sum(plan.shares.values())),
         max_entries=plan.max_entries,
         max_reserved_bytes=plan.max_in_flight_bytes,
         extents=ExtentAllocator(0, plan.slab_bytes, store.header_bytes),
         arena_bytes=store.size_bytes,
+        shares=[
+            Share(name, share_bytes, _policy(plan, share_bytes))
+            for name, share_bytes in plan.shares.items()
+        ],
     )
+
+
+def _policy(plan: TierPlan, capacity_bytes: int) -> EvictionPolicy[Key]:
+    return make_policy(plan.policy, capacity_bytes, max_ghosts=plan.max_entries or None)
 
 
 def make_state(plan: Plan, stores: Mapping[Tier, Store], now_ns: int) -> MetaState:
@@ -126,13 +132,8 @@ async def begin_sharing(config: Config, core: Core) -> Sharing:
     tier = Tier[shared.tier.upper()]
     if tier not in core.stores:
         raise ConfigError(f"shared.tier is {shared.tier}, which has no budget")
-    if shared.payloads == "nodes" and config.server.tls_cert:
-        raise ConfigError(
-            'shared.payloads is "nodes", and server.tls_cert is set: nodes read from each other '
-            "without TLS only"
-        )
     try:
-        store = _shared_store(shared)
+        store = _shared_store(config)
     except ImportError as problem:
         extra = "s3" if shared.engine.startswith("s3:") else "shared"
         raise ConfigError(
@@ -155,8 +156,9 @@ async def begin_sharing(config: Config, core: Core) -> Sharing:
     )
 
 
-def _shared_store(config: Shared) -> SharedStore:
+def _shared_store(whole: Config) -> SharedStore:
     """Each engine's library is imported only here."""
+    config = whole.shared
     urls = config.engine.split(",")
     if urls[0].startswith("s3:"):
         from .sharing.object_store import ObjectStore
@@ -169,12 +171,14 @@ def _shared_store(config: Shared) -> SharedStore:
     password = _password(config.password_file)
     if config.payloads == "engine":
         return RedisStore(urls, config.fleet, password=password)
-    from .sharing.peers import PeerStore
+    from .sharing.peers import PeerStore, peer_security
 
     if not config.address:
         raise ConfigError('shared.payloads is "nodes": shared.address has to say where this one is')
     locations = RedisStore(urls, config.fleet, password=password, prefix=b"px1-at")
-    return PeerStore(locations, config.address)
+    own = (whole.server.tls_cert, whole.server.tls_key) if config.peer_ca else ("", "")
+    security = peer_security(config.peer_ca, *own, config.peer_token_file)
+    return PeerStore(locations, config.address, security)
 
 
 def _password(path: str) -> str | None:

@@ -40,7 +40,7 @@ from .lock import lock_directories
 from .logs import configure_logs
 from .notify import keep_alive, notify
 from .reloading import Reloader
-from .remote import credentials_of, tokens_of
+from .remote import credentials_of, tls_context_of, tokens_of
 from .runtime import collector
 from .runtime.clock import Clock
 from .runtime.idle_heap import give_back_idle_heap
@@ -223,6 +223,8 @@ def service_config(config: Config, incarnation: bytes) -> ServiceConfig:
         stall_timeout_s=server.stall_timeout_ns / 1e9,
         scrub_bytes_per_second=server.scrub_bytes_per_second,
         shares=bool(config.shared.engine),
+        max_watchers=config.watch.max_watchers,
+        watch_history_bytes=config.watch.history_bytes,
     )
 
 
@@ -246,6 +248,7 @@ async def _serve_rpcs(core: Core, config: Config, front: Front, stop: Stop) -> N
     # In a state that is broken nothing comes to its end any more.
     await _first(draining, stop.hurried.wait(), core.broken.wait())
     core.end_sessions()
+    front.watching.close()
     await _within(asyncio.gather(*(server.stop(grace=1.0) for server in servers)))
     log.info("stopped")
 
@@ -292,23 +295,25 @@ def _listen(front: Front, config: Config) -> tuple[list[str], list[grpc.aio.Serv
             os.umask(before)
         path.chmod(mode)
     addresses = [address for _, _, address, _ in sockets]
-    if server.data_address():
-        addresses.append(_listen_for_data(front, server.data_address()))
     if server.tcp:
         host, _, port = server.tcp.rpartition(":")
         _check_free(host.strip("[]"), int(port), server.tcp)
-        remote = front.remote(tokens_of(config))
+        tokens = tokens_of(config)
+        remote = front.remote(tokens)
         secured = credentials_of(config)
+        if server.data_address():
+            start = partial(front.data.start, context=tls_context_of(config), tokens=tokens)
+            addresses.append(_listen_for_data(start, server.data_address()))
         addresses.append(f"{host}:{_bind('server.tcp', remote, server.tcp, secured)}")
         return addresses, [remote]
     return addresses, []
 
 
-def _listen_for_data(front: Front, address: str) -> str:
+def _listen_for_data(start: Callable[[str, int], int], address: str) -> str:
     """The address with the port that it got. Raises OSError, which names the option."""
     host, _, port = address.rpartition(":")
     try:
-        return f"{host}:{front.data.start(host.strip('[]'), int(port))} (data)"
+        return f"{host}:{start(host.strip('[]'), int(port))} (data)"
     except OSError as problem:
         raise OSError(f"server.data: can't listen on {address}: {problem.strerror}") from None
 

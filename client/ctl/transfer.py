@@ -24,7 +24,7 @@ import typer
 from ...proto.vocabulary import Tier
 from .admin import CHANGE, LOOK
 from .command import Ctl, ExitCode, command, fail
-from .options import LONG_TIMEOUT_S, TierName
+from .options import LONG_TIMEOUT_S, TierOption
 
 if TYPE_CHECKING:
     from ..client import Client
@@ -41,7 +41,6 @@ _PIPE: Final = "-"
 _LABEL: Final = "prefixctl"
 
 FileArgument = Annotated[str, typer.Argument(metavar="FILE", help="`-`: standard input or output.")]
-TierArgument = Annotated[TierName, typer.Option("--tier", help="Which tier.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -79,7 +78,7 @@ class Moved:
 def export(
     ctl: Ctl,
     file: FileArgument,
-    tier: TierArgument = TierName.DISK,
+    tier: TierOption = Tier.DISK,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on behind what FILE has, and leave that out.")
     ] = False,
@@ -106,7 +105,7 @@ def export(
             _client(ctl) as client,
             _client(ctl, local=False) as asking,
         ):
-            _export(daemon, (client, asking), Tier[tier.name], known, writer, moved)
+            _export(daemon, (client, asking), tier, known, writer, moved)
         writer.end()
         out.flush()
         if file != _PIPE:
@@ -136,7 +135,8 @@ def _output(file: str, *, resume: bool) -> Iterator[tuple[BinaryIO, set[bytes], 
             try:
                 known.update(entry.key for entry in reader)
             except BrokenStream:
-                head = out.seek(0) or out.read(len(MAGIC))
+                out.seek(0)
+                head = out.read(len(MAGIC))
                 if head and not MAGIC.startswith(head) and head != MAGIC:
                     fail(f"{path} is no stream of entries; it stays as it is", ExitCode.BAD_INPUT)
             # A file that has nothing whole begins anew.
@@ -220,7 +220,7 @@ def _put(hit: Hit, tier: Tier, writer: StreamWriter, moved: Moved) -> None:
 # ---- import
 
 
-def import_(ctl: Ctl, file: FileArgument, tier: TierArgument = TierName.DISK) -> None:
+def import_(ctl: Ctl, file: FileArgument, tier: TierOption = Tier.DISK) -> None:
     """Save the entries of a file that `export` wrote.
 
     They are ordinary saves, and evict what these would. Each record is verified before it is saved:
@@ -241,11 +241,11 @@ def import_(ctl: Ctl, file: FileArgument, tier: TierArgument = TierName.DISK) ->
                 batch.append(entry)
                 size_bytes += len(entry.payload)
                 if size_bytes >= _BATCH_BYTES or len(batch) == _BATCH_ENTRIES:
-                    _save(client, batch, Tier[tier.name], moved)
+                    _save(client, batch, tier, moved)
                     batch, size_bytes = [], 0
         except BrokenStream as problem:
             broken = str(problem)
-        _save(client, batch, Tier[tier.name], moved)
+        _save(client, batch, tier, moved)
     _show(ctl, moved, "imported")
     if broken:
         fail(f"{file}: {broken}", ExitCode.PROBLEM)

@@ -43,9 +43,9 @@ log = structlog.get_logger("prefixd.audit")
 def audit(caller: Caller, action: str, **what: object) -> None:
     """One line for each thing that an operator changes. gRPC does not tell whose process is at the
     other end: then it is one that may open the operators' socket, of the daemon's user or root."""
-    process, token = caller.process, getattr(caller, "token", "")
+    process, access = caller.process, caller.access
     who = f"pid {process.pid}, uid {process.uid}" if process else "an operator on the admin socket"
-    who = f"the token {token!r} over TCP" if token else who
+    who = f"the token {access.token!r} over TCP" if access is not None else who
     log.info("admin_action", action=action, who=who, **what)
 
 

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.vocabulary import Tier
+from .access import Access
 from .admin import AdminService
 from .calls import Process
 
@@ -39,6 +40,7 @@ class _Viewer:
     """The caller of what a page shows: who it is is not known (`calls.Caller`)."""
 
     process: Process | None = None
+    access: Access | None = None
 
     def proved(self, session: int) -> None:
         raise NotImplementedError

@@ -76,7 +76,7 @@ class Pressure:
         watermarks: Watermarks,
         tiers: Sequence[Tier],
         *,
-        relieve: Sequence[Callable[[], None]] = (),
+        relieve: Sequence[Callable[[], object]] = (),
         answered_within_s: float = 5.0,
     ) -> None:
         self._core = core
