@@ -178,7 +178,7 @@ def test_no_key_and_no_secret_is_in_a_sample() -> None:
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[tuple[PrivateDaemon, str]]:
     """One that has something to show: hits, misses, evictions, a claim, and odd names."""
-    flags = ("--server.metrics=127.0.0.1:0", "--sessions.heartbeat=100ms")
+    flags = ("--server.metrics=127.0.0.1:0", "--sessions.heartbeat=2s")
     with private_daemon(*flags, ram="1MiB") as made:
         (line,) = (line for line in made.log.read_text().splitlines() if '"metrics"' in line)
         with Client(made.address, name=NASTY, label="a-" + "long" * 12) as client:
