@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: dev demo test sim power engines docs check format proto clean
+.PHONY: dev demo test pictures sim power engines docs check format proto clean
 .DEFAULT_GOAL := dev
 
 # Runtime only: what a user has after `pip install 'prefixd[server]'`.
@@ -25,6 +25,9 @@ demo: $(VENV)/.runtime ## a private daemon, three tiers, real bytes, verified
 
 test: $(VENV)/.dev ## the whole test suite
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+pictures: $(VENV)/.dev ## docs/top.svg and, with Chromium, docs/page*.png, of a daemon under load
+	$(BIN)/python -m tests.support.pictures docs
 
 SEED ?= 0
 RUNS ?= 1000

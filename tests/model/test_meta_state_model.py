@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.model.closing import ClosingMachine
 from tests.model.machine import MetaStateMachine
+from tests.model.resizing import ResizingMachine
 from tests.model.sharing import SharesMachine
 
 
@@ -31,5 +32,7 @@ TestMetaStateInSmallSteps = SmallStepsMachine.TestCase
 TestMetaStateInSmallSteps.settings = SETTINGS
 TestMetaStateWhoseTiersClose = ClosingMachine.TestCase
 TestMetaStateWhoseTiersClose.settings = SETTINGS
+TestMetaStateWhoseTiersAreResized = ResizingMachine.TestCase
+TestMetaStateWhoseTiersAreResized.settings = SETTINGS
 TestMetaStateWithShares = SharesMachine.TestCase
 TestMetaStateWithShares.settings = SETTINGS
