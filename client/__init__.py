@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ..proto.vocabulary import SaveReason as SaveReason
     from ..proto.vocabulary import Tier as Tier
     from .aio import AsyncClient as AsyncClient
-    from .aio_hit import AsyncHit as AsyncHit
-    from .aio_hit import AsyncReservation as AsyncReservation
+    from .aio import AsyncHit as AsyncHit
+    from .aio import AsyncReservation as AsyncReservation
     from .client import Client as Client
     from .hits import Hit as Hit
     from .policy import SavePolicy as SavePolicy
@@ -39,12 +39,21 @@ if TYPE_CHECKING:
     from .saves import Reservation as Reservation
     from .saves import SaveItem as SaveItem
     from .search import BlockChain as BlockChain
+    from .watch import AsyncWatch as AsyncWatch
+    from .watch import Cleared as Cleared
+    from .watch import Disconnected as Disconnected
+    from .watch import Evicted as Evicted
+    from .watch import Published as Published
+    from .watch import ResidentKeys as ResidentKeys
+    from .watch import Synced as Synced
+    from .watch import Watch as Watch
+    from .watch import WatchPosition as WatchPosition
     from .wire.transport import ReserveItem as ReserveItem
 
 #: Where each name comes from.
 _HOMES = {
-    "AsyncReservation": ".aio_hit",
-    "AsyncHit": ".aio_hit",
+    "AsyncReservation": ".aio",
+    "AsyncHit": ".aio",
     "DeleteStatus": ".results",
     "extend_chain": "..proto.keys",
     "block_keys": "..proto.keys",
@@ -75,6 +84,15 @@ _HOMES = {
     "BlockChain": ".search",
     "Reservation": ".saves",
     "SaveItem": ".saves",
+    "AsyncWatch": ".watch",
+    "Cleared": ".watch",
+    "Disconnected": ".watch",
+    "Evicted": ".watch",
+    "Published": ".watch",
+    "ResidentKeys": ".watch",
+    "Synced": ".watch",
+    "Watch": ".watch",
+    "WatchPosition": ".watch",
 }
 
 __all__ = [  # each is there once it is asked for
@@ -82,11 +100,15 @@ __all__ = [  # each is there once it is asked for
     "AsyncClient",
     "AsyncHit",
     "AsyncReservation",
+    "AsyncWatch",
     "BlockChain",
     "ClaimMode",
+    "Cleared",
     "Client",
     "DeleteStatus",
+    "Disconnected",
     "Entry",
+    "Evicted",
     "ForeignNamespace",
     "Found",
     "Hit",
@@ -94,16 +116,21 @@ __all__ = [  # each is there once it is asked for
     "MissReason",
     "Namespace",
     "Presence",
+    "Published",
     "Reservation",
     "ReserveItem",
     "ReserveStatus",
+    "ResidentKeys",
     "RestoreResult",
     "SaveItem",
     "SaveOutcome",
     "SavePolicy",
     "SaveReason",
     "SaveStatus",
+    "Synced",
     "Tier",
+    "Watch",
+    "WatchPosition",
     "block_keys",
     "context_hash",
     "errors",

@@ -12,7 +12,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from ..proto.errors import CallerError, ClientClosed, InvalidSize
@@ -225,11 +224,8 @@ class Client(Saves, KeyCalls):
         deadline = self._begin(deadline_ms, wait_ms)
         stride_tokens = self.policy.boundary_align_tokens
         keys, counts = prefix_walk(namespace, tokens, stride_tokens, exact_end=exact_end)
-        if claim:
-            hit = self._searcher.claim(keys, counts, ClaimMode.FIRST, wait_ms, deadline)
-        else:
-            hit = self._searcher.look(keys, counts, ClaimMode.FIRST, wait_ms, deadline)
-        return hit or None
+        mode = ClaimMode.FIRST
+        return self._searcher.search(keys, counts, mode, wait_ms, deadline, pin=claim) or None
 
     def resume(
         self,
@@ -263,14 +259,14 @@ class Client(Saves, KeyCalls):
         ]
         keys = [parent_key, *(key for key, _ in others)]
         counts = [parent_count, *(count for _, count in others)]
-        hit = self._searcher.claim(keys, counts, ClaimMode.FIRST, wait_ms, deadline)
+        hit = self._searcher.search(keys, counts, ClaimMode.FIRST, wait_ms, deadline)
         if not hit or hit.keys != [parent_key] or parent_count is not None:
             return hit or None
         length = min(hit.token_counts[0], count_tokens(tokens))
         if length and prefix_keys(namespace, tokens, [length]) == hit.keys:
             return hit
         self._reader.release([hit], deadline_ms)
-        return self._searcher.claim(keys[1:], counts[1:], ClaimMode.FIRST, 0, deadline) or None
+        return self._searcher.search(keys[1:], counts[1:], ClaimMode.FIRST, 0, deadline) or None
 
     def chain(
         self,
@@ -308,11 +304,9 @@ class Client(Saves, KeyCalls):
             counts = [keys.block_tokens] * len(wanted)
         else:
             wanted = checked_keys(keys)
-        if not claim:
-            return self._searcher.look(
-                wanted, counts, ClaimMode.RUN, wait_ms, deadline, prompt_tokens
-            )
-        return self._searcher.claim(wanted, counts, ClaimMode.RUN, wait_ms, deadline, prompt_tokens)
+        return self._searcher.search(
+            wanted, counts, ClaimMode.RUN, wait_ms, deadline, prompt_tokens, pin=claim
+        )
 
     def claim(
         self,
@@ -330,7 +324,7 @@ class Client(Saves, KeyCalls):
         if not isinstance(mode, ClaimMode):
             raise CallerError(f"a mode is one of ClaimMode, not {mode!r}")
         checked = checked_keys(keys)
-        return self._searcher.claim(checked, None, mode, wait_ms, deadline)
+        return self._searcher.search(checked, None, mode, wait_ms, deadline)
 
     # ---- restoring it
 
@@ -363,6 +357,13 @@ class Client(Saves, KeyCalls):
         """Is there a session with the daemon at this moment?"""
         return not self._closed and self._transport.connected
 
+    @property
+    def under_pressure(self) -> bool:
+        """Is memory short on the daemon's node, as it said with its last answer to a heartbeat? An
+        engine can then save what it does not need at once (`SaveReason.EVICT`) and free its own
+        copy. False where nobody says so: the daemon does not watch, or there is none."""
+        return not self._closed and self._transport.under_pressure
+
     def wait_connected(self, *, deadline_ms: int | None = None) -> bool:
         """Wait until the daemon is reached, however often that has to be tried."""
         deadline = self._begin(deadline_ms)
@@ -390,12 +391,7 @@ class Client(Saves, KeyCalls):
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check_usable(self) -> None:

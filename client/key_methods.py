@@ -165,7 +165,7 @@ class KeyCalls(ABC):
         checked = checked_keys(keys)
         left_ms = self._countdown(deadline_ms)
         return self._calls.submit(
-            lambda: self._searcher.claim(
+            lambda: self._searcher.search(
                 checked, None, mode, wait_ms, Deadline(left_ms() + wait_ms)
             ),
             lambda: Hit(self._reader, miss=MissReason.DROPPED),

@@ -215,7 +215,7 @@ class Searcher:
         self._lease_ms = lease_ms
         self._shared_wait_ms = shared_wait_ms
 
-    def claim(
+    def search(
         self,
         keys: Sequence[Key],
         token_counts: Sequence[int | None] | None,
@@ -223,20 +223,17 @@ class Searcher:
         wait_ms: int,
         deadline: Deadline,
         prompt_tokens: int = 0,
+        *,
+        pin: bool = True,
     ) -> Hit:
-        """What `mode` wants of the keys, pinned; one rpc, or none without keys. `prompt_tokens`:
-        what all of them stand for, for the hit ratio; 0: what `token_counts` say."""
+        """What `mode` wants of the keys: pinned, by one rpc, or not, in place if possible, else by
+        one rpc. None without keys. `prompt_tokens`: what all of them stand for, for the hit ratio;
+        0: what `token_counts` say."""
         found = _Search()
+        step = self._claim if pin else self._look
         try:
-            self._claim(found, keys, mode, wait_ms, deadline)
-            while self._bring(
-                found,
-                keys,
-                token_counts,
-                mode,
-                deadline,
-                lambda more, some: self._claim(more, some, mode, 0, deadline),
-            ):
+            step(found, keys, mode, wait_ms, deadline)
+            while self._bring(found, keys, token_counts, mode, deadline, step):
                 pass
         except Exception as problem:
             found.gap = self._failures.reason(problem)
@@ -266,34 +263,6 @@ class Searcher:
             if mode is ClaimMode.RUN and len(claimed.entries) < len(batch):
                 return
 
-    def look(
-        self,
-        keys: Sequence[Key],
-        token_counts: Sequence[int | None] | None,
-        mode: ClaimMode,
-        wait_ms: int,
-        deadline: Deadline,
-        prompt_tokens: int = 0,
-    ) -> Hit:
-        """What `mode` wants of the keys, not pinned; in place if possible, else one rpc."""
-        found = _Search()
-        try:
-            if keys:
-                self._look(found, keys, mode, wait_ms, deadline)
-            while self._bring(
-                found,
-                keys,
-                token_counts,
-                mode,
-                deadline,
-                lambda more, some: self._look(more, some, mode, 0, deadline),
-            ):
-                pass
-        except Exception as problem:
-            found.gap = self._failures.reason(problem)
-        prompt_tokens = prompt_tokens or _wanted_tokens(token_counts, mode)
-        return self._hit(found, keys, token_counts, mode, prompt_tokens)
-
     def _look(
         self,
         found: _Search,
@@ -302,6 +271,8 @@ class Searcher:
         wait_ms: int,
         deadline: Deadline,
     ) -> None:
+        if not keys:
+            return
         # The index knows nothing of saves in flight: to wait for those the daemon is asked.
         looked = None if wait_ms else self._transport.find(keys, mode, deadline)
         if looked is not None:
@@ -323,7 +294,7 @@ class Searcher:
         token_counts: Sequence[int | None] | None,
         mode: ClaimMode,
         deadline: Deadline,
-        search: Callable[[_Search, Sequence[Key]], None],
+        step: Callable[[_Search, Sequence[Key], ClaimMode, int, Deadline], None],
     ) -> bool:
         """Have the daemon bring what other nodes have beyond what was found here, and search for
         that. True: all that was asked for came, and there may be more."""
@@ -347,7 +318,7 @@ class Searcher:
         if not self._transport.pull(some, mode, wait_ms, deadline):
             return False
         more = _Search()
-        search(more, some)
+        step(more, some, mode, 0, deadline)
         if mode is ClaimMode.FIRST and more.entries:
             for claim in found.claims:
                 self._transport.forget(claim)

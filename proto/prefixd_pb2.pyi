@@ -274,6 +274,38 @@ DELETE_STATUS_IN_FLIGHT: DeleteStatus.ValueType  # 4
 """somebody saves it at this moment"""
 Global___DeleteStatus: typing_extensions.TypeAlias = DeleteStatus
 
+class _WatchKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _WatchKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_WatchKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    WATCH_KIND_UNSPECIFIED: _WatchKind.ValueType  # 0
+    WATCH_KIND_PUBLISHED: _WatchKind.ValueType  # 1
+    """the key is there; it may be told twice"""
+    WATCH_KIND_EVICTED: _WatchKind.ValueType  # 2
+    """the key is not there any more, for whatever reason; it may never have been told"""
+    WATCH_KIND_CLEARED: _WatchKind.ValueType  # 3
+    """forget every key; what is there follows"""
+    WATCH_KIND_SYNCED: _WatchKind.ValueType  # 4
+    """everything that is there has been told"""
+
+class WatchKind(_WatchKind, metaclass=_WatchKindEnumTypeWrapper):
+    """What a watcher holds after CLEARED, all that follows, and SYNCED are exactly the keys that the daemon
+    can find, in the tiers that were asked for. It begins with CLEARED, or where it goes on with SYNCED.
+    """
+
+WATCH_KIND_UNSPECIFIED: WatchKind.ValueType  # 0
+WATCH_KIND_PUBLISHED: WatchKind.ValueType  # 1
+"""the key is there; it may be told twice"""
+WATCH_KIND_EVICTED: WatchKind.ValueType  # 2
+"""the key is not there any more, for whatever reason; it may never have been told"""
+WATCH_KIND_CLEARED: WatchKind.ValueType  # 3
+"""forget every key; what is there follows"""
+WATCH_KIND_SYNCED: WatchKind.ValueType  # 4
+"""everything that is there has been told"""
+Global___WatchKind: typing_extensions.TypeAlias = WatchKind
+
 @typing.final
 class SessionRef(google.protobuf.message.Message):
     """Whose call it is, and the proof: the secret that Welcome told. Every call that acts for a session
@@ -832,13 +864,17 @@ class HeartbeatAck(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: builtins.int
+    UNDER_PRESSURE_FIELD_NUMBER: builtins.int
     sequence: builtins.int
+    under_pressure: builtins.bool
+    """memory is short on the node: what can be saved and freed is better freed"""
     def __init__(
         self,
         *,
         sequence: builtins.int = ...,
+        under_pressure: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["sequence", b"sequence"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["sequence", b"sequence", "under_pressure", b"under_pressure"]) -> None: ...
 
 Global___HeartbeatAck: typing_extensions.TypeAlias = HeartbeatAck
 
@@ -1660,6 +1696,7 @@ class LocalRequest(google.protobuf.message.Message):
     SAVE_STAGED_FIELD_NUMBER: builtins.int
     GIVE_BACK_FIELD_NUMBER: builtins.int
     ATTACH_FIELD_NUMBER: builtins.int
+    SAVE_LENT_FIELD_NUMBER: builtins.int
     @property
     def hand_over(self) -> Global___HandOverRequest: ...
     @property
@@ -1682,6 +1719,8 @@ class LocalRequest(google.protobuf.message.Message):
     def attach(self) -> Global___SessionRef:
         """whose connection this is: not answered"""
 
+    @property
+    def save_lent(self) -> Global___SaveLentRequest: ...
     def __init__(
         self,
         *,
@@ -1694,10 +1733,11 @@ class LocalRequest(google.protobuf.message.Message):
         save_staged: Global___SaveStagedRequest | None = ...,
         give_back: Global___ReleaseRequest | None = ...,
         attach: Global___SessionRef | None = ...,
+        save_lent: Global___SaveLentRequest | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "give_back", b"give_back", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_staged", b"save_staged"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "give_back", b"give_back", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_staged", b"save_staged"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hand_over", "lookup", "claim", "release", "reserve", "cancel", "save_staged", "give_back", "attach"] | None: ...
+    def HasField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "give_back", b"give_back", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_lent", b"save_lent", "save_staged", b"save_staged"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "give_back", b"give_back", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_lent", b"save_lent", "save_staged", b"save_staged"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hand_over", "lookup", "claim", "release", "reserve", "cancel", "save_staged", "give_back", "attach", "save_lent"] | None: ...
 
 Global___LocalRequest: typing_extensions.TypeAlias = LocalRequest
 
@@ -1713,6 +1753,7 @@ class LocalResponse(google.protobuf.message.Message):
     RESERVE_FIELD_NUMBER: builtins.int
     CANCEL_FIELD_NUMBER: builtins.int
     SAVE_STAGED_FIELD_NUMBER: builtins.int
+    SAVE_LENT_FIELD_NUMBER: builtins.int
     @property
     def failure(self) -> Global___Failure: ...
     @property
@@ -1729,6 +1770,8 @@ class LocalResponse(google.protobuf.message.Message):
     def cancel(self) -> Global___CancelResponse: ...
     @property
     def save_staged(self) -> Global___SaveStagedResponse: ...
+    @property
+    def save_lent(self) -> Global___SaveLentResponse: ...
     def __init__(
         self,
         *,
@@ -1740,10 +1783,11 @@ class LocalResponse(google.protobuf.message.Message):
         reserve: Global___ReserveResponse | None = ...,
         cancel: Global___CancelResponse | None = ...,
         save_staged: Global___SaveStagedResponse | None = ...,
+        save_lent: Global___SaveLentResponse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "failure", b"failure", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_staged", b"save_staged"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "failure", b"failure", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_staged", b"save_staged"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["failure", "hand_over", "lookup", "claim", "release", "reserve", "cancel", "save_staged"] | None: ...
+    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "failure", b"failure", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_lent", b"save_lent", "save_staged", b"save_staged"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "failure", b"failure", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_lent", b"save_lent", "save_staged", b"save_staged"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["failure", "hand_over", "lookup", "claim", "release", "reserve", "cancel", "save_staged", "save_lent"] | None: ...
 
 Global___LocalResponse: typing_extensions.TypeAlias = LocalResponse
 
@@ -2030,15 +2074,21 @@ class HandOverRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
+    WANTED_FIELD_NUMBER: builtins.int
     @property
     def session(self) -> Global___SessionRef: ...
+    @property
+    def wanted(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """by name, see proto/local.py; none: everything"""
+
     def __init__(
         self,
         *,
         session: Global___SessionRef | None = ...,
+        wanted: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["session", b"session", "wanted", b"wanted"]) -> None: ...
 
 Global___HandOverRequest: typing_extensions.TypeAlias = HandOverRequest
 
@@ -2198,6 +2248,83 @@ class StagedPart(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["item", b"item", "last", b"last", "length_bytes", b"length_bytes", "payload_crc32c", b"payload_crc32c", "staging_offset_bytes", b"staging_offset_bytes"]) -> None: ...
 
 Global___StagedPart: typing_extensions.TypeAlias = StagedPart
+
+@typing.final
+class SaveLentRequest(google.protobuf.message.Message):
+    """Save, or write what was reserved before, with the bytes where they lie in the client's own memory,
+    which it lends for this call: the daemon copies them out of that process (process_vm_readv).
+    `token` is random, made for this call, and lies at `token_address` as long as the memory is lent: a
+    client overwrites it before it uses the memory again, however the call ended. The daemon reads it
+    there before its copies and after them, and what it did not find there it has not copied: so
+    neither a client that gave up, nor another process of the same number, gets anything published.
+    Errors: those of Save, FAILED_PRECONDITION unreadable_memory (this daemon can't read it: don't lend
+    it again), RESOURCE_EXHAUSTED (others lend at this moment; save through staging memory).
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    RESERVED_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
+    TOKEN_ADDRESS_FIELD_NUMBER: builtins.int
+    ADDRESSES_FIELD_NUMBER: builtins.int
+    LENGTHS_BYTES_FIELD_NUMBER: builtins.int
+    PIECES_FIELD_NUMBER: builtins.int
+    token: builtins.bytes
+    """16 bytes"""
+    token_address: builtins.int
+    @property
+    def header(self) -> Global___SaveHeader:
+        """what to save, or"""
+
+    @property
+    def reserved(self) -> Global___StagedReservations:
+        """what was reserved"""
+
+    @property
+    def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The pieces of all payloads, in order, and of how many each payload consists."""
+
+    @property
+    def lengths_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def pieces(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        header: Global___SaveHeader | None = ...,
+        reserved: Global___StagedReservations | None = ...,
+        token: builtins.bytes = ...,
+        token_address: builtins.int = ...,
+        addresses: collections.abc.Iterable[builtins.int] | None = ...,
+        lengths_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+        pieces: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header", "reserved", b"reserved"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "header", b"header", "lengths_bytes", b"lengths_bytes", "pieces", b"pieces", "reserved", b"reserved", "token", b"token", "token_address", b"token_address"]) -> None: ...
+
+Global___SaveLentRequest: typing_extensions.TypeAlias = SaveLentRequest
+
+@typing.final
+class SaveLentResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: builtins.int
+    ALL_SAVED_FIELD_NUMBER: builtins.int
+    all_saved: builtins.int
+    @property
+    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SaveResult]:
+        """How each item ended, or of how many each is SAVED."""
+
+    def __init__(
+        self,
+        *,
+        results: collections.abc.Iterable[Global___SaveResult] | None = ...,
+        all_saved: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all_saved", b"all_saved", "results", b"results"]) -> None: ...
+
+Global___SaveLentResponse: typing_extensions.TypeAlias = SaveLentResponse
 
 @typing.final
 class SaveStagedResponse(google.protobuf.message.Message):
@@ -3678,3 +3805,114 @@ class ClearResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["entries", b"entries", "freed_bytes", b"freed_bytes", "pinned_entries", b"pinned_entries", "unknown_entries", b"unknown_entries"]) -> None: ...
 
 Global___ClearResponse: typing_extensions.TypeAlias = ClearResponse
+
+@typing.final
+class WatchRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIERS_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    incarnation: builtins.bytes
+    """To go on: of the last WatchResponse that arrived with a sequence. Empty and 0: from the beginning."""
+    sequence: builtins.int
+    token_ids: builtins.bool
+    """with what is published, the token ids that were saved with it"""
+    @property
+    def tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Tier.ValueType]:
+        """empty: every tier"""
+
+    def __init__(
+        self,
+        *,
+        tiers: collections.abc.Iterable[Global___Tier.ValueType] | None = ...,
+        incarnation: builtins.bytes = ...,
+        sequence: builtins.int = ...,
+        token_ids: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "sequence", b"sequence", "tiers", b"tiers", "token_ids", b"token_ids"]) -> None: ...
+
+Global___WatchRequest: typing_extensions.TypeAlias = WatchRequest
+
+@typing.final
+class WatchEvent(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    PARENT_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    WHY_FIELD_NUMBER: builtins.int
+    kind: Global___WatchKind.ValueType
+    tier: Global___Tier.ValueType
+    key: builtins.bytes
+    sequence: builtins.int
+    """ascending; with a filter not every number comes"""
+    generation: builtins.int
+    payload_bytes: builtins.int
+    token_count: builtins.int
+    reason: Global___SaveReason.ValueType
+    parent: builtins.bytes
+    """The key before this one in the chain that it was saved with; empty: it was the first. Not set: it
+    was there before the watcher came, and is not known any more.
+    """
+    namespace: builtins.str
+    """the label of the client that saved it; empty: an earlier start did"""
+    token_ids: builtins.bytes
+    """u32 little-endian; none: there are none, too many, or the entry left meanwhile"""
+    why: builtins.str
+    """of CLEARED"""
+    def __init__(
+        self,
+        *,
+        kind: Global___WatchKind.ValueType = ...,
+        tier: Global___Tier.ValueType = ...,
+        key: builtins.bytes = ...,
+        sequence: builtins.int = ...,
+        generation: builtins.int = ...,
+        payload_bytes: builtins.int = ...,
+        token_count: builtins.int = ...,
+        reason: Global___SaveReason.ValueType = ...,
+        parent: builtins.bytes | None = ...,
+        namespace: builtins.str = ...,
+        token_ids: builtins.bytes = ...,
+        why: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_parent", b"_parent", "parent", b"parent"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_parent", b"_parent", "generation", b"generation", "key", b"key", "kind", b"kind", "namespace", b"namespace", "parent", b"parent", "payload_bytes", b"payload_bytes", "reason", b"reason", "sequence", b"sequence", "tier", b"tier", "token_count", b"token_count", "token_ids", b"token_ids", "why", b"why"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_parent", b"_parent"]) -> typing.Literal["parent"] | None: ...
+
+Global___WatchEvent: typing_extensions.TypeAlias = WatchEvent
+
+@typing.final
+class WatchResponse(google.protobuf.message.Message):
+    """Sent without events, too, every few seconds: the daemon is there."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    EVENTS_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    incarnation: builtins.bytes
+    sequence: builtins.int
+    """from where a watcher can go on; 0: nowhere, for not everything has been told"""
+    @property
+    def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WatchEvent]: ...
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.bytes = ...,
+        events: collections.abc.Iterable[Global___WatchEvent] | None = ...,
+        sequence: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["events", b"events", "incarnation", b"incarnation", "sequence", b"sequence"]) -> None: ...
+
+Global___WatchResponse: typing_extensions.TypeAlias = WatchResponse

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Final
 
 from ..proto.errors import ConfigError
 from ..proto.keys import Key
@@ -12,18 +14,26 @@ from ..proto.vocabulary import Tier
 from ..tiers.disk import DiskStore
 from ..tiers.eviction import EvictionPolicy, make_policy
 from ..tiers.extents import ExtentAllocator
+from ..tiers.heap import give_back_free_heap
 from ..tiers.ledger import Ledger
 from ..tiers.ram import RamStore
+from ..tiers.shares import Share
 from ..tiers.shm import ShmStore
 from ..tiers.store import Store
 from .config.budgets import Plan, TierPlan
+from .config.memory_sources import make_source
 from .config.options import Config
 from .core.state import MetaState
 from .runtime.index import IndexWriter
 from .runtime.loop import Core
+from .runtime.pressure import Pressure, Watermarks
+from .runtime.staging import StagingPool
 from .sharing.common import SharingConfig, WritePolicy
 from .sharing.sharing import Sharing
 from .sharing.store import SharedStore
+
+#: Under pressure a client that did not save for so long has no staging memory.
+_STAGING_IDLE_NS: Final = 10**9
 
 
 def make_store(plan: TierPlan, *, verify_at_start: bool, sync: bool) -> Store:
@@ -63,18 +73,23 @@ def max_entries(plan: Plan) -> int:
 
 def make_ledger(plan: TierPlan, store: Store) -> Ledger:
     """The accounting of one tier. Its room grows from nothing as the arena is secured."""
-    policy: EvictionPolicy[Key] = make_policy(
-        plan.policy, plan.budget_bytes, max_ghosts=plan.max_entries or None
-    )
     return Ledger(
         plan.tier,
         plan.budget_bytes,
-        policy,
+        _policy(plan, plan.budget_bytes - sum(plan.shares.values())),
         max_entries=plan.max_entries,
         max_reserved_bytes=plan.max_in_flight_bytes,
         extents=ExtentAllocator(0, plan.slab_bytes, store.header_bytes),
         arena_bytes=store.size_bytes,
+        shares=[
+            Share(name, share_bytes, _policy(plan, share_bytes))
+            for name, share_bytes in plan.shares.items()
+        ],
     )
+
+
+def _policy(plan: TierPlan, capacity_bytes: int) -> EvictionPolicy[Key]:
+    return make_policy(plan.policy, capacity_bytes, max_ghosts=plan.max_entries or None)
 
 
 def make_state(plan: Plan, stores: Mapping[Tier, Store], now_ns: int) -> MetaState:
@@ -89,6 +104,25 @@ def make_state(plan: Plan, stores: Mapping[Tier, Store], now_ns: int) -> MetaSta
         {tier: store.stored_bytes for tier, store in stores.items()},
         frozenset(tier for tier, store in stores.items() if store.recorded),
         now_ns,
+    )
+
+
+def make_pressure(config: Config, core: Core, stagings: StagingPool) -> Pressure | None:
+    """What watches the memory, if anything is configured to say how much is used. Raises
+    ConfigError."""
+    options = config.pressure
+    source = make_source(options.source)
+    if source is None:
+        return None
+    return Pressure(
+        core,
+        source,
+        Watermarks(options.high_watermark, options.low_watermark, options.max_stalled),
+        [Tier[name.upper()] for name in options.tiers.split(",") if name],
+        relieve=(
+            partial(stagings.give_back_idle, _STAGING_IDLE_NS),
+            lambda: core.executor.submit(give_back_free_heap),
+        ),
     )
 
 

@@ -30,6 +30,7 @@ from .api.calls import remove_leftover
 from .api.front import HEALTH_SERVICES, Front
 from .api.http import serve_metrics
 from .api.metrics import StateCollector
+from .api.page import Board
 from .api.sessions import ServiceConfig
 from .config.budgets import Plan, resolve
 from .config.loading import load_config
@@ -105,6 +106,11 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
             stack.push_async_callback(sharing.close)
             front.service.fetcher = sharing.fetch
             front.admin.shared = sharing.counts
+        pressure = assembly.make_pressure(config, core, front.stagings)
+        if pressure is not None:
+            front.sessions.under_pressure = lambda: pressure.under
+            watching = pressure.watch(config.pressure.interval_ns / 1e9)
+            core.supervisor.task("pressure", watching)
         await front.local.start()
         stack.push_async_callback(_within, front.local.close())
         stack.push_async_callback(_within, front.data.close())
@@ -122,8 +128,10 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
                 commits=core.orders.latencies,
                 now_ns=core.clock.now_ns,
                 shared=front.admin.shared,
+                pressure=lambda: pressure.counts()._asdict() if pressure else {},
             )
-            metrics_at = stack.enter_context(serve_metrics(config.server.metrics, collector))
+            board = Board(front.admin)
+            metrics_at = stack.enter_context(serve_metrics(config.server.metrics, collector, board))
             log.info("metrics", address=metrics_at)
         reloader = Reloader(config, load, core, front.scrubber)
         front.admin.configurer = reloader.configure
@@ -215,6 +223,8 @@ def service_config(config: Config, incarnation: bytes) -> ServiceConfig:
         stall_timeout_s=server.stall_timeout_ns / 1e9,
         scrub_bytes_per_second=server.scrub_bytes_per_second,
         shares=bool(config.shared.engine),
+        max_watchers=config.watch.max_watchers,
+        watch_history_bytes=config.watch.history_bytes,
     )
 
 
@@ -238,6 +248,7 @@ async def _serve_rpcs(core: Core, config: Config, front: Front, stop: Stop) -> N
     # In a state that is broken nothing comes to its end any more.
     await _first(draining, stop.hurried.wait(), core.broken.wait())
     core.end_sessions()
+    front.watching.close()
     await _within(asyncio.gather(*(server.stop(grace=1.0) for server in servers)))
     log.info("stopped")
 

@@ -7,7 +7,6 @@ import multiprocessing
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Final
 
 from ...proto.errors import PrefixdError
@@ -70,12 +69,7 @@ class Crowd:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def cases(self, peer: str) -> Iterator[Case]:

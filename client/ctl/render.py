@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.units import format_bytes, format_duration
+from ...proto.units import percent as share_text
 from .messages import as_dict, reason_label, tier_label
 
 BAR_MIN_WIDTH: Final = 8
@@ -26,7 +27,7 @@ TIER_STYLES: Final = {"ram": "cyan", "shm": "magenta", "disk": "yellow"}
 
 def percent(part: float, whole: float) -> str:
     """`37.4 %`; nothing of nothing is a dash."""
-    return f"{100 * part / whole:.1f} %" if whole else "-"
+    return share_text(part / whole if whole else None, 1)
 
 
 def size(count: float) -> str:

@@ -64,11 +64,12 @@ class Line:
         return response
 
     def hand_over(
-        self, session: pb.SessionRef, timeout_s: float
+        self, session: pb.SessionRef, timeout_s: float, wanted: Sequence[str] = ()
     ) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
         """The daemon's descriptors by name, each with its size in bytes, which the caller then
-        owns; and what was refused, with the reasons. Raises PrefixdError."""
-        asked = pb.HandOverRequest(session=session)
+        owns; and what was refused, with the reasons. `wanted`: of which; none: of everything.
+        Raises PrefixdError."""
+        asked = pb.HandOverRequest(session=session, wanted=wanted)
         self.send(pb.LocalRequest(hand_over=asked), timeout_s)
         fds: list[int] = []
         try:

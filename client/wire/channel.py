@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import grpc
 
-from ...proto.endpoints import socket_path
+from ...proto.endpoints import admin_address, socket_path
 from ...proto.errors import ConfigError
 
 CA: Final = "PREFIXD_TLS_CA"
@@ -92,6 +92,12 @@ class Security:
 def is_secured(address: str) -> bool:
     """Will the channel to it use TLS?"""
     return socket_path(address) is None and bool(os.environ.get(CA))
+
+
+def operators_of(address: str) -> str | None:
+    """Where the operators of the daemon at `address` are served: beside its socket, or over TCP
+    with TLS. None: not from here."""
+    return admin_address(address) or (address if is_secured(address) else None)
 
 
 def open_channel(address: str, options: Any, security: Security | None = None) -> grpc.Channel:

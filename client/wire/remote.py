@@ -106,6 +106,11 @@ class RemoteTransport(NothingInPlace):
         return self._keeper.connected
 
     @property
+    def under_pressure(self) -> bool:
+        link = self._keeper.current
+        return link is not None and link.under_pressure
+
+    @property
     def current(self) -> Link | None:
         """The session in use, if there is one at this moment."""
         return self._keeper.current

@@ -19,6 +19,7 @@ from ..core.events import BytesRead, ReleaseAsked
 from ..runtime.incoming import Incoming
 from ..runtime.loop import Core
 from . import messages
+from .access import Access
 from .calls import Caller, Process
 from .raw_bytes import Progress, Receiving, Sending, SentRange
 from .saves import Refusals, Saves, results_of
@@ -59,7 +60,7 @@ class DataCalls:
     # ---- out
 
     async def read(self, request: pb.ReadRequest, caller: Caller, line: Line) -> None:
-        session = self._service.session_of(request.session, caller)
+        session = self._service.session_of(request.session, caller).number
         async with self._service.reads.room(READ_BYTES, session):
             await self._read(session, request, line)
         await line.tell(pb.DataResponse(read_end=pb.ReadEnd()))
@@ -68,9 +69,9 @@ class DataCalls:
         """A claim that ends with the last byte."""
         if len(request.generations) != len(request.keys):
             raise InvalidBatch("a fetch names the generation of each key")
-        session = self._service.session_of(request.session, caller)
+        session = self._service.session_of(request.session, caller).number
         async with self._service.reads.room(READ_BYTES, session):
-            claim = await self._claim(request)
+            claim = await self._claim(request, caller)
             held = False
             try:
                 asked = pb.ReadRequest(claim_id=claim, ranges=request.ranges)
@@ -85,10 +86,10 @@ class DataCalls:
             raise ClaimLost("the claim was lost; throw away what was read under it")
         await line.tell(pb.DataResponse(read_end=pb.ReadEnd()))
 
-    async def _claim(self, request: pb.FetchRequest) -> int:
+    async def _claim(self, request: pb.FetchRequest, caller: Caller) -> int:
         """A claim on exactly what the client means. Raises UnknownEntry."""
         asked = pb.ClaimRequest(session=request.session, keys=request.keys, brief=True)
-        granted = await self._service.claim(asked, _Nobody())
+        granted = await self._service.claim(asked, _Nobody(caller.access))
         if list(granted.generations) == list(request.generations):
             return granted.claim_id
         if granted.claim_id:
@@ -189,6 +190,9 @@ class _Nobody:
     """The caller of a claim that its call releases itself."""
 
     process: Final[Process | None] = None
+
+    def __init__(self, access: Access | None) -> None:
+        self.access: Final = access
 
     def proved(self, session: int) -> None:
         """The call has shown it before."""

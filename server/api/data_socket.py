@@ -31,7 +31,7 @@ from ...proto.errors import (
 )
 from ..runtime.quota import Quota
 from ..runtime.supervision import Supervisor
-from .access import DATA_ROLES, Tokens, bearer
+from .access import DATA_ROLES, Access, Tokens, bearer
 from .calls import Process, error_of
 from .data_calls import DataCalls
 from .saves import Saves
@@ -173,8 +173,9 @@ class _Call:
 
     process: Final[Process | None] = None
 
-    def __init__(self, session: int) -> None:
+    def __init__(self, session: int, access: Access | None = None) -> None:
         self._session = session
+        self.access: Final = access
         self._when_done: list[Callable[[bool], None]] = []
 
     def proved(self, session: int) -> None:
@@ -196,6 +197,7 @@ class _Attaching:
     """The caller of `attach`."""
 
     process: Final[Process | None] = None
+    access: Final[Access | None] = None
 
     def proved(self, session: int) -> None:
         """The connection looks at it itself."""
@@ -216,6 +218,7 @@ class _Connection:
         self._buffer = memoryview(bytearray(data.HEAD.size + data.MAX_SMALL_REQUEST_BYTES))
         self._came_bytes = 0
         self._session: int | None = None
+        self._access: Access | None = None
         #: what says who the client is; in no log
         self._authorization = ""
         self._call = _Call(0)
@@ -283,12 +286,13 @@ class _Connection:
         server = self._server
         self._authorization = bearer(request.token)
         self._permit("attach")
-        session = server.sessions.prove(request.attach, _Attaching()).number
+        membership = server.sessions.prove(request.attach, _Attaching())
+        session = membership.number
         others = server.attached.setdefault(session, set())
         if len(others) >= server.config.max_connections_per_session:
             raise LimitReached(f"this session has {len(others)} connections already")
         others.add(self)
-        self._session = session
+        self._session, self._access = session, membership.access
         server.forget_unproved(self)
 
     def _permit(self, kind: str) -> None:
@@ -376,7 +380,7 @@ class _Connection:
         """Raises where nothing that follows could be understood."""
         assert self._session is not None
         self._call.done(gone=False)  # a client that asks again has taken the answer before
-        self._call = call = _Call(self._session)
+        self._call = call = _Call(self._session, self._access)
         kind = request.WhichOneof("kind")
         try:
             if kind not in (None, "attach", "give_back"):

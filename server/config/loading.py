@@ -29,7 +29,7 @@ from ...tiers.arena import MIN_SLAB_BYTES
 from . import sources
 from .budgets import Plan, resolve
 from .machine import Machine
-from .options import Config
+from .options import Config, Disk, Ram, Shm, parse_shares
 from .sources import Given, Option
 
 PROGRAM: Final = sources.Program(
@@ -285,10 +285,31 @@ def _conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
                 f"a budget of {format_bytes(tier.budget_bytes)} does not hold one slab of "
                 f"{format_bytes(tier.slab_bytes)}",
             )
+    for name in ("ram", "shm", "disk"):
+        section: Ram | Shm | Disk = getattr(config, name)
+        shares_bytes = sum(parse_shares(section.shares).values())
+        if shares_bytes and not server.tokens:
+            yield (
+                (f"{name}.shares", "server.tokens"),
+                "shares are for namespaces, and there is no token that is of one",
+            )
+        if isinstance(section.budget_bytes, int) and shares_bytes > section.budget_bytes:
+            yield (
+                (f"{name}.shares", f"{name}.budget"),
+                f"the shares add up to {format_bytes(shares_bytes)}, and the tier has "
+                f"{format_bytes(section.budget_bytes)}",
+            )
     if not any(tier.budget_bytes for tier in (config.ram, config.shm, config.disk)):
         yield ("ram.budget", "shm.budget", "disk.budget"), "all are 0: there would be no tier"
     if os.path.realpath(config.shm.directory) == os.path.realpath(config.disk.directory):
         yield ("shm.directory", "disk.directory"), f"both are {config.shm.directory}"
+    pressure = config.pressure
+    if pressure.low_watermark >= pressure.high_watermark:
+        yield (
+            ("pressure.low_watermark", "pressure.high_watermark"),
+            f"pressure begins at {pressure.high_watermark:g} of the memory and has to end below "
+            f"that, not at {pressure.low_watermark:g}",
+        )
     lost_after_ns = limits.SESSION_LOST_AFTER_INTERVALS * sessions.heartbeat_ns
     if sessions.claim_lease_ns < lost_after_ns:
         yield (

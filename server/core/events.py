@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 from ...proto.keys import Key
 from ...proto.vocabulary import SaveReason, Tier
 from ...tiers.store import Location, StoredEntry
+from .journal import EvictionCause
 
 
 class ClaimMode(Enum):
@@ -238,6 +239,7 @@ class EvictAsked:
     free_bytes: int
     max_entries: int
     now_ns: int
+    cause: EvictionCause = EvictionCause.OPERATOR
 
 
 @dataclass(frozen=True, slots=True)

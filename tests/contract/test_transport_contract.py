@@ -32,6 +32,7 @@ from prefixd.client import (
     Tier,
 )
 from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.client.local import lending
 from prefixd.client.local.transport import LocalTransport
 from prefixd.client.wire import channel
 from prefixd.proto.errors import CallerError, ClientClosed, InvalidBatch, InvalidKey, InvalidSize
@@ -49,7 +50,7 @@ LEASE_MS = 100
 EVICT = SaveReason.EVICT
 
 
-@pytest.fixture(scope="module", params=["local", "grpc", "data", "tls"])
+@pytest.fixture(scope="module", params=["local", "lending", "grpc", "data", "tls"])
 def way(request: pytest.FixtureRequest) -> str:
     """The transport that is being tested."""
     return str(request.param)
@@ -75,13 +76,15 @@ def daemon(flags: tuple[str, ...]) -> Iterator[PrivateDaemon]:
 
 
 @pytest.fixture
-def make(way: str) -> Iterator[Callable[..., Client]]:
+def make(way: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Client]]:
     """Makes clients over it."""
     made: list[Client] = []
+    if way == "lending":  # whatever is saved
+        monkeypatch.setattr(lending, "LEND_BYTES", 1)
 
     def make(daemon: PrivateDaemon, **options: Any) -> Client:
         address = tcp_address(daemon) if way in ("data", "tls") else daemon.address
-        client = Client(address, local=way == "local", policy=POLICY, **options)
+        client = Client(address, local=way in ("local", "lending"), policy=POLICY, **options)
         made.append(client)
         assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
         with daemon.admin() as admin:

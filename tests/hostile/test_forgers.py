@@ -105,6 +105,7 @@ class Victim:
             "give_back": release,
             "reserve": pb.ReserveRequest(header=header),
             "cancel": pb.CancelRequest(session=ref, tokens=[self.token]),
+            "save_lent": pb.SaveLentRequest(reserved=reserved, token=bytes(16), pieces=[0]),
             "save_staged": pb.SaveStagedRequest(reserved=reserved, parts=[staged], last=True),
             "attach": ref,
             "read": pb.ReadRequest(session=ref, claim_id=self.claim, ranges=[pb.ReadRange()]),

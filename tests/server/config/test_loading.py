@@ -449,3 +449,26 @@ def test_files_that_are_not_there_are_found_before_a_start(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"server\.tls_cert: .*/cert is no file") as refused:
         load("--check-config", *places, *tls)
     assert "server.tls_key: " in str(refused.value)
+
+
+@pytest.mark.parametrize(("low", "high"), [("0.9", "0.9"), ("0.95", "0.5")])
+def test_watermarks_that_contradict_each_other_are_refused(low: str, high: str) -> None:
+    (line,) = refusal(f"--pressure.low_watermark={low}", f"--pressure.high_watermark={high}")
+    assert line.startswith("pressure.low_watermark and pressure.high_watermark: pressure begins")
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--pressure.source=swap",
+        "--pressure.source=os:system()",
+        "--pressure.tiers=ram,ram",
+        "--pressure.tiers=vram",
+        "--pressure.high_watermark=0",
+        "--pressure.max_stalled=2",
+        "--pressure.interval=1ms",
+    ],
+)
+def test_what_pressure_can_not_be_is_refused_by_its_option(flag: str) -> None:
+    (line,) = refusal(flag)
+    assert line.startswith(flag[2:].partition("=")[0])
