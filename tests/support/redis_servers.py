@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.namespaces import Host, Network
 
-FORM_CLUSTER: Final = Path(__file__).parents[2] / "deploy/compose/form-cluster.sh"
+FORM_CLUSTER: Final = Path(__file__).parents[2] / "deploy/fleet/form-cluster.sh"
 SLOTS: Final = 16_384
 START_S: Final = 30.0
 needs_redis = pytest.mark.skipif(
