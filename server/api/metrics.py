@@ -107,13 +107,15 @@ CLIENT_COUNTERS: Final = {
     "lookup_tokens": "Tokens that were searched for, as far as the callers said.",
     "restored_tokens": "Tokens whose state arrived whole in the engines.",
 }
-#: What was shared with other nodes: the fields of `sharing.common.SharingCounters`, and a gauge.
+#: What was shared with other nodes: what `Sharing.counts` says, one of it a gauge.
 SHARED: Final = {
     "fetches": "Searches that asked what other nodes have.",
     "fetched_entries": "Entries that came from the shared engine.",
     "fetched_bytes": "Payload bytes that came from the shared engine.",
     "unavailable": "Entries that the engine has and that did not come in time, or had no room.",
     "damaged": "Entries of the engine whose bytes were wrong; they were dropped there.",
+    "second_asked": "Entries that a second node was asked for: the first had not brought them.",
+    "second_came": "Entries that came from that second node.",
     "offered_entries": "Entries that were given to the shared engine.",
     "offered_bytes": "Payload bytes that were given to the shared engine.",
     "refused": "Entries that the engine did not take.",

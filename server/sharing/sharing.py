@@ -85,7 +85,8 @@ class Sharing:
 
     def counts(self) -> dict[str, int]:
         """The counters by name, and how many offers wait. On any thread."""
-        return {**asdict(self._link.counters), "waiting_offers": self._offers.waiting}
+        counted = asdict(self._link.counters) | self._link.store.counts()
+        return {**counted, "waiting_offers": self._offers.waiting}
 
     async def _beat(self) -> None:
         core, fetcher = self._core, self._fetcher
