@@ -338,9 +338,9 @@ class Core:
                 log.critical("effect_failed", effect=type(effect).__name__, exc_info=problem)
                 self.health.fault("effects", f"{type(effect).__name__} failed: {problem!r}")
         if self.entry_listener is not None:
-            for effect in effects:
-                if isinstance(effect, IndexPut):
-                    self.entry_listener.published(effect.entry)
+            published = [effect.entry for effect in effects if isinstance(effect, IndexPut)]
+            if published:
+                self.entry_listener.published(published)
 
     def _change_index(self, effects: list[Effect]) -> None:
         index = self.index

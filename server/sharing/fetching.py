@@ -78,6 +78,9 @@ class Fetcher:
     async def _fetch(self, keys: Sequence[Key], mode: ClaimMode, deadline_s: float) -> int:
         deadline_s, find_by_s = _deadlines_of_the_engine(monotonic(), deadline_s)
         found = await self._link.call(lambda: self._link.store.find(keys, find_by_s))
+        for key, entry in zip(keys, found, strict=True):
+            if entry is None:  # evicted there, or lost: what is saved here now is offered again
+                self._link.known.forget(key)
         brought = 0
         before: list[Key] = []
         for batch in _batches(_found(found, mode), self._link.config.memory_bytes):

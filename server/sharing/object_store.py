@@ -103,8 +103,9 @@ class ObjectStore(SharedStore):
             for result in self._each(write, offers, deadline_s)
         ]
 
-    def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> None:
+    def touch(self, _expiries_ms: Sequence[tuple[Key, int]], _deadline_s: float) -> list[Key]:
         """Does nothing: an object's age can't be changed without writing it anew."""
+        return []
 
     def drop(self, keys: Sequence[Key], deadline_s: float) -> None:
         self._each(lambda key: obstore.delete(self._store, self._path(key)), keys, deadline_s)

@@ -170,8 +170,8 @@ class PeerStore(SharedStore):
         ]
         return self._engine.put_values(named, deadline_s)
 
-    def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> None:
-        self._engine.touch(expiries_ms, deadline_s)
+    def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> list[Key]:
+        return self._engine.touch(expiries_ms, deadline_s)
 
     def drop(self, keys: Sequence[Key], deadline_s: float) -> None:
         self._engine.drop(keys, deadline_s)

@@ -128,14 +128,18 @@ class RedisStore(SharedStore):
         self.do(requests, deadline_s)
         return [_stored(request) for _, request in requests]
 
-    def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> None:
-        self.do(
-            [
-                (name, Request(b"PEXPIREAT", name, str(until_ms).encode(), b"GT"))
-                for name, until_ms in ((self.name(key), until) for key, until in expiries_ms)
-            ],
-            deadline_s,
-        )
+    def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> list[Key]:
+        touches = [
+            Request(b"PEXPIREAT", self.name(key), str(until_ms).encode(), b"GT")
+            for key, until_ms in expiries_ms
+        ]
+        keys = [key for key, _ in expiries_ms]
+        self.do(zip(map(self.name, keys), touches, strict=True), deadline_s)
+        # 0: it is not there, or lives longer already.
+        unsure = [key for key, touch in zip(keys, touches, strict=True) if touch.result == 0]
+        looks = [(key, Request(b"EXISTS", self.name(key))) for key in unsure]
+        self.do(((self.name(key), look) for key, look in looks), deadline_s)
+        return [key for key, look in looks if look.result == 0]
 
     def drop(self, keys: Sequence[Key], deadline_s: float) -> None:
         """The head goes; parts behind it can't be found any more, and expire."""

@@ -54,7 +54,7 @@ class Sharing:
     async def begin(cls, core: Core, store: SharedStore, config: SharingConfig) -> Sharing:
         """Open the session, and begin to offer. Owns `store` from now on."""
         session = await _opened(core)
-        link = Link(store, config, Known(core.clock), Memory(config.memory_bytes))
+        link = Link(store, config, Known(), Memory(config.memory_bytes))
         sharing = cls(core, link, session)
         core.entry_listener = sharing._offers
         work = {

@@ -87,8 +87,9 @@ class SharedStore(ABC):
         """Keep entries for others. DONE, UNAVAILABLE or REFUSED each."""
 
     @abstractmethod
-    def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> None:
-        """Let entries live until then (wall clock, ms since 1970), if that is later than now."""
+    def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> list[Key]:
+        """Let entries live until then (wall clock, ms since 1970), if that is later than now.
+        Returns those that the engine said it has not."""
 
     @abstractmethod
     def drop(self, keys: Sequence[Key], deadline_s: float) -> None:

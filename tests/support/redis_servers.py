@@ -43,7 +43,7 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        self.directory.mkdir(exist_ok=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
         arguments = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", *self.options]
         if self.cluster:
             arguments += ["--cluster-enabled", "yes", "--cluster-port", str(self.bus_port)]

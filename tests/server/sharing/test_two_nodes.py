@@ -182,6 +182,31 @@ def test_what_was_read_twice_is_offered_by_default() -> None:
         assert by_key == sorted(by_key, reverse=True), "the root lives longest"
 
 
+def test_an_engine_that_lost_everything_is_filled_again_by_use(
+    everything: tuple[FakeRedis, list[DaemonProcess], list[Client]],
+) -> None:
+    engine, _, (here, _there) = everything
+    save(here, range(12))
+    eventually(lambda: len(engine.values) == 12)
+    engine.values.clear()
+    eventually(lambda: run_of(here) == 12 and len(engine.values) == 12)
+
+
+def test_what_the_engine_evicted_is_offered_again_when_it_is_saved_again(
+    everything: tuple[FakeRedis, list[DaemonProcess], list[Client]],
+) -> None:
+    engine, daemons, (here, there) = everything
+    save(here, range(12))
+    with daemons[0].admin() as admin:
+        eventually(lambda: admin.stats().shared["offered_entries"] == 12)
+    here.delete(keys_of(here)[7:])
+    del engine.values[name_of(keys_of(here)[7])]
+    assert run_of(here) == 7
+    save(here, range(7, 8))
+    eventually(lambda: len(engine.values) == 12)
+    assert run_of(there) == 12
+
+
 def test_a_flipped_bit_in_the_engine_is_a_miss(
     everything: tuple[FakeRedis, list[DaemonProcess], list[Client]],
 ) -> None:
