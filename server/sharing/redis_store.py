@@ -8,8 +8,10 @@ is evicted is never what others need to be reached.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Final
 
 import redis
@@ -17,7 +19,6 @@ import redis
 from ...proto.keys import Key
 from .record import (
     HEADER_BYTES,
-    PART_BYTES,
     checksum_of,
     cut,
     decode_header,
@@ -25,11 +26,15 @@ from .record import (
     parts_of,
 )
 from .redis_nodes import Address, Nodes
-from .resp import Piece, Refused, Request, Result, exchange
+from .resp import Piece, Refused, Request, Result, Work, exchange
 from .store import Offer, Outcome, SharedEntry, SharedStore, Wanted
 
 #: Connections to each node: so many calls use one at the same time, others find it unavailable.
 CONNECTIONS_PER_NODE: Final = 4
+#: A node that so much goes to or comes from has a thread of its own ...
+_THREAD_BYTES: Final = 2**20
+#: ... of so many; without one it shares the caller's.
+_THREADS: Final = 16
 _HEADER_END: Final = str(HEADER_BYTES - 1).encode()
 _MAX_NODE_TIMEOUT_MS: Final = 2_000
 _MIN_SAMPLES: Final = 10
@@ -52,6 +57,8 @@ class RedisStore(SharedStore):
         for values of another form. Raises ValueError."""
         self._prefix: Final = b"%b:%b:" % (prefix, epoch.encode())
         self.nodes: Final = Nodes(urls, connections_per_node, password)
+        self._threads: Final = ThreadPoolExecutor(_THREADS, "prefixd-shared-node")
+        self._idle: Final = threading.Semaphore(_THREADS)
         self.nodes.start()
 
     def find(self, keys: Sequence[Key], deadline_s: float) -> list[SharedEntry | None]:
@@ -67,22 +74,24 @@ class RedisStore(SharedStore):
     def get(self, wanted: Sequence[Wanted], deadline_s: float) -> list[Outcome]:
         requests: list[tuple[bytes, Request]] = []
         headers = bytearray(HEADER_BYTES * len(wanted))
-        firsts = []
+        spans = []
         for number, want in enumerate(wanted):
             name = self.name(want.entry.key)
             header = memoryview(headers)[number * HEADER_BYTES :][:HEADER_BYTES]
-            firsts.append(len(requests))
-            for part in range(parts_of(want.entry.payload_bytes)):
-                room = want.room[part * PART_BYTES :][:PART_BYTES]
+            begin = len(requests)
+            for part, where in enumerate(parts_of(want.entry.payload_bytes)):
+                room = want.room[where]
                 part_name = _part_name(name, part)
                 into = [room] if part else [header, room]
                 requests.append((part_name, Request(b"GET", part_name, into=into)))
+            spans.append(slice(begin, len(requests)))
         self.do(requests, deadline_s)
         outcomes = []
-        for number, (want, first) in enumerate(zip(wanted, firsts, strict=True)):
-            parts = requests[first : first + parts_of(want.entry.payload_bytes)]
+        for number, (want, span) in enumerate(zip(wanted, spans, strict=True)):
             header = memoryview(headers)[number * HEADER_BYTES :][:HEADER_BYTES]
-            outcomes.append(_fetched(want, header, [request.result for _, request in parts]))
+            outcomes.append(
+                _fetched(want, header, [request.result for _, request in requests[span]])
+            )
         damaged = [
             want.entry.key
             for want, outcome in zip(wanted, outcomes, strict=True)
@@ -163,6 +172,7 @@ class RedisStore(SharedStore):
 
     def close(self) -> None:
         self.nodes.close()
+        self._threads.shutdown()
 
     # ---- the engine, for other stores on top of it
 
@@ -182,13 +192,35 @@ class RedisStore(SharedStore):
             for address, asked in by_node.items()
             if (connection := self.nodes.lend(address)) is not None
         }
-        exchange(list(work.values()), deadline_s)
+        self._exchange(list(work.values()), deadline_s)
         moved = False
         for address, (connection, asked) in work.items():
             self.nodes.give_back(address, connection, in_time=not connection.broken)
             moved = moved or any(_moved(request) for request in asked)
         if moved:
             self.nodes.moved()
+
+    def _exchange(self, work: Sequence[Work], deadline_s: float) -> None:
+        """`exchange`, much of it on threads, so that more than one processor copies."""
+        alone = []
+        threads: list[Future[None]] = []
+        for each in work[1:]:
+            if _moved_bytes(each[1]) < _THREAD_BYTES or not self._idle.acquire(blocking=False):
+                alone.append(each)
+                continue
+            try:
+                threads.append(self._threads.submit(exchange, [each], deadline_s))
+            except RuntimeError:  # closed meanwhile
+                self._idle.release()
+                alone.append(each)
+            else:
+                threads[-1].add_done_callback(lambda _: self._idle.release())
+        exchange([*work[:1], *alone], deadline_s)
+        wait(threads)  # each ends by the deadline
+
+
+def _moved_bytes(requests: Iterable[Request]) -> int:
+    return sum(sum(map(len, each.pieces)) + each.reply_bytes for each in requests)
 
 
 def _part_name(name: bytes, part: int) -> bytes:

@@ -16,7 +16,7 @@ from obstore.store import MemoryStore
 from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
 from prefixd.server.sharing.object_store import ObjectStore
-from prefixd.server.sharing.record import HEADER_BYTES, PART_BYTES
+from prefixd.server.sharing.record import HEADER_BYTES, MAX_VALUE_BYTES
 from prefixd.server.sharing.redis_store import RedisStore
 from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, SharedStore, Wanted
 
@@ -124,6 +124,7 @@ def fetch(store: SharedStore, entries: list[SharedEntry]) -> tuple[list[Outcome]
     return store.get(wanted, soon()), [bytes(room) for room in rooms]
 
 
+PART_BYTES = MAX_VALUE_BYTES - HEADER_BYTES
 SIZES = [1, HEADER_BYTES, 65_536, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES + 5]
 
 
