@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: dev demo test sim engines docs check format proto clean
+.PHONY: dev demo test sim s3 engines docs check format proto clean
 .DEFAULT_GOAL := dev
 
 # Runtime only: what a user has after `pip install 'prefixd[server]'`.
@@ -31,6 +31,9 @@ RUNS ?= 1000
 STEPS ?= 30
 sim: $(VENV)/.dev ## simulated daemons and clients: seeds SEED to SEED + RUNS, of STEPS steps each
 	PYTHONHASHSEED=0 $(BIN)/python -m tests.sim --seed $(SEED) --runs $(RUNS) --steps $(STEPS)
+
+s3: $(VENV)/.dev ## the contract of shared stores on a real S3, Ceph's (Debian: radosgw ceph-mon ceph-osd ceph-common)
+	$(BIN)/python -m tests.contract.against_s3
 
 # The engines themselves, on models that the tests make. A C++ compiler builds llama.cpp.
 ENGINES := $(VENV)-engines

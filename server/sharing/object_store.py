@@ -45,7 +45,11 @@ class ObjectStore(SharedStore):
         try:
             self._store: Final = store or from_url(
                 url,
-                client_options={"timeout": timedelta(seconds=REQUEST_TIMEOUT_S)},
+                # Without TLS only where the address says so.
+                client_options={
+                    "timeout": timedelta(seconds=REQUEST_TIMEOUT_S),
+                    "allow_http": True,
+                },
                 retry_config={"max_retries": 0},
             )
         except (BaseError, OSError) as problem:
