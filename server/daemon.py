@@ -105,6 +105,8 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
             stack.push_async_callback(sharing.close)
             front.service.fetcher = sharing.fetch
             front.admin.shared = sharing.counts
+            front.admin.shared_nodes = sharing.nodes
+            front.admin.shared_events = sharing.happened
         await front.local.start()
         stack.push_async_callback(_within, front.local.close())
         stack.push_async_callback(_within, front.data.close())

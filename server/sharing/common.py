@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from ...proto.keys import Key
 from ...proto.vocabulary import Tier
-from .store import SharedStore
+from ..runtime.clock import Clock
+from .store import SharedEntry, SharedStore
 
 T = TypeVar("T")
 
@@ -22,6 +23,8 @@ BATCH_BYTES: Final = 32 * 2**20
 THREADS: Final = 4
 #: Keys that are known to be in the engine: about 150 bytes each.
 MAX_KNOWN: Final = 262_144
+#: Of what went to and came from the engine, what is remembered for people: about 200 bytes each.
+MAX_HAPPENED: Final = 16_384
 #: How much earlier an entry expires for each that has to be there before it ...
 DEPTH_MS: Final = 1_000
 #: ... and for never having been read: on a real trace 1.0 to 1.4 times the hits of an LRU, with
@@ -139,6 +142,44 @@ class Known:
         self._until_ms.pop(key, None)
 
 
+class What(Enum):
+    """What became of an entry between this node and the engine."""
+
+    FETCHED = "fetched"
+    NOT_FETCHED = "not_fetched"
+    """It was found and did not come in time, or had no room here."""
+    DAMAGED = "damaged"
+    OFFERED = "offered"
+    NOT_OFFERED = "not_offered"
+    """It had no answer."""
+    REFUSED = "refused"
+
+
+class Happened(NamedTuple):
+    """`node`: of the engine, or the one that had the payload; empty: that is not known."""
+
+    key: Key
+    what: What
+    node: str
+    at_ns: int
+
+
+class History:
+    """The last of what happened. Nothing depends on it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._happened: deque[Happened] = deque(maxlen=MAX_HAPPENED)
+
+    def note(self, what: What, node: str, key: Key) -> None:
+        """Remember that, as of now."""
+        self._happened.append(Happened(key, what, node, self._clock.now_ns()))
+
+    def of(self, beginning: bytes) -> list[Happened]:
+        """What happened to keys that begin so, the oldest first. Some milliseconds."""
+        return [each for each in self._happened if each.key.startswith(beginning)]
+
+
 @dataclass(slots=True)
 class Link:
     """One engine, as this node uses it. Belongs to the event loop."""
@@ -147,11 +188,16 @@ class Link:
     config: SharingConfig
     known: Known
     memory: Memory
+    history: History
     counters: SharingCounters = field(default_factory=SharingCounters)
     threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(THREADS, "prefixd-shared")
     )
     closed: bool = False
+
+    def note(self, what: What, entry: SharedEntry) -> None:
+        """See `History.note`."""
+        self.history.note(what, self.store.node_of(entry), entry.key)
 
     async def call(self, call: Callable[[], T]) -> T:
         """Do something that blocks, on a thread."""

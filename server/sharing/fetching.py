@@ -17,7 +17,7 @@ from ..core.answers import ReserveAnswer, WriteOrder
 from ..core.events import ClaimMode, ReserveAsked, SaveItem, SaveOutcome
 from ..runtime.incoming import Incoming, Piece
 from ..runtime.loop import Core
-from .common import BATCH_BYTES, Link
+from .common import BATCH_BYTES, Link, What
 from .store import Outcome, SharedEntry, Wanted
 
 log = structlog.get_logger("prefixd.sharing")
@@ -153,6 +153,10 @@ class Fetcher:
         ended = await incoming.ended()
         self._link.counters.damaged += outcomes.count(Outcome.DAMAGED)
         saved = [granted[n][0] for n, end in ended.items() if end.outcome is SaveOutcome.SAVED]
+        for number, outcome in enumerate(outcomes):
+            what = What.DAMAGED if outcome is Outcome.DAMAGED else What.NOT_FETCHED
+            came = ended[number].outcome is SaveOutcome.SAVED
+            self._link.note(What.FETCHED if came else what, granted[number][0])
         self._link.counters.unavailable += len(granted) - len(saved)
         self._link.counters.fetched_entries += len(saved)
         self._link.counters.fetched_bytes += sum(entry.payload_bytes for entry in saved)

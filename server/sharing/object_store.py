@@ -22,7 +22,7 @@ from obstore.store import from_url
 from ...proto.keys import Key
 from ...proto.layout import crc32c
 from .record import HEADER_BYTES, decode_header, encode_header
-from .store import Offer, Outcome, SharedEntry, SharedStore, Wanted
+from .store import NodeState, NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 
 T = TypeVar("T")
 
@@ -57,6 +57,8 @@ class ObjectStore(SharedStore):
         self._threads: Final = ThreadPoolExecutor(THREADS, "prefixd-objects")
         self._lock = threading.Lock()
         self._unanswered = 0
+        self._missed_requests = 0
+        self._requests = 0
         self._rests_until_s = 0.0
         self._problem = ""
         self._closed = False
@@ -121,6 +123,16 @@ class ObjectStore(SharedStore):
         with self._lock:
             return {"objects": self._problem} if self._problem else {}
 
+    def statuses(self) -> list[NodeStatus]:
+        with self._lock:
+            resting = monotonic() < self._rests_until_s
+            state = NodeState.RESTING if resting else NodeState.SERVING
+            why = self._problem if resting else ""
+            return [NodeStatus("objects", state, why, self._requests, self._missed_requests)]
+
+    def node_of(self, _entry: SharedEntry) -> str:
+        return "objects"
+
     def close(self) -> None:
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -140,13 +152,21 @@ class ObjectStore(SharedStore):
     ) -> list[T | Outcome]:
         """What `call` makes of each, on threads; ABSENT or UNAVAILABLE where it makes nothing."""
         if self._closed or monotonic() < self._rests_until_s:
+            self._count(len(things), len(things))
             return [Outcome.UNAVAILABLE] * len(things)
         try:
             futures = [self._threads.submit(call, thing) for thing in things]
         except RuntimeError:  # closed meanwhile
             return [Outcome.UNAVAILABLE] * len(things)
         wait(futures, max(0.0, deadline_s - monotonic()))
-        return [self._result(future) for future in futures]
+        results = [self._result(future) for future in futures]
+        self._count(len(things), results.count(Outcome.UNAVAILABLE))
+        return results
+
+    def _count(self, requests: int, missed: int) -> None:
+        with self._lock:
+            self._requests += requests
+            self._missed_requests += missed
 
     def _result(self, future: Future[Any]) -> Any:
         if not future.done():

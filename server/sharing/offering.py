@@ -16,7 +16,7 @@ from ...proto.vocabulary import Tier
 from ...tiers.store import Damaged, StoreError, Usage
 from ..core.entries import Entry
 from ..runtime.loop import Core
-from .common import BATCH_BYTES, TOUCH_EVERY_MS, Link, WritePolicy, expiries_ms
+from .common import BATCH_BYTES, TOUCH_EVERY_MS, Link, What, WritePolicy, expiries_ms
 from .fetching import Fetcher
 from .store import Offer, Outcome, SharedEntry
 
@@ -26,6 +26,11 @@ log = structlog.get_logger("prefixd.sharing")
 MAX_WAITING_OFFERS: Final = 65_536
 #: What the engine may take for a batch of offers, or of touches.
 _OFFER_TIMEOUT_S: Final = 10.0
+_BECAME: Final = {
+    Outcome.DONE: What.OFFERED,
+    Outcome.REFUSED: What.REFUSED,
+    Outcome.UNAVAILABLE: What.NOT_OFFERED,
+}
 
 
 class _Waiting(NamedTuple):
@@ -160,6 +165,7 @@ class Offers:
         deadline_s = monotonic() + _OFFER_TIMEOUT_S
         outcomes = await self._link.call(lambda: self._link.store.put(offers, deadline_s))
         for offer_, outcome in zip(offers, outcomes, strict=True):
+            self._link.note(_BECAME[outcome], offer_.entry)
             if outcome is Outcome.DONE:
                 self._link.counters.offered_entries += 1
                 self._link.counters.offered_bytes += offer_.entry.payload_bytes

@@ -22,7 +22,7 @@ from ...proto.layout import crc32c
 from .record import HEADER_BYTES, decode_header, encode_header
 from .redis_store import RedisStore
 from .resp import Request
-from .store import Offer, Outcome, SharedEntry, SharedStore, Wanted
+from .store import NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 
 #: Of an address: `host:port`.
 MAX_ADDRESS_BYTES: Final = 255
@@ -181,6 +181,9 @@ class PeerStore(SharedStore):
 
     def health(self) -> dict[str, str]:
         return self._engine.health()
+
+    def statuses(self) -> list[NodeStatus]:
+        return self._engine.statuses()
 
     def close(self) -> None:
         with self._lock:

@@ -27,7 +27,7 @@ from .record import (
 )
 from .redis_nodes import Address, Nodes
 from .resp import Piece, Refused, Request, Result, Work, exchange
-from .store import Offer, Outcome, SharedEntry, SharedStore, Wanted
+from .store import NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 
 #: Connections to each node: so many calls use one at the same time, others find it unavailable.
 CONNECTIONS_PER_NODE: Final = 4
@@ -170,6 +170,13 @@ class RedisStore(SharedStore):
     def health(self) -> dict[str, str]:
         return self.nodes.problems()
 
+    def statuses(self) -> list[NodeStatus]:
+        return self.nodes.statuses()
+
+    def node_of(self, entry: SharedEntry) -> str:
+        address = self.nodes.of(self.name(entry.key))
+        return "" if address is None else _text(address)
+
     def close(self) -> None:
         self.nodes.close()
         self._threads.shutdown()
@@ -193,10 +200,14 @@ class RedisStore(SharedStore):
             if (connection := self.nodes.lend(address)) is not None
         }
         self._exchange(list(work.values()), deadline_s)
-        moved = False
-        for address, (connection, asked) in work.items():
+        for address, (connection, _) in work.items():
             self.nodes.give_back(address, connection, in_time=not connection.broken)
-            moved = moved or any(_moved(request) for request in asked)
+        moved = False
+        for address, asked in by_node.items():
+            results = [request.result for request in asked]
+            refused = sum(isinstance(result, Refused) for result in results)
+            self.nodes.count(address, len(asked), results.count(Result.UNANSWERED), refused)
+            moved = moved or (refused > 0 and any(map(_moved, asked)))
         if moved:
             self.nodes.moved()
 

@@ -68,6 +68,29 @@ class Offer:
     expires_at_ms: int
 
 
+class NodeState(Enum):
+    """Is a node of an engine asked?"""
+
+    SERVING = "serving"
+    RESTING = "resting"
+    """It missed deadlines, and is left alone for a moment."""
+    UNREACHABLE = "unreachable"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """A node of an engine, as it is seen from here."""
+
+    name: str
+    state: NodeState
+    #: It is not serving.
+    why: str = ""
+    #: Since the start; of them those without an answer, and those answered with an error.
+    requests: int = 0
+    unanswered: int = 0
+    refused: int = 0
+
+
 class SharedStore(ABC):
     """An engine that other nodes use as well."""
 
@@ -103,6 +126,17 @@ class SharedStore(ABC):
     @abstractmethod
     def health(self) -> dict[str, str]:
         """Nodes that are not used now, and why. Never blocks."""
+
+    def statuses(self) -> list[NodeStatus]:
+        """Every node that is known, by name. Never blocks."""
+        return [
+            NodeStatus(name, NodeState.UNREACHABLE, why)
+            for name, why in sorted(self.health().items())
+        ]
+
+    def node_of(self, entry: SharedEntry) -> str:
+        """Where its payload is; empty: that is not known. Never blocks."""
+        return entry.location
 
     @abstractmethod
     def close(self) -> None:

@@ -67,6 +67,9 @@ COUNTS = {
     "times",
     "remembered_events",
     "unknown_entries",
+    "requests",
+    "unanswered",
+    "refused",
 }
 NAMES = {
     "session_id",
