@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: dev demo test pictures sim power engines docs check format proto clean
+.PHONY: dev demo test pictures sim power s3 engines docs check format proto clean
 .DEFAULT_GOAL := dev
 
 # Runtime only: what a user has after `pip install 'prefixd[server]'`.
@@ -38,6 +38,9 @@ sim: $(VENV)/.dev ## simulated daemons and clients: seeds SEED to SEED + RUNS, o
 LOSSES ?= 200
 power: $(VENV)/.dev ## power losses of a recorded daemon, and a start on each; takes a C compiler
 	$(BIN)/python -m tests.power --losses $(LOSSES)
+
+s3: $(VENV)/.dev ## the contract of shared stores on a real S3, Ceph's (Debian: radosgw ceph-mon ceph-osd ceph-common)
+	$(BIN)/python -m tests.contract.against_s3
 
 # The engines themselves, on models that the tests make. A C++ compiler builds llama.cpp.
 ENGINES := $(VENV)-engines

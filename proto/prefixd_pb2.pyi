@@ -2642,6 +2642,7 @@ class StatsResponse(google.protobuf.message.Message):
     USAGE_FIELD_NUMBER: builtins.int
     OLDEST_CLAIM_MS_FIELD_NUMBER: builtins.int
     SHARED_FIELD_NUMBER: builtins.int
+    SHARED_NODES_FIELD_NUMBER: builtins.int
     STAGES_FIELD_NUMBER: builtins.int
     daemon_version: builtins.str
     incarnation: builtins.bytes
@@ -2678,6 +2679,10 @@ class StatsResponse(google.protobuf.message.Message):
         """what was brought from and offered to other nodes; empty: nothing is shared"""
 
     @property
+    def shared_nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SharedNode]:
+        """of the engine that nodes share"""
+
+    @property
     def stages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StageTimes]:
         """what clients wait for, and what may keep them waiting"""
 
@@ -2700,11 +2705,50 @@ class StatsResponse(google.protobuf.message.Message):
         usage: collections.abc.Mapping[builtins.str, Global___Usage] | None = ...,
         oldest_claim_ms: builtins.int = ...,
         shared: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        shared_nodes: collections.abc.Iterable[Global___SharedNode] | None = ...,
         stages: collections.abc.Iterable[Global___StageTimes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["claims", b"claims", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "in_flight", b"in_flight", "incarnation", b"incarnation", "notices", b"notices", "oldest_claim_ms", b"oldest_claim_ms", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "shared", b"shared", "stages", b"stages", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "usage", b"usage", "waiters", b"waiters"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claims", b"claims", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "in_flight", b"in_flight", "incarnation", b"incarnation", "notices", b"notices", "oldest_claim_ms", b"oldest_claim_ms", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "shared", b"shared", "shared_nodes", b"shared_nodes", "stages", b"stages", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "usage", b"usage", "waiters", b"waiters"]) -> None: ...
 
 Global___StatsResponse: typing_extensions.TypeAlias = StatsResponse
+
+@typing.final
+class SharedNode(google.protobuf.message.Message):
+    """A node of the engine that nodes share, as this daemon sees it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    WHY_FIELD_NUMBER: builtins.int
+    REQUESTS_FIELD_NUMBER: builtins.int
+    UNANSWERED_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """host:port"""
+    state: builtins.str
+    """"serving"; "resting": left alone for a while, it missed deadlines; "unreachable" """
+    why: builtins.str
+    """it is not serving"""
+    requests: builtins.int
+    """since the start, by key"""
+    unanswered: builtins.int
+    """of them"""
+    refused: builtins.int
+    """of them, answered with an error"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        state: builtins.str = ...,
+        why: builtins.str = ...,
+        requests: builtins.int = ...,
+        unanswered: builtins.int = ...,
+        refused: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "refused", b"refused", "requests", b"requests", "state", b"state", "unanswered", b"unanswered", "why", b"why"]) -> None: ...
+
+Global___SharedNode: typing_extensions.TypeAlias = SharedNode
 
 @typing.final
 class StageTimes(google.protobuf.message.Message):
@@ -3768,10 +3812,39 @@ class KeyEvent(google.protobuf.message.Message):
 Global___KeyEvent: typing_extensions.TypeAlias = KeyEvent
 
 @typing.final
+class SharedEvent(google.protobuf.message.Message):
+    """What went between this daemon and the engine that nodes share."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    WHAT_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
+    AT_UNIX_NS_FIELD_NUMBER: builtins.int
+    key: builtins.bytes
+    what: builtins.str
+    """fetched, offered; not_fetched, damaged, refused, not_offered"""
+    node: builtins.str
+    """of the engine, or the other daemon that had it; empty: not known"""
+    at_unix_ns: builtins.int
+    def __init__(
+        self,
+        *,
+        key: builtins.bytes = ...,
+        what: builtins.str = ...,
+        node: builtins.str = ...,
+        at_unix_ns: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_unix_ns", b"at_unix_ns", "key", b"key", "node", b"node", "what", b"what"]) -> None: ...
+
+Global___SharedEvent: typing_extensions.TypeAlias = SharedEvent
+
+@typing.final
 class WhyResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EVENTS_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
     PRESENT_FIELD_NUMBER: builtins.int
     REMEMBERED_EVENTS_FIELD_NUMBER: builtins.int
     REMEMBERED_SINCE_UNIX_NS_FIELD_NUMBER: builtins.int
@@ -3784,6 +3857,10 @@ class WhyResponse(google.protobuf.message.Message):
         """the oldest first; the last 1,000"""
 
     @property
+    def shared(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SharedEvent]:
+        """the oldest first, of the last 16,384 of all keys; the last 1,000"""
+
+    @property
     def present(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EntryDetail]:
         """entries that are there and begin so; the first 100"""
 
@@ -3791,11 +3868,12 @@ class WhyResponse(google.protobuf.message.Message):
         self,
         *,
         events: collections.abc.Iterable[Global___KeyEvent] | None = ...,
+        shared: collections.abc.Iterable[Global___SharedEvent] | None = ...,
         present: collections.abc.Iterable[Global___EntryDetail] | None = ...,
         remembered_events: builtins.int = ...,
         remembered_since_unix_ns: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["events", b"events", "present", b"present", "remembered_events", b"remembered_events", "remembered_since_unix_ns", b"remembered_since_unix_ns"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["events", b"events", "present", b"present", "remembered_events", b"remembered_events", "remembered_since_unix_ns", b"remembered_since_unix_ns", "shared", b"shared"]) -> None: ...
 
 Global___WhyResponse: typing_extensions.TypeAlias = WhyResponse
 

@@ -106,6 +106,8 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
             stack.push_async_callback(sharing.close)
             front.service.fetcher = sharing.fetch
             front.admin.shared = sharing.counts
+            front.admin.shared_nodes = sharing.nodes
+            front.admin.shared_events = sharing.happened
         pressure = assembly.make_pressure(config, core, front.stagings)
         if pressure is not None:
             front.sessions.under_pressure = lambda: pressure.under

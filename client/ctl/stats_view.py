@@ -41,6 +41,8 @@ def stats_view(stats: pb.StatsResponse, address: str) -> RenderableType:
         lines.append(activity_table(stats))
     if stats.shared:
         lines.append(shared_line(stats))
+    if stats.shared_nodes:
+        lines.append(shared_nodes_table(stats.shared_nodes))
     oldest = f" (oldest {age(stats.oldest_claim_ms * NS_PER_MS)})" if stats.claims else ""
     lines.append(
         Text(
@@ -64,9 +66,26 @@ def shared_line(stats: pb.StatsResponse) -> Text:
         "damaged": s["damaged"],
         "refused": s["refused"],
         "dropped": s["offers_dropped"],
+        "requests without an answer": s["unanswered"],
     }
     said = [f"{count:,} {what}" for what, count in problems.items() if count]
     return Text("; ".join([line, *said]))
+
+
+def shared_nodes_table(nodes: Iterable[pb.SharedNode]) -> Table:
+    """The engine that nodes share, as the daemon sees it."""
+    numbers = ("requests", "unanswered", "refused")
+    table = make_table("engine", "state", *numbers, "why", right=numbers)
+    for node in nodes:
+        table.add_row(
+            node.name,
+            Text(node.state, "green" if node.state == "serving" else "yellow"),
+            f"{node.requests:,}",
+            f"{node.unanswered:,}",
+            f"{node.refused:,}",
+            node.why,
+        )
+    return table
 
 
 def headline(stats: pb.StatsResponse, address: str) -> Text:

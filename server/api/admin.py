@@ -69,6 +69,7 @@ class AdminService(Operations):
         self._started_ns = core.clock.now_ns()
         #: what was shared with other nodes, where anything is; set by the daemon
         self.shared: Callable[[], Mapping[str, int]] = dict
+        self.shared_nodes: Callable[[], Sequence[pb.SharedNode]] = list
 
     # ---- what there is
 
@@ -89,6 +90,7 @@ class AdminService(Operations):
             counters=counters_dict(core.state) | lag_dict(core.lag),
             in_flight=self._in_flight(),
             shared=self.shared(),
+            shared_nodes=self.shared_nodes(),
             notices=core.notices(),
             usage={label: sums.message() for label, sums in self._usage.items()},
             stages=self._stages(),
