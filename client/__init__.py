@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from ..proto.keys import extend_chain as extend_chain
     from ..proto.keys import prefix_key as prefix_key
     from ..proto.keys import prefix_keys as prefix_keys
+    from ..proto.vocabulary import ClaimMode as ClaimMode
+    from ..proto.vocabulary import DeleteStatus as DeleteStatus
+    from ..proto.vocabulary import MissReason as MissReason
+    from ..proto.vocabulary import Presence as Presence
     from ..proto.vocabulary import SaveReason as SaveReason
+    from ..proto.vocabulary import SaveStatus as SaveStatus
     from ..proto.vocabulary import Tier as Tier
     from .aio import AsyncClient as AsyncClient
     from .aio import AsyncHit as AsyncHit
@@ -26,16 +31,11 @@ if TYPE_CHECKING:
     from .client import Client as Client
     from .hits import Hit as Hit
     from .policy import SavePolicy as SavePolicy
-    from .results import ClaimMode as ClaimMode
-    from .results import DeleteStatus as DeleteStatus
     from .results import Entry as Entry
     from .results import Found as Found
-    from .results import MissReason as MissReason
-    from .results import Presence as Presence
     from .results import ReserveStatus as ReserveStatus
     from .results import RestoreResult as RestoreResult
     from .results import SaveOutcome as SaveOutcome
-    from .results import SaveStatus as SaveStatus
     from .saves import Reservation as Reservation
     from .saves import SaveItem as SaveItem
     from .search import BlockChain as BlockChain
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AsyncReservation": ".aio",
     "AsyncHit": ".aio",
-    "DeleteStatus": ".results",
+    "DeleteStatus": "..proto.vocabulary",
     "extend_chain": "..proto.keys",
     "block_keys": "..proto.keys",
     "prefix_keys": "..proto.keys",
@@ -62,15 +62,15 @@ _HOMES = {
     "Client": ".client",
     "Hit": ".hits",
     "SavePolicy": ".policy",
-    "ClaimMode": ".results",
+    "ClaimMode": "..proto.vocabulary",
     "Entry": ".results",
     "Found": ".results",
-    "MissReason": ".results",
-    "Presence": ".results",
+    "MissReason": "..proto.vocabulary",
+    "Presence": "..proto.vocabulary",
     "ReserveStatus": ".results",
     "RestoreResult": ".results",
     "SaveOutcome": ".results",
-    "SaveStatus": ".results",
+    "SaveStatus": "..proto.vocabulary",
     "ReserveItem": ".wire.transport",
     "BlockChain": ".search",
     "Reservation": ".saves",

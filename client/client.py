@@ -24,6 +24,7 @@ from ..proto.limits import (
     MAX_LEASE_MS,
     MAX_WAIT_MS,
 )
+from ..proto.vocabulary import ClaimMode
 from .benefit import LoadSpeeds, MinBenefit
 from .call_queue import CallQueue
 from .counters import Counters, Snapshot
@@ -34,7 +35,7 @@ from .local.transport import LocalTransport
 from .owner import Owner
 from .policy import SavePolicy
 from .restores import VERIFY_CHOICES, Verify
-from .results import ClaimMode, RestoreResult
+from .results import RestoreResult
 from .save_methods import Saves
 from .saves import Writer
 from .search import (

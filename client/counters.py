@@ -9,8 +9,8 @@ from typing import Any, Final, TypeAlias
 from ..proto import prefixd_pb2 as pb
 from ..proto.keys import Key
 from ..proto.limits import MAX_TOLD_MISSES
-from ..proto.vocabulary import SaveReason, Tier
-from .results import Entry, MissReason, SaveOutcome, SaveStatus
+from ..proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
+from .results import Entry, SaveOutcome
 
 Snapshot: TypeAlias = dict[str, int | dict[str, int]]
 

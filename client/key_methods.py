@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Final
 from ..proto.errors import CallerError
 from ..proto.keys import Key, check_key
 from ..proto.limits import KEY_BYTES
+from ..proto.vocabulary import ClaimMode, DeleteStatus, MissReason
 from .call_queue import CallQueue
 from .hits import Hit, Reader
-from .results import ClaimMode, DeleteStatus, Found, MissReason, RestoreResult, restore_result
+from .results import Found, RestoreResult, restore_result
 from .search import BlockChain, Searcher, checked_keys
 from .wire.deadline import Deadline
 from .wire.transport import Transport

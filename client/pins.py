@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from ..proto.errors import CallerError
 from ..proto.keys import Key
-from .results import Entry, MissReason
+from ..proto.vocabulary import MissReason
+from .results import Entry
 from .wire.link import Holding
 
 

@@ -18,13 +18,13 @@ from ..proto.errors import (
 from ..proto.keys import Key, check_key, token_bytes
 from ..proto.layout import check_layout, check_token_ids
 from ..proto.limits import MAX_LEASE_MS, MAX_TOKEN_IDS_BYTES, MAX_WAIT_MS
-from ..proto.vocabulary import SaveReason, Tier
+from ..proto.vocabulary import SaveReason, SaveStatus, Tier
 from .buffers import flat_bytes
 from .call_queue import CallQueue
 from .counters import Counters
 from .failures import Failures
 from .owner import Owner
-from .results import ReserveStatus, SaveOutcome, SaveStatus
+from .results import ReserveStatus, SaveOutcome
 from .wire.deadline import Deadline
 from .wire.link import Holding
 from .wire.transport import Granted, ReserveItem, SaveTerms, Saving, Share, Transport

@@ -10,9 +10,8 @@ from typing import Final
 
 from ...proto.errors import PrefixdError
 from ...proto.keys import Key
-from ...proto.vocabulary import SaveReason, Tier
+from ...proto.vocabulary import SaveReason, SaveStatus, Tier
 from ..client import Client
-from ..results import SaveStatus
 from ..saves import SaveItem
 from .samples import Case
 

@@ -15,10 +15,9 @@ from typing import Final, cast
 from ...proto.errors import CallerError
 from ...proto.keys import Key
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
-from ...proto.vocabulary import SaveReason, Tier
+from ...proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
 from ..client import Client
 from ..hits import Hit
-from ..results import MissReason, SaveStatus
 from ..saves import SaveItem
 from .blocks import BlockPayloads, keys_of_ids, replay_namespace
 from .outcome import Outcome

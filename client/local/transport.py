@@ -25,8 +25,8 @@ from ...proto.errors import (
 )
 from ...proto.keys import Key
 from ...proto.pieces import FlatBytes
-from ...proto.vocabulary import Tier
-from ..results import ClaimMode, DeleteStatus, Entry, Found, Presence, SaveOutcome
+from ...proto.vocabulary import ClaimMode, DeleteStatus, Presence, Tier
+from ..results import Entry, Found, SaveOutcome
 from ..wire.deadline import Deadline
 from ..wire.link import Holding, Link
 from ..wire.remote import RemoteTransport, Stage

@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 from ...proto.entry import content_bytes
 from ...proto.keys import Key
 from ...proto.pieces import FlatBytes
-from ...proto.vocabulary import SaveReason, Tier
-from ..results import ClaimMode, DeleteStatus, Entry, Found, ReserveStatus, SaveOutcome
+from ...proto.vocabulary import ClaimMode, DeleteStatus, SaveReason, Tier
+from ..results import Entry, Found, ReserveStatus, SaveOutcome
 from .deadline import Deadline
 from .link import Holding
 from .sinks import Sink as Sink

@@ -17,8 +17,8 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import InvalidSize, MalformedMessage, UnknownSession
 from ...proto.keys import Key
 from ...proto.labels import check_label
-from ...proto.vocabulary import Tier
-from ..core.answers import DeleteAnswer, DeleteOutcome, EvictAnswer
+from ...proto.vocabulary import DeleteStatus, Tier
+from ..core.answers import DeleteAnswer, EvictAnswer
 from ..core.events import DeleteAsked, EvictAsked
 from ..runtime.gate import stopping
 from ..runtime.loop import Core
@@ -153,10 +153,10 @@ class Operations(Lists):
                 for key, result in zip(
                     part, (await core.ask(question, DeleteAnswer)).results, strict=True
                 ):
-                    if result is DeleteOutcome.DELETED:
+                    if result is DeleteStatus.DELETED:
                         response.entries += 1
                         response.freed_bytes += named[key]
-                    response.pinned_entries += result is DeleteOutcome.PINNED
+                    response.pinned_entries += result is DeleteStatus.PINNED
             await slices.pause()
         audit(
             caller,

@@ -17,9 +17,10 @@ from ...proto.errors import (
     UnknownReservation,
     UnknownSession,
 )
+from ...proto.vocabulary import SaveStatus
 from ..core.answers import CancelAnswer, ReserveAnswer, WriteOrder
 from ..core.effects import SaveEnded
-from ..core.events import CancelAsked, KeysTouched, ReserveAsked, SaveOutcome, WriteBegan
+from ..core.events import CancelAsked, KeysTouched, ReserveAsked, WriteBegan
 from ..runtime.incoming import MAX_WAITING_MESSAGES, Incoming, Piece, nothing
 from ..runtime.loop import Core
 from ..runtime.quota import Quota, Room
@@ -383,7 +384,7 @@ async def staged_results(refusals: Refusals, incoming: Incoming) -> pb.SaveStage
     """`results_of`, in few bytes if all were saved."""
     ended = await incoming.ended()
     if len(ended) == len(refusals):  # all of them were granted
-        saved = SaveOutcome.SAVED
+        saved = SaveStatus.SAVED
         if all(end.outcome is saved for end in ended.values()):
             return pb.SaveStagedResponse(all_saved=len(refusals))
     return pb.SaveStagedResponse(results=_results_of(refusals, ended))

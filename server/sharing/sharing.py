@@ -24,8 +24,9 @@ import structlog
 
 from ...proto.errors import PrefixdError
 from ...proto.keys import Key
+from ...proto.vocabulary import ClaimMode
 from ..core.answers import Opened
-from ..core.events import ClaimMode, HeartbeatCame, SessionLost, SessionOpened
+from ..core.events import HeartbeatCame, SessionLost, SessionOpened
 from ..runtime.loop import Core
 from ..runtime.threads import ended_within
 from .common import Known, Link, Memory, SharingConfig
