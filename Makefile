@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: dev demo test sim engines docs check format proto clean
+.PHONY: dev demo test sim power engines docs check format proto clean
 .DEFAULT_GOAL := dev
 
 # Runtime only: what a user has after `pip install 'prefixd[server]'`.
@@ -31,6 +31,10 @@ RUNS ?= 1000
 STEPS ?= 30
 sim: $(VENV)/.dev ## simulated daemons and clients: seeds SEED to SEED + RUNS, of STEPS steps each
 	PYTHONHASHSEED=0 $(BIN)/python -m tests.sim --seed $(SEED) --runs $(RUNS) --steps $(STEPS)
+
+LOSSES ?= 200
+power: $(VENV)/.dev ## power losses of a recorded daemon, and a start on each; takes a C compiler
+	$(BIN)/python -m tests.power --losses $(LOSSES)
 
 # The engines themselves, on models that the tests make. A C++ compiler builds llama.cpp.
 ENGINES := $(VENV)-engines

@@ -39,6 +39,15 @@ if TYPE_CHECKING:
     from .saves import Reservation as Reservation
     from .saves import SaveItem as SaveItem
     from .search import BlockChain as BlockChain
+    from .watch import AsyncWatch as AsyncWatch
+    from .watch import Cleared as Cleared
+    from .watch import Disconnected as Disconnected
+    from .watch import Evicted as Evicted
+    from .watch import Published as Published
+    from .watch import ResidentKeys as ResidentKeys
+    from .watch import Synced as Synced
+    from .watch import Watch as Watch
+    from .watch import WatchPosition as WatchPosition
     from .wire.transport import ReserveItem as ReserveItem
 
 #: Where each name comes from.
@@ -75,6 +84,15 @@ _HOMES = {
     "BlockChain": ".search",
     "Reservation": ".saves",
     "SaveItem": ".saves",
+    "AsyncWatch": ".watch",
+    "Cleared": ".watch",
+    "Disconnected": ".watch",
+    "Evicted": ".watch",
+    "Published": ".watch",
+    "ResidentKeys": ".watch",
+    "Synced": ".watch",
+    "Watch": ".watch",
+    "WatchPosition": ".watch",
 }
 
 __all__ = [  # each is there once it is asked for
@@ -82,11 +100,15 @@ __all__ = [  # each is there once it is asked for
     "AsyncClient",
     "AsyncHit",
     "AsyncReservation",
+    "AsyncWatch",
     "BlockChain",
     "ClaimMode",
+    "Cleared",
     "Client",
     "DeleteStatus",
+    "Disconnected",
     "Entry",
+    "Evicted",
     "ForeignNamespace",
     "Found",
     "Hit",
@@ -94,16 +116,21 @@ __all__ = [  # each is there once it is asked for
     "MissReason",
     "Namespace",
     "Presence",
+    "Published",
     "Reservation",
     "ReserveItem",
     "ReserveStatus",
+    "ResidentKeys",
     "RestoreResult",
     "SaveItem",
     "SaveOutcome",
     "SavePolicy",
     "SaveReason",
     "SaveStatus",
+    "Synced",
     "Tier",
+    "Watch",
+    "WatchPosition",
     "block_keys",
     "context_hash",
     "errors",

@@ -244,6 +244,11 @@ class AsyncClient(Asynchronous):
         """`Client.connected`."""
         return self.client.connected
 
+    @property
+    def under_pressure(self) -> bool:
+        """`Client.under_pressure`."""
+        return self.client.under_pressure
+
     wait_connected = coroutine(Client.wait_connected, waits=True)
 
     async def close(self, *, deadline_ms: int | None = None) -> None:

@@ -358,6 +358,13 @@ class Client(Saves, KeyCalls):
         """Is there a session with the daemon at this moment?"""
         return not self._closed and self._transport.connected
 
+    @property
+    def under_pressure(self) -> bool:
+        """Is memory short on the daemon's node, as it said with its last answer to a heartbeat? An
+        engine can then save what it does not need at once (`SaveReason.EVICT`) and free its own
+        copy. False where nobody says so: the daemon does not watch, or there is none."""
+        return not self._closed and self._transport.under_pressure
+
     def wait_connected(self, *, deadline_ms: int | None = None) -> bool:
         """Wait until the daemon is reached, however often that has to be tried."""
         deadline = self._begin(deadline_ms)

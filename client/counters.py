@@ -28,6 +28,7 @@ _SCALARS: Final = (
     "lost_claims",
     "lost_reservations",
     "sessions",  # opened, the first one included
+    "data_fallbacks",  # calls that went over gRPC, for the data socket could not be reached
 )
 
 #: Over gRPC, or over the local or the data socket, which have one each that gRPC does not have.

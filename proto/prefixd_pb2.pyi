@@ -274,6 +274,38 @@ DELETE_STATUS_IN_FLIGHT: DeleteStatus.ValueType  # 4
 """somebody saves it at this moment"""
 Global___DeleteStatus: typing_extensions.TypeAlias = DeleteStatus
 
+class _WatchKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _WatchKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_WatchKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    WATCH_KIND_UNSPECIFIED: _WatchKind.ValueType  # 0
+    WATCH_KIND_PUBLISHED: _WatchKind.ValueType  # 1
+    """the key is there; it may be told twice"""
+    WATCH_KIND_EVICTED: _WatchKind.ValueType  # 2
+    """the key is not there any more, for whatever reason; it may never have been told"""
+    WATCH_KIND_CLEARED: _WatchKind.ValueType  # 3
+    """forget every key; what is there follows"""
+    WATCH_KIND_SYNCED: _WatchKind.ValueType  # 4
+    """everything that is there has been told"""
+
+class WatchKind(_WatchKind, metaclass=_WatchKindEnumTypeWrapper):
+    """What a watcher holds after CLEARED, all that follows, and SYNCED are exactly the keys that the daemon
+    can find, in the tiers that were asked for. It begins with CLEARED, or where it goes on with SYNCED.
+    """
+
+WATCH_KIND_UNSPECIFIED: WatchKind.ValueType  # 0
+WATCH_KIND_PUBLISHED: WatchKind.ValueType  # 1
+"""the key is there; it may be told twice"""
+WATCH_KIND_EVICTED: WatchKind.ValueType  # 2
+"""the key is not there any more, for whatever reason; it may never have been told"""
+WATCH_KIND_CLEARED: WatchKind.ValueType  # 3
+"""forget every key; what is there follows"""
+WATCH_KIND_SYNCED: WatchKind.ValueType  # 4
+"""everything that is there has been told"""
+Global___WatchKind: typing_extensions.TypeAlias = WatchKind
+
 @typing.final
 class SessionRef(google.protobuf.message.Message):
     """Whose call it is, and the proof: the secret that Welcome told. Every call that acts for a session
@@ -832,13 +864,17 @@ class HeartbeatAck(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: builtins.int
+    UNDER_PRESSURE_FIELD_NUMBER: builtins.int
     sequence: builtins.int
+    under_pressure: builtins.bool
+    """memory is short on the node: what can be saved and freed is better freed"""
     def __init__(
         self,
         *,
         sequence: builtins.int = ...,
+        under_pressure: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["sequence", b"sequence"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["sequence", b"sequence", "under_pressure", b"under_pressure"]) -> None: ...
 
 Global___HeartbeatAck: typing_extensions.TypeAlias = HeartbeatAck
 
@@ -1735,9 +1771,7 @@ class LocalResponse(google.protobuf.message.Message):
     @property
     def save_staged(self) -> Global___SaveStagedResponse: ...
     @property
-    def save_lent(self) -> Global___SaveStagedResponse:
-        """one, with the results"""
-
+    def save_lent(self) -> Global___SaveLentResponse: ...
     def __init__(
         self,
         *,
@@ -1749,7 +1783,7 @@ class LocalResponse(google.protobuf.message.Message):
         reserve: Global___ReserveResponse | None = ...,
         cancel: Global___CancelResponse | None = ...,
         save_staged: Global___SaveStagedResponse | None = ...,
-        save_lent: Global___SaveStagedResponse | None = ...,
+        save_lent: Global___SaveLentResponse | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "failure", b"failure", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_lent", b"save_lent", "save_staged", b"save_staged"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "failure", b"failure", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_lent", b"save_lent", "save_staged", b"save_staged"]) -> None: ...
@@ -1781,6 +1815,9 @@ class DataRequest(google.protobuf.message.Message):
     READ_FIELD_NUMBER: builtins.int
     FETCH_FIELD_NUMBER: builtins.int
     SAVE_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
+    token: builtins.str
+    """with attach, where the daemon asks for one: over TLS only"""
     @property
     def attach(self) -> Global___SessionRef:
         """whose connection this is: not answered"""
@@ -1824,9 +1861,10 @@ class DataRequest(google.protobuf.message.Message):
         read: Global___ReadRequest | None = ...,
         fetch: Global___FetchRequest | None = ...,
         save: Global___RawSaveRequest | None = ...,
+        token: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "fetch", b"fetch", "give_back", b"give_back", "kind", b"kind", "lookup", b"lookup", "read", b"read", "release", b"release", "reserve", b"reserve", "save", b"save"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "fetch", b"fetch", "give_back", b"give_back", "kind", b"kind", "lookup", b"lookup", "read", b"read", "release", b"release", "reserve", b"reserve", "save", b"save"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "fetch", b"fetch", "give_back", b"give_back", "kind", b"kind", "lookup", b"lookup", "read", b"read", "release", b"release", "reserve", b"reserve", "save", b"save", "token", b"token"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["attach", "lookup", "claim", "release", "reserve", "cancel", "give_back", "read", "fetch", "save"] | None: ...
 
 Global___DataRequest: typing_extensions.TypeAlias = DataRequest
@@ -2266,6 +2304,27 @@ class SaveLentRequest(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "header", b"header", "lengths_bytes", b"lengths_bytes", "pieces", b"pieces", "reserved", b"reserved", "token", b"token", "token_address", b"token_address"]) -> None: ...
 
 Global___SaveLentRequest: typing_extensions.TypeAlias = SaveLentRequest
+
+@typing.final
+class SaveLentResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: builtins.int
+    ALL_SAVED_FIELD_NUMBER: builtins.int
+    all_saved: builtins.int
+    @property
+    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SaveResult]:
+        """How each item ended, or of how many each is SAVED."""
+
+    def __init__(
+        self,
+        *,
+        results: collections.abc.Iterable[Global___SaveResult] | None = ...,
+        all_saved: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all_saved", b"all_saved", "results", b"results"]) -> None: ...
+
+Global___SaveLentResponse: typing_extensions.TypeAlias = SaveLentResponse
 
 @typing.final
 class SaveStagedResponse(google.protobuf.message.Message):
@@ -3746,3 +3805,114 @@ class ClearResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["entries", b"entries", "freed_bytes", b"freed_bytes", "pinned_entries", b"pinned_entries", "unknown_entries", b"unknown_entries"]) -> None: ...
 
 Global___ClearResponse: typing_extensions.TypeAlias = ClearResponse
+
+@typing.final
+class WatchRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIERS_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    incarnation: builtins.bytes
+    """To go on: of the last WatchResponse that arrived with a sequence. Empty and 0: from the beginning."""
+    sequence: builtins.int
+    token_ids: builtins.bool
+    """with what is published, the token ids that were saved with it"""
+    @property
+    def tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Tier.ValueType]:
+        """empty: every tier"""
+
+    def __init__(
+        self,
+        *,
+        tiers: collections.abc.Iterable[Global___Tier.ValueType] | None = ...,
+        incarnation: builtins.bytes = ...,
+        sequence: builtins.int = ...,
+        token_ids: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "sequence", b"sequence", "tiers", b"tiers", "token_ids", b"token_ids"]) -> None: ...
+
+Global___WatchRequest: typing_extensions.TypeAlias = WatchRequest
+
+@typing.final
+class WatchEvent(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    PARENT_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    WHY_FIELD_NUMBER: builtins.int
+    kind: Global___WatchKind.ValueType
+    tier: Global___Tier.ValueType
+    key: builtins.bytes
+    sequence: builtins.int
+    """ascending; with a filter not every number comes"""
+    generation: builtins.int
+    payload_bytes: builtins.int
+    token_count: builtins.int
+    reason: Global___SaveReason.ValueType
+    parent: builtins.bytes
+    """The key before this one in the chain that it was saved with; empty: it was the first. Not set: it
+    was there before the watcher came, and is not known any more.
+    """
+    namespace: builtins.str
+    """the label of the client that saved it; empty: an earlier start did"""
+    token_ids: builtins.bytes
+    """u32 little-endian; none: there are none, too many, or the entry left meanwhile"""
+    why: builtins.str
+    """of CLEARED"""
+    def __init__(
+        self,
+        *,
+        kind: Global___WatchKind.ValueType = ...,
+        tier: Global___Tier.ValueType = ...,
+        key: builtins.bytes = ...,
+        sequence: builtins.int = ...,
+        generation: builtins.int = ...,
+        payload_bytes: builtins.int = ...,
+        token_count: builtins.int = ...,
+        reason: Global___SaveReason.ValueType = ...,
+        parent: builtins.bytes | None = ...,
+        namespace: builtins.str = ...,
+        token_ids: builtins.bytes = ...,
+        why: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_parent", b"_parent", "parent", b"parent"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_parent", b"_parent", "generation", b"generation", "key", b"key", "kind", b"kind", "namespace", b"namespace", "parent", b"parent", "payload_bytes", b"payload_bytes", "reason", b"reason", "sequence", b"sequence", "tier", b"tier", "token_count", b"token_count", "token_ids", b"token_ids", "why", b"why"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_parent", b"_parent"]) -> typing.Literal["parent"] | None: ...
+
+Global___WatchEvent: typing_extensions.TypeAlias = WatchEvent
+
+@typing.final
+class WatchResponse(google.protobuf.message.Message):
+    """Sent without events, too, every few seconds: the daemon is there."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    EVENTS_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    incarnation: builtins.bytes
+    sequence: builtins.int
+    """from where a watcher can go on; 0: nowhere, for not everything has been told"""
+    @property
+    def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WatchEvent]: ...
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.bytes = ...,
+        events: collections.abc.Iterable[Global___WatchEvent] | None = ...,
+        sequence: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["events", b"events", "incarnation", b"incarnation", "sequence", b"sequence"]) -> None: ...
+
+Global___WatchResponse: typing_extensions.TypeAlias = WatchResponse

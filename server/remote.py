@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from pathlib import Path
 
 import grpc
@@ -28,6 +29,25 @@ def credentials_of(config: Config) -> grpc.ServerCredentials | None:
     if server.tls_client_ca:
         roots = _read("server.tls_client_ca", server.tls_client_ca)
     return grpc.ssl_server_credentials([(key, chain)], roots, require_client_auth=roots is not None)
+
+
+def tls_context_of(config: Config) -> ssl.SSLContext | None:
+    """The same for the data socket. Both of its ends are prefixd's: TLS 1.3, and no tickets, so
+    that the daemon remembers nothing of a connection that ended. Raises ConfigError."""
+    server = config.server
+    if not server.tls_cert:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0
+    try:
+        context.load_cert_chain(server.tls_cert, server.tls_key)
+        if server.tls_client_ca:
+            context.load_verify_locations(server.tls_client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except OSError as problem:
+        raise ConfigError(f"server.tls_cert: these files make no TLS: {problem}") from None
+    return context
 
 
 def _read(option: str, name: str, *, secret: bool = False) -> bytes:

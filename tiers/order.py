@@ -13,7 +13,7 @@ entries takes no memory and 0.3 to 0.65 us for a claim and its release, where an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..proto.keys import Key
@@ -55,6 +55,14 @@ class Order(ABC):
     def __init__(self, name: str) -> None:
         #: the policy by the name that configuration files use
         self.name = name
+
+    def of(self, key: Key) -> Order:  # noqa: ARG002 (for orders with parts)
+        """The part of the order that a key belongs to: this, if it has no parts."""
+        return self
+
+    def orders(self) -> Sequence[Order]:
+        """All of its parts."""
+        return (self,)
 
     @abstractmethod
     def resize(self, capacity_bytes: int) -> None:

@@ -18,10 +18,10 @@ from grpc_health.v1 import health_pb2
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto import prefixd_pb2_grpc as pb_grpc
-from ...proto.endpoints import admin_address, socket_path
+from ...proto.endpoints import socket_path
 from ...proto.errors import DaemonUnavailable, DeadlineExceeded, PrefixdError, from_grpc
 from ...proto.vocabulary import Tier
-from ..wire.channel import is_secured, open_channel
+from ..wire.channel import open_channel, operators_of
 
 Response = TypeVar("Response")
 
@@ -58,8 +58,7 @@ class AdminConnection:
         self.address = address
         self.timeout_s = timeout_s
         # Over TCP operators are served with TLS and a token; without these the calls below say so.
-        secured = address if is_secured(address) else None
-        self._operators = operators or admin_address(address) or secured
+        self._operators = operators or operators_of(address)
         self._admin_channel = open_channel(self._operators or address, CHANNEL_OPTIONS)
         self._admin = pb_grpc.AdminStub(self._admin_channel)
         self._channel = open_channel(address, CHANNEL_OPTIONS)

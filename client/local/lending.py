@@ -16,7 +16,7 @@ from .calls import LocalCalls
 
 #: Less lies in the cache, mostly, and is copied twice through staging memory in less time than the
 #: kernel takes to find the pages (48 payloads of 2 or 5 MiB: 0.7 of the time; of 192 KiB: 1.2).
-LEND_BYTES: Final = 32 * 2**20
+LEND_BYTES = 32 * 2**20
 #: More pieces than this are packed into staging memory instead.
 MAX_PIECES: Final = 16_384
 

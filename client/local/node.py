@@ -70,7 +70,7 @@ class LocalNode:
         refused: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """More of it, or something in place of what there was; descriptors are closed here."""
-        self.refused |= refused
+        self.refused.update(refused)
         attach: dict[str, Callable[[int, int], None]] = {
             local.INDEX: self._attach_index,
             local.RAM: partial(self._attach_memory, Tier.RAM),

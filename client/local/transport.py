@@ -291,6 +291,10 @@ class LocalTransport:
     def connected(self) -> bool:
         return self._remote.connected
 
+    @property
+    def under_pressure(self) -> bool:
+        return self._remote.under_pressure
+
     def wait(self, deadline: Deadline) -> bool:
         return self._remote.wait(deadline)
 

@@ -9,12 +9,11 @@ deadlines: a payload of any size then takes few calls of it.
 
 from __future__ import annotations
 
-import socket
-import struct
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Final, TypeVar
 
 from ...proto import data
@@ -32,18 +31,19 @@ from ...proto.errors import (
 from ...proto.layout import crc32c
 from ...proto.limits import MAX_BATCH_KEYS
 from ...proto.pieces import FlatBytes, views_of
+from ..counters import Counters
 from .connection import Calls
+from .data_wire import NoLine, Place, connected
 from .deadline import Deadline
 from .sinks import Rooms, Sink
 
+logger = logging.getLogger("prefixd.client")
 T = TypeVar("T")
 
 #: A daemon that does not take a connection in this time is asked over gRPC, and those that follow
 #: for so long, too.
 _CONNECT_S: Final = 0.5
 _AGAIN_AFTER_S: Final = 5.0
-_KEEPALIVE_S: Final = 30
-_TIMEVAL: Final = struct.Struct("ll")
 #: What is read ahead, of messages and maybe of the bytes behind them.
 _AHEAD_BYTES: Final = 16 * 2**10
 #: What is received, or sent, between two looks at the deadline, and checksummed while it is in the
@@ -53,22 +53,21 @@ _PIECE_BYTES: Final = 2**20
 _GATHER: Final = 64
 
 
-class NoLine(OSError):
-    """No connection can be had, and nothing was asked."""
-
-
 class DataLine:
     """One connection. Not thread-safe. Calls raise PrefixdError, also what the daemon refuses them
     with."""
 
-    def __init__(self, host: str, port: int, session: pb.SessionRef, timeout_s: float) -> None:
-        """Raises OSError when nobody listens there."""
-        self._socket = _connected(host, port, timeout_s)
+    def __init__(self, place: Place, timeout_s: float) -> None:
+        """Raises OSError when nobody listens there, or nobody whom it is to trust."""
+        self._wire = connected(place, timeout_s)
         self._until_s = 0.0
-        # With the first request: it is not answered.
-        self._greeting = data.frame(pb.DataRequest(attach=session))
+        # With the first request.
+        self._greeting = data.frame(place.greeting)
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
         self._start = self._end = 0
+        #: Nothing has come yet. Under TLS the daemon looks at this side's certificate when for this
+        #: side the handshake is over: what ends before was not asked.
+        self._unheard = place.context is not None
         #: Something has come of what was asked for last.
         self.moved = False
 
@@ -149,9 +148,8 @@ class DataLine:
 
     def _send(self, buffers: Sequence[memoryview]) -> None:
         while buffers:
-            with _in_our_words():
-                self._arm(socket.SO_SNDTIMEO)
-                sent_bytes = self._socket.sendmsg(buffers)
+            with self._in_our_words():
+                sent_bytes = self._wire.send(buffers, self._until_s)
             rest = []
             for buffer in buffers:
                 if len(buffer) > sent_bytes:
@@ -168,7 +166,7 @@ class DataLine:
             self._ahead[:there_bytes] = bytes(self._ahead[self._start : self._end])
             self._start, self._end = 0, there_bytes
         while self._end < wanted_bytes:
-            self._end += self._receive_some(self._ahead[self._end :], 0)
+            self._end += self._receive_some(self._ahead[self._end :], whole=False)
 
     def _receive(self, room: memoryview) -> None:
         """Fill all of it."""
@@ -178,40 +176,44 @@ class DataLine:
             self._start += ahead_bytes
             room = room[ahead_bytes:]
         while room:
-            room = room[self._receive_some(room, socket.MSG_WAITALL) :]
+            room = room[self._receive_some(room, whole=True) :]
 
-    def _receive_some(self, room: memoryview, flags: int) -> int:
-        with _in_our_words():
-            self._arm(socket.SO_RCVTIMEO)
-            came_bytes = self._socket.recv_into(room, len(room), flags)
-        if not came_bytes:
-            raise DaemonUnavailable("the daemon hung up")
+    def _receive_some(self, room: memoryview, *, whole: bool) -> int:
+        with self._in_our_words():
+            came_bytes = self._wire.receive(room, self._until_s, whole=whole)
+            if not came_bytes:
+                raise OSError("the daemon hung up")
+        self._unheard = False
         return came_bytes
 
-    def _arm(self, direction: int) -> None:
-        """Let the kernel end the next call at the deadline. Raises DeadlineExceeded."""
-        left_us = int((self._until_s - time.monotonic()) * 1e6)
-        if left_us <= 0:
-            raise TimeoutError
-        packed = _TIMEVAL.pack(*divmod(left_us, 1_000_000))
-        self._socket.setsockopt(socket.SOL_SOCKET, direction, packed)
+    @contextmanager
+    def _in_our_words(self) -> Iterator[None]:
+        """What a socket raises, as gRPC's failures are told."""
+        try:
+            yield
+        except (TimeoutError, BlockingIOError):
+            raise DeadlineExceeded("the daemon did not answer in time") from None
+        except OSError as problem:
+            if self._unheard:
+                raise NoLine(f"no handshake: {problem}") from None
+            raise DaemonUnavailable(f"the data connection broke: {problem}") from None
 
     def shut_down(self) -> None:
         """Make the call that is under way fail. From another thread."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self._wire.shut_down()
 
     def close(self) -> None:
-        self._socket.close()
+        self._wire.close()
 
 
 class DataCalls:
     """`connection.Calls` over lines, or `instead` of them while none can be had; and what moves
     payloads. Thread-safe."""
 
-    def __init__(self, host: str, port: int, session: pb.SessionRef, instead: Calls) -> None:
-        self._host, self._port = host, port
-        self._session = session
+    def __init__(self, place: Place, instead: Calls, counters: Counters) -> None:
+        """`counters`: of calls that had to go over `instead`."""
+        self._place = place
+        self._counters = counters
         self._instead = instead
         self._lock = threading.Lock()
         self._idle: list[DataLine] = []
@@ -229,16 +231,20 @@ class DataCalls:
             line = self._idle.pop() if self._idle else None
         line = line or self._connect(timeout_s)
         with self._lock:
-            self._busy.add(line)
             closed = self._closed
+            if not closed:
+                self._busy.add(line)
+        if closed:
+            line.close()
+            raise NoLine("these connections were closed")
         try:
-            if closed:
-                raise NoLine("these connections were closed")
             yield line
-        except BaseException:
+        except BaseException as problem:
             with self._lock:
                 self._busy.discard(line)
             line.close()
+            if isinstance(problem, NoLine):
+                self._refused(str(problem))
             raise
         with self._lock:
             self._busy.discard(line)
@@ -249,14 +255,21 @@ class DataCalls:
 
     def _connect(self, timeout_s: float) -> DataLine:
         if time.monotonic() < self._not_before_s:
+            self._counters.add("data_fallbacks")
             raise NoLine("nobody took the last connection")
         try:
             # Half of the time is left for asking over gRPC.
-            within_s = min(timeout_s / 2, _CONNECT_S)
-            return DataLine(self._host, self._port, self._session, within_s)
+            return DataLine(self._place, min(timeout_s / 2, _CONNECT_S))
         except OSError as problem:
-            self._not_before_s = time.monotonic() + _AGAIN_AFTER_S
+            self._refused(str(problem))
             raise NoLine(str(problem)) from None
+
+    def _refused(self, why: str) -> None:
+        self._counters.add("data_fallbacks")
+        if time.monotonic() >= self._not_before_s:
+            host, port = self._place.host, self._place.port
+            logger.warning("no data connection with %s:%d: %s; over gRPC instead", host, port, why)
+        self._not_before_s = time.monotonic() + _AGAIN_AFTER_S
 
     def hang_up(self) -> None:
         """The session has ended: calls under way fail, now."""
@@ -363,27 +376,3 @@ class DataCalls:
             return self._ask(pb.DataRequest(cancel=request), timeout).cancel
         except NoLine:
             return self._instead.Cancel(request, timeout=deadline.left_s())
-
-
-def _connected(host: str, port: int, timeout_s: float) -> socket.socket:
-    """A connection to the daemon. Here TLS is to be put around it (an `SSLContext`). Raises
-    OSError."""
-    connected = socket.create_connection((host, port), timeout_s)
-    connected.settimeout(None)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # No firewall forgets a connection that nothing is asked on, or a call finds it.
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
-    return connected
-
-
-@contextmanager
-def _in_our_words() -> Iterator[None]:
-    """What a socket raises, as gRPC's failures are told."""
-    try:
-        yield
-    except (TimeoutError, BlockingIOError):
-        raise DeadlineExceeded("the daemon did not answer in time") from None
-    except OSError as problem:
-        raise DaemonUnavailable(f"the data connection broke: {problem}") from None

@@ -110,6 +110,8 @@ class Link:
         self.welcome = pb.Welcome()
         self.ref = pb.SessionRef()
         self.draining = False
+        #: Memory is short on the daemon's node, as it said with its last answer to a heartbeat.
+        self.under_pressure = False
         self.claims = Holdings()
         self.reservations = Holdings()
         #: Called before each heartbeat, in gRPC's thread, to `send` what has waited for one.
@@ -167,6 +169,7 @@ class Link:
         try:
             for event in self._events:
                 if event.WhichOneof("kind") == "heartbeat_ack":
+                    self.under_pressure = event.heartbeat_ack.under_pressure
                     self._answered(event.heartbeat_ack.sequence)
                 yield event
             self.close("the daemon ended the session")

@@ -74,7 +74,7 @@ def granted_of(link: Link, result: pb.ReserveResult) -> Granted:
 _SAVED: Final = pb.SaveResult(status=pb.SAVE_STATUS_SAVED)
 
 
-def results_of(response: pb.SaveStagedResponse) -> list[pb.SaveResult]:
+def results_of(response: pb.SaveStagedResponse | pb.SaveLentResponse) -> list[pb.SaveResult]:
     """How each item ended; empty: they have not."""
     return list(response.results) or [_SAVED] * min(response.all_saved, MAX_BATCH_KEYS)
 

@@ -137,6 +137,10 @@ class Transport(Protocol):
     def connected(self) -> bool:
         """Is there a session at this moment?"""
 
+    @property
+    def under_pressure(self) -> bool:
+        """Is memory short on the daemon's node, as it last said? False without a session."""
+
     def wait(self, deadline: Deadline) -> bool:
         """Wait for a session. False: closed. Raises DeadlineExceeded."""
 

@@ -14,7 +14,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import LimitReached, MalformedMessage, UnreadableMemory
 from ..runtime.lent_memory import LentMemory, LentPayload, turns_of
 from .calls import Caller
-from .saves import Saves, staged_results
+from .saves import Saves, short_results
 
 log = structlog.get_logger("prefixd.lent_saves")
 
@@ -40,7 +40,7 @@ class LentSaves:
         #: saves that were refused because there was no thread
         self.refusals = 0
 
-    async def save(self, request: pb.SaveLentRequest, caller: Caller) -> pb.SaveStagedResponse:
+    async def save(self, request: pb.SaveLentRequest, caller: Caller) -> pb.SaveLentResponse:
         """Raises PrefixdError: UnreadableMemory if the memory can't be read here, LimitReached if
         no thread is free."""
         saves = self._saves
@@ -72,7 +72,7 @@ class LentSaves:
                         min(_TURN_BYTES, -(-lent_bytes // threads)),
                     )
                     await incoming.take_turns(turns, self._executor, threads)
-                return await staged_results(refusals, incoming)
+                return await short_results(pb.SaveLentResponse, refusals, incoming)
         finally:
             self._give(session, threads)
 

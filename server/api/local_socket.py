@@ -25,6 +25,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import CallerError, InvalidSize, LimitReached, MalformedMessage, PrefixdError
 from ...proto.local import Frames, frame
 from ..runtime.quota import Quota
+from .access import Access
 from .calls import Caller, ConnectionCall, Process, failure_of, remove_leftover, staged_of
 from .hand_over import Handoff
 from .hang_up import HangUpWatch
@@ -209,7 +210,9 @@ class _Connection(asyncio.BufferedProtocol):
         self._task.cancel()
         return self._task
 
-    # ---- whose it is
+    @property
+    def access(self) -> Access | None:
+        return None if self._session is None else self._server.sessions.access_of(self._session)
 
     def attach(self, session: int) -> None:
         """A request on it has proved this session. Raises LimitReached."""
@@ -467,11 +470,11 @@ class _Connection(asyncio.BufferedProtocol):
         if self._transport.get_write_buffer_size():
             raise LimitReached("answers have to be read before a hand-over")
         try:
-            session = self._server.sessions.prove(request.session, self._call).number
+            membership = self._server.sessions.prove(request.session, self._call)
         except PrefixdError as problem:
             self._send(failure_of("hand_over", problem))
             return
-        package = self._server.hand_over.pack(session, request.wanted)
+        package = self._server.hand_over.pack(membership, request.wanted)
         try:
             # A dup: the transport's own socket is not for sending.
             with self._transport.get_extra_info("socket").dup() as own:

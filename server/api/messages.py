@@ -26,6 +26,7 @@ from ..core.answers import (
     FlightInfo,
     Found,
     LookupAnswer,
+    OverShare,
     Reserved,
     WriteOrder,
 )
@@ -213,6 +214,11 @@ def reserve_result(reserved: Reserved) -> pb.ReserveResult:
         return pb.ReserveResult(status=pb.RESERVE_STATUS_IN_FLIGHT, in_flight=flight_of(reserved))
     if isinstance(reserved, Closed):
         return pb.ReserveResult(status=pb.RESERVE_STATUS_NO_ROOM)
+    if isinstance(reserved, OverShare):
+        too_large = reserved.for_ever
+        return pb.ReserveResult(
+            status=pb.RESERVE_STATUS_TOO_LARGE if too_large else pb.RESERVE_STATUS_NO_ROOM
+        )
     return pb.ReserveResult(status=_RESERVE_STATUS[reserved])
 
 
@@ -223,8 +229,21 @@ _WHY_NOT = {
 }
 
 
-def refused_save(reserved: FlightInfo | SaveStatus | Closed) -> pb.SaveResult:
+def refused_save(reserved: FlightInfo | SaveStatus | Closed | OverShare) -> pb.SaveResult:
     """The result of an item that was not granted."""
+    if isinstance(reserved, OverShare):
+        option = f"{reserved.tier.label}.shares"
+        if reserved.for_ever:
+            return pb.SaveResult(
+                status=pb.SAVE_STATUS_TOO_LARGE,
+                message=f"it is larger than what {option} leaves to its namespace; retrying can't "
+                "help",
+            )
+        return pb.SaveResult(
+            status=pb.SAVE_STATUS_NO_ROOM,
+            message=f"with what is pinned and reserved it would take what {option} gives to other "
+            "namespaces; retrying may help",
+        )
     if isinstance(reserved, Closed):
         why = f"the {reserved.tier.label} tier takes no saves now: {_WHY_CLOSED[reserved.state]}"
         return pb.SaveResult(

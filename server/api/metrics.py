@@ -121,6 +121,17 @@ SHARED: Final = {
     "touched": "Entries whose life in the engine was made longer.",
     "waiting_offers": "Entries that wait to be offered.",
 }
+#: What `pressure.PressureCounts` has, where a source is asked: the first three are of this moment.
+PRESSURE: Final = {
+    "under": "1: memory is short, and the sessions are told so.",
+    "used_ratio": "The part of the memory that is used, as the source said.",
+    "stalled_ratio": "The part of the last seconds in which somebody waited for memory.",
+    "episodes": "Times that memory became short.",
+    "evicted_entries": "Entries that were evicted for it.",
+    "freed_bytes": "Stored bytes that were evicted for it.",
+    "source_failures": "Times that the source failed or did not answer.",
+}
+_PRESSURE_GAUGES: Final = ("under", "used_ratio", "stalled_ratio")
 SHARED_GAUGES: Final = ("waiting_offers",)
 #: What the tables hold at this moment.
 TABLE_SIZES: Final[dict[str, tuple[str, Callable[[Tables], int]]]] = {
@@ -173,7 +184,7 @@ class StateCollector(Collector):
     be, `in_flight` what calls take of its memory (`front.Front.in_flight`), `oldest_ns` since when
     a device owes an answer, `commits` how long its commits take, and `now_ns` what the time is;
     they are called on that thread, too. `usage` is what the clients count, `shared` what went from
-    and to other nodes.
+    and to other nodes, `pressure` what is known of it (`pressure.PressureCounts`).
     """
 
     def __init__(
@@ -191,6 +202,7 @@ class StateCollector(Collector):
         commits: Callable[[], Mapping[Tier, Histogram]] = _no_commits,
         now_ns: Callable[[], int] | None = None,
         shared: Callable[[], Mapping[str, int]] = _nothing,
+        pressure: Callable[[], Mapping[str, float]] = _nothing,
     ) -> None:
         self.unhealthy = unhealthy
         self._notices = notices
@@ -203,6 +215,7 @@ class StateCollector(Collector):
         self._latencies = latencies
         self._commits = commits
         self._shared = shared
+        self._pressure = pressure
         self._now_ns = now_ns or (lambda: state.tables.stamp_ns)
 
     def collect(self) -> Iterator[Metric]:
@@ -219,6 +232,12 @@ class StateCollector(Collector):
                 yield GaugeMetricFamily(f"prefixd_shared_{name}", about, value)
             else:
                 yield CounterMetricFamily(f"prefixd_shared_{name}_total", about, value)
+        for name, number in self._pressure().items():
+            about = PRESSURE[name]
+            if name in _PRESSURE_GAUGES:
+                yield GaugeMetricFamily(f"prefixd_pressure_{name}", about, number)
+            else:
+                yield CounterMetricFamily(f"prefixd_pressure_{name}_total", about, number)
         yield from self._collect_tiers(tables)
         yield from self._collect_scrubs()
         yield from self._collect_health()

@@ -20,16 +20,18 @@ from ...proto.errors import (
 from ...proto.vocabulary import SaveStatus
 from ..core.answers import CancelAnswer, ReserveAnswer, WriteOrder
 from ..core.effects import SaveEnded
-from ..core.events import CancelAsked, KeysTouched, ReserveAsked, WriteBegan
+from ..core.events import CancelAsked, KeysTouched, ReserveAsked, SaveItem, WriteBegan
 from ..runtime.incoming import MAX_WAITING_MESSAGES, Incoming, Piece, nothing
 from ..runtime.loop import Core
 from ..runtime.quota import Quota, Room
 from ..runtime.staging import StagingPool
 from . import messages
+from .access import Access, Role
 from .calls import Caller
 from .sessions import Membership, ServiceConfig, Sessions, first_message
 
 Q = TypeVar("Q")
+S = TypeVar("S", pb.SaveStagedResponse, pb.SaveLentResponse)
 
 
 class StagedRequests(Protocol):
@@ -68,10 +70,22 @@ class Saves:
         self._stall_s = config.stall_timeout_s
         self.arriving: Final = Quota("saves", config.max_save_bytes, config.stall_timeout_s)
 
+    def _writer(self, ref: pb.SessionRef, caller: Caller) -> Membership:
+        """The session that a call acts for. Raises what `Sessions.prove` raises."""
+        return self._sessions.prove(ref, caller, Role.WRITE)
+
+    def _items(self, access: Access | None, header: pb.SaveHeader) -> tuple[SaveItem, ...]:
+        items = messages.items_of(header.items)
+        named = tuple([item.key for item in items])
+        keys = self._sessions.namespaces.keys(access, named)
+        if keys is named:
+            return items
+        return tuple([item._replace(key=key) for item, key in zip(items, keys, strict=True)])
+
     # ---- reservations
 
     async def reserve(self, request: pb.ReserveRequest, caller: Caller) -> pb.ReserveResponse:
-        membership = self._sessions.prove(request.header.session, caller)
+        membership = self._writer(request.header.session, caller)
         answer = await self._reserve(request.header, membership, begin=False)
         caller.when_done(partial(self._cancel_unseen, membership.number, answer))
         return pb.ReserveResponse(
@@ -91,14 +105,16 @@ class Saves:
     ) -> ReserveAnswer:
         core = self.core
         now_ns = core.clock.now_ns()
-        touched = messages.keys_of("touched", header.touched, may_be_empty=True)
+        access, keys = membership.access, self._sessions.namespaces.keys
+        touched = keys(access, messages.keys_of("touched", header.touched, may_be_empty=True))
+        ancestors = messages.keys_of("ancestors", header.ancestors, may_be_empty=True)
         question = ReserveAsked(
             request=core.next_request(),
             session=membership.number,
             tier=messages.tier_of(header.tier, core.stores),
             reason=messages.reason_of(header.reason),
-            items=messages.items_of(header.items),
-            ancestors=messages.keys_of("ancestors", header.ancestors, may_be_empty=True),
+            items=self._items(access, header),
+            ancestors=keys(access, ancestors),
             begin=begin,
             ttl_ns=messages.milliseconds(
                 "ttl_ms", header.ttl_ms, self._config.reservation_ttl_ms, limits.MAX_LEASE_MS
@@ -112,7 +128,7 @@ class Saves:
 
     async def cancel(self, request: pb.CancelRequest, caller: Caller) -> pb.CancelResponse:
         core = self.core
-        membership = self._sessions.prove(request.session, caller)
+        membership = self._writer(request.session, caller)
         messages.batch_of("tokens", request.tokens)
         question = CancelAsked(
             request=core.next_request(),
@@ -250,14 +266,14 @@ class Saves:
                         request = await self._awaited(following.wait_staged(), membership)
                     else:
                         await asyncio.sleep(0)  # others have their turn
-            tell(await staged_results(refusals, incoming))
+            tell(await short_results(pb.SaveStagedResponse, refusals, incoming))
 
     def opened(
         self, first: pb.SaveStagedRequest | pb.SaveLentRequest | pb.RawSaveRequest, caller: Caller
     ) -> tuple[Membership, pb.StagedReservations | None]:
         """Whose save it is, and what was reserved for it before. Raises PrefixdError."""
         reserved = first.reserved if first.HasField("reserved") else None
-        return self._sessions.prove((reserved or _header(first)).session, caller), reserved
+        return self._writer((reserved or _header(first)).session, caller), reserved
 
     def timed(self) -> AbstractContextManager[None]:
         """Around a save, for the statistics."""
@@ -279,7 +295,7 @@ class Saves:
             yield first, room
 
     async def _prove(self, ref: pb.SessionRef, caller: Caller, room: Room) -> Membership:
-        membership = self._sessions.prove(ref, caller)
+        membership = self._writer(ref, caller)
         await room.belongs_to(membership.number)
         return membership
 
@@ -380,14 +396,14 @@ def _pieces(parts: Iterable[pb.WritePart], refusals: Refusals) -> list[Piece]:
     ]
 
 
-async def staged_results(refusals: Refusals, incoming: Incoming) -> pb.SaveStagedResponse:
+async def short_results(answer: type[S], refusals: Refusals, incoming: Incoming) -> S:
     """`results_of`, in few bytes if all were saved."""
     ended = await incoming.ended()
     if len(ended) == len(refusals):  # all of them were granted
         saved = SaveStatus.SAVED
         if all(end.outcome is saved for end in ended.values()):
-            return pb.SaveStagedResponse(all_saved=len(refusals))
-    return pb.SaveStagedResponse(results=_results_of(refusals, ended))
+            return answer(all_saved=len(refusals))
+    return answer(results=_results_of(refusals, ended))
 
 
 async def results_of(refusals: Refusals, incoming: Incoming) -> list[pb.SaveResult]:

@@ -30,7 +30,10 @@ from ...proto.endpoints import (
     normalize_address,
     socket_path,
 )
+from ...proto.limits import MAX_NAMESPACES
+from ...proto.namespaces import NAME
 from ...proto.units import format_bytes, format_duration, parse_bytes, parse_duration_ns
+from ...proto.vocabulary import Tier
 from ...tiers.arena import DEFAULT_SLAB_BYTES, check_slab
 from ...tiers.eviction import POLICIES
 from ..core.tables import StateConfig
@@ -128,6 +131,47 @@ def _engine_urls(value: object) -> object:
     return value
 
 
+def parse_shares(text: str) -> dict[str, int]:
+    """The bytes that each namespace is sure of. Raises ValueError."""
+    shares: dict[str, int] = {}
+    for each in text.split(",") if text.strip() else ():
+        name, equals, size = (part.strip() for part in each.partition("="))
+        if not equals or not NAME.fullmatch(name):
+            raise ValueError(
+                f"should be NAMESPACE=SIZE, with commas between; {each.strip()!r} is not"
+            )
+        share_bytes = parse_bytes(size)
+        if not share_bytes:
+            raise ValueError(f"{name!r} has a share of nothing; leave it out")
+        if name in shares:
+            raise ValueError(f"{name!r} has two shares")
+        shares[name] = share_bytes
+    if len(shares) > MAX_NAMESPACES:
+        raise ValueError(f"has {len(shares)} namespaces, at most {MAX_NAMESPACES}")
+    return shares
+
+
+def _shares(value: object) -> object:
+    if not isinstance(value, str):
+        raise ValueError("should be text like 'team-a=4GiB, team-b=512MiB'")
+    shares = parse_shares(value)
+    return ", ".join(f"{name}={format_bytes(share)}" for name, share in shares.items())
+
+
+def _memory_source(value: object) -> object:
+    known = ("none", "system", "cgroup")
+    if value not in known and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", str(value)):
+        raise ValueError(f"should be {', '.join(known)} or module:function")
+    return value
+
+
+def _tiers(value: object) -> object:
+    names = str(value).split(",") if value else []
+    if len(set(names)) != len(names) or set(names) - {tier.label for tier in Tier}:
+        raise ValueError("should be ram, shm and disk, or some of them, with commas between")
+    return value
+
+
 def _data_address(value: object) -> object:
     return value if value == "auto" else _tcp_address(value)
 
@@ -147,6 +191,7 @@ Mode: TypeAlias = Annotated[int, BeforeValidator(_mode), Kind("MODE", "{:04o}".f
 TcpAddress: TypeAlias = Annotated[str, BeforeValidator(_tcp_address), Kind("HOST:PORT")]
 EngineUrls: TypeAlias = Annotated[str, BeforeValidator(_engine_urls), Kind("URL,...")]
 DataAddress: TypeAlias = Annotated[str, BeforeValidator(_data_address), Kind("HOST:PORT|auto")]
+Shares: TypeAlias = Annotated[str, BeforeValidator(_shares), Kind("NAMESPACE=SIZE,...")]
 Count: TypeAlias = Annotated[int, Field(ge=0)]
 Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 
@@ -184,25 +229,27 @@ class Server(Section):
     there is neither encryption nor a password."""
     data: DataAddress = "auto"
     """The data socket, on which clients that come over `tcp` move payloads at two to three times
-    the speed of gRPC; they are told its port. `auto`: any port at the host of `tcp`, but none with
-    `tls_cert`; empty: none. Without encryption and without roles; nobody gets anything there
-    without the secret of a session."""
+    the speed of gRPC; they are told its port. `auto`: any port at the host of `tcp`; empty: none.
+    TLS, certificates and tokens are those of `tcp`; nobody gets anything there without the secret
+    of a session."""
     allow_remote: bool = False
-    """Allow `tcp` on an address that other machines can reach without TLS, or without both tokens
-    and `tls_client_ca`, and `data` on any such: whoever reaches these can then read and replace
-    everything."""
+    """Allow `tcp` and `data` on an address that other machines can reach without TLS, or without
+    both tokens and `tls_client_ca`: whoever reaches these can then read and replace everything."""
     tls_cert: File = ""
-    """The certificate for `tcp`, with its chain, as PEM; empty: no TLS. With `tls_key`."""
+    """The certificate for `tcp` and `data`, with its chain, as PEM; empty: no TLS. With
+    `tls_key`."""
     tls_key: File = ""
     """Its private key, as PEM. Nobody but its owner may be able to read it."""
     tls_client_ca: File = ""
     """Clients over TCP have to show a certificate that one of these signed, as PEM; empty: none."""
     tokens: File = ""
-    """Who may call over TCP: a line `read|write|admin NAME TOKEN` each. `read` finds and restores,
-    `write` saves and deletes too, `admin` is prefixctl's. Empty: whoever connects reads and writes.
-    With TLS only; read at the start and with each reload."""
+    """Who may call over TCP: a line `watch|read|write|admin NAME TOKEN [NAMESPACE]` each. `read`
+    finds and restores, `write` saves and deletes too, `admin` is prefixctl's, `watch` learns which
+    keys are there. Who has a token of a namespace reaches nothing outside of it. Empty: whoever
+    connects reads and writes. With TLS only; read at the start and with each reload."""
     metrics: TcpAddress = ""
-    """Serve Prometheus metrics over HTTP on host:port; empty: don't."""
+    """Serve Prometheus metrics over HTTP on host:port, and a page for browsers that shows what
+    `prefixctl top` does; empty: don't. There is no password."""
     worker_threads: int = Field(4, ge=1, le=256)
     """Threads that copy and commit beside the event loop."""
     staging_bytes: Size = Field(64 * 2**20, alias="staging", ge=2**20, le=2**40)
@@ -244,8 +291,6 @@ class Server(Section):
         """Where the data socket is; empty: there is none."""
         if self.data != "auto":
             return self.data
-        if self.tls_cert:
-            return ""  # nothing there is encrypted, and no role is asked for
         return f"{self.tcp.rpartition(':')[0]}:0" if self.tcp else ""
 
     def operators(self) -> str:
@@ -269,6 +314,10 @@ class Ram(Section):
     slab_bytes: Slab = Field(DEFAULT_SLAB_BYTES, alias="slab")
     """The piece in which room is handed out: a power of two from 4KiB. An entry takes whole
     slabs."""
+    shares: Shares = ""
+    """What namespaces of tokens are sure of, slabs included: of one that takes no more than its
+    share nothing leaves for another's save. What is left is divided between all that want it;
+    clients without a namespace, and namespaces without a share, have that alone."""
 
 
 class Shm(Section):
@@ -283,6 +332,8 @@ class Shm(Section):
     """Entries at most; 0: as many as the budget takes."""
     slab_bytes: Slab = Field(DEFAULT_SLAB_BYTES, alias="slab")
     """As for [ram]. Entries don't survive a change of it."""
+    shares: Shares = ""
+    """As for [ram]."""
     directory: Directory
     """Where the arena and its records lie, on a tmpfs; `auto`: /dev/shm/prefixd-<uid>."""
     verify_at_start: bool = True
@@ -301,6 +352,8 @@ class Disk(Section):
     memory, index included."""
     slab_bytes: Slab = Field(DEFAULT_SLAB_BYTES, alias="slab")
     """As for [ram]. Entries don't survive a change of it."""
+    shares: Shares = ""
+    """As for [ram]."""
     directory: Directory
     """Where the arena and its records lie; `auto`: $STATE_DIRECTORY (systemd), /var/lib/prefixd
     (root), $XDG_STATE_HOME/prefixd or ~/.local/state/prefixd."""
@@ -391,6 +444,13 @@ class Shared(Section):
     address: TcpAddress = ""
     """Where other nodes reach this one, as they see it; with `payloads = "nodes"` only. It has to
     be served there: see `server.tcp`."""
+    peer_ca: File = ""
+    """The certificates that signed those of other nodes, as PEM: nodes read from each other over
+    TLS only, and this one shows `server.tls_cert` where it is asked who it is. Empty: without
+    TLS."""
+    peer_token_file: File = ""
+    """A file with the token that other nodes want of this one, with the role read; with `peer_ca`
+    only."""
     tier: Literal["ram", "shm", "disk"] = "ram"
     """Where what other nodes have goes here."""
     write: Literal["none", "second-use", "all"] = "second-use"
@@ -401,6 +461,34 @@ class Shared(Section):
     memory_bytes: Size = Field(256 * 2**20, alias="memory", ge=2**20)
     """What is on its way from and to the engine takes so much of the daemon's memory at most, and
     no entry that is larger is shared."""
+
+
+class Watch(Section):
+    max_watchers: int = Field(16, ge=0, le=1024)
+    """Watchers at once (routers, `prefixctl watch`); 0: nobody may watch."""
+    history_bytes: Size = Field(16 * 2**20, alias="history", ge=2**16, le=2**30)
+    """Memory for what happened lately, 176 bytes an event, for all watchers together and only while
+    somebody watches: one that is further behind is cut off and begins anew."""
+
+
+class Pressure(Section):
+    source: Annotated[
+        str, BeforeValidator(_memory_source), Kind("none|system|cgroup|MODULE:FUNCTION")
+    ] = "none"
+    """Who says how much memory is used: the kernel of all of it (`system`: MemAvailable, PSI), of
+    the cgroup with the least room, or a function that returns used bytes, bytes in all, and the
+    part of the time that somebody waits for memory. `none`: nobody is asked, nothing is evicted."""
+    high_watermark: Share = 0.95
+    """From this part of the memory on, sessions are told that it is short, and tiers evict."""
+    low_watermark: Share = 0.90
+    """Down to this part: so many bytes are evicted, once, and then it is over."""
+    max_stalled: Share = 0.2
+    """Memory is short as well where somebody waited for it for so large a part of 10 s."""
+    tiers: Annotated[str, BeforeValidator(_tiers), Kind("TIER,...")] = "ram,shm"
+    """What evicts, in this order. The memory of the ram and shm tiers stays with the daemon; what
+    they evict is room for what engines save and free. Empty: nothing, sessions are told only."""
+    interval_ns: Duration = Field(1_000 * _MS, alias="interval", ge=10 * _MS)
+    """How often the source is asked."""
 
 
 class Log(Section):
@@ -419,4 +507,6 @@ class Config(Section):
     disk: Disk = Field(description="The disk tier: survives a restart of the machine.")
     sessions: Sessions = Field(description="Clients, and what they may hold for how long.")
     shared: Shared = Field(description="Entries of other nodes, through an engine that they share.")
+    watch: Watch = Field(description="Who follows which keys are there.")
+    pressure: Pressure = Field(description="What happens when memory is short.")
     log: Log = Field(description="What the daemon says on stderr.")

@@ -104,8 +104,16 @@ class Closed:
     state: TierState
 
 
+@dataclass(frozen=True, slots=True)
+class OverShare:
+    """The room is there, and others are sure of it. `for_ever`: of too much for all time."""
+
+    tier: Tier
+    for_ever: bool
+
+
 #: One item of a reservation: granted, or how it ended before it began.
-Reserved: TypeAlias = WriteOrder | FlightInfo | SaveStatus | Closed
+Reserved: TypeAlias = WriteOrder | FlightInfo | SaveStatus | Closed | OverShare
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,12 +31,18 @@ class IndexPut(NamedTuple):
     """Make an entry visible to readers of the index."""
 
     entry: Entry
+    #: the key before it in the chain that it was saved with, empty for the first; None: not known
+    parent: bytes | None = None
 
 
 class IndexDelete(NamedTuple):
     """Make an entry invisible, before anything else happens to its room."""
 
-    key: Key
+    entry: Entry
+
+    @property
+    def key(self) -> Key:
+        return self.entry.key
 
 
 class Erase(NamedTuple):

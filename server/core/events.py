@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 from ...proto.keys import Key
 from ...proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from ...tiers.store import Location, StoredEntry
+from .journal import EvictionCause
 
 
 class TierState(Enum):
@@ -215,6 +216,7 @@ class EvictAsked:
     free_bytes: int
     max_entries: int
     now_ns: int
+    cause: EvictionCause = EvictionCause.OPERATOR
 
 
 @dataclass(frozen=True, slots=True)

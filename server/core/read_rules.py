@@ -154,6 +154,7 @@ def _check_share(transition: Transition, session: Session, entries: Sequence[Ent
         if entry not in parts[hash(entry.key) & mask]:
             added[entry.tier] = added.get(entry.tier, 0) + entry.stored_bytes
     for tier, added_bytes in added.items():
+        _check_shares(transition, tier, entries)
         pinned_bytes = session.pinned_bytes.get(tier, 0)
         most_bytes = int(t.ledgers[tier].limit_bytes * t.config.max_pinned_share)
         alone = not pinned_bytes and len(entries) == 1
@@ -166,6 +167,23 @@ def _check_share(transition: Transition, session: Session, entries: Sequence[Ent
                     "some first"
                 )
             )
+
+
+def _check_shares(transition: Transition, tier: Tier, entries: Sequence[Entry]) -> None:
+    """What is pinned can't make room for others, who are sure of their share. Raises Refusal."""
+    t = transition.tables
+    ledger = t.ledgers[tier]
+    if ledger.shares is None:
+        return
+    adding = {e.key: e.stored_bytes for e in entries if e.tier is tier and not e.pins}
+    if not ledger.may_pin(adding):
+        t.counters.quota_refusals += 1
+        raise Refusal(
+            LimitReached(
+                f"a claim on {sum(adding.values())} bytes more of the {tier.label} tier would take "
+                f"what {tier.label}.shares gives to others; release some first"
+            )
+        )
 
 
 def _select(transition: Transition, keys: Sequence[Key], mode: ClaimMode) -> list[Found]:

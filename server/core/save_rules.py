@@ -15,6 +15,7 @@ from .answers import (
     Answer,
     CancelAnswer,
     Closed,
+    OverShare,
     Refused,
     ReserveAnswer,
     Reserved,
@@ -139,7 +140,7 @@ def _observe(
     missed = [
         (item.key, item.token_count, footprint(item.payload_bytes, len(item.token_ids)))
         for item, result in zip(asked.items, results, strict=True)
-        if isinstance(result, WriteOrder | Closed) or result is SaveStatus.NO_ROOM
+        if isinstance(result, WriteOrder | Closed | OverShare) or result is SaveStatus.NO_ROOM
     ]
     transition.observe(asked.tier, missed)
     transition.observe_entries(entries[item.key] for item in asked.items if item.key in entries)
@@ -157,7 +158,10 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
     start = len(results)
     there, in_flight = t.entries.find, t.in_flight
     sized, stored_bytes = (-1, -1), 0
+    parent: bytes = b""
+    following = asked.items[start - 1].key if start else (asked.ancestors or (b"",))[-1]
     for item in asked.items[start : start + items]:
+        parent, following = following, item.key
         session.reserving -= 1
         taken = there(item.key) is not None or item.key in in_flight
         found = find(transition, item.key) if taken else None
@@ -202,7 +206,15 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
         token = t.next_token
         t.next_token = token + 1
         reservation = Reservation(
-            token, entry, session.session, token_ids, batch, served_ns, expires_ns, asked.ttl_ns
+            token,
+            entry,
+            session.session,
+            token_ids,
+            batch,
+            served_ns,
+            expires_ns,
+            asked.ttl_ns,
+            parent,
         )
         batch.unsettled.add(token)
         t.reservations[token] = reservation
@@ -241,23 +253,29 @@ def most_reserved_bytes(config: StateConfig, ledger: Ledger) -> int:
 
 def make_room(
     transition: Transition, session: Session, coming: Entry, begin: bool
-) -> SaveStatus | Closed | None:
+) -> SaveStatus | Closed | OverShare | None:
     """Evict exactly what an entry more needs; None when it fits, else why it doesn't.
 
     `begin`: its bytes are on their way, and not only announced.
     """
     t = transition.tables
     ledger = t.ledgers[coming.tier]
-    admission = ledger.admission(coming.stored_bytes)
+    admission = ledger.admission(coming.stored_bytes, 1, coming.key)
     if admission is Admission.TOO_LARGE:
         t.counters.too_large_refusals += 1
         return SaveStatus.TOO_LARGE
+    if admission is Admission.ABOVE_SHARES:
+        t.counters.too_large_refusals += 1
+        return OverShare(coming.tier, for_ever=True)
     if coming.tier in t.closed:
         t.counters.closed_refusals += 1
         return Closed(coming.tier, t.closed[coming.tier])
     if admission is Admission.NO_ROOM:
         t.counters.no_room_refusals += 1
         return SaveStatus.NO_ROOM
+    if admission is Admission.OVER_SHARE:
+        t.counters.quota_refusals += 1
+        return OverShare(coming.tier, for_ever=False)
     refusal = _over_share(transition, session, coming, begin)
     if refusal is not None:
         return refusal
@@ -378,7 +396,7 @@ def _publish(transition: Transition, reservation: Reservation) -> None:
     counters = t.tier_counters[entry.tier]
     counters.saves += 1
     counters.saved_bytes += entry.payload_bytes
-    transition.effects.append(IndexPut(entry))
+    transition.effects.append(IndexPut(entry, reservation.parent))
     _settle(transition, reservation, _SAVED, "")
 
 

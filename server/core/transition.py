@@ -179,6 +179,7 @@ class Transition:
         ledgers, unrecorded, stamp_ns = tables.ledgers, tables.unrecorded, tables.stamp_ns
         if not entries:
             return
+        ram_use = tables.config.ram_use
         tier = entries[0].tier
         counters, hit = tables.tier_counters[tier], ledgers[tier].policy.hit
         for entry in entries:
@@ -186,7 +187,7 @@ class Transition:
                 tier = entry.tier
                 counters, hit = tables.tier_counters[tier], ledgers[tier].policy.hit
             entry.last_used_ns = stamp_ns = now_ns if now_ns > stamp_ns else stamp_ns + 1
-            if tier is not _RAM:
+            if ram_use or tier is not _RAM:
                 unrecorded.pop(entry.key, None)
                 unrecorded[entry.key] = entry
             entry.hits += 1
@@ -283,7 +284,7 @@ class Transition:
         entry.published = False
         tables.tier_counters[entry.tier].payload_bytes -= entry.payload_bytes
         tables.unrecorded.pop(entry.key, None)
-        self.effects.append(IndexDelete(entry.key))
+        self.effects.append(IndexDelete(entry))
         erased = self._erased.get(entry.tier)
         if erased is None:
             # Those that follow join it: what is erased sooner than it has to be is no harm.

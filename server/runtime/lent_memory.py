@@ -69,7 +69,7 @@ class LentMemory:
         May take as long as the client likes: a page of its memory may be one that it brings itself
         (userfaultfd, FUSE).
         """
-        ranges = (_Range * len(addresses))(*zip(addresses, lengths, strict=True))
+        ranges = (_Range * len(addresses))(*map(_Range, addresses, lengths))
         with address_of(room, writable=True) as to:
             here = _Range(to, len(room))
             came_bytes = _process_vm_readv(

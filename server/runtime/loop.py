@@ -67,7 +67,7 @@ from .gate import Gate, stopping
 from .health import Health
 from .index import IndexWriter
 from .lag import LoopLag
-from .listeners import EntryListener, Listener
+from .listeners import ChangeListener, EntryListener, Listener, tell_published
 from .recounting import recount
 from .reindexing import Reindexing
 from .store_commands import StoreOrders
@@ -130,6 +130,7 @@ class Core:
         self._last_request = 0
         self._listeners: dict[int, Listener] = {}
         self.entry_listener: EntryListener | None = None
+        self.change_listener = ChangeListener()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns: int | None = None
         self.orders = StoreOrders(
@@ -231,6 +232,7 @@ class Core:
         log.critical("event_failed", event_kind=kind, exc_info=problem)
         self.health.fault("state", what)
         self._reindexing.revoke(self.index, what, replace=False)
+        self.change_listener.lost()
         request = getattr(event, "request", None)
         if request in self._replies:
             self._replies.pop(request).set_result(Refused(PrefixdError(what)))
@@ -336,10 +338,7 @@ class Core:
             except Exception as problem:
                 log.critical("effect_failed", effect=type(effect).__name__, exc_info=problem)
                 self.health.fault("effects", f"{type(effect).__name__} failed: {problem!r}")
-        if self.entry_listener is not None:
-            for effect in effects:
-                if isinstance(effect, IndexPut):
-                    self.entry_listener.published(effect.entry)
+        tell_published(self.entry_listener, effects)
 
     def _change_index(self, effects: list[Effect]) -> None:
         index = self.index
@@ -357,6 +356,7 @@ class Core:
             self._reindexing.revoke(index, why, replace=not self.gate.recounting)
         else:
             self._reindexing.follow(effects)
+        self.change_listener.follow(effects)
 
     def _reindexed(self, index: IndexWriter) -> None:
         self.index.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
@@ -65,6 +65,17 @@ class SharingCounters:
     #: Not offered: too many waited, the engine did not answer, or they left before their turn.
     offers_dropped: int = 0
     touched: int = 0
+
+
+def expiries_ms(last_used_ns: Sequence[int], until_ms: int) -> list[int]:
+    """When entries that were used then may go, the last used at `until_ms`. A chain is used leaf
+    first and root last, all within a moment: a millisecond apart, the engine drops its leaves
+    before its root."""
+    order = sorted(range(len(last_used_ns)), key=lambda n: -last_used_ns[n])
+    expiries = [0] * len(order)
+    for depth, number in enumerate(order):
+        expiries[number] = until_ms - depth
+    return expiries
 
 
 class Memory:

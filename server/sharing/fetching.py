@@ -24,6 +24,13 @@ log = structlog.get_logger("prefixd.sharing")
 
 #: While fetches are busy with so many keys, others bring nothing.
 MAX_FETCHED_KEYS: Final = 64 * MAX_BATCH_KEYS
+#: Of the time of a fetch, what is kept for copying and publishing what the engine brought: what
+#: came in full by then is not lost for what did not.
+_PUBLISHING_SHARE: Final = 0.1
+_PUBLISHING_AT_MOST_S: Final = 0.5
+#: Of that of the engine, what finding may take: a node that hangs must not take the time in which
+#: the others send what they have.
+_FINDING_SHARE: Final = 0.5
 
 
 class Fetcher:
@@ -69,7 +76,8 @@ class Fetcher:
             done.set_result(None)
 
     async def _fetch(self, keys: Sequence[Key], mode: ClaimMode, deadline_s: float) -> int:
-        found = await self._link.call(lambda: self._link.store.find(keys, deadline_s))
+        deadline_s, find_by_s = _deadlines_of_the_engine(monotonic(), deadline_s)
+        found = await self._link.call(lambda: self._link.store.find(keys, find_by_s))
         brought = 0
         before: list[Key] = []
         for batch in _batches(_found(found, mode), self._link.config.memory_bytes):
@@ -149,6 +157,13 @@ class Fetcher:
             for entry in saved:
                 self._link.known.remember(entry.key)
         return len(saved)
+
+
+def _deadlines_of_the_engine(now_s: float, deadline_s: float) -> tuple[float, float]:
+    """Until when a fetch that ends at `deadline_s` waits for payloads, and for what there is."""
+    left_s = max(0.0, deadline_s - now_s)
+    get_s = left_s - min(_PUBLISHING_SHARE * left_s, _PUBLISHING_AT_MOST_S)
+    return now_s + get_s, now_s + _FINDING_SHARE * get_s
 
 
 def _wanted_after(keys: Sequence[Key], mode: ClaimMode, here: Callable[[Key], bool]) -> list[Key]:

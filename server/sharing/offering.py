@@ -16,7 +16,7 @@ from ...proto.vocabulary import Tier
 from ...tiers.store import Damaged, StoreError, Usage
 from ..core.entries import Entry
 from ..runtime.loop import Core
-from .common import BATCH_BYTES, Link, WritePolicy
+from .common import BATCH_BYTES, Link, WritePolicy, expiries_ms
 from .fetching import Fetcher
 from .store import Offer, Outcome, SharedEntry
 
@@ -103,7 +103,7 @@ class Offers:
     async def _touch_some(self) -> None:
         some, self._touches = self._touches[:MAX_BATCH_KEYS], self._touches[MAX_BATCH_KEYS:]
         if some:
-            expiries = self._expiries([used_ns for _, used_ns in some])
+            expiries = expiries_ms([used_ns for _, used_ns in some], self._until_ms())
             pairs = [(key, until) for (key, _), until in zip(some, expiries, strict=True)]
             deadline_s = monotonic() + _OFFER_TIMEOUT_S
             await self._link.call(lambda: self._link.store.touch(pairs, deadline_s))
@@ -143,7 +143,7 @@ class Offers:
             for offer, copy in zip(some, copies, strict=True)
             if copy is not None and _unchanged(offer)
         ]
-        expiries = self._expiries([offer.last_used_ns for offer, _ in ready])
+        expiries = expiries_ms([offer.last_used_ns for offer, _ in ready], self._until_ms())
         offers = [
             Offer(_shared(offer.entry), [memoryview(copy)], until_ms)
             for (offer, copy), until_ms in zip(ready, expiries, strict=True)
@@ -159,6 +159,10 @@ class Offers:
                 self._link.counters.refused += 1
         unsent = len(some) - len(offers) + outcomes.count(Outcome.UNAVAILABLE)
         self._link.counters.offers_dropped += unsent
+
+    def _until_ms(self) -> int:
+        """When the engine may drop what is used now."""
+        return self._link.known.now_ms() + self._link.config.life_ms
 
     async def _copies(self, some: Sequence[_Waiting]) -> list[bytes | None]:
         """Payloads, each as it was while it was copied; tier by tier, on the threads of its
@@ -185,16 +189,6 @@ class Offers:
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(executor, copy, tier, numbers)
         return [copies[number] for number in range(len(some))]
-
-    def _expiries(self, last_used_ns: Sequence[int]) -> list[int]:
-        """When entries that were used then may go. A chain is used leaf first and root last, all
-        within a moment: a millisecond apart, the engine drops its leaves before its root."""
-        order = sorted(range(len(last_used_ns)), key=lambda n: -last_used_ns[n])
-        until_ms = self._link.known.now_ms() + self._link.config.life_ms
-        expiries = [0] * len(order)
-        for depth, number in enumerate(order):
-            expiries[number] = until_ms - depth
-        return expiries
 
 
 def _unchanged(offer: _Waiting) -> bool:

@@ -17,6 +17,9 @@ from time import monotonic
 from typing import Final, Protocol
 
 from ...client import ClaimMode, Client, MissReason
+from ...client.counters import Counters
+from ...client.wire.channel import Security
+from ...client.wire.data_transport import DataTransport
 from ...proto.keys import Key
 from ...proto.layout import crc32c
 from .record import HEADER_BYTES, decode_header, encode_header
@@ -29,8 +32,20 @@ MAX_ADDRESS_BYTES: Final = 255
 #: Nodes that this one is connected with at a time.
 MAX_PEERS: Final = 64
 _CONNECT_TIMEOUT_MS: Final = 1_000
+#: A node that nobody asked for so long is not said to be gone: it may be for good.
+_TOLD_FOR_S: Final = 60.0
 #: `host:port`: no Unix socket of this host, nor anything else that a client would take.
 _ADDRESS: Final = re.compile(rb"[A-Za-z0-9.\-\[\]:]{1,249}:[0-9]{1,5}")
+
+
+def peer_security(ca: str, cert: str, key: str, token_file: str) -> Security:
+    """Who a node is to its peers, and whom it trusts: files. Raises ConfigError for what can't be
+    used as they are now; they are read anew with each connection."""
+    options = ("shared.peer_ca", "server.tls_cert", "server.tls_key", "shared.peer_token_file")
+    security = Security(ca, cert, key, token_file, names=options)
+    security.channel_credentials()
+    security.context()
+    return security
 
 
 class Peer(Protocol):
@@ -46,19 +61,32 @@ class Peer(Protocol):
 class DaemonPeer:
     """A daemon, over TCP."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, security: Security) -> None:
         """Connects in the background. Raises ConfigError for what is no address."""
-        self._client = Client(
+        counters = Counters()
+        self._transport = DataTransport(
             address,
-            name="a peer",
-            local=False,
+            "a peer",
+            counters=counters,
             connect_timeout_ms=_CONNECT_TIMEOUT_MS,
+            security=security,
+        )
+        self._client = Client(
+            transport=self._transport,
+            counters=counters,
             shared_wait_ms=0,  # what it would have to ask others for is not its own
         )
+        self._asked_at_s = monotonic()
+
+    @property
+    def problem(self) -> str:
+        """Why it could not be asked lately; empty: it could, or nobody did."""
+        return self._transport.why_down if monotonic() - self._asked_at_s < _TOLD_FOR_S else ""
 
     def read(self, wanted: Sequence[Wanted], deadline_s: float) -> list[Outcome]:
         outcomes = [Outcome.UNAVAILABLE] * len(wanted)
-        left_ms = round(1e3 * (deadline_s - monotonic()))
+        self._asked_at_s = monotonic()
+        left_ms = round(1e3 * (deadline_s - self._asked_at_s))
         if left_ms < 1:
             return outcomes
         keys = [want.entry.key for want in wanted]
@@ -95,9 +123,11 @@ class PeerStore(SharedStore):
 
     holds_payloads = False
 
-    def __init__(self, engine: RedisStore, here: str) -> None:
-        """Owns `engine`. `here`: how other nodes reach this daemon, `host:port`."""
+    def __init__(self, engine: RedisStore, here: str, security: Security) -> None:
+        """Owns `engine`. `here`: how other nodes reach this daemon, `host:port`. `security`: who
+        this one is to them, and whom it trusts."""
         self._engine: Final = engine
+        self._security: Final = security
         self._here: Final = here.encode()
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, DaemonPeer] = OrderedDict()
@@ -149,7 +179,7 @@ class PeerStore(SharedStore):
             peer = self._peers.get(location)
             if peer is None:
                 try:
-                    peer = self._peers[location] = DaemonPeer(location)
+                    peer = self._peers[location] = DaemonPeer(location, self._security)
                 except ValueError:
                     return None
                 if len(self._peers) > MAX_PEERS:
@@ -180,7 +210,10 @@ class PeerStore(SharedStore):
         return self._engine.problems()
 
     def health(self) -> dict[str, str]:
-        return self._engine.health()
+        with self._lock:
+            peers = list(self._peers.items())
+        problems = {f"peer {name}": peer.problem for name, peer in peers if peer.problem}
+        return self._engine.health() | problems
 
     def close(self) -> None:
         with self._lock:

@@ -55,7 +55,7 @@ KINDS = [
 
 DATA_KINDS = [
     field.name
-    for field in pb.DataRequest.DESCRIPTOR.fields
+    for field in pb.DataRequest.DESCRIPTOR.oneofs_by_name["kind"].fields
     if leads_to_a_session(field.message_type)
 ]
 

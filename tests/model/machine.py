@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from prefixd.proto.entry import EntryRecord
+from prefixd.proto.namespaces import TAG_BYTES
 from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
@@ -21,6 +22,7 @@ from prefixd.server.core.tables import StateConfig
 from prefixd.tiers.eviction.lru import LRU
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.ledger import Admission, Ledger
+from prefixd.tiers.shares import Share
 from prefixd.tiers.store import StoredEntry
 from tests.model.twin import Twin, TwinLimits, TwinTier
 from tests.model.witness import NAMES, Witness, facts_of, key_of, keys_of, name_of
@@ -87,9 +89,12 @@ def one_usage(said: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 class MetaStateMachine(RuleBasedStateMachine):
-    """See the module. `max_steps`: what an event does at most of work that can wait."""
+    """See the module. `max_steps`: what an event does at most of work that can wait. `shares`: of
+    each tier, by namespace, and `parts`: which keys are of which."""
 
     max_steps = 4096
+    shares: ClassVar[dict[str, dict[str, int]]] = {"ram": {}, "shm": {}, "disk": {}}
+    parts: ClassVar[dict[str, str]] = {}
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,6 +112,7 @@ class MetaStateMachine(RuleBasedStateMachine):
                 RAM_BYTES,
                 LRU(RAM_BYTES),
                 extents=ExtentAllocator(RAM_SECURED_BYTES, RAM_SLAB_BYTES),
+                shares=self.shares_of("ram"),
             ),
             Tier.SHM: Ledger(
                 Tier.SHM,
@@ -116,14 +122,28 @@ class MetaStateMachine(RuleBasedStateMachine):
                 extents=ExtentAllocator(
                     SHM_HEADER_BYTES + SHM_BYTES, SHM_SLAB_BYTES, SHM_HEADER_BYTES
                 ),
+                shares=self.shares_of("shm"),
             ),
             Tier.DISK: Ledger(
                 Tier.DISK,
                 DISK_BYTES,
                 LRU(DISK_BYTES),
                 max_reserved_bytes=DISK_IN_FLIGHT_BYTES,
+                shares=self.shares_of("disk"),
             ),
         }
+        for ledger in ledgers.values():
+            if ledger.shares is not None:
+                # Keys go by a letter here, and end in eight of it.
+                numbers = {name: n for n, name in enumerate(ledger.shares.namespaces, 1)}
+                ledger.shares._numbers.clear()
+                ledger.shares._numbers.update(
+                    {
+                        key_of(letter)[-TAG_BYTES:]: numbers[part]
+                        for letter, part in self.parts.items()
+                        if part in numbers
+                    }
+                )
         self.state = MetaState(
             StateConfig(
                 session_lost_after_ns=LIMITS.lost_after,
@@ -143,13 +163,30 @@ class MetaStateMachine(RuleBasedStateMachine):
         )
         self.twin = Twin(
             {
-                "ram": TwinTier(RAM_BYTES, RAM_SECURED_BYTES, 0, ram_cost, False, 0),
-                "shm": TwinTier(SHM_BYTES, SHM_BYTES, SHM_ENTRIES, shm_cost, False, 0),
-                "disk": TwinTier(DISK_BYTES, DISK_BYTES, 0, disk_cost, True, DISK_IN_FLIGHT_BYTES),
+                "ram": TwinTier(
+                    RAM_BYTES, RAM_SECURED_BYTES, 0, ram_cost, False, 0, self.shares["ram"]
+                ),
+                "shm": TwinTier(
+                    SHM_BYTES, SHM_BYTES, SHM_ENTRIES, shm_cost, False, 0, self.shares["shm"]
+                ),
+                "disk": TwinTier(
+                    DISK_BYTES,
+                    DISK_BYTES,
+                    0,
+                    disk_cost,
+                    True,
+                    DISK_IN_FLIGHT_BYTES,
+                    self.shares["disk"],
+                ),
             },
             LIMITS,
+            self.parts,
         )
         self.witness = Witness(self.state)
+
+    def shares_of(self, tier: str) -> list[Share]:
+        shares = self.shares[tier].items()
+        return [Share(name, share_bytes, LRU(share_bytes)) for name, share_bytes in shares]
 
     # ---- both at once
 
@@ -212,10 +249,14 @@ class MetaStateMachine(RuleBasedStateMachine):
             for entries in (1, SHM_ENTRIES, SHM_ENTRIES + 1):
                 too_many = 0 < ledger.max_entries < entries
                 assert (ledger.admission(1, entries) is Admission.TOO_LARGE) == too_many
-            victims = [tables.entries[key] for key in ledger.victims()]
-            assert [name_of(entry.key) for entry in victims] == twin.order[tier.label]
-            stamps = [entry.last_used_ns for entry in victims]
-            assert stamps == sorted(set(stamps)), "the order would not survive a restart"
+            for part in ("", *self.shares[tier.label]):
+                names = [""] if ledger.shares is None else ["", *ledger.shares.namespaces]
+                of_part = ledger.policy.orders()[names.index(part)]
+                victims = [tables.entries[key] for key in of_part.victims()]
+                expected = [k for k in twin.order[tier.label] if twin.part(tier.label, k) == part]
+                assert [name_of(entry.key) for entry in victims] == expected
+                stamps = [entry.last_used_ns for entry in victims]
+                assert stamps == sorted(set(stamps)), "the order would not survive a restart"
         assert set(map(name_of, tables.entries)) == twin.entries.keys()
         assert tables.claims.keys() == twin.claims.keys()
         assert tables.reservations.keys() == twin.saves.keys()

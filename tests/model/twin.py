@@ -8,7 +8,7 @@ It counts by looking at everything again, each time. What it says has the form o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 #: An answer, or the saves that it waits for: the mode, and their tokens by the places of the keys.
@@ -23,6 +23,7 @@ class TwinTier:
     cost: Callable[[int, int], int]  # payload and token id bytes -> bytes of the budget
     slow: bool  # says later whether it could
     in_flight: int  # bytes that may be reserved at once, but for one save alone; 0: all of them
+    shares: dict[str, int] = field(default_factory=dict)  # of a part, which keys are of by name
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,11 @@ class TwinLimits:
 
 
 class Twin:
-    def __init__(self, tiers: dict[str, TwinTier], limits: TwinLimits) -> None:
+    def __init__(
+        self, tiers: dict[str, TwinTier], limits: TwinLimits, parts: dict[str, str] | None = None
+    ) -> None:
         self.tiers = tiers
+        self.parts = parts or {}  # of keys that are of one: which
         self.limits = limits
         self.now = 0
         self.credit = 0
@@ -189,6 +193,9 @@ class Twin:
         mine = [key for key in seen if self.readable(key)]
         if not mine:
             return ("claim", 0, lease, found, [False] * len(seen))
+        new = [self.entries[key] for key in mine if not self.entries[key]["pins"]]
+        if not all(self.may_fix(tier, new) for tier in self.tiers):
+            return ("refused", "limit_reached")
         self.claimed += 1
         for key in reversed(mine):
             self.use(key)
@@ -308,10 +315,67 @@ class Twin:
         self.say("delete", key)
         self.say("erase", entry["tier"], key)
 
-    def make_room(self, tier: str, cost: int) -> Any:
+    def share(self, tier: str, part: str, dimension: int) -> int:
+        rules = self.tiers[tier]
+        share, whole = rules.shares.get(part, 0), sum(rules.shares.values())
+        if whole > rules.limit:
+            share = share * rules.limit // whole
+        return rules.cap * share // rules.limit if dimension else share
+
+    def taken(self, tier: str, part: str, dimension: int, fixed: bool) -> int:
+        """Bytes, or entries, that a part has of a tier, or that can't leave."""
+        there = [*self.entries.values(), *self.condemned, *self.saves.values()]
+        mine = [e for e in there if e["tier"] == tier and self.part(tier, e["key"]) == part]
+        if fixed:
+            mine = [e for e in mine if e.get("pins", 1)]
+        return len(mine) if dimension else sum(e["cost"] for e in mine)
+
+    def part(self, tier: str, key: str) -> str:
+        part = self.parts.get(key, "")
+        return part if part in self.tiers[tier].shares else ""
+
+    def may_fix(self, tier: str, new: list[dict[str, Any]]) -> bool:
+        rules = self.tiers[tier]
+        if not rules.shares:
+            return True
+        for dimension, whole in enumerate((rules.limit, rules.cap)):
+            above = left = 0
+            for part in ("", *rules.shares):
+                mine = [e for e in new if e["tier"] == tier and self.part(tier, e["key"]) == part]
+                fixed = self.taken(tier, part, dimension, fixed=True)
+                fixed += len(mine) if dimension else sum(e["cost"] for e in mine)
+                share = self.share(tier, part, dimension)
+                above += max(0, fixed - share)
+                left += share
+            if (dimension == 0 or rules.cap) and above > whole - left:
+                return False
+        return True
+
+    def next_out(
+        self, tier: str, key: str | None = None, cost: int = 0, *, below: bool = False
+    ) -> str | None:
+        """Whoever leaves for this key."""
+        rules, order = self.tiers[tier], self.order[tier]
+        if not rules.shares:
+            return order[0] if order else None
+        dimension = 0 if key is None or self.used(tier)[0] + cost > rules.limit else 1
+        best = None
+        for part in ("", *rules.shares):
+            mine = [each for each in order if self.part(tier, each) == part]
+            above = self.taken(tier, part, dimension, False) - self.share(tier, part, dimension)
+            if key is not None and self.part(tier, key) == part:
+                above += 1 if dimension else cost
+            if mine and (above > 0 or below) and (best is None or above > best[0]):
+                best = above, mine[0]
+        return None if best is None else best[1]
+
+    def make_room(self, tier: str, key: str, cost: int) -> Any:
         rules = self.tiers[tier]
         if cost > rules.budget:
             return "too large"
+        mine = rules.shares.get(self.part(tier, key), 0)
+        if rules.shares and cost > rules.budget - sum(rules.shares.values()) + mine:
+            return ("over share", tier, True)
         if tier in self.closed:
             return ("closed", tier, self.closed[tier])
         used, entries = self.used(tier)
@@ -319,10 +383,14 @@ class Twin:
         reserved = [save["cost"] for save in self.saves.values() if save["tier"] == tier]
         if rules.in_flight and reserved and sum(reserved) + cost > rules.in_flight:
             return "no room"
+        if not self.may_fix(tier, [{"tier": tier, "key": key, "cost": cost}]):
+            return ("over share", tier, False)
         if used - free + cost > rules.limit or (rules.cap and entries - gone + 1 > rules.cap):
             return "no room"
         while used + cost > rules.limit or (rules.cap and entries + 1 > rules.cap):
-            self.leave(self.order[tier][0])
+            victim = self.next_out(tier, key, cost)
+            assert victim is not None
+            self.leave(victim)
             used, entries = self.used(tier)
         return None
 
@@ -332,9 +400,11 @@ class Twin:
             return
         victims = freed = 0
         while freed < free and victims < most and self.order[tier]:
-            freed += self.entries[self.order[tier][0]]["cost"]
+            victim = self.next_out(tier, below=True)
+            assert victim is not None
+            freed += self.entries[victim]["cost"]
             victims += 1
-            self.leave(self.order[tier][0])
+            self.leave(victim)
         more = freed >= free or victims == most
         self.say("reply", request, ("evict", victims, freed, more))
 
@@ -390,7 +460,7 @@ class Twin:
         if self.saver_of(key):
             return self.find(key)
         cost = self.tiers[tier].cost(payload, token_ids)
-        refusal = self.make_room(tier, cost)
+        refusal = self.make_room(tier, key, cost)
         if refusal:
             return refusal
         self.reserved += 1
@@ -572,10 +642,18 @@ class Twin:
             if full or not self.gives_way(tier, one["key"]):
                 self.say("erase", tier, one["key"])
                 continue
+            room = True
             while self.used(tier)[0] + cost > rules.limit or (
                 rules.cap and self.used(tier)[1] >= rules.cap
             ):
-                self.leave(self.order[tier][0])
+                victim = self.next_out(tier, one["key"], cost)
+                if victim is None:
+                    room = False
+                    break
+                self.leave(victim)
+            if not room:
+                self.say("erase", tier, one["key"])
+                continue
             self.entries[one["key"]] = {
                 "key": one["key"],
                 "tier": tier,

@@ -88,7 +88,8 @@ class Witness:
                     )
                     self.free(entry.tier, writer.location, ("save", writer.token))
                 self.take(entry.tier, entry.location, ("entry", entry.key))
-            case fx.IndexDelete(key):
+            case fx.IndexDelete():
+                key = effect.key
                 if starting and key not in self.index:
                     return  # a row of an earlier start
                 entry = self.index.pop(key)
@@ -198,8 +199,8 @@ def plain(effect: fx.Effect) -> tuple[Any, ...]:
             return ("reply", request, plain_answer(answer))
         case fx.IndexPut(entry):
             return ("put", name_of(entry.key))
-        case fx.IndexDelete(key):
-            return ("delete", name_of(key))
+        case fx.IndexDelete():
+            return ("delete", name_of(effect.key))
         case fx.Commit(tier, tokens):
             return ("commit", tier.label, list(tokens))
         case fx.StopWriting(token):
@@ -269,5 +270,7 @@ def plain_reserved(reserved: an.Reserved) -> Any:
             return plain_found(reserved)
         case an.Closed(tier, state):
             return ("closed", tier.label, state.value)
+        case an.OverShare(tier, for_ever):
+            return ("over share", tier.label, for_ever)
         case _:
             return reserved.name.lower().replace("_", " ")

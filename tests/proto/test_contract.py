@@ -67,8 +67,11 @@ COUNTS = {
     "times",
     "remembered_events",
     "unknown_entries",
+    "pieces",
 }
 NAMES = {
+    "token_address",
+    "addresses",
     "session_id",
     "claim_id",
     "claim_ids",

@@ -14,6 +14,7 @@ from typing import Any, Final
 from weakref import finalize
 
 from prefixd.proto.errors import PrefixdError
+from prefixd.server.api.access import Access
 from prefixd.server.api.calls import CallerGone, Process, cut_off_with, error_of
 from prefixd.server.core.answers import EvictAnswer
 from prefixd.server.core.events import EvictAsked
@@ -46,6 +47,7 @@ class Caller:
 
     def __init__(self, process: Process | None) -> None:
         self.process = process
+        self.access: Access | None = None
         self._callbacks: list[Callable[[bool], None]] = []
         self._gone: bool | None = None
 

@@ -129,6 +129,26 @@ def test_nothing_waits_for_the_device_without_sync(
     placed.store.probe()
 
 
+def test_the_names_that_lead_to_a_new_tier_are_made_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory whose own name is lost is lost with all that was synced in it."""
+    synced: list[str] = []
+    real_fsync = os.fsync
+
+    def fsync(fd: int) -> None:
+        synced.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
+        real_fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    path = tmp_path / "new" / "deeper" / "tier"
+    DiskStore(path, budget(8, DiskStore), SLAB).close()
+    assert {str(path), *map(str, list(path.parents)[:3])} <= set(synced)
+    synced.clear()
+    DiskStore(path, budget(8, DiskStore), SLAB, sync=False).close()
+    assert synced == []
+
+
 # ---- many at once
 
 

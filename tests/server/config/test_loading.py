@@ -112,11 +112,10 @@ def test_remote_tcp_needs_no_consent_with_tls_and_somebody_to_ask() -> None:
         assert load(*tls, asked).server.tcp == "0.0.0.0:7070"
 
 
-def test_with_tls_there_is_no_data_socket() -> None:
-    """It has neither encryption nor roles."""
-    assert load("--tcp", "127.0.0.1:70").server.data_address() == "127.0.0.1:0"
-    tls = ("--tcp", "127.0.0.1:70", "--server.tls_cert=c", "--server.tls_key=k")
-    assert load(*tls).server.data_address() == ""
+def test_the_data_socket_is_secured_like_tcp() -> None:
+    tls = ("--tcp=0.0.0.0:70", "--server.tls_cert=c", "--server.tls_key=k", "--server.tokens=t")
+    assert load(*tls).server.data_address() == "0.0.0.0:0"
+    assert load(*tls, "--server.data=0.0.0.0:71").server.data_address() == "0.0.0.0:71"
 
 
 def test_remote_tcp_is_possible_on_purpose() -> None:
@@ -306,12 +305,17 @@ def test_a_flag_that_takes_no_value() -> None:
         ),
         (["--server.tls_cert=c", "--server.tls_key=k"], "server.tls_cert and server.tcp"),
         (
-            [
-                *("--tcp=127.0.0.1:7", "--server.data=127.0.0.1:8"),
-                *("--server.tls_cert=c", "--server.tls_key=k"),
-            ],
-            "server.data and server.tls_cert",
+            ["--shared.payloads=nodes", "--shared.peer_ca=c"],
+            "shared.peer_ca and server.tls_cert",
         ),
+        (
+            [
+                *("--tcp=127.0.0.1:7", "--server.tls_cert=c", "--server.tls_key=k"),
+                "--shared.payloads=nodes",
+            ],
+            "shared.peer_ca and server.tls_cert",
+        ),
+        (["--shared.peer_token_file=t"], "shared.peer_token_file and shared.peer_ca"),
     ],
 )
 def test_options_that_contradict_each_other(argv: list[str], keys: str) -> None:
@@ -445,3 +449,26 @@ def test_files_that_are_not_there_are_found_before_a_start(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"server\.tls_cert: .*/cert is no file") as refused:
         load("--check-config", *places, *tls)
     assert "server.tls_key: " in str(refused.value)
+
+
+@pytest.mark.parametrize(("low", "high"), [("0.9", "0.9"), ("0.95", "0.5")])
+def test_watermarks_that_contradict_each_other_are_refused(low: str, high: str) -> None:
+    (line,) = refusal(f"--pressure.low_watermark={low}", f"--pressure.high_watermark={high}")
+    assert line.startswith("pressure.low_watermark and pressure.high_watermark: pressure begins")
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--pressure.source=swap",
+        "--pressure.source=os:system()",
+        "--pressure.tiers=ram,ram",
+        "--pressure.tiers=vram",
+        "--pressure.high_watermark=0",
+        "--pressure.max_stalled=2",
+        "--pressure.interval=1ms",
+    ],
+)
+def test_what_pressure_can_not_be_is_refused_by_its_option(flag: str) -> None:
+    (line,) = refusal(flag)
+    assert line.startswith(flag[2:].partition("=")[0])

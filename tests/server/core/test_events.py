@@ -18,7 +18,7 @@ UNIONS = {events: events.Event, effects: effects.Effect, answers: answers.Answer
 PARTS = {
     events: {events.SaveItem},
     effects: set(),
-    answers: {answers.FlightInfo, answers.Closed},
+    answers: {answers.FlightInfo, answers.Closed, answers.OverShare},
 }
 
 

@@ -334,8 +334,8 @@ class Scenario:
                 return self.describe_answer(f"#{request}", answer)
             case fx.IndexPut(entry):
                 return [f"+ {name_of(entry.key)} in {entry.tier.label}"]
-            case fx.IndexDelete(key):
-                return [f"- {name_of(key)}"]
+            case fx.IndexDelete():
+                return [f"- {name_of(effect.key)}"]
             case fx.Erase(tier, entries):
                 return [f"  {tier.label} erases {' '.join(name_of(e.key) for e in entries)}"]
             case fx.Commit(tier, tokens):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from prefixd.proto.vocabulary import ClaimMode, Tier
 from prefixd.server.core import answers as an
 from prefixd.server.core import effects as fx
@@ -156,6 +158,20 @@ def test_use_is_handed_over_once_in_order_of_use() -> None:
     assert [(usage.entry.key, usage.hits) for usage in disk.usages] == [(key("c"), 1)]
     assert shm.usages[1].last_used_ns == driver.entry("a").last_used_ns
     assert driver.tick(flush=True) == []
+
+
+@pytest.mark.parametrize("ram_use", [False, True])
+def test_use_of_ram_is_handed_over_where_it_is_wanted(ram_use: bool) -> None:
+    """However long after it was saved."""
+    driver = Driver(ram_use=ram_use)
+    session = driver.open()
+    driver.save(session, "a b")
+    driver.tick(flush=True)
+    driver.claim(session, "a")
+    driver.touch("b")
+    driver.tick(flush=True)
+    handed = [u.entry.key for found in driver.of_kind(fx.RecordUsage) for u in found.usages]
+    assert names(handed) == ("a b" if ram_use else "")
 
 
 def test_a_tick_without_flush_hands_nothing_over() -> None:

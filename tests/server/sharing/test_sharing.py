@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
@@ -48,6 +49,44 @@ class Elsewhere(SharedStore):
 
     def close(self) -> None:
         pass
+
+
+class Halting(Elsewhere):
+    """One that sends the first payload of a call and then nothing until the deadline."""
+
+    def __init__(self) -> None:
+        self.find_by_s = self.get_by_s = 0.0
+        self.closed = threading.Event()
+
+    def find(self, keys: Sequence[Key], deadline_s: float) -> list[SharedEntry | None]:
+        self.find_by_s = deadline_s
+        return super().find(keys, deadline_s)
+
+    def get(self, wanted: Sequence[Wanted], deadline_s: float) -> list[Outcome]:
+        self.get_by_s = deadline_s
+        outcomes = super().get(wanted[:1], deadline_s)
+        self.closed.wait(deadline_s - monotonic())
+        return outcomes + [Outcome.UNAVAILABLE] * (len(wanted) - 1)
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+@in_loop
+async def test_what_came_in_full_by_the_deadline_is_kept(tmp_path: Path) -> None:
+    store = Halting()
+    async with running(tmp_path) as daemon:
+        sharing = await Sharing.begin(daemon.core, store, CONFIG)
+        try:
+            deadline_s = monotonic() + 1.0
+            assert await sharing.fetch([key(1), key(2)], ClaimMode.RUN, deadline_s) == 1
+            session = await daemon.open()
+            assert await session.restore(key(1)) == DATA
+            await session.close()
+            assert sharing.counts()["unavailable"] == 1
+        finally:
+            await sharing.close()
+    assert store.find_by_s < store.get_by_s < deadline_s, "the rest is for publishing"
 
 
 @in_loop
