@@ -441,8 +441,7 @@ class RemoteTransport(NothingInPlace):
         if link.ref != ref:
             raise UnknownStaging("the session that it was handed to has ended")
         tokens = [holding.number for holding, _ in reservations]
-        reserved = pb.StagedReservations(session=ref, tokens=tokens)
-        opening = pb.SaveStagedRequest(reserved=reserved)
+        opening = pb.SaveStagedRequest(reserved=pb.StagedReservations(session=ref, tokens=tokens))
         results = self._call_held("SaveStaged", link, lambda: stage(opening, payloads, deadline))
         return messages.outcomes_of([key for _, key in reservations], results)
 
