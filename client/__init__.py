@@ -52,47 +52,25 @@ if TYPE_CHECKING:
 
 #: Where each name comes from.
 _HOMES = {
-    "AsyncReservation": ".aio",
-    "AsyncHit": ".aio",
-    "DeleteStatus": "..proto.vocabulary",
-    "extend_chain": "..proto.keys",
-    "block_keys": "..proto.keys",
-    "prefix_keys": "..proto.keys",
-    "prefix_key": "..proto.keys",
-    "ForeignNamespace": "..proto.keys",
-    "errors": "..proto",
-    "Adapter": "..proto.keys",
-    "Key": "..proto.keys",
-    "Namespace": "..proto.keys",
-    "context_hash": "..proto.keys",
-    "SaveReason": "..proto.vocabulary",
-    "Tier": "..proto.vocabulary",
-    "AsyncClient": ".aio",
-    "Client": ".client",
-    "Hit": ".hits",
-    "SavePolicy": ".policy",
-    "ClaimMode": "..proto.vocabulary",
-    "Entry": ".results",
-    "Found": ".results",
-    "MissReason": "..proto.vocabulary",
-    "Presence": "..proto.vocabulary",
-    "ReserveStatus": ".results",
-    "RestoreResult": ".results",
-    "SaveOutcome": ".results",
-    "SaveStatus": "..proto.vocabulary",
-    "ReserveItem": ".wire.transport",
-    "BlockChain": ".search",
-    "Reservation": ".saves",
-    "SaveItem": ".saves",
-    "AsyncWatch": ".watch",
-    "Cleared": ".watch",
-    "Disconnected": ".watch",
-    "Evicted": ".watch",
-    "Published": ".watch",
-    "ResidentKeys": ".watch",
-    "Synced": ".watch",
-    "Watch": ".watch",
-    "WatchPosition": ".watch",
+    name: module
+    for module, names in {
+        "..proto": "errors",
+        "..proto.keys": "Adapter ForeignNamespace Key Namespace block_keys context_hash "
+        "extend_chain prefix_key prefix_keys",
+        "..proto.vocabulary": "ClaimMode DeleteStatus MissReason Presence SaveReason SaveStatus "
+        "Tier",
+        ".aio": "AsyncClient AsyncHit AsyncReservation",
+        ".client": "Client",
+        ".hits": "Hit",
+        ".policy": "SavePolicy",
+        ".results": "Entry Found ReserveStatus RestoreResult SaveOutcome",
+        ".saves": "Reservation SaveItem",
+        ".search": "BlockChain",
+        ".watch": "AsyncWatch Cleared Disconnected Evicted Published ResidentKeys Synced Watch "
+        "WatchPosition",
+        ".wire.transport": "ReserveItem",
+    }.items()
+    for name in names.split()
 }
 
 __all__ = [  # each is there once it is asked for
