@@ -420,7 +420,7 @@ def checked_keys(keys: Sequence[Key]) -> list[Key]:
 
 
 def _wanted_tokens(token_counts: Sequence[int | None] | None, mode: ClaimMode) -> int:
-    """What a full hit would have: of the longest prefix, or of all blocks; 0: nobody said."""
+    """What a full hit would have: of the longest prefix, or of all blocks; 0: not known."""
     known = [count or 0 for count in token_counts or ()]
     if mode is ClaimMode.FIRST:
         return max(known, default=0)

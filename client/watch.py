@@ -7,7 +7,7 @@
 
 A connection that breaks is made again, and goes on behind the last event if the daemon still knows
 what came after it; if not, everything is told anew. Watching is the operators' and takes no
-session: whoever knows a key can read its entry.
+session: a client that knows a key can read its entry.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _OPTIONS: Final = [
     ("grpc.keepalive_time_ms", _PING_MS),
     ("grpc.keepalive_timeout_ms", _PING_MS),
     ("grpc.http2.max_pings_without_data", 0),
-    # A connection of its own: what this one does not read holds up nobody else.
+    # A connection of its own: what this one does not read delays no other.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 ]

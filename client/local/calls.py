@@ -24,7 +24,7 @@ class Line:
     """One connection. Not thread-safe."""
 
     def __init__(self, path: str, session: pb.SessionRef, timeout_s: float) -> None:
-        """Says whose it is before anything else. Raises OSError when nobody listens there."""
+        """Says whose it is before anything else. Raises OSError if no daemon listens there."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._frames = local.Frames(pb.LocalResponse.FromString)
         try:

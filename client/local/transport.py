@@ -71,7 +71,7 @@ class LocalTransport:
         #: The session that `_node` was handed over to.
         self._link: Link | None = None
         self._node: LocalNode | None = None
-        #: Before this moment, on the monotonic clock, nobody asks for a hand-over.
+        #: Before this moment, on the monotonic clock, no hand-over is asked for.
         self._not_before_s = 0.0
         #: The same for an index in place of one that was revoked.
         self._no_index_before_s = 0.0

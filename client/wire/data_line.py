@@ -37,7 +37,7 @@ from .sinks import Rooms, Sink
 logger = logging.getLogger("prefixd.client")
 T = TypeVar("T")
 
-#: Once a daemon took no connection, nobody tries for so long.
+#: After a daemon took no connection, none is tried for so long.
 _AGAIN_AFTER_S: Final = 5.0
 #: What is read ahead, of messages and maybe of the bytes behind them.
 _AHEAD_BYTES: Final = 16 * 2**10
@@ -53,7 +53,7 @@ class DataLine:
     with."""
 
     def __init__(self, place: Place, timeout_s: float) -> None:
-        """Raises OSError when nobody listens there, or nobody whom it is to trust."""
+        """Raises OSError if no daemon listens there, or none that is to be trusted."""
         self._wire = connected(place, timeout_s)
         self._until_s = 0.0
         # With the first request.
@@ -209,13 +209,13 @@ class DataCalls(Lines[DataLine]):
         super().__init__(instead)
         self._place = place
         self._counters = counters
-        #: Before this moment, on the monotonic clock, nobody tries to connect.
+        #: Before this moment, on the monotonic clock, no connection is tried.
         self._not_before_s = 0.0
 
     def _connect(self, timeout_s: float) -> DataLine:
         if time.monotonic() < self._not_before_s:
             self._counters.add("data_fallbacks")
-            raise NoLine("nobody took the last connection")
+            raise NoLine("the daemon took no connection a moment ago")
         try:
             # Half of the time is left for asking over gRPC.
             return DataLine(self._place, min(timeout_s / 2, CONNECT_S))

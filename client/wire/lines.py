@@ -32,6 +32,7 @@ class Closable(Protocol):
 
 
 LineT = TypeVar("LineT", bound=Closable)
+T = TypeVar("T")
 
 
 class Lines(ABC, Generic[LineT]):
@@ -113,29 +114,30 @@ class Lines(ABC, Generic[LineT]):
         for line in idle:
             line.close()
 
-    def _ask(self, name: str, request: object, timeout_s: float) -> Any:
+    def _ask(self, name: str, request: object, _answer: type[T], timeout_s: float) -> T:
         deadline = Deadline(timeout_s * 1e3)
         kind = name.lower()
         try:
             with self.line(timeout_s) as line:
                 self._send(line, kind, request, timeout_s)
-                return getattr(self._receive(line, timeout_s), kind)
+                answer: T = getattr(self._receive(line, timeout_s), kind)
         except NoLine:
-            return getattr(self._instead, name)(request, timeout=deadline.left_s())
+            answer = getattr(self._instead, name)(request, timeout=deadline.left_s())
+        return answer
 
     # ---- connection.Calls
 
     def Lookup(self, request: pb.LookupRequest, timeout: float) -> pb.LookupResponse:
-        return self._ask("Lookup", request, timeout)
+        return self._ask("Lookup", request, pb.LookupResponse, timeout)
 
     def Claim(self, request: pb.ClaimRequest, timeout: float) -> pb.ClaimResponse:
-        return self._ask("Claim", request, timeout)
+        return self._ask("Claim", request, pb.ClaimResponse, timeout)
 
     def Release(self, request: pb.ReleaseRequest, timeout: float) -> pb.ReleaseResponse:
-        return self._ask("Release", request, timeout)
+        return self._ask("Release", request, pb.ReleaseResponse, timeout)
 
     def Reserve(self, request: pb.ReserveRequest, timeout: float) -> pb.ReserveResponse:
-        return self._ask("Reserve", request, timeout)
+        return self._ask("Reserve", request, pb.ReserveResponse, timeout)
 
     def Cancel(self, request: pb.CancelRequest, timeout: float) -> pb.CancelResponse:
-        return self._ask("Cancel", request, timeout)
+        return self._ask("Cancel", request, pb.CancelResponse, timeout)
