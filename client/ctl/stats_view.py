@@ -13,7 +13,7 @@ from ...proto import prefixd_pb2 as pb
 from .messages import tier_label
 from .render import NS_PER_MS, Bar, age, make_table, percent, size, tier_name, used_bytes
 
-#: What a reason of a miss means to whoever reads it.
+#: What each reason of a miss means, for people.
 MISS_WORDS = {
     "absent": "never saved, or evicted",
     "in_flight": "being saved at that moment",

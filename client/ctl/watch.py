@@ -11,17 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...proto.vocabulary import Tier
 from .admin import LOOK
 from .command import Ctl, ExitCode, command, fail, print_json
-from .options import TierName
+from .options import TiersOption, chosen
 
 if TYPE_CHECKING:
     from ..watch import Watch, WatchEvent
-
-TiersOption = Annotated[
-    list[TierName] | None,
-    typer.Option("--tier", help="Only this tier; may be given again. Else all of them."),
-]
 
 
 def register(app: typer.Typer) -> None:
@@ -120,16 +116,15 @@ def publish_kv_events(
                     )
 
 
-def open_watch(ctl: Ctl, tiers: list[TierName] | None, *, token_ids: bool = False) -> Watch:
+def open_watch(ctl: Ctl, tiers: list[Tier] | None, *, token_ids: bool = False) -> Watch:
     """A watch of the daemon that the command is for."""
     from ...proto.endpoints import ADMIN_ADDRESS_VARIABLE, normalize_address
-    from ...proto.vocabulary import Tier
     from ..watch import Watch
 
     given = os.environ.get(ADMIN_ADDRESS_VARIABLE)
     return Watch(
         ctl.address,
-        tiers=[Tier[name.value.upper()] for name in tiers or ()],
+        tiers=chosen(tiers),
         token_ids=token_ids,
         operators=normalize_address(given) if given else None,
     )

@@ -18,7 +18,8 @@ from ...proto.errors import InvalidSize, MalformedMessage, UnknownSession
 from ...proto.keys import Key
 from ...proto.labels import check_label
 from ...proto.namespaces import tag_of
-from ..core.answers import DeleteAnswer, DeleteOutcome
+from ...proto.vocabulary import DeleteStatus
+from ..core.answers import DeleteAnswer
 from ..core.events import DeleteAsked
 from ..core.journal import EvictionCause
 from ..runtime.evicting import EVICTED_AT_ONCE, evict
@@ -137,10 +138,10 @@ class Operations(Lists):
                 for key, result in zip(
                     part, (await core.ask(question, DeleteAnswer)).results, strict=True
                 ):
-                    if result is DeleteOutcome.DELETED:
+                    if result is DeleteStatus.DELETED:
                         response.entries += 1
                         response.freed_bytes += named[key]
-                    response.pinned_entries += result is DeleteOutcome.PINNED
+                    response.pinned_entries += result is DeleteStatus.PINNED
             await slices.pause()
         audit(
             caller,

@@ -17,9 +17,10 @@ from ...proto.errors import (
     UnknownReservation,
     UnknownSession,
 )
+from ...proto.vocabulary import SaveStatus
 from ..core.answers import CancelAnswer, ReserveAnswer, WriteOrder
 from ..core.effects import SaveEnded
-from ..core.events import CancelAsked, KeysTouched, ReserveAsked, SaveItem, SaveOutcome, WriteBegan
+from ..core.events import CancelAsked, KeysTouched, ReserveAsked, SaveItem, WriteBegan
 from ..runtime.incoming import MAX_WAITING_MESSAGES, Incoming, Piece, nothing
 from ..runtime.loop import Core
 from ..runtime.quota import Quota, Room
@@ -400,7 +401,7 @@ async def short_results(answer: type[S], refusals: Refusals, incoming: Incoming)
     """`results_of`, in few bytes if all were saved."""
     ended = await incoming.ended()
     if len(ended) == len(refusals):  # all of them were granted
-        saved = SaveOutcome.SAVED
+        saved = SaveStatus.SAVED
         if all(end.outcome is saved for end in ended.values()):
             return answer(all_saved=len(refusals))
     return answer(results=_results_of(refusals, ended))

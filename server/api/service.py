@@ -29,17 +29,11 @@ from ...proto.errors import (
     UnknownSession,
 )
 from ...proto.keys import Key
+from ...proto.vocabulary import ClaimMode
 from ...tiers.store import Damaged, StoreError
 from ..core.answers import ClaimAnswer, DeleteAnswer, LookupAnswer, ReleaseAnswer
 from ..core.entries import Entry
-from ..core.events import (
-    BytesRead,
-    ClaimAsked,
-    ClaimMode,
-    DeleteAsked,
-    LookupAsked,
-    ReleaseAsked,
-)
+from ..core.events import BytesRead, ClaimAsked, DeleteAsked, LookupAsked, ReleaseAsked
 from ..runtime.loop import Core
 from ..runtime.quota import Quota
 from . import messages

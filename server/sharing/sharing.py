@@ -25,8 +25,9 @@ import structlog
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import PrefixdError
 from ...proto.keys import Key
+from ...proto.vocabulary import ClaimMode
 from ..core.answers import Opened
-from ..core.events import ClaimMode, HeartbeatCame, SessionLost, SessionOpened
+from ..core.events import HeartbeatCame, SessionLost, SessionOpened
 from ..runtime.loop import Core
 from ..runtime.threads import ended_within
 from .common import History, Known, Link, Memory, SharingConfig

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from prefixd.proto.entry import EntryRecord
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from prefixd.server.core.checking import Recount
-from prefixd.server.core.events import ClaimMode, SaveItem, SaveOutcome
+from prefixd.server.core.events import SaveItem
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
 from prefixd.tiers.ledger import Admission
@@ -55,10 +55,10 @@ PICK = st.integers(0, 11)
 PICKS = st.lists(PICK, min_size=1, max_size=3, unique=True)
 ITEM = st.tuples(KEY, PAYLOADS, st.sampled_from([0, 0, 1, 4]))
 ITEMS = st.lists(ITEM, min_size=1, max_size=3, unique_by=lambda item: item[0])
-STOPS = [SaveOutcome.LENGTH_MISMATCH, SaveOutcome.LOST, SaveOutcome.FAILED]
+STOPS = [SaveStatus.LENGTH_MISMATCH, SaveStatus.LOST, SaveStatus.FAILED]
 
 
-def outcome_name(outcome: SaveOutcome) -> str:
+def outcome_name(outcome: SaveStatus) -> str:
     return outcome.name.lower().replace("_", " ")
 
 
@@ -457,7 +457,7 @@ class MetaStateMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.tokens("writing", "doomed"))
     @rule(which=PICK, outcome=st.sampled_from(STOPS))
-    def stop(self, which: int, outcome: SaveOutcome) -> None:
+    def stop(self, which: int, outcome: SaveStatus) -> None:
         writing = self.tokens("writing", "doomed")
         token = writing[which % len(writing)]
         event = ev.WriteStopped(token, outcome, "as it is", self.now)
@@ -553,7 +553,7 @@ class MetaStateMachine(RuleBasedStateMachine):
         while self.commits:
             self.commit(0, 10)
         while self.tokens("doomed"):
-            self.stop(0, SaveOutcome.LOST)
+            self.stop(0, SaveStatus.LOST)
         self.tick(200, flush=True)
         tables = self.state.tables
         held = [tables.claims, tables.reservations, tables.in_flight, tables.waiting]

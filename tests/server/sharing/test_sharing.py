@@ -9,8 +9,8 @@ from time import monotonic
 
 from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
-from prefixd.proto.vocabulary import Tier
-from prefixd.server.core.events import ClaimMode, SessionLost
+from prefixd.proto.vocabulary import ClaimMode, Tier
+from prefixd.server.core.events import SessionLost
 from prefixd.server.sharing.common import SharingConfig, WritePolicy
 from prefixd.server.sharing.sharing import Sharing
 from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, SharedStore, Wanted
