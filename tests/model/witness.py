@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, assert_never
 
 from prefixd.proto.keys import Key
-from prefixd.proto.vocabulary import Tier
+from prefixd.proto.vocabulary import SaveStatus, Tier
 from prefixd.server.core import answers as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
@@ -114,7 +114,7 @@ class Witness:
                 assert effect.token in self.orders
             case fx.SaveEnded():
                 order = self.orders.pop(effect.token)
-                if effect.outcome is not ev.SaveOutcome.SAVED:
+                if effect.outcome is not SaveStatus.SAVED:
                     self.free(order.tier, order.location, ("save", order.token))
             case fx.Verify(entry):
                 assert self.index[entry.key] is entry
