@@ -88,6 +88,10 @@ class Board:
         lines.append(self._tiers_table())
         if between.usage:
             lines.append(self._namespaces_table(between))
+        if now.shared:
+            lines.append(self._shared_line())
+        if any(node.state != "serving" for node in now.shared_nodes):
+            lines.append(stats_view.shared_nodes_table(now.shared_nodes))
         lines.append(self._stages_table(between.stages))
         lines.append(
             Text(
@@ -116,6 +120,22 @@ class Board:
             f"   {render.size(self._rate(_restored_bytes(recent)))}/s restored"
         )
         return line.append(rates, style="not bold")
+
+    def _shared_line(self) -> Text:
+        """What comes from other nodes and goes to them."""
+        now, before = self._now.shared, self._before.shared
+
+        def rate(name: str) -> float:
+            return self._rate(max(0, now[name] - before.get(name, 0)))
+
+        serving, nodes = now["nodes_serving"], now["nodes"]
+        return Text.assemble(
+            ("shared     ", "bold"),
+            f"{render.size(rate('fetched_bytes'))}/s brought   "
+            f"{render.size(rate('offered_bytes'))}/s offered   "
+            f"{now['waiting_offers']:,} wait   {rate('offers_dropped'):,.0f}/s dropped   "
+            f"{rate('unanswered'):,.0f}/s unanswered   {serving:,} of {nodes:,} nodes",
+        )
 
     def _tiers_table(self) -> RenderableType:
         numbers = ("full", "budget", "entries", "hits/s", "saved/s", "evicted/s")

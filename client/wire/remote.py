@@ -24,9 +24,9 @@ from ...proto.errors import (
 from ...proto.keys import Key
 from ...proto.limits import CHUNK_BYTES, MAX_BATCH_KEYS
 from ...proto.pieces import FlatBytes
-from ...proto.vocabulary import Tier
+from ...proto.vocabulary import ClaimMode, DeleteStatus, Tier
 from ..counters import Counters
-from ..results import ClaimMode, DeleteStatus, Entry, Found, SaveOutcome
+from ..results import Entry, Found, SaveOutcome
 from . import messages
 from .backoff import Backoff
 from .channel import Security

@@ -121,7 +121,10 @@ SHARED: Final = {
     "refused": "Entries that the engine did not take.",
     "offers_dropped": "Entries that were not offered: too many waited, they left, or it hung.",
     "touched": "Entries whose life in the engine was made longer.",
+    "unanswered": "Requests that no node of the engine answered in time.",
     "waiting_offers": "Entries that wait to be offered.",
+    "nodes": "Nodes of the engine that are known.",
+    "nodes_serving": "Nodes of the engine that are asked now.",
 }
 #: What `pressure.PressureCounts` has, where a source is asked: the first three are of this moment.
 PRESSURE: Final = {
@@ -134,7 +137,7 @@ PRESSURE: Final = {
     "source_failures": "Times that the source failed or did not answer.",
 }
 _PRESSURE_GAUGES: Final = ("under", "used_ratio", "stalled_ratio")
-SHARED_GAUGES: Final = ("waiting_offers",)
+SHARED_GAUGES: Final = ("waiting_offers", "nodes", "nodes_serving")
 #: What the tables hold at this moment.
 TABLE_SIZES: Final[dict[str, tuple[str, Callable[[Tables], int]]]] = {
     "open_sessions": ("Connected clients.", lambda t: len(t.sessions)),

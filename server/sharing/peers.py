@@ -30,7 +30,7 @@ from ...proto.layout import crc32c
 from .record import HEADER_BYTES, decode_header, encode_header
 from .redis_store import RedisStore
 from .resp import Request
-from .store import Offer, Outcome, SharedEntry, SharedStore, Wanted
+from .store import NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 
 #: Of an address: `host:port`.
 MAX_ADDRESS_BYTES: Final = 255
@@ -277,8 +277,8 @@ class PeerStore(SharedStore):
             named.append(Offer(offer.entry, [value], offer.expires_at_ms))
         return self._engine.put_values(named, deadline_s)
 
-    def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> None:
-        self._engine.touch(expiries_ms, deadline_s)
+    def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> list[Key]:
+        return self._engine.touch(expiries_ms, deadline_s)
 
     def drop(self, keys: Sequence[Key], deadline_s: float) -> None:
         self._engine.drop(keys, deadline_s)
@@ -291,6 +291,9 @@ class PeerStore(SharedStore):
             peers = list(self._peers.items())
         problems = {f"peer {name}": peer.problem for name, peer in peers if peer.problem}
         return self._engine.health() | problems
+
+    def statuses(self) -> list[NodeStatus]:
+        return self._engine.statuses()
 
     def close(self) -> None:
         with self._lock:

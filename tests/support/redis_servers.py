@@ -55,7 +55,7 @@ class RedisServer:
         return f"redis://{self.address}:{self.port}"
 
     def start(self) -> None:
-        self.directory.mkdir(exist_ok=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
         arguments = ["--port", str(self.port), "--bind", self.address, "--save", "", *self.options]
         if self.cluster:
             arguments += ["--cluster-enabled", "yes", "--cluster-port", str(self.bus_port)]

@@ -9,8 +9,8 @@ from time import monotonic
 
 from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
-from prefixd.proto.vocabulary import Tier
-from prefixd.server.core.events import ClaimMode, SessionLost
+from prefixd.proto.vocabulary import ClaimMode, Tier
+from prefixd.server.core.events import SessionLost
 from prefixd.server.sharing.common import SharingConfig, WritePolicy
 from prefixd.server.sharing.sharing import Sharing
 from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, SharedStore, Wanted
@@ -35,8 +35,8 @@ class Elsewhere(SharedStore):
     def put(self, offers: Sequence[Offer], _deadline_s: float) -> list[Outcome]:
         return [Outcome.REFUSED] * len(offers)
 
-    def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> None:
-        pass
+    def touch(self, _expiries_ms: Sequence[tuple[Key, int]], _deadline_s: float) -> list[Key]:
+        return []
 
     def drop(self, keys: Sequence[Key], deadline_s: float) -> None:
         pass
