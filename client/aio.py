@@ -1,4 +1,4 @@
-"""The asyncio twin of the client: the same methods as coroutines, and no logic of its own.
+"""The asyncio client: the methods of the client as coroutines, and no logic of its own.
 
 Each call runs on the synchronous client, in one of a few threads. That is no detour: gRPC's
 asyncio stack takes as long for a call as its synchronous one, most of a call is waiting, which
@@ -18,29 +18,21 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from time import monotonic
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from ..proto.keys import Key, Namespace
-from ..proto.limits import (
-    DEFAULT_BLOCK_TOKENS,
-    DEFAULT_DEADLINE_MS,
-    DEFAULT_SAVE_TIMEOUT_MS,
-    DEFAULT_SHARED_WAIT_MS,
-)
-from ..proto.vocabulary import SaveReason, Tier
-from .aio_hit import AsyncHit, AsyncReservation, Runner
+from ..proto.limits import DEFAULT_BLOCK_TOKENS
+from .aio_calls import Asynchronous, Runner, awaited, coroutine
 from .benefit import LoadSpeeds
-from .client import DEFAULT_MAX_PENDING_BYTES, DEFAULT_MAX_PENDING_SAVES, Client
-from .counters import Counters, Snapshot
+from .client import Client
+from .counters import Snapshot
+from .hits import Hit
 from .owner import Owner
+from .pins import HitFacts
 from .policy import SavePolicy
-from .restores import Verify
-from .results import ClaimMode, DeleteStatus, Found, RestoreResult, SaveOutcome
-from .saves import SaveItem
+from .results import RestoreResult, SaveOutcome
+from .saves import Reservation
 from .search import BlockChain
-from .wire.session import DEFAULT_CONNECT_TIMEOUT_MS
-from .wire.transport import ReserveItem, Transport
 
 if TYPE_CHECKING:
     from ..proto.keys import Tokens
@@ -49,101 +41,104 @@ if TYPE_CHECKING:
 DEFAULT_MAX_CONCURRENCY: Final = 8
 
 
-class AsyncClient:
-    """`client.Client` with coroutines. Close it with `async with`, or with `close`."""
+class AsyncHit(HitFacts, Asynchronous):
+    """`Hit` with coroutines. Release it with `async with`, or with `release`."""
 
-    def __init__(
-        self,
-        address: str | None = None,
-        *,
-        name: str | None = None,
-        label: str | None = None,
-        deadline_ms: int = DEFAULT_DEADLINE_MS,
-        connect_timeout_ms: int = DEFAULT_CONNECT_TIMEOUT_MS,
-        save_timeout_ms: int = DEFAULT_SAVE_TIMEOUT_MS,
-        lease_ms: int = 0,
-        policy: SavePolicy | None = None,
-        verify: Verify = "always",
-        prefill_tokens_per_s: float | None = None,
-        min_benefit_ms: float = 0.0,
-        shared_wait_ms: int = DEFAULT_SHARED_WAIT_MS,
-        max_pending_saves: int = DEFAULT_MAX_PENDING_SAVES,
-        max_pending_bytes: int = DEFAULT_MAX_PENDING_BYTES,
-        savers: int = 1,
-        local: bool = True,
-        transport: Transport | None = None,
-        counters: Counters | None = None,
-        max_concurrency: int = DEFAULT_MAX_CONCURRENCY,
-    ) -> None:
-        """As `Client`. `max_concurrency`: calls under way at a time, beside those that wait (see
-        the module); others wait their turn, within their deadline."""
-        self._runner = Runner(max_concurrency, deadline_ms, Owner())
-        self._client = Client(
-            address,
-            name=name,
-            label=label,
-            deadline_ms=deadline_ms,
-            connect_timeout_ms=connect_timeout_ms,
-            save_timeout_ms=save_timeout_ms,
-            lease_ms=lease_ms,
-            policy=policy,
-            verify=verify,
-            prefill_tokens_per_s=prefill_tokens_per_s,
-            min_benefit_ms=min_benefit_ms,
-            shared_wait_ms=shared_wait_ms,
-            max_pending_saves=max_pending_saves,
-            max_pending_bytes=max_pending_bytes,
-            savers=savers,
-            local=local,
-            transport=transport,
-            counters=counters,
-        )
+    def __init__(self, hit: Hit, runner: Runner) -> None:
+        """Made by the client."""
+        Asynchronous.__init__(self, hit, runner)
+        HitFacts.__init__(self, hit._pins, hit.entries, hit.token_counts, hit.positions, hit.miss)
+        self.hit = hit
+
+    @property
+    def buffers(self) -> list[memoryview] | None:
+        """`Hit.buffers`."""
+        return self.hit.buffers
+
+    #: When it is cancelled, it may go on writing into the buffers until its deadline.
+    restore_into = coroutine(Hit.restore_into)
+    read = coroutine(Hit.read)
+    views = coroutine(Hit.views)
+    layer = coroutine(Hit.layer)
+    token_ids = coroutine(Hit.token_ids)
+    release_some = coroutine(Hit.release_some)
+    release = coroutine(Hit.release)
+
+    async def __aenter__(self) -> AsyncHit:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.release()
+
+
+class AsyncReservation(Asynchronous):
+    """`Reservation` with coroutines; cancelled by the end of an `async with`."""
+
+    def __init__(self, reservation: Reservation, runner: Runner) -> None:
+        """Made by the client."""
+        super().__init__(reservation, runner)
+        self.reservation = reservation
+        self.item, self.status = reservation.item, reservation.status
+        self.owner, self.age_ms = reservation.owner, reservation.age_ms
+        self.message = reservation.message
+
+    @property
+    def key(self) -> Key:
+        return self.item.key
+
+    @property
+    def granted(self) -> bool:
+        """`Reservation.granted`."""
+        return self.reservation.granted
+
+    @property
+    def lost(self) -> bool:
+        """`Reservation.lost`."""
+        return self.reservation.lost
+
+    def __repr__(self) -> str:
+        return f"<Async{repr(self.reservation)[1:]}"
+
+    write = coroutine(Reservation.write)
+    cancel = coroutine(Reservation.cancel)
+
+    async def __aenter__(self) -> AsyncReservation:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.cancel()
+
+
+def _maybe_hit(hit: Hit | None, runner: Runner) -> AsyncHit | None:
+    return None if hit is None else AsyncHit(hit, runner)
+
+
+def _reservations(granted: list[Reservation], runner: Runner) -> list[AsyncReservation]:
+    return [AsyncReservation(each, runner) for each in granted]
+
+
+class AsyncClient(Asynchronous):
+    """A `Client` with coroutines. Close it with `async with`, or with `close`."""
+
+    def __init__(self, client: Client, *, max_concurrency: int = DEFAULT_MAX_CONCURRENCY) -> None:
+        """`client` belongs to this one from now on, which closes it; its own methods stay usable.
+        `max_concurrency`: calls under way at a time, beside those that wait (see the module);
+        others wait their turn, within their deadline. Raises InvalidSize for none."""
+        super().__init__(client, Runner(max_concurrency, client.deadline_ms, Owner()))
+        self.client = client
 
     # ---- looking for state
 
-    async def longest_prefix(
-        self,
-        namespace: Namespace,
-        tokens: Tokens,
-        *,
-        claim: bool = True,
-        exact_end: bool = False,
-        wait_ms: int = 0,
-        deadline_ms: int | None = None,
-    ) -> AsyncHit | None:
-        """`Client.longest_prefix`."""
-        hit = await self._runner.run(
-            self._client.longest_prefix,
-            namespace,
-            tokens,
-            claim=claim,
-            exact_end=exact_end,
-            wait_ms=wait_ms,
-            deadline_ms=deadline_ms,
-        )
-        return None if hit is None else AsyncHit(hit, self._runner)
-
-    async def resume(
-        self,
-        parent_key: Key,
-        tokens: Tokens,
-        wait_ms: int | None = None,
-        *,
-        namespace: Namespace,
-        exact_end: bool = False,
-        deadline_ms: int | None = None,
-    ) -> AsyncHit | None:
-        """`Client.resume`."""
-        hit = await self._runner.run_waiting(
-            self._client.resume,
-            parent_key,
-            tokens,
-            wait_ms,
-            namespace=namespace,
-            exact_end=exact_end,
-            deadline_ms=deadline_ms,
-        )
-        return None if hit is None else AsyncHit(hit, self._runner)
+    longest_prefix = coroutine(Client.longest_prefix, _maybe_hit)
+    resume = coroutine(Client.resume, _maybe_hit, waits=True)
+    longest_run = coroutine(Client.longest_run, AsyncHit)
+    claim = coroutine(Client.claim, AsyncHit)
+    probe = coroutine(Client.probe)
+    exists = coroutine(Client.exists)
+    exists_one = coroutine(Client.exists_one)
+    leading_run = coroutine(Client.leading_run)
+    touch = coroutine(Client.touch)
+    delete = coroutine(Client.delete)
 
     def chain(
         self,
@@ -153,92 +148,8 @@ class AsyncClient:
         *,
         include_partial: bool = False,
     ) -> BlockChain:
-        """`Client.chain`; no coroutine, for it asks nobody."""
-        return self._client.chain(namespace, tokens, block_tokens, include_partial=include_partial)
-
-    async def longest_run(
-        self,
-        keys: BlockChain | Sequence[Key],
-        *,
-        claim: bool = True,
-        wait_ms: int = 0,
-        deadline_ms: int | None = None,
-        prompt_tokens: int = 0,
-    ) -> AsyncHit:
-        """`Client.longest_run`."""
-        hit = await self._runner.run(
-            self._client.longest_run,
-            keys,
-            claim=claim,
-            wait_ms=wait_ms,
-            deadline_ms=deadline_ms,
-            prompt_tokens=prompt_tokens,
-        )
-        return AsyncHit(hit, self._runner)
-
-    async def claim(
-        self,
-        keys: Sequence[Key],
-        *,
-        mode: ClaimMode = ClaimMode.ANY,
-        wait_ms: int = 0,
-        deadline_ms: int | None = None,
-    ) -> AsyncHit:
-        """`Client.claim`."""
-        hit = await self._runner.run(
-            self._client.claim, keys, mode=mode, wait_ms=wait_ms, deadline_ms=deadline_ms
-        )
-        return AsyncHit(hit, self._runner)
-
-    async def probe(
-        self, keys: Sequence[Key], *, wait_ms: int = 0, deadline_ms: int | None = None
-    ) -> list[Found]:
-        """`Client.probe`."""
-        return await self._runner.run(
-            self._client.probe, keys, wait_ms=wait_ms, deadline_ms=deadline_ms
-        )
-
-    async def exists(
-        self,
-        keys: Sequence[Key],
-        *,
-        in_place_only: bool = False,
-        deadline_ms: int | None = None,
-    ) -> list[bool]:
-        """`Client.exists`. With `in_place_only` no thread is asked."""
-        if in_place_only:
-            return self._client.exists(keys, in_place_only=True)
-        return await self._runner.run(self._client.exists, keys, deadline_ms=deadline_ms)
-
-    async def exists_one(
-        self, key: Key, *, in_place_only: bool = False, deadline_ms: int | None = None
-    ) -> bool:
-        """`Client.exists_one`. With `in_place_only` no thread is asked."""
-        if in_place_only:
-            return self._client.exists_one(key, in_place_only=True)
-        return await self._runner.run(self._client.exists_one, key, deadline_ms=deadline_ms)
-
-    async def leading_run(
-        self,
-        keys: BlockChain | Sequence[Key],
-        *,
-        in_place_only: bool = False,
-        deadline_ms: int | None = None,
-    ) -> int:
-        """`Client.leading_run`. With `in_place_only` no thread is asked."""
-        if in_place_only:
-            return self._client.leading_run(keys, in_place_only=True)
-        return await self._runner.run(self._client.leading_run, keys, deadline_ms=deadline_ms)
-
-    async def touch(self, keys: Sequence[Key]) -> None:
-        """`Client.touch`."""
-        await self._runner.run(self._client.touch, keys)
-
-    async def delete(
-        self, keys: Sequence[Key], *, deadline_ms: int | None = None
-    ) -> list[DeleteStatus]:
-        """`Client.delete`."""
-        return await self._runner.run(self._client.delete, keys, deadline_ms=deadline_ms)
+        """`Client.chain`; no coroutine, for it makes no call."""
+        return self.client.chain(namespace, tokens, block_tokens, include_partial=include_partial)
 
     # ---- restoring it
 
@@ -251,145 +162,27 @@ class AsyncClient:
         deadline_ms: int | None = None,
     ) -> RestoreResult:
         """`Client.restore_into`."""
-        return await self._runner.run(
-            self._client.restore_into, hit.hit, buffers, indices=indices, deadline_ms=deadline_ms
-        )
+        return await hit.restore_into(buffers, indices=indices, deadline_ms=deadline_ms)
 
     async def release_many(
         self, hits: Sequence[AsyncHit], *, deadline_ms: int | None = None
     ) -> list[bool]:
         """`Client.release_many`."""
-        return await self._runner.run(
-            self._client.release_many, [hit.hit for hit in hits], deadline_ms=deadline_ms
-        )
+        released = [hit.hit for hit in hits]
+        return await self._runner.run(self.client.release_many, released, deadline_ms=deadline_ms)
 
     # ---- saving it
 
-    async def save(
-        self,
-        key: Key,
-        payload: Payload,
-        *,
-        tier: Tier,
-        reason: SaveReason = SaveReason.COLD,
-        token_count: int | None = None,
-        layer_count: int = 0,
-        token_ids: Tokens | bytes | None = None,
-        ancestors: Sequence[Key] = (),
-        wait_ms: int = 0,
-        deadline_ms: int | None = None,
-    ) -> SaveOutcome:
-        """`Client.save`."""
-        item = SaveItem(key, payload, token_count, layer_count, token_ids)
-        outcomes = await self.save_many(
-            [item],
-            tier=tier,
-            reason=reason,
-            ancestors=ancestors,
-            wait_ms=wait_ms,
-            deadline_ms=deadline_ms,
-        )
-        return outcomes[0]
-
-    async def save_async(
-        self,
-        key: Key,
-        payload: Payload,
-        *,
-        tier: Tier,
-        reason: SaveReason = SaveReason.COLD,
-        token_count: int | None = None,
-        layer_count: int = 0,
-        token_ids: Tokens | bytes | None = None,
-        ancestors: Sequence[Key] = (),
-        wait_ms: int = 0,
-        deadline_ms: int | None = None,
-    ) -> SaveOutcome:
-        """`Client.save_async`, to be awaited: it takes its place in the queue when its task
-        starts. What is cancelled before its turn is not done."""
-        saving = self._client.save_async(
-            key,
-            payload,
-            token_count=token_count,
-            layer_count=layer_count,
-            token_ids=token_ids,
-            tier=tier,
-            reason=reason,
-            ancestors=ancestors,
-            wait_ms=wait_ms,
-            deadline_ms=deadline_ms,
-        )
-        return await asyncio.wrap_future(saving)
-
-    async def save_many(
-        self,
-        items: Sequence[SaveItem],
-        *,
-        tier: Tier,
-        reason: SaveReason = SaveReason.COLD,
-        ancestors: Sequence[Key] = (),
-        wait_ms: int = 0,
-        deadline_ms: int | None = None,
-    ) -> list[SaveOutcome]:
-        """`Client.save_many`."""
-        return await self._runner.run_waiting(
-            self._client.save_many,
-            items,
-            tier=tier,
-            reason=reason,
-            ancestors=ancestors,
-            wait_ms=wait_ms,
-            deadline_ms=self._client.save_timeout_ms if deadline_ms is None else deadline_ms,
-        )
-
-    async def save_many_async(
-        self,
-        items: Sequence[SaveItem],
-        *,
-        tier: Tier,
-        reason: SaveReason = SaveReason.COLD,
-        ancestors: Sequence[Key] = (),
-        wait_ms: int = 0,
-        deadline_ms: int | None = None,
-    ) -> list[SaveOutcome]:
-        """`Client.save_many_async`, to be awaited as `save_async` is."""
-        saving = self._client.save_many_async(
-            items,
-            tier=tier,
-            reason=reason,
-            ancestors=ancestors,
-            wait_ms=wait_ms,
-            deadline_ms=deadline_ms,
-        )
-        return await asyncio.wrap_future(saving)
+    save = coroutine(Client.save, saves=True)
+    save_async = awaited(Client.save_async)
+    save_many = coroutine(Client.save_many, saves=True)
+    save_many_async = awaited(Client.save_many_async)
+    reserve = coroutine(Client.reserve, _reservations)
+    flush = coroutine(Client.flush, waits=True)
 
     def would_drop(self, payload_bytes: int = 0) -> bool:
-        """`Client.would_drop`; no coroutine, for it asks nobody."""
-        return self._client.would_drop(payload_bytes)
-
-    async def reserve(
-        self,
-        items: Sequence[ReserveItem],
-        *,
-        tier: Tier,
-        reason: SaveReason = SaveReason.COLD,
-        ancestors: Sequence[Key] = (),
-        wait_ms: int = 0,
-        ttl_ms: int = 0,
-        deadline_ms: int | None = None,
-    ) -> list[AsyncReservation]:
-        """`Client.reserve`."""
-        reservations = await self._runner.run(
-            self._client.reserve,
-            items,
-            tier=tier,
-            reason=reason,
-            ancestors=ancestors,
-            wait_ms=wait_ms,
-            ttl_ms=ttl_ms,
-            deadline_ms=deadline_ms,
-        )
-        return [AsyncReservation(each, self._runner) for each in reservations]
+        """`Client.would_drop`; no coroutine, for it makes no call."""
+        return self.client.would_drop(payload_bytes)
 
     async def write(
         self,
@@ -398,72 +191,65 @@ class AsyncClient:
         deadline_ms: int | None = None,
     ) -> list[SaveOutcome]:
         """`Client.write`."""
-        return await self._runner.run(
-            self._client.write,
-            [(each.reservation, payload) for each, payload in writes],
-            deadline_ms=deadline_ms,
-        )
+        payloads = [(each.reservation, payload) for each, payload in writes]
+        return await self._runner.run(self.client.write, payloads, deadline_ms=deadline_ms)
 
     async def cancel(
         self, reservations: Sequence[AsyncReservation], *, deadline_ms: int | None = None
     ) -> list[bool]:
         """`Client.cancel`."""
-        return await self._runner.run(
-            self._client.cancel,
-            [each.reservation for each in reservations],
-            deadline_ms=deadline_ms,
-        )
-
-    async def flush(self, *, deadline_ms: int | None = None) -> bool:
-        """`Client.flush`."""
-        return await self._runner.run_waiting(self._client.flush, deadline_ms=deadline_ms)
+        ended = [each.reservation for each in reservations]
+        return await self._runner.run(self.client.cancel, ended, deadline_ms=deadline_ms)
 
     # ---- this client
 
     @property
     def in_place(self) -> bool:
         """`Client.in_place`."""
-        return self._client.in_place
+        return self.client.in_place
 
     @property
     def pending_saves(self) -> int:
         """`Client.pending_saves`."""
-        return self._client.pending_saves
+        return self.client.pending_saves
 
     @property
     def pending_save_bytes(self) -> int:
         """`Client.pending_save_bytes`."""
-        return self._client.pending_save_bytes
+        return self.client.pending_save_bytes
 
     @property
     def policy(self) -> SavePolicy:
-        return self._client.policy
+        return self.client.policy
 
     @property
     def speeds(self) -> LoadSpeeds:
-        return self._client.speeds
+        return self.client.speeds
 
     @property
     def deadline_ms(self) -> int:
-        return self._client.deadline_ms
+        return self.client.deadline_ms
 
     @property
     def save_timeout_ms(self) -> int:
-        return self._client.save_timeout_ms
+        return self.client.save_timeout_ms
 
     @property
     def counters(self) -> Snapshot:
         """`Client.counters`."""
-        return self._client.counters
+        return self.client.counters
 
     @property
     def connected(self) -> bool:
         """`Client.connected`."""
-        return self._client.connected
+        return self.client.connected
 
-    async def wait_connected(self, *, deadline_ms: int | None = None) -> bool:
-        """`Client.wait_connected`."""
-        return await self._runner.run_waiting(self._client.wait_connected, deadline_ms=deadline_ms)
+    @property
+    def under_pressure(self) -> bool:
+        """`Client.under_pressure`."""
+        return self.client.under_pressure
+
+    wait_connected = coroutine(Client.wait_connected, waits=True)
 
     async def close(self, *, deadline_ms: int | None = None) -> None:
         """`Client.close`. Calls under way end as misses."""
@@ -478,7 +264,7 @@ class AsyncClient:
     def _close(self, closed: Future[None], deadline_ms: int | None) -> None:
         until_s = monotonic() + (self.deadline_ms if deadline_ms is None else deadline_ms) / 1e3
         try:
-            self._client.close(deadline_ms=deadline_ms)
+            self.client.close(deadline_ms=deadline_ms)
             self._runner.close(max(0.0, until_s - monotonic()))
         except BaseException as problem:
             closed.set_exception(problem)
@@ -488,10 +274,5 @@ class AsyncClient:
     async def __aenter__(self) -> AsyncClient:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()

@@ -12,7 +12,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from ..proto.errors import CallerError, ClientClosed, InvalidSize
@@ -25,6 +24,7 @@ from ..proto.limits import (
     MAX_LEASE_MS,
     MAX_WAIT_MS,
 )
+from ..proto.vocabulary import ClaimMode
 from .benefit import LoadSpeeds, MinBenefit
 from .call_queue import CallQueue
 from .counters import Counters, Snapshot
@@ -35,7 +35,7 @@ from .local.transport import LocalTransport
 from .owner import Owner
 from .policy import SavePolicy
 from .restores import VERIFY_CHOICES, Verify
-from .results import ClaimMode, RestoreResult
+from .results import RestoreResult
 from .save_methods import Saves
 from .saves import Writer
 from .search import (
@@ -101,8 +101,8 @@ class Client(Saves, KeyCalls):
         counters: Counters | None = None,
     ) -> None:
         """`address`: `unix:/path` or `host:port`; None: `proto.endpoints.default_address()`.
-        `name`: shown to operators, and to whoever meets one of its saves in flight. `label`: under
-        which name the daemon adds up what this client counts, a model or a tenant (1 ... 64
+        `name`: shown to operators, and to clients that meet one of its saves. `label`: under which
+        name the daemon adds up what this client counts, a model or a tenant (1 ... 64
         letters, digits, `._:/@+-`); the daemon keeps 64, and later ones count as "other".
         `connect_timeout_ms`: after it the daemon counts as down. `lease_ms` of claims, 0: the
         daemon's own. `policy`: the gates of saves, and the stride of `longest_prefix`.
@@ -225,11 +225,8 @@ class Client(Saves, KeyCalls):
         deadline = self._begin(deadline_ms, wait_ms)
         stride_tokens = self.policy.boundary_align_tokens
         keys, counts = prefix_walk(namespace, tokens, stride_tokens, exact_end=exact_end)
-        if claim:
-            hit = self._searcher.claim(keys, counts, ClaimMode.FIRST, wait_ms, deadline)
-        else:
-            hit = self._searcher.look(keys, counts, ClaimMode.FIRST, wait_ms, deadline)
-        return hit or None
+        mode = ClaimMode.FIRST
+        return self._searcher.search(keys, counts, mode, wait_ms, deadline, pin=claim) or None
 
     def resume(
         self,
@@ -263,14 +260,14 @@ class Client(Saves, KeyCalls):
         ]
         keys = [parent_key, *(key for key, _ in others)]
         counts = [parent_count, *(count for _, count in others)]
-        hit = self._searcher.claim(keys, counts, ClaimMode.FIRST, wait_ms, deadline)
+        hit = self._searcher.search(keys, counts, ClaimMode.FIRST, wait_ms, deadline)
         if not hit or hit.keys != [parent_key] or parent_count is not None:
             return hit or None
         length = min(hit.token_counts[0], count_tokens(tokens))
         if length and prefix_keys(namespace, tokens, [length]) == hit.keys:
             return hit
         self._reader.release([hit], deadline_ms)
-        return self._searcher.claim(keys[1:], counts[1:], ClaimMode.FIRST, 0, deadline) or None
+        return self._searcher.search(keys[1:], counts[1:], ClaimMode.FIRST, 0, deadline) or None
 
     def chain(
         self,
@@ -308,11 +305,9 @@ class Client(Saves, KeyCalls):
             counts = [keys.block_tokens] * len(wanted)
         else:
             wanted = checked_keys(keys)
-        if not claim:
-            return self._searcher.look(
-                wanted, counts, ClaimMode.RUN, wait_ms, deadline, prompt_tokens
-            )
-        return self._searcher.claim(wanted, counts, ClaimMode.RUN, wait_ms, deadline, prompt_tokens)
+        return self._searcher.search(
+            wanted, counts, ClaimMode.RUN, wait_ms, deadline, prompt_tokens, pin=claim
+        )
 
     def claim(
         self,
@@ -330,7 +325,7 @@ class Client(Saves, KeyCalls):
         if not isinstance(mode, ClaimMode):
             raise CallerError(f"a mode is one of ClaimMode, not {mode!r}")
         checked = checked_keys(keys)
-        return self._searcher.claim(checked, None, mode, wait_ms, deadline)
+        return self._searcher.search(checked, None, mode, wait_ms, deadline)
 
     # ---- restoring it
 
@@ -363,6 +358,13 @@ class Client(Saves, KeyCalls):
         """Is there a session with the daemon at this moment?"""
         return not self._closed and self._transport.connected
 
+    @property
+    def under_pressure(self) -> bool:
+        """Is memory short on the daemon's node, as it said with its last answer to a heartbeat? An
+        engine can then save what it does not need at once (`SaveReason.EVICT`) and free its own
+        copy. False: the daemon does not watch for it, or there is none."""
+        return not self._closed and self._transport.under_pressure
+
     def wait_connected(self, *, deadline_ms: int | None = None) -> bool:
         """Wait until the daemon is reached, however often that has to be tried."""
         deadline = self._begin(deadline_ms)
@@ -390,12 +392,7 @@ class Client(Saves, KeyCalls):
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check_usable(self) -> None:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..proto.errors import CallerError, ClaimLost, InvalidSize, UnknownEntry
-from ..proto.keys import Key
 from ..proto.layout import layer_slice
 from ..proto.pieces import FlatBytes
+from ..proto.vocabulary import ClaimMode, MissReason
 from .benefit import LoadSpeeds
 from .buffers import all_flat
 from .counters import Counters
 from .failures import Failures
 from .owner import Owner
-from .pins import Pins
+from .pins import HitFacts, Pins
 from .restores import Collect, Copier, Restore, Verify, content_of
-from .results import ClaimMode, Entry, MissReason, RestoreResult, restore_result
+from .results import Entry, RestoreResult, restore_result
 from .wire.deadline import Deadline
 from .wire.link import Holding
 from .wire.sinks import Sink, renumbered
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from .buffers import Payload
 
 
-class Hit:
+class Hit(HitFacts):
     """What a search or a claim found, in the order of the keys asked for. False when empty.
 
     A claimed hit keeps its entries readable until `release()`, which the end of a `with` block
@@ -54,69 +53,8 @@ class Hit:
     ) -> None:
         """Made by the client. `claims`: what pins the entries, in their order (several where one
         call could not take all keys). `in_place`: where what is not claimed lies."""
+        super().__init__(Pins(claims, in_place), entries, token_counts, positions, miss)
         self._reader = reader
-        self._pins = Pins(claims, in_place)
-        self.entries = tuple(entries)
-        self.positions = tuple(positions)  #: of each entry among the keys that were asked for
-        #: Tokens that each entry stands for, as the walk that found it counted them, or as it was
-        #: saved; 0: nobody said.
-        self.token_counts = tuple(token_counts)
-        #: Why there is not more; None when everything asked for is there.
-        self.miss = miss
-
-    @property
-    def keys(self) -> list[Key]:
-        return [entry.key for entry in self.entries]
-
-    @property
-    def token_count(self) -> int:
-        """Tokens of all entries together. How many of them need not be computed is what a
-        restore says: `RestoreResult.token_count`."""
-        return sum(self.token_counts)
-
-    @property
-    def payload_bytes(self) -> int:
-        return sum(entry.payload_bytes for entry in self.entries)
-
-    @property
-    def claimed(self) -> bool:
-        """Is it pinned, as far as this client knows?"""
-        return bool(self._pins.claims) and not self._pins.given_back and not self.lost
-
-    @property
-    def lost(self) -> bool:
-        """Before the release: is it known that a claim was taken away? What comes of that is for
-        the release to say. After it: the opposite of what `release()` said, so that what was read
-        through views is to be thrown away. In place that can be False though it was True before:
-        the claim was lost, and the bytes stayed. A restore says for itself what it is worth."""
-        return self._pins.lost
-
-    @property
-    def released(self) -> bool:
-        return self._pins.given_back
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(self.entries)
-
-    def __bool__(self) -> bool:
-        return bool(self.entries)
-
-    def __repr__(self) -> str:
-        if not self:
-            return f"<Hit: none, {self.miss}>"
-        state = (
-            "probed"
-            if not self._pins.any
-            else "lost"
-            if self.lost
-            else "released"
-            if self.released
-            else "claimed"
-        )
-        return f"<Hit: {len(self)} entries, {self.token_count} tokens, {state}>"
 
     # ---- bytes
 
@@ -227,12 +165,7 @@ class Hit:
     def __enter__(self) -> Hit:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def __del__(self) -> None:

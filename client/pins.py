@@ -1,13 +1,16 @@
-"""What pins the entries of a hit: its claims, and who gave them back."""
+"""The entries of a hit, and what pins them: its claims, and who gave them back."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from ..proto.errors import CallerError
+from ..proto.keys import Key
+from ..proto.vocabulary import MissReason
+from .results import Entry
 from .wire.link import Holding
 
 
@@ -121,3 +124,78 @@ class Pins:
     def gave_back(self, *, held: bool) -> None:
         """After `take`: were they held until then?"""
         self._lost_before_release = self._lost_a_part or not held
+
+
+class HitFacts:
+    """What is known of a hit without asking anybody: its entries, and whether they are held."""
+
+    def __init__(
+        self,
+        pins: Pins,
+        entries: Sequence[Entry] = (),
+        token_counts: Sequence[int] = (),
+        positions: Sequence[int] = (),
+        miss: MissReason | None = None,
+    ) -> None:
+        self._pins = pins
+        self.entries = tuple(entries)
+        self.positions = tuple(positions)  #: of each entry among the keys that were asked for
+        #: Tokens that each entry stands for, as the walk that found it counted them, or as it was
+        #: saved; 0: not known.
+        self.token_counts = tuple(token_counts)
+        #: Why there is not more; None when everything asked for is there.
+        self.miss = miss
+
+    @property
+    def keys(self) -> list[Key]:
+        return [entry.key for entry in self.entries]
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of all entries together. How many of them need not be computed is what a
+        restore says: `RestoreResult.token_count`."""
+        return sum(self.token_counts)
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(entry.payload_bytes for entry in self.entries)
+
+    @property
+    def claimed(self) -> bool:
+        """Is it pinned, as far as this client knows?"""
+        return bool(self._pins.claims) and not self._pins.given_back and not self.lost
+
+    @property
+    def lost(self) -> bool:
+        """Before the release: is it known that a claim was taken away? What comes of that is for
+        the release to say. After it: the opposite of what `release()` said, so that what was read
+        through views is to be thrown away. In place that can be False though it was True before:
+        the claim was lost, and the bytes stayed. A restore says for itself what it is worth."""
+        return self._pins.lost
+
+    @property
+    def released(self) -> bool:
+        return self._pins.given_back
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries)
+
+    def __bool__(self) -> bool:
+        return bool(self.entries)
+
+    def __repr__(self) -> str:
+        if not self:
+            return f"<{type(self).__name__}: none, {self.miss}>"
+        state = (
+            "probed"
+            if not self._pins.any
+            else "lost"
+            if self.lost
+            else "released"
+            if self.released
+            else "claimed"
+        )
+        return f"<{type(self).__name__}: {len(self)} entries, {self.token_count} tokens, {state}>"

@@ -15,19 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 from ..proto.errors import InvalidSize, InvalidTokens
 from ..proto.keys import Key, Namespace, check_key, iter_block_keys, prefix_keys
 from ..proto.limits import KEY_BYTES, MAX_BATCH_KEYS, MAX_TOLD_KEYS
+from ..proto.vocabulary import ClaimMode, DeleteStatus, MissReason, Presence
 from .benefit import MinBenefit
 from .counters import Counters
 from .failures import Failures
 from .hits import Hit, Reader
-from .results import (
-    NOT_FOUND,
-    ClaimMode,
-    DeleteStatus,
-    Entry,
-    Found,
-    MissReason,
-    Presence,
-)
+from .results import NOT_FOUND, Entry, Found
 from .wire.deadline import Deadline
 from .wire.link import Holding
 from .wire.transport import Transport
@@ -215,7 +208,7 @@ class Searcher:
         self._lease_ms = lease_ms
         self._shared_wait_ms = shared_wait_ms
 
-    def claim(
+    def search(
         self,
         keys: Sequence[Key],
         token_counts: Sequence[int | None] | None,
@@ -223,20 +216,17 @@ class Searcher:
         wait_ms: int,
         deadline: Deadline,
         prompt_tokens: int = 0,
+        *,
+        pin: bool = True,
     ) -> Hit:
-        """What `mode` wants of the keys, pinned; one rpc, or none without keys. `prompt_tokens`:
-        what all of them stand for, for the hit ratio; 0: what `token_counts` say."""
+        """What `mode` wants of the keys: pinned, by one rpc, or not, in place if possible, else by
+        one rpc. None without keys. `prompt_tokens`: what all of them stand for, for the hit ratio;
+        0: what `token_counts` say."""
         found = _Search()
+        step = self._claim if pin else self._look
         try:
-            self._claim(found, keys, mode, wait_ms, deadline)
-            while self._bring(
-                found,
-                keys,
-                token_counts,
-                mode,
-                deadline,
-                lambda more, some: self._claim(more, some, mode, 0, deadline),
-            ):
+            step(found, keys, mode, wait_ms, deadline)
+            while self._bring(found, keys, token_counts, mode, deadline, step):
                 pass
         except Exception as problem:
             found.gap = self._failures.reason(problem)
@@ -266,34 +256,6 @@ class Searcher:
             if mode is ClaimMode.RUN and len(claimed.entries) < len(batch):
                 return
 
-    def look(
-        self,
-        keys: Sequence[Key],
-        token_counts: Sequence[int | None] | None,
-        mode: ClaimMode,
-        wait_ms: int,
-        deadline: Deadline,
-        prompt_tokens: int = 0,
-    ) -> Hit:
-        """What `mode` wants of the keys, not pinned; in place if possible, else one rpc."""
-        found = _Search()
-        try:
-            if keys:
-                self._look(found, keys, mode, wait_ms, deadline)
-            while self._bring(
-                found,
-                keys,
-                token_counts,
-                mode,
-                deadline,
-                lambda more, some: self._look(more, some, mode, 0, deadline),
-            ):
-                pass
-        except Exception as problem:
-            found.gap = self._failures.reason(problem)
-        prompt_tokens = prompt_tokens or _wanted_tokens(token_counts, mode)
-        return self._hit(found, keys, token_counts, mode, prompt_tokens)
-
     def _look(
         self,
         found: _Search,
@@ -302,6 +264,8 @@ class Searcher:
         wait_ms: int,
         deadline: Deadline,
     ) -> None:
+        if not keys:
+            return
         # The index knows nothing of saves in flight: to wait for those the daemon is asked.
         looked = None if wait_ms else self._transport.find(keys, mode, deadline)
         if looked is not None:
@@ -323,7 +287,7 @@ class Searcher:
         token_counts: Sequence[int | None] | None,
         mode: ClaimMode,
         deadline: Deadline,
-        search: Callable[[_Search, Sequence[Key]], None],
+        step: Callable[[_Search, Sequence[Key], ClaimMode, int, Deadline], None],
     ) -> bool:
         """Have the daemon bring what other nodes have beyond what was found here, and search for
         that. True: all that was asked for came, and there may be more."""
@@ -347,7 +311,7 @@ class Searcher:
         if not self._transport.pull(some, mode, wait_ms, deadline):
             return False
         more = _Search()
-        search(more, some)
+        step(more, some, mode, 0, deadline)
         if mode is ClaimMode.FIRST and more.entries:
             for claim in found.claims:
                 self._transport.forget(claim)
@@ -456,7 +420,7 @@ def checked_keys(keys: Sequence[Key]) -> list[Key]:
 
 
 def _wanted_tokens(token_counts: Sequence[int | None] | None, mode: ClaimMode) -> int:
-    """What a full hit would have: of the longest prefix, or of all blocks; 0: nobody said."""
+    """What a full hit would have: of the longest prefix, or of all blocks; 0: not known."""
     known = [count or 0 for count in token_counts or ()]
     if mode is ClaimMode.FIRST:
         return max(known, default=0)

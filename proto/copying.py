@@ -9,7 +9,7 @@ a quarter of a millisecond. Here copies of `RELEASE_BYTES` and more go through
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -79,6 +79,21 @@ def address_of(buffer: Buffer, *, writable: bool = False) -> Iterator[int]:
         yield exported.buf or 0
     finally:
         _release_buffer(ctypes.byref(exported))
+
+
+@contextmanager
+def addresses_of(buffers: Sequence[Buffer]) -> Iterator[list[int]]:
+    """`address_of` many, which are only read."""
+    exported = (_PyBuffer * len(buffers))()
+    done = 0
+    try:
+        for buffer, slot in zip(buffers, exported, strict=True):
+            _get_buffer(buffer, ctypes.byref(slot), _SIMPLE)
+            done += 1
+        yield [slot.buf or 0 for slot in exported]
+    finally:
+        for slot in exported[:done]:
+            _release_buffer(ctypes.byref(slot))
 
 
 def copy(destination: FlatBytes, source: Buffer | Pieces) -> None:

@@ -5,8 +5,7 @@ The contract is in prefixd.proto; a frame is the local socket's: a message behin
 bytes as u32 little-endian. Payloads are in no message: they go from the arena's mapping into the
 socket, and from the socket into the memory where they are wanted.
 
-There is neither encryption nor a password. What TLS will need is one context at either end:
-`server/api/data_socket.py` and `client/wire/data_line.py` each wrap their sockets in one place.
+Where the daemon has TLS on TCP, all of it is in TLS 1.3, and the token goes with `attach`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ HEAD: Final = struct.Struct("<I")
 #: Behind each payload of a save: its CRC32C.
 CRC: Final = struct.Struct("<I")
 #: Before its session is proved a connection takes no longer message.
-MAX_ATTACH_BYTES: Final = 256
+MAX_ATTACH_BYTES: Final = 1024
 #: A longer request waits until there is room for it.
 MAX_SMALL_REQUEST_BYTES: Final = 16 * 2**10
 #: What a range is cut into: between two parts the claim is looked at, and a failure can be told.

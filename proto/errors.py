@@ -11,10 +11,12 @@ response, not an error.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import ClassVar, Final, cast
 
 import grpc
+from grpc import StatusCode as Code
 
 ERROR_METADATA: Final = "prefixd-error"
 RETRY_METADATA: Final = "prefixd-retry"
@@ -23,225 +25,147 @@ RETRY_METADATA: Final = "prefixd-retry"
 class PrefixdError(Exception):
     """The root. `str(error)` is a sentence for people."""
 
+    #: That of the class, as `invalid_key` for InvalidKey: part of the contract.
     name: ClassVar[str] = "internal"
-    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    code: ClassVar[Code] = Code.INTERNAL
     #: Of the class; only an error of a later version has its own.
     retryable: bool = False
+
+    def __init_subclass__(cls, code: Code | None = None, retryable: bool | None = None) -> None:
+        """`code`, `retryable`: where they are not those of the class above."""
+        cls.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+        cls.code = cls.code if code is None else code
+        cls.retryable = cls.retryable if retryable is None else retryable
 
 
 # ---- the caller's own mistake: repeating the call can't help
 
 
-class CallerError(PrefixdError, ValueError):
+class CallerError(PrefixdError, ValueError, code=Code.INVALID_ARGUMENT):
     """The call itself is wrong."""
-
-    name = "caller_error"
-    code = grpc.StatusCode.INVALID_ARGUMENT
 
 
 class InvalidKey(CallerError):
     """A key that is not 32 bytes."""
 
-    name = "invalid_key"
-
 
 class InvalidNamespace(CallerError):
     """A namespace with a field that no key can be made of."""
-
-    name = "invalid_namespace"
 
 
 class InvalidTokens(CallerError):
     """Token ids that are no ints in 0 ... 2^31 - 1."""
 
-    name = "invalid_tokens"
-
 
 class InvalidBatch(CallerError):
     """A batch without elements, with too many, or naming one twice."""
-
-    name = "invalid_batch"
 
 
 class InvalidSize(CallerError):
     """A size, offset, length or time outside its range."""
 
-    name = "invalid_size"
-
 
 class UnknownTier(CallerError):
     """A tier that does not exist or is not configured."""
-
-    name = "unknown_tier"
 
 
 class UnknownReason(CallerError):
     """A save without one of the five save reasons."""
 
-    name = "unknown_reason"
-
 
 class MalformedMessage(CallerError):
     """A message or a stream of messages that does not follow the contract."""
 
-    name = "malformed_message"
 
-
-class ClientClosed(CallerError):
+class ClientClosed(CallerError, code=Code.CANCELLED):
     """A closed client was used. Raised locally only."""
-
-    name = "client_closed"
-    code = grpc.StatusCode.CANCELLED
 
 
 class ConfigError(CallerError):
     """A configuration with at least one wrong key; the sentence lists every one."""
 
-    name = "config_error"
-
 
 # ---- the state of the world
 
 
-class DirectoryInUse(PrefixdError):
+class DirectoryInUse(PrefixdError, code=Code.FAILED_PRECONDITION, retryable=True):
     """Another daemon has the directory or the socket. Raised locally only, at a start."""
 
-    name = "directory_in_use"
-    code = grpc.StatusCode.FAILED_PRECONDITION
-    retryable = True
 
-
-class UnknownSession(PrefixdError):
+class UnknownSession(PrefixdError, code=Code.FAILED_PRECONDITION, retryable=True):
     """The session ended or never was. Open a new one and repeat."""
 
-    name = "unknown_session"
-    code = grpc.StatusCode.FAILED_PRECONDITION
-    retryable = True
 
-
-class StaleIncarnation(PrefixdError):
+class StaleIncarnation(PrefixdError, code=Code.FAILED_PRECONDITION, retryable=True):
     """A token, claim or session of another start of the daemon. Open a new session."""
 
-    name = "stale_incarnation"
-    code = grpc.StatusCode.FAILED_PRECONDITION
-    retryable = True
 
-
-class UnknownClaim(PrefixdError):
+class UnknownClaim(PrefixdError, code=Code.NOT_FOUND):
     """A claim that this session does not hold."""
 
-    name = "unknown_claim"
-    code = grpc.StatusCode.NOT_FOUND
 
-
-class ClaimLost(PrefixdError):
+class ClaimLost(PrefixdError, code=Code.FAILED_PRECONDITION):
     """The lease ran out or the claim was revoked: throw away what was read under it."""
 
-    name = "claim_lost"
-    code = grpc.StatusCode.FAILED_PRECONDITION
 
-
-class UnknownReservation(PrefixdError):
+class UnknownReservation(PrefixdError, code=Code.FAILED_PRECONDITION):
     """The reservation expired, was cancelled, or never was this session's. Reserve again."""
 
-    name = "unknown_reservation"
-    code = grpc.StatusCode.FAILED_PRECONDITION
 
-
-class UnknownStaging(PrefixdError):
+class UnknownStaging(PrefixdError, code=Code.FAILED_PRECONDITION):
     """This session has no staging memory, or not at that place. Save over gRPC."""
 
-    name = "unknown_staging"
-    code = grpc.StatusCode.FAILED_PRECONDITION
+
+class UnreadableMemory(PrefixdError, code=Code.FAILED_PRECONDITION):
+    """The daemon can't read the memory that this client lends. Save through staging memory."""
 
 
-class CurveDisabled(PrefixdError):
+class CurveDisabled(PrefixdError, code=Code.FAILED_PRECONDITION):
     """The daemon keeps no live hit curve."""
 
-    name = "curve_disabled"
-    code = grpc.StatusCode.FAILED_PRECONDITION
 
-
-class UnknownEntry(PrefixdError):
+class UnknownEntry(PrefixdError, code=Code.NOT_FOUND):
     """No such key is published."""
 
-    name = "unknown_entry"
-    code = grpc.StatusCode.NOT_FOUND
 
-
-class EntryCorrupt(PrefixdError):
+class EntryCorrupt(PrefixdError, code=Code.DATA_LOSS):
     """The stored bytes do not match their checksum; the entry was dropped."""
-
-    name = "entry_corrupt"
-    code = grpc.StatusCode.DATA_LOSS
 
 
 class RecordError(EntryCorrupt):
     """Bytes that are no record of a format that this version reads."""
 
-    name = "record_error"
 
-
-class LimitReached(PrefixdError):
+class LimitReached(PrefixdError, code=Code.RESOURCE_EXHAUSTED, retryable=True):
     """A table of the daemon is full (sessions, claims, reservations, waiters)."""
 
-    name = "limit_reached"
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
-    retryable = True
 
-
-class DeviceFull(PrefixdError):
+class DeviceFull(PrefixdError, code=Code.RESOURCE_EXHAUSTED, retryable=True):
     """The device under a tier has no space left, whatever the budget says."""
 
-    name = "device_full"
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
-    retryable = True
 
-
-class StoreFailed(PrefixdError):
+class StoreFailed(PrefixdError, code=Code.UNAVAILABLE, retryable=True):
     """A store could not read or write."""
 
-    name = "store_failed"
-    code = grpc.StatusCode.UNAVAILABLE
-    retryable = True
 
-
-class Draining(PrefixdError):
+class Draining(PrefixdError, code=Code.UNAVAILABLE, retryable=True):
     """The daemon is stopping."""
 
-    name = "draining"
-    code = grpc.StatusCode.UNAVAILABLE
-    retryable = True
 
-
-class NotAuthenticated(PrefixdError):
+class NotAuthenticated(PrefixdError, code=Code.UNAUTHENTICATED):
     """The call came without a token that the daemon knows."""
 
-    name = "not_authenticated"
-    code = grpc.StatusCode.UNAUTHENTICATED
 
-
-class NotPermitted(PrefixdError):
+class NotPermitted(PrefixdError, code=Code.PERMISSION_DENIED):
     """The role of the call's token does not allow it."""
 
-    name = "not_permitted"
-    code = grpc.StatusCode.PERMISSION_DENIED
 
-
-class DaemonUnavailable(PrefixdError):
+class DaemonUnavailable(PrefixdError, code=Code.UNAVAILABLE, retryable=True):
     """Nobody answers at the address, or the connection broke."""
 
-    name = "daemon_unavailable"
-    code = grpc.StatusCode.UNAVAILABLE
-    retryable = True
 
-
-class DeadlineExceeded(PrefixdError):
+class DeadlineExceeded(PrefixdError, code=Code.DEADLINE_EXCEEDED, retryable=True):
     """No answer within the call's deadline."""
-
-    name = "deadline_exceeded"
-    code = grpc.StatusCode.DEADLINE_EXCEEDED
-    retryable = True
 
 
 def _all_below(root: type[PrefixdError]) -> Iterable[type[PrefixdError]]:
@@ -254,25 +178,25 @@ def _all_below(root: type[PrefixdError]) -> Iterable[type[PrefixdError]]:
 BY_NAME: Final[dict[str, type[PrefixdError]]] = {c.name: c for c in _all_below(PrefixdError)}
 
 #: What a status without our metadata means: it was made by the transport, not by a daemon.
-TRANSPORT_CODES: Final[dict[grpc.StatusCode, type[PrefixdError]]] = {
-    grpc.StatusCode.OK: PrefixdError,
-    grpc.StatusCode.CANCELLED: DaemonUnavailable,
-    grpc.StatusCode.UNKNOWN: PrefixdError,
-    grpc.StatusCode.INVALID_ARGUMENT: CallerError,
-    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    grpc.StatusCode.NOT_FOUND: UnknownEntry,
-    grpc.StatusCode.ALREADY_EXISTS: PrefixdError,
-    grpc.StatusCode.PERMISSION_DENIED: CallerError,
-    grpc.StatusCode.UNAUTHENTICATED: CallerError,
+TRANSPORT_CODES: Final[dict[Code, type[PrefixdError]]] = {
+    Code.OK: PrefixdError,
+    Code.CANCELLED: DaemonUnavailable,
+    Code.UNKNOWN: PrefixdError,
+    Code.INVALID_ARGUMENT: CallerError,
+    Code.DEADLINE_EXCEEDED: DeadlineExceeded,
+    Code.NOT_FOUND: UnknownEntry,
+    Code.ALREADY_EXISTS: PrefixdError,
+    Code.PERMISSION_DENIED: CallerError,
+    Code.UNAUTHENTICATED: CallerError,
     # A message above the limit: the same one will never pass.
-    grpc.StatusCode.RESOURCE_EXHAUSTED: InvalidSize,
-    grpc.StatusCode.FAILED_PRECONDITION: PrefixdError,
-    grpc.StatusCode.ABORTED: DaemonUnavailable,
-    grpc.StatusCode.OUT_OF_RANGE: CallerError,
-    grpc.StatusCode.UNIMPLEMENTED: MalformedMessage,
-    grpc.StatusCode.INTERNAL: PrefixdError,
-    grpc.StatusCode.UNAVAILABLE: DaemonUnavailable,
-    grpc.StatusCode.DATA_LOSS: EntryCorrupt,
+    Code.RESOURCE_EXHAUSTED: InvalidSize,
+    Code.FAILED_PRECONDITION: PrefixdError,
+    Code.ABORTED: DaemonUnavailable,
+    Code.OUT_OF_RANGE: CallerError,
+    Code.UNIMPLEMENTED: MalformedMessage,
+    Code.INTERNAL: PrefixdError,
+    Code.UNAVAILABLE: DaemonUnavailable,
+    Code.DATA_LOSS: EntryCorrupt,
 }
 
 

@@ -23,11 +23,15 @@ CHUNK_BYTES: Final = 1 * 2**20
 #: What a client lets the daemon copy out of staging memory at once, unless a payload is larger:
 #: so much takes the daemon a millisecond.
 STAGED_MESSAGE_BYTES: Final = 4 * 2**20
+#: Of the token that says that memory is still lent.
+LENT_TOKEN_BYTES: Final = 16
 #: Token ids that an entry may carry, 4 bytes each.
 MAX_TOKEN_IDS_BYTES: Final = 4 * 2**20
 MAX_PAYLOAD_BYTES: Final = 2**40
 MAX_LAYERS: Final = 2**16 - 1
 MAX_CLIENT_NAME_CHARS: Final = 120
+#: Namespaces that tokens name, and that have shares of a tier: each save looks at all of them.
+MAX_NAMESPACES: Final = 32
 #: The name under which the daemon adds up what clients count.
 MAX_LABEL_CHARS: Final = 64
 #: One number of one such report: sums of them stay exact in the metrics for long.
@@ -50,6 +54,8 @@ DEFAULT_WAIT_MS: Final = 500
 #: What a search waits for entries of other nodes, unless it says otherwise.
 DEFAULT_SHARED_WAIT_MS: Final = 1_000
 MAX_WAIT_MS: Final = 60_000
+#: A watcher hears of the daemon at least this often.
+WATCH_BEAT_MS: Final = 5_000
 #: How long a client waits for an `evict` or `shutdown` save.
 DEFAULT_SAVE_TIMEOUT_MS: Final = 30_000
 DEFAULT_DEADLINE_MS: Final = 5_000

@@ -274,9 +274,43 @@ DELETE_STATUS_IN_FLIGHT: DeleteStatus.ValueType  # 4
 """somebody saves it at this moment"""
 Global___DeleteStatus: typing_extensions.TypeAlias = DeleteStatus
 
+class _WatchKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _WatchKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_WatchKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    WATCH_KIND_UNSPECIFIED: _WatchKind.ValueType  # 0
+    WATCH_KIND_PUBLISHED: _WatchKind.ValueType  # 1
+    """the key is there; it may be told twice"""
+    WATCH_KIND_EVICTED: _WatchKind.ValueType  # 2
+    """the key is not there any more, for whatever reason; it may never have been told"""
+    WATCH_KIND_CLEARED: _WatchKind.ValueType  # 3
+    """forget every key; what is there follows"""
+    WATCH_KIND_SYNCED: _WatchKind.ValueType  # 4
+    """everything that is there has been told"""
+
+class WatchKind(_WatchKind, metaclass=_WatchKindEnumTypeWrapper):
+    """What a watcher holds after CLEARED, all that follows, and SYNCED are exactly the keys that the daemon
+    can find, in the tiers that were asked for. It begins with CLEARED, or where it goes on with SYNCED.
+    """
+
+WATCH_KIND_UNSPECIFIED: WatchKind.ValueType  # 0
+WATCH_KIND_PUBLISHED: WatchKind.ValueType  # 1
+"""the key is there; it may be told twice"""
+WATCH_KIND_EVICTED: WatchKind.ValueType  # 2
+"""the key is not there any more, for whatever reason; it may never have been told"""
+WATCH_KIND_CLEARED: WatchKind.ValueType  # 3
+"""forget every key; what is there follows"""
+WATCH_KIND_SYNCED: WatchKind.ValueType  # 4
+"""everything that is there has been told"""
+Global___WatchKind: typing_extensions.TypeAlias = WatchKind
+
 @typing.final
 class SessionRef(google.protobuf.message.Message):
-    """Whose call it is, and the proof: the secret that Welcome told. Every call that acts for a session
+    """Whose call it is, and the proof: the secret that Welcome told. A session that was opened with a
+    token has its role and its namespace, whatever the transport: PERMISSION_DENIED not_permitted for
+    what the role does not allow, and for a caller whose own token is of another namespace. Every call that acts for a session
     is refused without it, on every transport. Of another start of the daemon: FAILED_PRECONDITION
     stale_incarnation; of a session that ended or never was, and with another secret:
     FAILED_PRECONDITION unknown_session, which of these it was is not said. Open a new session and
@@ -832,13 +866,17 @@ class HeartbeatAck(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: builtins.int
+    UNDER_PRESSURE_FIELD_NUMBER: builtins.int
     sequence: builtins.int
+    under_pressure: builtins.bool
+    """memory is short on the node: what can be saved and freed is better freed"""
     def __init__(
         self,
         *,
         sequence: builtins.int = ...,
+        under_pressure: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["sequence", b"sequence"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["sequence", b"sequence", "under_pressure", b"under_pressure"]) -> None: ...
 
 Global___HeartbeatAck: typing_extensions.TypeAlias = HeartbeatAck
 
@@ -1660,6 +1698,7 @@ class LocalRequest(google.protobuf.message.Message):
     SAVE_STAGED_FIELD_NUMBER: builtins.int
     GIVE_BACK_FIELD_NUMBER: builtins.int
     ATTACH_FIELD_NUMBER: builtins.int
+    SAVE_LENT_FIELD_NUMBER: builtins.int
     @property
     def hand_over(self) -> Global___HandOverRequest: ...
     @property
@@ -1682,6 +1721,8 @@ class LocalRequest(google.protobuf.message.Message):
     def attach(self) -> Global___SessionRef:
         """whose connection this is: not answered"""
 
+    @property
+    def save_lent(self) -> Global___SaveLentRequest: ...
     def __init__(
         self,
         *,
@@ -1694,10 +1735,11 @@ class LocalRequest(google.protobuf.message.Message):
         save_staged: Global___SaveStagedRequest | None = ...,
         give_back: Global___ReleaseRequest | None = ...,
         attach: Global___SessionRef | None = ...,
+        save_lent: Global___SaveLentRequest | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "give_back", b"give_back", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_staged", b"save_staged"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "give_back", b"give_back", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_staged", b"save_staged"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hand_over", "lookup", "claim", "release", "reserve", "cancel", "save_staged", "give_back", "attach"] | None: ...
+    def HasField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "give_back", b"give_back", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_lent", b"save_lent", "save_staged", b"save_staged"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "give_back", b"give_back", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_lent", b"save_lent", "save_staged", b"save_staged"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hand_over", "lookup", "claim", "release", "reserve", "cancel", "save_staged", "give_back", "attach", "save_lent"] | None: ...
 
 Global___LocalRequest: typing_extensions.TypeAlias = LocalRequest
 
@@ -1713,6 +1755,7 @@ class LocalResponse(google.protobuf.message.Message):
     RESERVE_FIELD_NUMBER: builtins.int
     CANCEL_FIELD_NUMBER: builtins.int
     SAVE_STAGED_FIELD_NUMBER: builtins.int
+    SAVE_LENT_FIELD_NUMBER: builtins.int
     @property
     def failure(self) -> Global___Failure: ...
     @property
@@ -1729,6 +1772,8 @@ class LocalResponse(google.protobuf.message.Message):
     def cancel(self) -> Global___CancelResponse: ...
     @property
     def save_staged(self) -> Global___SaveStagedResponse: ...
+    @property
+    def save_lent(self) -> Global___SaveLentResponse: ...
     def __init__(
         self,
         *,
@@ -1740,10 +1785,11 @@ class LocalResponse(google.protobuf.message.Message):
         reserve: Global___ReserveResponse | None = ...,
         cancel: Global___CancelResponse | None = ...,
         save_staged: Global___SaveStagedResponse | None = ...,
+        save_lent: Global___SaveLentResponse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "failure", b"failure", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_staged", b"save_staged"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "failure", b"failure", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_staged", b"save_staged"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["failure", "hand_over", "lookup", "claim", "release", "reserve", "cancel", "save_staged"] | None: ...
+    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "failure", b"failure", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_lent", b"save_lent", "save_staged", b"save_staged"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "failure", b"failure", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_lent", b"save_lent", "save_staged", b"save_staged"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["failure", "hand_over", "lookup", "claim", "release", "reserve", "cancel", "save_staged", "save_lent"] | None: ...
 
 Global___LocalResponse: typing_extensions.TypeAlias = LocalResponse
 
@@ -1771,6 +1817,9 @@ class DataRequest(google.protobuf.message.Message):
     READ_FIELD_NUMBER: builtins.int
     FETCH_FIELD_NUMBER: builtins.int
     SAVE_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
+    token: builtins.str
+    """with attach, where the daemon asks for one: over TLS only"""
     @property
     def attach(self) -> Global___SessionRef:
         """whose connection this is: not answered"""
@@ -1814,9 +1863,10 @@ class DataRequest(google.protobuf.message.Message):
         read: Global___ReadRequest | None = ...,
         fetch: Global___FetchRequest | None = ...,
         save: Global___RawSaveRequest | None = ...,
+        token: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "fetch", b"fetch", "give_back", b"give_back", "kind", b"kind", "lookup", b"lookup", "read", b"read", "release", b"release", "reserve", b"reserve", "save", b"save"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "fetch", b"fetch", "give_back", b"give_back", "kind", b"kind", "lookup", b"lookup", "read", b"read", "release", b"release", "reserve", b"reserve", "save", b"save"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "fetch", b"fetch", "give_back", b"give_back", "kind", b"kind", "lookup", b"lookup", "read", b"read", "release", b"release", "reserve", b"reserve", "save", b"save", "token", b"token"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["attach", "lookup", "claim", "release", "reserve", "cancel", "give_back", "read", "fetch", "save"] | None: ...
 
 Global___DataRequest: typing_extensions.TypeAlias = DataRequest
@@ -2026,15 +2076,21 @@ class HandOverRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
+    WANTED_FIELD_NUMBER: builtins.int
     @property
     def session(self) -> Global___SessionRef: ...
+    @property
+    def wanted(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """by name, see proto/local.py; none: everything"""
+
     def __init__(
         self,
         *,
         session: Global___SessionRef | None = ...,
+        wanted: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["session", b"session", "wanted", b"wanted"]) -> None: ...
 
 Global___HandOverRequest: typing_extensions.TypeAlias = HandOverRequest
 
@@ -2196,6 +2252,83 @@ class StagedPart(google.protobuf.message.Message):
 Global___StagedPart: typing_extensions.TypeAlias = StagedPart
 
 @typing.final
+class SaveLentRequest(google.protobuf.message.Message):
+    """Save, or write what was reserved before, with the bytes where they lie in the client's own memory,
+    which it lends for this call: the daemon copies them out of that process (process_vm_readv).
+    `token` is random, made for this call, and lies at `token_address` as long as the memory is lent: a
+    client overwrites it before it uses the memory again, however the call ended. The daemon reads it
+    there before its copies and after them, and what it did not find there it has not copied: so
+    neither a client that gave up, nor another process of the same number, gets anything published.
+    Errors: those of Save, FAILED_PRECONDITION unreadable_memory (this daemon can't read it: don't lend
+    it again), RESOURCE_EXHAUSTED (others lend at this moment; save through staging memory).
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    RESERVED_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
+    TOKEN_ADDRESS_FIELD_NUMBER: builtins.int
+    ADDRESSES_FIELD_NUMBER: builtins.int
+    LENGTHS_BYTES_FIELD_NUMBER: builtins.int
+    PIECES_FIELD_NUMBER: builtins.int
+    token: builtins.bytes
+    """16 bytes"""
+    token_address: builtins.int
+    @property
+    def header(self) -> Global___SaveHeader:
+        """what to save, or"""
+
+    @property
+    def reserved(self) -> Global___StagedReservations:
+        """what was reserved"""
+
+    @property
+    def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The pieces of all payloads, in order, and of how many each payload consists."""
+
+    @property
+    def lengths_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def pieces(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        header: Global___SaveHeader | None = ...,
+        reserved: Global___StagedReservations | None = ...,
+        token: builtins.bytes = ...,
+        token_address: builtins.int = ...,
+        addresses: collections.abc.Iterable[builtins.int] | None = ...,
+        lengths_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+        pieces: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header", "reserved", b"reserved"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "header", b"header", "lengths_bytes", b"lengths_bytes", "pieces", b"pieces", "reserved", b"reserved", "token", b"token", "token_address", b"token_address"]) -> None: ...
+
+Global___SaveLentRequest: typing_extensions.TypeAlias = SaveLentRequest
+
+@typing.final
+class SaveLentResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: builtins.int
+    ALL_SAVED_FIELD_NUMBER: builtins.int
+    all_saved: builtins.int
+    @property
+    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SaveResult]:
+        """How each item ended, or of how many each is SAVED."""
+
+    def __init__(
+        self,
+        *,
+        results: collections.abc.Iterable[Global___SaveResult] | None = ...,
+        all_saved: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all_saved", b"all_saved", "results", b"results"]) -> None: ...
+
+Global___SaveLentResponse: typing_extensions.TypeAlias = SaveLentResponse
+
+@typing.final
 class SaveStagedResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2260,6 +2393,7 @@ class TierStats(google.protobuf.message.Message):
     OLDEST_IO_MS_FIELD_NUMBER: builtins.int
     SCRUB_FIELD_NUMBER: builtins.int
     KEPT_BYTES_FIELD_NUMBER: builtins.int
+    NAMESPACES_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     policy: builtins.str
     budget_bytes: builtins.int
@@ -2296,6 +2430,10 @@ class TierStats(google.protobuf.message.Message):
     def scrub(self) -> Global___ScrubStats:
         """not set: the tier is not scrubbed"""
 
+    @property
+    def namespaces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NamespaceStats]:
+        """Where namespaces have shares of it: what they take, and (of no name) all that has no share."""
+
     def __init__(
         self,
         *,
@@ -2326,11 +2464,42 @@ class TierStats(google.protobuf.message.Message):
         oldest_io_ms: builtins.int = ...,
         scrub: Global___ScrubStats | None = ...,
         kept_bytes: builtins.int = ...,
+        namespaces: collections.abc.Iterable[Global___NamespaceStats] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["scrub", b"scrub"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "corrupt", b"corrupt", "dropped_at_start", b"dropped_at_start", "entries", b"entries", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "hit_tokens", b"hit_tokens", "hits", b"hits", "kept_bytes", b"kept_bytes", "limit_bytes", b"limit_bytes", "max_entries", b"max_entries", "oldest_io_ms", b"oldest_io_ms", "payload_bytes", b"payload_bytes", "pinned_bytes", b"pinned_bytes", "pinned_entries", b"pinned_entries", "policy", b"policy", "published_bytes", b"published_bytes", "read_bytes", b"read_bytes", "recovered_bytes", b"recovered_bytes", "recovered_entries", b"recovered_entries", "reserved_bytes", b"reserved_bytes", "saved_bytes", b"saved_bytes", "saves", b"saves", "scrub", b"scrub", "secured_bytes", b"secured_bytes", "state", b"state", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "corrupt", b"corrupt", "dropped_at_start", b"dropped_at_start", "entries", b"entries", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "hit_tokens", b"hit_tokens", "hits", b"hits", "kept_bytes", b"kept_bytes", "limit_bytes", b"limit_bytes", "max_entries", b"max_entries", "namespaces", b"namespaces", "oldest_io_ms", b"oldest_io_ms", "payload_bytes", b"payload_bytes", "pinned_bytes", b"pinned_bytes", "pinned_entries", b"pinned_entries", "policy", b"policy", "published_bytes", b"published_bytes", "read_bytes", b"read_bytes", "recovered_bytes", b"recovered_bytes", "recovered_entries", b"recovered_entries", "reserved_bytes", b"reserved_bytes", "saved_bytes", b"saved_bytes", "saves", b"saves", "scrub", b"scrub", "secured_bytes", b"secured_bytes", "state", b"state", "tier", b"tier"]) -> None: ...
 
 Global___TierStats: typing_extensions.TypeAlias = TierStats
+
+@typing.final
+class NamespaceStats(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    SHARE_BYTES_FIELD_NUMBER: builtins.int
+    USED_BYTES_FIELD_NUMBER: builtins.int
+    FIXED_BYTES_FIELD_NUMBER: builtins.int
+    ENTRIES_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    share_bytes: builtins.int
+    """of this nothing leaves for another's save"""
+    used_bytes: builtins.int
+    """published and reserved"""
+    fixed_bytes: builtins.int
+    """of these, what can't leave now: pinned or reserved"""
+    entries: builtins.int
+    def __init__(
+        self,
+        *,
+        namespace: builtins.str = ...,
+        share_bytes: builtins.int = ...,
+        used_bytes: builtins.int = ...,
+        fixed_bytes: builtins.int = ...,
+        entries: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "fixed_bytes", b"fixed_bytes", "namespace", b"namespace", "share_bytes", b"share_bytes", "used_bytes", b"used_bytes"]) -> None: ...
+
+Global___NamespaceStats: typing_extensions.TypeAlias = NamespaceStats
 
 @typing.final
 class ScrubStats(google.protobuf.message.Message):
@@ -2976,19 +3145,23 @@ class PreviewRequest(google.protobuf.message.Message):
     TIER_FIELD_NUMBER: builtins.int
     PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
     ENTRIES_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     payload_bytes: builtins.int
     """of one entry"""
     entries: builtins.int
     """0: 1"""
+    namespace: builtins.str
+    """whose save it would be; empty: of a client that is of none"""
     def __init__(
         self,
         *,
         tier: Global___Tier.ValueType = ...,
         payload_bytes: builtins.int = ...,
         entries: builtins.int = ...,
+        namespace: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["entries", b"entries", "payload_bytes", b"payload_bytes", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "namespace", b"namespace", "payload_bytes", b"payload_bytes", "tier", b"tier"]) -> None: ...
 
 Global___PreviewRequest: typing_extensions.TypeAlias = PreviewRequest
 
@@ -3752,3 +3925,114 @@ class ClearResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["entries", b"entries", "freed_bytes", b"freed_bytes", "pinned_entries", b"pinned_entries", "unknown_entries", b"unknown_entries"]) -> None: ...
 
 Global___ClearResponse: typing_extensions.TypeAlias = ClearResponse
+
+@typing.final
+class WatchRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIERS_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    incarnation: builtins.bytes
+    """To go on: of the last WatchResponse that arrived with a sequence. Empty and 0: from the beginning."""
+    sequence: builtins.int
+    token_ids: builtins.bool
+    """with what is published, the token ids that were saved with it"""
+    @property
+    def tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Tier.ValueType]:
+        """empty: every tier"""
+
+    def __init__(
+        self,
+        *,
+        tiers: collections.abc.Iterable[Global___Tier.ValueType] | None = ...,
+        incarnation: builtins.bytes = ...,
+        sequence: builtins.int = ...,
+        token_ids: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "sequence", b"sequence", "tiers", b"tiers", "token_ids", b"token_ids"]) -> None: ...
+
+Global___WatchRequest: typing_extensions.TypeAlias = WatchRequest
+
+@typing.final
+class WatchEvent(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    PARENT_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    WHY_FIELD_NUMBER: builtins.int
+    kind: Global___WatchKind.ValueType
+    tier: Global___Tier.ValueType
+    key: builtins.bytes
+    sequence: builtins.int
+    """ascending; with a filter not every number comes"""
+    generation: builtins.int
+    payload_bytes: builtins.int
+    token_count: builtins.int
+    reason: Global___SaveReason.ValueType
+    parent: builtins.bytes
+    """The key before this one in the chain that it was saved with; empty: it was the first. Not set: it
+    was there before the watcher came, and is not known any more.
+    """
+    namespace: builtins.str
+    """the label of the client that saved it; empty: an earlier start did"""
+    token_ids: builtins.bytes
+    """u32 little-endian; none: there are none, too many, or the entry left meanwhile"""
+    why: builtins.str
+    """of CLEARED"""
+    def __init__(
+        self,
+        *,
+        kind: Global___WatchKind.ValueType = ...,
+        tier: Global___Tier.ValueType = ...,
+        key: builtins.bytes = ...,
+        sequence: builtins.int = ...,
+        generation: builtins.int = ...,
+        payload_bytes: builtins.int = ...,
+        token_count: builtins.int = ...,
+        reason: Global___SaveReason.ValueType = ...,
+        parent: builtins.bytes | None = ...,
+        namespace: builtins.str = ...,
+        token_ids: builtins.bytes = ...,
+        why: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_parent", b"_parent", "parent", b"parent"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_parent", b"_parent", "generation", b"generation", "key", b"key", "kind", b"kind", "namespace", b"namespace", "parent", b"parent", "payload_bytes", b"payload_bytes", "reason", b"reason", "sequence", b"sequence", "tier", b"tier", "token_count", b"token_count", "token_ids", b"token_ids", "why", b"why"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_parent", b"_parent"]) -> typing.Literal["parent"] | None: ...
+
+Global___WatchEvent: typing_extensions.TypeAlias = WatchEvent
+
+@typing.final
+class WatchResponse(google.protobuf.message.Message):
+    """Sent without events, too, every few seconds: the daemon is there."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    EVENTS_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    incarnation: builtins.bytes
+    sequence: builtins.int
+    """from where a watcher can go on; 0: nowhere, for not everything has been told"""
+    @property
+    def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WatchEvent]: ...
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.bytes = ...,
+        events: collections.abc.Iterable[Global___WatchEvent] | None = ...,
+        sequence: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["events", b"events", "incarnation", b"incarnation", "sequence", b"sequence"]) -> None: ...
+
+Global___WatchResponse: typing_extensions.TypeAlias = WatchResponse

@@ -721,6 +721,11 @@ class AdminStub(object):
                 request_serializer=prefixd__pb2.ClearRequest.SerializeToString,
                 response_deserializer=prefixd__pb2.ClearResponse.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/prefixd.v1.Admin/Watch',
+                request_serializer=prefixd__pb2.WatchRequest.SerializeToString,
+                response_deserializer=prefixd__pb2.WatchResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -891,6 +896,17 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """Tells which keys are published, from now on and in order: everything that there is, then what
+        changes. It goes on until its caller hangs up. A watcher that names what it was told last goes on
+        from there, if the daemon still knows what came after it. Whoever may watch learns every key, and
+        a key is all that it takes to read an entry.
+        Errors: INVALID_ARGUMENT (tier), RESOURCE_EXHAUSTED (too many watchers, or this one is too slow).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -993,6 +1009,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Clear,
                     request_deserializer=prefixd__pb2.ClearRequest.FromString,
                     response_serializer=prefixd__pb2.ClearResponse.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=prefixd__pb2.WatchRequest.FromString,
+                    response_serializer=prefixd__pb2.WatchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1537,6 +1558,33 @@ class Admin(object):
             '/prefixd.v1.Admin/Clear',
             prefixd__pb2.ClearRequest.SerializeToString,
             prefixd__pb2.ClearResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/prefixd.v1.Admin/Watch',
+            prefixd__pb2.WatchRequest.SerializeToString,
+            prefixd__pb2.WatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -916,7 +916,23 @@ _AdminClearType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminPreviewType, _AdminEvictType, _AdminCurveType, _AdminDropType, _AdminKickType, _AdminConfigureType, _AdminGcType, _AdminCheckType, _AdminVerifyType, _AdminResizeType, _AdminDrainType, _AdminSetLogLevelType, _AdminWhyType, _AdminClearType]):
+_AdminWatchType = typing_extensions.TypeVar(
+    '_AdminWatchType',
+    grpc.UnaryStreamMultiCallable[
+        prefixd_pb2.WatchRequest,
+        prefixd_pb2.WatchResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        prefixd_pb2.WatchRequest,
+        prefixd_pb2.WatchResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        prefixd_pb2.WatchRequest,
+        prefixd_pb2.WatchResponse,
+    ],
+)
+
+class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminPreviewType, _AdminEvictType, _AdminCurveType, _AdminDropType, _AdminKickType, _AdminConfigureType, _AdminGcType, _AdminCheckType, _AdminVerifyType, _AdminResizeType, _AdminDrainType, _AdminSetLogLevelType, _AdminWhyType, _AdminClearType, _AdminWatchType]):
     """---- operators"""
 
     @typing.overload
@@ -1001,6 +1017,10 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
             prefixd_pb2.ClearRequest,
             prefixd_pb2.ClearResponse,
         ],
+        grpc.UnaryStreamMultiCallable[
+            prefixd_pb2.WatchRequest,
+            prefixd_pb2.WatchResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -1084,6 +1104,10 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
         grpc.aio.UnaryUnaryMultiCallable[
             prefixd_pb2.ClearRequest,
             prefixd_pb2.ClearResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            prefixd_pb2.WatchRequest,
+            prefixd_pb2.WatchResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -1185,6 +1209,14 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
     tier).
     """
 
+    Watch: _AdminWatchType
+    """Tells which keys are published, from now on and in order: everything that there is, then what
+    changes. It goes on until its caller hangs up. A watcher that names what it was told last goes on
+    from there, if the daemon still knows what came after it. Whoever may watch learns every key, and
+    a key is all that it takes to read an entry.
+    Errors: INVALID_ARGUMENT (tier), RESOURCE_EXHAUSTED (too many watchers, or this one is too slow).
+    """
+
 AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.StatsRequest,
@@ -1265,6 +1297,10 @@ AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.ClearRequest,
         prefixd_pb2.ClearResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        prefixd_pb2.WatchRequest,
+        prefixd_pb2.WatchResponse,
     ],
 ]
 
@@ -1467,6 +1503,19 @@ class AdminServicer(metaclass=abc.ABCMeta):
         """Drops what clients with a label saved since the start; what is pinned or in flight stays. Of
         what came back from an earlier start the label is not known. Errors: INVALID_ARGUMENT (label,
         tier).
+        """
+
+    @abc.abstractmethod
+    def Watch(
+        self,
+        request: prefixd_pb2.WatchRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[prefixd_pb2.WatchResponse], collections.abc.AsyncIterator[prefixd_pb2.WatchResponse]]:
+        """Tells which keys are published, from now on and in order: everything that there is, then what
+        changes. It goes on until its caller hangs up. A watcher that names what it was told last goes on
+        from there, if the daemon still knows what came after it. Whoever may watch learns every key, and
+        a key is all that it takes to read an entry.
+        Errors: INVALID_ARGUMENT (tier), RESOURCE_EXHAUSTED (too many watchers, or this one is too slow).
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -1,4 +1,4 @@
-"""Sizes and times as people write them: `8GiB`, `300s`, `1h30m`.
+"""Sizes, times and shares as people write them: `8GiB`, `300s`, `1h30m`, `37.36 %`.
 
 Sizes use binary units (KiB = 1024 B). `8G` and `8GB` are refused rather than guessed at: half
 of the tools mean 10^9 by them, the other half 2^30.
@@ -102,3 +102,8 @@ def format_duration(duration_ns: int) -> str:
             digits = f"{rest / _NS_UNITS[name]:.3f}".rstrip("0").rstrip(".")
             return f"{sign}{digits}{name}"
     return f"{sign}{rest}ns" if rest else "0s"
+
+
+def percent(share: float | None, decimals: int = 2) -> str:
+    """A share of a whole as `37.36 %`; a share of nothing (None) is a dash."""
+    return "-" if share is None else f"{100 * share:.{decimals}f} %"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Final
 
 from ..proto.errors import ConfigError
 from ..proto.keys import Key
@@ -12,18 +14,26 @@ from ..proto.vocabulary import Tier
 from ..tiers.disk import DiskStore
 from ..tiers.eviction import EvictionPolicy, make_policy
 from ..tiers.extents import ExtentAllocator
+from ..tiers.heap import give_back_free_heap
 from ..tiers.ledger import Ledger
 from ..tiers.ram import RamStore
+from ..tiers.shares import Share
 from ..tiers.shm import ShmStore
 from ..tiers.store import Store
 from .config.budgets import Plan, TierPlan
-from .config.options import Config, Shared
+from .config.memory_sources import make_source
+from .config.options import Config
 from .core.state import MetaState
 from .runtime.index import IndexWriter
 from .runtime.loop import Core
+from .runtime.pressure import Pressure, Watermarks
+from .runtime.staging import StagingPool
 from .sharing.common import SharingConfig, WritePolicy
 from .sharing.sharing import Sharing
 from .sharing.store import SharedStore
+
+#: Under pressure a client that did not save for so long has no staging memory.
+_STAGING_IDLE_NS: Final = 10**9
 
 
 def make_store(plan: TierPlan, *, verify_at_start: bool, sync: bool) -> Store:
@@ -63,18 +73,23 @@ def max_entries(plan: Plan) -> int:
 
 def make_ledger(plan: TierPlan, store: Store) -> Ledger:
     """The accounting of one tier. Its room grows from nothing as the arena is secured."""
-    policy: EvictionPolicy[Key] = make_policy(
-        plan.policy, plan.budget_bytes, max_ghosts=plan.max_entries or None
-    )
     return Ledger(
         plan.tier,
         plan.budget_bytes,
-        policy,
+        _policy(plan, plan.budget_bytes - sum(plan.shares.values())),
         max_entries=plan.max_entries,
         max_reserved_bytes=plan.max_in_flight_bytes,
         extents=ExtentAllocator(0, plan.slab_bytes, store.header_bytes),
         arena_bytes=store.size_bytes,
+        shares=[
+            Share(name, share_bytes, _policy(plan, share_bytes))
+            for name, share_bytes in plan.shares.items()
+        ],
     )
+
+
+def _policy(plan: TierPlan, capacity_bytes: int) -> EvictionPolicy[Key]:
+    return make_policy(plan.policy, capacity_bytes, max_ghosts=plan.max_entries or None)
 
 
 def make_state(plan: Plan, stores: Mapping[Tier, Store], now_ns: int) -> MetaState:
@@ -92,19 +107,33 @@ def make_state(plan: Plan, stores: Mapping[Tier, Store], now_ns: int) -> MetaSta
     )
 
 
+def make_pressure(config: Config, core: Core, stagings: StagingPool) -> Pressure | None:
+    """What watches the memory, if anything is configured to say how much is used. Raises
+    ConfigError."""
+    options = config.pressure
+    source = make_source(options.source)
+    if source is None:
+        return None
+    return Pressure(
+        core,
+        source,
+        Watermarks(options.high_watermark, options.low_watermark, options.max_stalled),
+        [Tier[name.upper()] for name in options.tiers.split(",") if name],
+        relieve=(
+            partial(stagings.give_back_idle, _STAGING_IDLE_NS),
+            lambda: core.executor.submit(give_back_free_heap),
+        ),
+    )
+
+
 async def begin_sharing(config: Config, core: Core) -> Sharing:
     """What this node shares with others. Raises ConfigError for an engine that it can't have."""
     shared = config.shared
     tier = Tier[shared.tier.upper()]
     if tier not in core.stores:
         raise ConfigError(f"shared.tier is {shared.tier}, which has no budget")
-    if shared.payloads == "nodes" and config.server.tls_cert:
-        raise ConfigError(
-            'shared.payloads is "nodes", and server.tls_cert is set: nodes read from each other '
-            "without TLS only"
-        )
     try:
-        store = _shared_store(shared)
+        store = _shared_store(config)
     except ImportError as problem:
         extra = "s3" if shared.engine.startswith("s3:") else "shared"
         raise ConfigError(
@@ -127,8 +156,9 @@ async def begin_sharing(config: Config, core: Core) -> Sharing:
     )
 
 
-def _shared_store(config: Shared) -> SharedStore:
+def _shared_store(whole: Config) -> SharedStore:
     """Each engine's library is imported only here."""
+    config = whole.shared
     urls = config.engine.split(",")
     if urls[0].startswith("s3:"):
         from .sharing.object_store import ObjectStore
@@ -141,12 +171,14 @@ def _shared_store(config: Shared) -> SharedStore:
     password = _password(config.password_file)
     if config.payloads == "engine":
         return RedisStore(urls, config.fleet, password=password)
-    from .sharing.peers import PeerStore
+    from .sharing.peers import PeerStore, peer_security
 
     if not config.address:
         raise ConfigError('shared.payloads is "nodes": shared.address has to say where this one is')
     locations = RedisStore(urls, config.fleet, password=password, prefix=b"px1-at")
-    return PeerStore(locations, config.address)
+    own = (whole.server.tls_cert, whole.server.tls_key) if config.peer_ca else ("", "")
+    security = peer_security(config.peer_ca, *own, config.peer_token_file)
+    return PeerStore(locations, config.address, security)
 
 
 def _password(path: str) -> str | None:

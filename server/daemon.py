@@ -30,6 +30,7 @@ from .api.calls import remove_leftover
 from .api.front import HEALTH_SERVICES, Front
 from .api.http import serve_metrics
 from .api.metrics import StateCollector
+from .api.page import Board
 from .api.sessions import ServiceConfig
 from .config.budgets import Plan, resolve
 from .config.loading import load_config
@@ -39,7 +40,7 @@ from .lock import lock_directories
 from .logs import configure_logs
 from .notify import keep_alive, notify
 from .reloading import Reloader
-from .remote import credentials_of, tokens_of
+from .remote import credentials_of, tls_context_of, tokens_of
 from .runtime import collector
 from .runtime.clock import Clock
 from .runtime.idle_heap import give_back_idle_heap
@@ -107,6 +108,11 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
             front.admin.shared = sharing.counts
             front.admin.shared_nodes = sharing.nodes
             front.admin.shared_events = sharing.happened
+        pressure = assembly.make_pressure(config, core, front.stagings)
+        if pressure is not None:
+            front.sessions.under_pressure = lambda: pressure.under
+            watching = pressure.watch(config.pressure.interval_ns / 1e9)
+            core.supervisor.task("pressure", watching)
         await front.local.start()
         stack.push_async_callback(_within, front.local.close())
         stack.push_async_callback(_within, front.data.close())
@@ -124,13 +130,16 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
                 commits=core.orders.latencies,
                 now_ns=core.clock.now_ns,
                 shared=front.admin.shared,
+                pressure=lambda: pressure.counts()._asdict() if pressure else {},
             )
-            metrics_at = stack.enter_context(serve_metrics(config.server.metrics, collector))
+            board = Board(front.admin)
+            metrics_at = stack.enter_context(serve_metrics(config.server.metrics, collector, board))
             log.info("metrics", address=metrics_at)
         reloader = Reloader(config, load, core, front.scrubber)
         front.admin.configurer = reloader.configure
         front.admin.overridden = reloader.override
         reloader.read_files = front.read_tokens
+        reloader.files_read = front.end_revoked
         front.admin.stopper = stop.begin
         stop.when_reloaded(lambda: core.supervisor.task("reload", reloader.reload()))
         front.scrubber.start()
@@ -217,6 +226,8 @@ def service_config(config: Config, incarnation: bytes) -> ServiceConfig:
         stall_timeout_s=server.stall_timeout_ns / 1e9,
         scrub_bytes_per_second=server.scrub_bytes_per_second,
         shares=bool(config.shared.engine),
+        max_watchers=config.watch.max_watchers,
+        watch_history_bytes=config.watch.history_bytes,
     )
 
 
@@ -240,6 +251,7 @@ async def _serve_rpcs(core: Core, config: Config, front: Front, stop: Stop) -> N
     # In a state that is broken nothing comes to its end any more.
     await _first(draining, stop.hurried.wait(), core.broken.wait())
     core.end_sessions()
+    front.watching.close()
     await _within(asyncio.gather(*(server.stop(grace=1.0) for server in servers)))
     log.info("stopped")
 
@@ -286,23 +298,25 @@ def _listen(front: Front, config: Config) -> tuple[list[str], list[grpc.aio.Serv
             os.umask(before)
         path.chmod(mode)
     addresses = [address for _, _, address, _ in sockets]
-    if server.data_address():
-        addresses.append(_listen_for_data(front, server.data_address()))
     if server.tcp:
         host, _, port = server.tcp.rpartition(":")
         _check_free(host.strip("[]"), int(port), server.tcp)
-        remote = front.remote(tokens_of(config))
+        tokens = tokens_of(config)
+        remote = front.remote(tokens)
         secured = credentials_of(config)
+        if server.data_address():
+            start = partial(front.data.start, context=tls_context_of(config), tokens=tokens)
+            addresses.append(_listen_for_data(start, server.data_address()))
         addresses.append(f"{host}:{_bind('server.tcp', remote, server.tcp, secured)}")
         return addresses, [remote]
     return addresses, []
 
 
-def _listen_for_data(front: Front, address: str) -> str:
+def _listen_for_data(start: Callable[[str, int], int], address: str) -> str:
     """The address with the port that it got. Raises OSError, which names the option."""
     host, _, port = address.rpartition(":")
     try:
-        return f"{host}:{front.data.start(host.strip('[]'), int(port))} (data)"
+        return f"{host}:{start(host.strip('[]'), int(port))} (data)"
     except OSError as problem:
         raise OSError(f"server.data: can't listen on {address}: {problem.strerror}") from None
 

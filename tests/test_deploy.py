@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prefixd.client import Client, SaveItem, Tier
 from prefixd.proto.keys import Key
 from prefixd.proto.units import parse_bytes, parse_duration_ns
-from prefixd.server.api.metrics import StateCollector
+from prefixd.server.api.metrics import PRESSURE, StateCollector
 from prefixd.server.config.loading import load_config
 from prefixd.server.config.options import Config
 from prefixd.server.core.state import MetaState
@@ -50,6 +50,7 @@ def metric_names() -> set[str]:
             # Its own needs a loop; what it is read for is this.
             cast(LoopLag, SimpleNamespace(counts=[0] * (len(BUCKETS_US) + 1), total_us=0)),
             latencies=Latencies(Clock()),
+            pressure=lambda: dict.fromkeys(PRESSURE, 0.0),
         )
     )
     ProcessCollector(registry=registry)

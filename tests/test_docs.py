@@ -86,6 +86,35 @@ def test_every_test_that_a_page_names_is_there(page: str) -> None:
     assert len(named) > 40 or page != "RELIABILITY.md", "it names what holds its promises"
 
 
+def test_what_users_of_other_caches_suffered_has_tests() -> None:
+    text = (ROOT / "RELIABILITY.md").read_text()
+    table = text.split("## What users of other caches suffered")[1].split("\n## ")[0]
+    rows = [line for line in table.splitlines() if re.match(r"\| \w[\w-]*#", line)]
+    assert len(rows) == 24, "of the 25 reports one is left out, and the page says why"
+    assert [row for row in rows if not NAMED.search(row)] == []
+
+
+#: A row of the two ways: the folder, the module and the function.
+STEP = re.compile(r"^\| `([a-z/]+)/` \| `(\w+)\.(\w+)` \|", re.MULTILINE)
+#: From the caller down. The two halves of a client's way are beside each other.
+LEVELS = (
+    "client", "client/local client/wire", "server/api", "server/core", "server/runtime", "tiers"
+)  # fmt: skip
+
+
+def test_the_ways_that_are_drawn_exist_and_go_down() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    ways = text[text.index("## The two ways") : text.index("## One event")].split("\n\n|")[1:]
+    assert len(ways) == 5
+    for way in ways:
+        steps = STEP.findall("|" + way)
+        levels = [next(n for n, at in enumerate(LEVELS) if f in at.split()) for f, *_ in steps]
+        assert len(steps) == way.count("\n| `"), way
+        assert levels == sorted(levels), "no step goes back up"
+        for folder, module, function in steps:
+            assert f"def {function}(" in (ROOT / folder / f"{module}.py").read_text()
+
+
 def test_everything_public_is_in_the_reference() -> None:
     pages = "\n".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
     named = set(re.findall(r"^::: (prefixd[\w.]+)$", pages, re.MULTILINE))

@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from prefixd.server.api.access import CACHE_ROLES
+from prefixd.server.api.access import ADMIN_ROLES, CACHE_ROLES, Role
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "SECURITY.md").read_text()
@@ -34,7 +34,10 @@ def test_every_claim_names_tests_that_are_there() -> None:
 
 def test_the_table_of_roles_is_that_of_the_code() -> None:
     rows = {role: rpcs.split(", ") for role, rpcs in section("Roles")}
-    for role in ("read", "write"):
+    assert rows.keys() == {role.name.lower() for role in Role}
+    for role in ("read", "write", "watch"):
         assert set(rows[role]) == {
-            name for name, needed in CACHE_ROLES.items() if needed.name.lower() == role
+            name
+            for name, needed in (CACHE_ROLES | ADMIN_ROLES).items()
+            if needed.name.lower() == role
         }

@@ -15,7 +15,7 @@ from ..proto.keys import Key
 from ..proto.layout import crc32c
 from ..proto.units import format_bytes
 from .arena import ArenaWriter, BaseArena, check_slab, whole_slabs
-from .files import write_errors
+from .files import sync_parents, write_errors
 from .records import USAGE_BYTES, USAGE_FILE, Records
 from .row_table import RowTable
 from .store import (
@@ -177,6 +177,9 @@ class RecordedStore(ArenaStore):
                         "configure another directory"
                     )
             self._check_slab_of(directory / ARENA_FILE)
+            if sync:
+                # Who made it may have been this start, or one that did not get further.
+                sync_parents(directory)
         self.arena = self._open_arena(
             directory / ARENA_FILE, slabs * slab_bytes, max_slabs * slab_bytes
         )

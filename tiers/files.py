@@ -113,6 +113,16 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
+def sync_parents(path: Path) -> None:
+    """Make the names durable that lead to a directory, as far as this user may have made them and
+    they are on its device. Raises OSError."""
+    device = path.stat().st_dev
+    for parent in path.absolute().parents:
+        if parent.stat().st_dev != device or not os.access(parent, os.R_OK | os.W_OK):
+            return
+        sync_directory(parent)
+
+
 def check_linked(fd: int, path: Path) -> None:
     """Raises StoreError if the file was deleted: what is written to it would be lost."""
     if not os.fstat(fd).st_nlink:

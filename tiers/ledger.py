@@ -9,14 +9,17 @@ fits, then `reserve`s; every reservation ends in `publish` or `cancel`. At every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
+from typing import Final
 
 from ..proto.keys import Key
+from ..proto.limits import KEY_BYTES
 from ..proto.vocabulary import Tier
-from .eviction.base import EvictionPolicy
+from .eviction.base import EvictionPolicy, Rehearsal
 from .extents import ExtentAllocator
-from .order import Resident, order_by
+from .order import Order, Resident, order_by
+from .shares import Room, Share, Shares, SharesRehearsal
 from .store import Location
 
 
@@ -27,6 +30,13 @@ class Admission(Enum):
     AFTER_EVICTION = "after eviction"
     NO_ROOM = "no room"
     TOO_LARGE = "too large"
+    #: Others are sure of the room: not now, and never.
+    OVER_SHARE = "over share"
+    ABOVE_SHARES = "above shares"
+
+
+#: Of no namespace.
+_OF_NOBODY: Final = Key(bytes(KEY_BYTES))
 
 
 class Ledger:
@@ -48,7 +58,9 @@ class Ledger:
         max_reserved_bytes: int = 0,
         extents: ExtentAllocator | None = None,
         arena_bytes: int | None = None,
+        shares: Sequence[Share] = (),
     ) -> None:
+        """`policy`, and that of each share: empty."""
         self.tier = tier
         self.arena_bytes = budget_bytes if arena_bytes is None else arena_bytes
         self.budget_bytes = budget_bytes
@@ -56,7 +68,9 @@ class Ledger:
         self._header_bytes = 0 if extents is None else extents.header_bytes
         self.max_entries = max_entries
         self.max_reserved_bytes = max_reserved_bytes
-        self.policy = order_by(policy)
+        #: who has a share of the tier; None: nobody
+        self.shares = Shares(policy, shares) if shares else None
+        self.policy: Order = order_by(policy) if self.shares is None else self.shares
         self.extents = extents
         self.published_bytes = 0
         self.reserved_bytes = 0
@@ -80,13 +94,25 @@ class Ledger:
         """What evictions could free at most."""
         return self.published_bytes - self.pinned_bytes
 
-    def admission(self, stored_bytes: int, entries: int = 1) -> Admission:
-        """Can `entries` new entries of `stored_bytes` in all be reserved?"""
+    @property
+    def room(self) -> Room:
+        """What may be used now."""
+        return Room(self.limit_bytes, self.max_entries)
+
+    def admission(self, stored_bytes: int, entries: int = 1, key: Key = _OF_NOBODY) -> Admission:
+        """Can `entries` new entries of `stored_bytes` in all be reserved? `key`: one of them, or
+        another of its namespace."""
         # Asked for every block: arithmetic without calls.
         if stored_bytes > self.arena_bytes - self._header_bytes or (
             self.max_entries and entries > self.max_entries
         ):
             return Admission.TOO_LARGE
+        shares = self.shares
+        if shares is not None:
+            number = shares.number_of(key)
+            most_bytes = shares.left_bytes(number, self.arena_bytes - self._header_bytes)
+            if stored_bytes > most_bytes:
+                return Admission.ABOVE_SHARES
         reserved_bytes = self.reserved_bytes + stored_bytes
         # One entry may be larger than that by itself; it then has to be alone.
         if (
@@ -95,6 +121,8 @@ class Ledger:
             and reserved_bytes > self.max_reserved_bytes
         ):
             return Admission.NO_ROOM
+        if shares is not None and not shares.allows(self.room, [(number, stored_bytes, entries)]):
+            return Admission.OVER_SHARE
         if self.fits(stored_bytes, entries):
             return Admission.FITS
         unpinned_entries = self.entries - self.pinned_entries
@@ -117,33 +145,64 @@ class Ledger:
             not self.max_entries or used + entries <= self.max_entries
         )
 
-    def victims(self) -> Iterator[Key]:
-        """Who would leave, next first; changes nothing."""
-        return self.policy.victims()
+    def may_pin(self, adding: Mapping[Key, int]) -> bool:
+        """May these entries, by key and stored bytes, which nothing pins yet, be pinned? Only the
+        shares of others are a reason why not."""
+        shares = self.shares
+        if shares is None:
+            return True
+        by_part: dict[int, tuple[int, int]] = {}
+        for key, stored_bytes in adding.items():
+            number = shares.number_of(key)
+            more_bytes, entries = by_part.get(number, (0, 0))
+            by_part[number] = more_bytes + stored_bytes, entries + 1
+        return shares.allows(self.room, [(number, *more) for number, more in by_part.items()])
+
+    def victims(self, bytes_of: Callable[[Key], int] | None = None) -> Iterator[Key]:
+        """Who would leave for nobody in particular, next first; changes nothing. `bytes_of`: what
+        an entry takes; without it parts of a tier that have shares come one after the other."""
+        if self.shares is None or bytes_of is None:
+            yield from self.policy.victims()
+            return
+        rehearsal = self.shares.rehearse(0, bytes_of)
+        while (
+            victim := rehearsal.evict(None, 0, self.room, by_entries=False, below=True)
+        ) is not None:
+            yield victim
 
     def foretell(
-        self, stored_bytes: int, entries: int, bytes_of: Callable[[Key], int]
+        self,
+        stored_bytes: int,
+        entries: int,
+        bytes_of: Callable[[Key], int],
+        key: Key = _OF_NOBODY,
     ) -> Iterator[Key]:
         """Who leaves when `entries` that were never there are saved, one after another, of
         `stored_bytes` each. Changes nothing; the ledger must not change meanwhile.
 
-        `bytes_of`: what an entry takes. Ends early where the rest does not fit.
+        `bytes_of`: what an entry takes. `key`: any of the namespace that they are of. Ends early
+        where the rest does not fit.
         """
-        rehearsal = self.policy.rehearsal()
+        if self.shares is None:
+            rehearsal: _Alone | SharesRehearsal = _Alone(self.policy.rehearsal())
+        else:
+            rehearsal = self.shares.rehearse(self.shares.number_of(key), bytes_of)
         freed_bytes = freed_entries = 0
         for number in range(entries):
             coming = Key(b"coming %d" % number)
             rehearsal.prepare(coming, stored_bytes)
             needed_bytes = (number + 1) * stored_bytes
             while not self.fits_after(needed_bytes, number + 1, freed_bytes, freed_entries):
-                victim = rehearsal.evict(coming)
+                by_entries = needed_bytes <= self.free_bytes + freed_bytes
+                victim = rehearsal.evict(
+                    coming, stored_bytes, self.room, by_entries=by_entries, below=False
+                )
                 if victim is None:
                     return
                 freed_bytes += bytes_of(victim)
                 freed_entries += 1
                 yield victim
             rehearsal.admit(coming, stored_bytes)
-            rehearsal.pin(coming)
 
     # ---- reservations
 
@@ -161,6 +220,8 @@ class Ledger:
         assert self.fits(stored_bytes)
         self.reserved_bytes += stored_bytes
         self.reservations += 1
+        if self.shares is not None:
+            self.shares.charge(resident, 1, 1)
         self.policy.enter(resident)
         if self.extents is not None:
             resident.location = self.extents.allocate(stored_bytes)
@@ -173,6 +234,8 @@ class Ledger:
         """The room of a reservation that was withdrawn is free."""
         self.reserved_bytes -= resident.stored_bytes
         self.reservations -= 1
+        if self.shares is not None:
+            self.shares.charge(resident, -1, -1)
         if self.extents is not None:
             self.extents.free(resident.location)
 
@@ -183,6 +246,8 @@ class Ledger:
         self.reservations -= 1
         self.published_bytes += stored_bytes
         self.entries += 1
+        if self.shares is not None:
+            self.shares.charge(resident, 0, -1)
         self.policy.unpin(resident)
 
     def adopt(self, resident: Resident) -> None:
@@ -191,6 +256,8 @@ class Ledger:
             self.extents.claim(resident.location)
         self.published_bytes += resident.stored_bytes
         self.entries += 1
+        if self.shares is not None:
+            self.shares.charge(resident, 1, 0)
         self.policy.prepare(resident)
         self.policy.enter(resident)
         self.policy.unpin(resident)
@@ -201,17 +268,42 @@ class Ledger:
         """The first claim on an entry."""
         self.pinned_bytes += resident.stored_bytes
         self.pinned_entries += 1
+        if self.shares is not None:
+            self.shares.charge(resident, 0, 1)
         self.policy.pin(resident)
 
     def unpin(self, resident: Resident) -> None:
         """The last claim on an entry is gone."""
         self.pinned_bytes -= resident.stored_bytes
         self.pinned_entries -= 1
+        if self.shares is not None:
+            self.shares.charge(resident, 0, -1)
         self.policy.unpin(resident)
 
-    def next_victim(self, coming: Resident | None = None) -> Key | None:
-        """Take the next victim out of the eviction order; `forget` has to follow."""
-        return self.policy.evict(coming)
+    def next_victim(
+        self,
+        coming: Resident | None = None,
+        *,
+        adopted: Resident | None = None,
+        below_shares: bool = False,
+    ) -> Key | None:
+        """Take the next victim out of the eviction order; `forget` has to follow.
+
+        `coming` was prepared; `adopted` was not, and may be what has to give way: None then, too.
+        `below_shares`: an operator wants room, whoever's share it is.
+        """
+        shares = self.shares
+        if shares is None:
+            return self.policy.evict(coming)
+        need, by_entries = None, False
+        who = coming or adopted
+        if who is not None:
+            need = shares.number_of(who.key), who.stored_bytes, 1
+            by_entries = who.stored_bytes <= self.free_bytes
+        giver = shares.giver(
+            shares.standings, self.room, need, by_entries=by_entries, below=below_shares
+        )
+        return None if giver is None else shares.take(giver, coming)
 
     def remove(self, resident: Resident) -> None:
         """Take an entry out of the eviction order that is not the next victim; `forget` has to
@@ -222,6 +314,8 @@ class Ledger:
         """An unpinned entry that left the eviction order already gives its bytes back."""
         self.published_bytes -= resident.stored_bytes
         self.entries -= 1
+        if self.shares is not None:
+            self.shares.charge(resident, -1, 0)
         if self.extents is not None:
             self.extents.free(resident.location)
 
@@ -229,6 +323,8 @@ class Ledger:
         """The last claim is gone on an entry that was removed while it was pinned."""
         self.pinned_bytes -= resident.stored_bytes
         self.pinned_entries -= 1
+        if self.shares is not None:
+            self.shares.charge(resident, 0, -1)
         self.forget(resident)
 
     # ---- the size
@@ -283,3 +379,20 @@ class Ledger:
         self.extents.free(location)
         self.retired_bytes -= restored_bytes
         self.limit_bytes += restored_bytes
+
+
+class _Alone:
+    """The rehearsal of a tier without shares (`SharesRehearsal`)."""
+
+    def __init__(self, rehearsal: Rehearsal[Key]) -> None:
+        self._rehearsal = rehearsal
+
+    def prepare(self, coming: Key, stored_bytes: int) -> None:
+        self._rehearsal.prepare(coming, stored_bytes)
+
+    def evict(self, coming: Key, _bytes: int, _room: Room, **_how: bool) -> Key | None:
+        return self._rehearsal.evict(coming)
+
+    def admit(self, coming: Key, stored_bytes: int) -> None:
+        self._rehearsal.admit(coming, stored_bytes)
+        self._rehearsal.pin(coming)

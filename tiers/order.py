@@ -3,12 +3,17 @@
 The orders of `tiers.eviction` know keys, and look each of them up. What lies in a tier is an
 object, and in LRU, the order of nearly every tier, its place can be a part of it: a million
 entries need no second table, and a claim no look-up in it.
+
+So LRU has two forms, which `test_order.py` holds equal step by step. Each is the faster where it is
+used, by turns in one run (`tests/bench/bench_order.py`, 200,000 entries): the ring through the
+entries takes no memory and 0.3 to 0.65 us for a claim and its release, where an order by keys takes
+105 bytes an entry and 1.4 to 1.7 us; a replay by keys takes 0.2 us an access, by the ring 0.8 to 1.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..proto.keys import Key
@@ -50,6 +55,14 @@ class Order(ABC):
     def __init__(self, name: str) -> None:
         #: the policy by the name that configuration files use
         self.name = name
+
+    def of(self, key: Key) -> Order:  # noqa: ARG002 (for orders with parts)
+        """The part of the order that a key belongs to: this, if it has no parts."""
+        return self
+
+    def orders(self) -> Sequence[Order]:
+        """All of its parts."""
+        return (self,)
 
     @abstractmethod
     def resize(self, capacity_bytes: int) -> None:

@@ -7,7 +7,6 @@ import multiprocessing
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Final
 
 from ...proto.errors import PrefixdError
@@ -70,12 +69,7 @@ class Crowd:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def cases(self, peer: str) -> Iterator[Case]:
@@ -92,7 +86,7 @@ class Crowd:
     def restore(self, count: int) -> None:
         """The first `count` processes restore, all at once."""
         for pipe in self._pipes[:count]:
-            # Whoever died is missed when its answer is.
+            # A process that died is noticed when its answer does not come.
             with contextlib.suppress(OSError):
                 pipe.send(True)
         self._hear(self._pipes[:count])

@@ -11,7 +11,6 @@ from .moving import MEMCPY
 from .rows import Rows
 from .samples import Row
 from .walking import HASHING, searches
-from .wanted import Wanted, wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +23,9 @@ class Table:
 
 
 def tables(rows: Rows, peers: Rows, block_bytes: int) -> list[Table]:
-    """Everything that was measured, each batch beside the peers, and what is wanted of it."""
+    """Everything that was measured, each batch beside the peers."""
     made = [_batch_table(rows, peers, blocks, block_bytes) for blocks in rows.batches]
     made += [_search_table(rows), _eviction_table(rows), _crowd_table(rows)]
-    made.append(_wanted_table(wanted(rows, peers, block_bytes), block_bytes))
     return [table for table in made if table.rows]
 
 
@@ -138,20 +136,6 @@ def _crowd_table(rows: Rows) -> Table:
         )
     columns = ("processes that restore", "all together, GB/s", "x one")
     return Table("many clients at once, ram", columns, lines)
-
-
-def _wanted_table(found: Sequence[Wanted], block_bytes: int) -> Table:
-    lines = [
-        (
-            one.what,
-            f"{'at least' if one.at_least else 'at most'} {one.limit:g}{one.unit}",
-            f"{one.value:.{0 if one.value >= 10 or not one.unit else 2}f}{one.unit}",
-            "yes" if one.good else "no",
-        )
-        for one in found
-    ]
-    title = f"what is wanted, blocks of {format_bytes(block_bytes)}"
-    return Table(title, ("", "wanted", "measured", "reached"), lines)
 
 
 def as_markdown(table: Table) -> str:

@@ -24,6 +24,11 @@ class Rows:
         unsaid = block_bytes if or_unsaid else None
         return Rows(row for row in self._all if row.more.get(BLOCK_BYTES, unsaid) == block_bytes)
 
+    @property
+    def block_sizes(self) -> list[int]:
+        """How large the blocks are that rows speak of, ascending."""
+        return sorted({row.more[BLOCK_BYTES] for row in self._all if BLOCK_BYTES in row.more})
+
     def find(self, peer: str, op: str, blocks: int) -> Row | None:
         return self._rows.get((peer, op, blocks))
 

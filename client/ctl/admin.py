@@ -10,7 +10,15 @@ import typer
 
 from ...proto.vocabulary import Tier
 from .command import Ctl, ExitCode, command, fail, make_console, print_json
-from .options import DEFAULT_TIMEOUT_S, LONG_TIMEOUT_S, TierName, parse_seconds, parse_size
+from .options import (
+    DEFAULT_TIMEOUT_S,
+    LONG_TIMEOUT_S,
+    TierOption,
+    TiersOption,
+    chosen,
+    parse_seconds,
+    parse_size,
+)
 
 if TYPE_CHECKING:
     from ...proto import prefixd_pb2 as pb
@@ -18,12 +26,6 @@ if TYPE_CHECKING:
 
 LOOK = "Look"
 CHANGE = "Change"
-
-TierOption = Annotated[TierName, typer.Option("--tier", help="Which tier.")]
-TiersOption = Annotated[
-    list[TierName] | None,
-    typer.Option("--tier", help="Which tier; may be repeated (default: all)."),
-]
 
 
 def register(app: typer.Typer) -> None:
@@ -106,7 +108,7 @@ def ls(
 
     with ctl.connect() as daemon:
         present = daemon.stats().tiers
-        tiers = _chosen(tier) or [Tier(t.tier) for t in present]
+        tiers = chosen(tier) or [Tier(t.tier) for t in present]
         entry_counts = {Tier(t.tier): t.entries for t in present}
         listed = [(t, _entries(daemon, t, limit)) for t in tiers]
     if ctl.as_json:
@@ -248,6 +250,9 @@ def preview(
     entries: Annotated[
         int, typer.Option("--entries", min=1, max=4096, help="How many of that size.")
     ] = 1,
+    namespace: Annotated[
+        str, typer.Option("--namespace", help="Of whose token; without: of none.")
+    ] = "",
 ) -> None:
     """Say whether SIZE could be admitted, and what it would evict.
 
@@ -256,10 +261,10 @@ def preview(
     from . import messages, render
 
     with ctl.connect() as daemon:
-        response = daemon.preview(Tier[tier.name], payload, entries)
+        response = daemon.preview(tier, payload, entries, namespace)
     ctl.show(
         messages.as_dict(response),
-        lambda: render.preview_view(response, tier.value, time.time_ns()),
+        lambda: render.preview_view(response, tier.label, time.time_ns()),
     )
     if not response.admissible:
         raise typer.Exit(ExitCode.PROBLEM)
@@ -273,9 +278,7 @@ def evict(
             "--bytes", metavar="SIZE", parser=parse_size, help="How much to free, in each tier."
         ),
     ],
-    tier: Annotated[
-        list[TierName] | None, typer.Option("--tier", help="Which tier; may be repeated.")
-    ] = None,
+    tier: TiersOption = None,
     all_tiers: Annotated[bool, typer.Option("--all-tiers", help="Every tier.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what would be evicted.")
@@ -291,10 +294,10 @@ def evict(
         fail("say which --tier, or --all-tiers", ExitCode.BAD_INPUT)
     with ctl.connect(LONG_TIMEOUT_S) as daemon:
         if dry_run:
-            tiers = _chosen(tier) or [Tier(t.tier) for t in daemon.stats().tiers]
+            tiers = chosen(tier) or [Tier(t.tier) for t in daemon.stats().tiers]
             rows = [(t.label, *_victims(daemon, t, free)) for t in tiers]
         else:
-            results = daemon.evict(free, _chosen(tier)).results
+            results = daemon.evict(free, chosen(tier)).results
             rows = [(messages.tier_label(r.tier), r.entries, r.freed_bytes) for r in results]
     data: dict[str, Any] = {
         "dry_run": dry_run,
@@ -365,7 +368,7 @@ def verify(ctl: Ctl, tier: TiersOption = None) -> None:
     from .progress import of_a_whole
 
     found = pb.VerifyResponse()
-    with ctl.connect() as daemon, closing(daemon.verify(_chosen(tier))) as steps:
+    with ctl.connect() as daemon, closing(daemon.verify(chosen(tier))) as steps:
         try:
             for step in of_a_whole(steps, "verifying", render.verified_so_far):
                 found = step
@@ -405,7 +408,3 @@ def _why(daemon: AdminConnection) -> str:
     except PrefixdError as error:
         return str(error)
     return said.health
-
-
-def _chosen(names: list[TierName] | None) -> list[Tier]:
-    return [Tier[name.name] for name in dict.fromkeys(names or ())]

@@ -241,9 +241,7 @@ def _output(target: str | None) -> Iterator[Callable[[str], None]]:
     if target == lab.STDOUT:
         yield lambda line: print(line, flush=True)
         return
-    with lab.bad_input():
-        file = _opened(target)
-    with file:
+    with _opened(target) as file:
         yield lambda line: print(line, file=file, flush=True)
 
 
@@ -251,7 +249,7 @@ def _opened(path: str) -> IO[str]:
     try:
         return Path(path).open("w", encoding="utf-8")
     except OSError as error:
-        raise ValueError(lab.cannot_write(path, error)) from None
+        lab.cannot_write(path, error)
 
 
 @contextmanager

@@ -7,9 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...proto.vocabulary import Tier
-from .admin import CHANGE, TiersOption, find_key
+from .admin import CHANGE, find_key
 from .command import Ctl, ExitCode, command, fail, print_json
-from .options import LONG_TIMEOUT_S, LogLevel, TierName, parse_seconds, parse_size
+from .options import (
+    LONG_TIMEOUT_S,
+    TIER_NAMES,
+    LogLevel,
+    TiersOption,
+    chosen,
+    parse_seconds,
+    parse_size,
+    parse_tier,
+)
 
 if TYPE_CHECKING:
     from ...proto import prefixd_pb2 as pb
@@ -38,7 +47,7 @@ def delete(
 ) -> None:
     """Drop one entry.
 
-    Exits 1 when it stays, because somebody reads or saves it, or is not there.
+    Exits 1 when it stays, because it is being read or saved, or is not there.
     """
     from ...proto import prefixd_pb2 as pb
     from .messages import enum_label
@@ -65,9 +74,8 @@ def clear(
     """
     from . import messages, render
 
-    tiers = [Tier[name.name] for name in dict.fromkeys(tier or ())]
     with ctl.connect(LONG_TIMEOUT_S) as daemon:
-        response = daemon.clear(namespace, tiers)
+        response = daemon.clear(namespace, chosen(tier))
     ctl.show(messages.as_dict(response), lambda: render.cleared_view(namespace, response))
     if response.pinned_entries:
         raise typer.Exit(ExitCode.PROBLEM)
@@ -128,7 +136,9 @@ def log_level(
 
 def resize(
     ctl: Ctl,
-    tier: Annotated[TierName, typer.Argument(help="Which tier.")],
+    tier: Annotated[
+        Tier, typer.Argument(metavar=TIER_NAMES, parser=parse_tier, help="Which tier.")
+    ],
     budget: Annotated[int, typer.Argument(metavar="SIZE", parser=parse_size, help="12GiB.")],
 ) -> None:
     """Give a tier another budget until the next start.
@@ -139,8 +149,8 @@ def resize(
     from . import messages, render
 
     with ctl.connect(LONG_TIMEOUT_S) as daemon:
-        response = daemon.resize(Tier[tier.name], budget)
-    ctl.show(messages.as_dict(response), lambda: render.resized_view(tier.value, response))
+        response = daemon.resize(tier, budget)
+    ctl.show(messages.as_dict(response), lambda: render.resized_view(tier.label, response))
 
 
 def show(ctl: Ctl) -> None:

@@ -10,8 +10,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from enum import Enum
 from queue import Empty, SimpleQueue
-from types import TracebackType
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -19,10 +18,10 @@ from grpc_health.v1 import health_pb2
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto import prefixd_pb2_grpc as pb_grpc
-from ...proto.endpoints import admin_address, socket_path
+from ...proto.endpoints import socket_path
 from ...proto.errors import DaemonUnavailable, DeadlineExceeded, PrefixdError, from_grpc
 from ...proto.vocabulary import Tier
-from ..wire.channel import is_secured, open_channel
+from ..wire.channel import open_channel, operators_of
 
 Response = TypeVar("Response")
 
@@ -48,7 +47,7 @@ class Health(Enum):
 
 class AdminConnection:
     """One daemon. Every call raises the error that the daemon raised (`proto.errors`), or
-    DaemonUnavailable with a sentence that says where nobody answered and what to do.
+    DaemonUnavailable with a sentence that says where no daemon answers and what to do.
 
     Connects with the first call. A context manager; may be used from several threads.
     """
@@ -59,8 +58,7 @@ class AdminConnection:
         self.address = address
         self.timeout_s = timeout_s
         # Over TCP operators are served with TLS and a token; without these the calls below say so.
-        secured = address if is_secured(address) else None
-        self._operators = operators or admin_address(address) or secured
+        self._operators = operators or operators_of(address)
         self._admin_channel = open_channel(self._operators or address, CHANNEL_OPTIONS)
         self._admin = pb_grpc.AdminStub(self._admin_channel)
         self._channel = open_channel(address, CHANNEL_OPTIONS)
@@ -74,12 +72,7 @@ class AdminConnection:
     def __enter__(self) -> AdminConnection:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -102,26 +95,17 @@ class AdminConnection:
     def all_entries(self, tier: Tier) -> Iterator[pb.EntryDetail]:
         """Every entry of a tier, in no order, a page at a time."""
         request = pb.ListEntriesRequest(tier=wire_tier(tier), page_entries=PAGE_ENTRIES)
-        while True:
-            response = self._operate(self._admin.ListEntries, request)
-            yield from response.entries
-            if not response.next_cursor:
-                return
-            request.cursor = response.next_cursor
+        for page in self._pages(self._admin.ListEntries, request):
+            yield from page.entries
 
     def inspect(self, key: bytes, *, verify: bool) -> pb.InspectResponse:
         return self._operate(self._admin.Inspect, pb.InspectRequest(key=key, verify=verify))
 
     def claims(self) -> list[pb.ClaimDetail]:
         """Every claim, with the first of its keys."""
-        found: list[pb.ClaimDetail] = []
         request = pb.ListClaimsRequest(page_claims=PAGE_ENTRIES)
-        while True:
-            response = self._operate(self._admin.ListClaims, request)
-            found += response.claims
-            if not response.next_cursor:
-                return found
-            request.cursor = response.next_cursor
+        pages = self._pages(self._admin.ListClaims, request)
+        return [claim for page in pages for claim in page.claims]
 
     def claim(self, claim_id: int) -> pb.ClaimDetail:
         """One claim with all of its keys. Raises UnknownClaim."""
@@ -130,21 +114,21 @@ class AdminConnection:
 
     def reservations(self) -> list[pb.ReservationDetail]:
         """Every save that is not published yet."""
-        found: list[pb.ReservationDetail] = []
         request = pb.ListReservationsRequest(page_reservations=PAGE_ENTRIES)
-        while True:
-            response = self._operate(self._admin.ListReservations, request)
-            found += response.reservations
-            if not response.next_cursor:
-                return found
-            request.cursor = response.next_cursor
+        pages = self._pages(self._admin.ListReservations, request)
+        return [reservation for page in pages for reservation in page.reservations]
 
     def sessions(self) -> pb.ListSessionsResponse:
         return self._operate(self._admin.ListSessions, pb.ListSessionsRequest())
 
-    def preview(self, tier: Tier, payload_bytes: int, entries: int) -> pb.PreviewResponse:
+    def preview(
+        self, tier: Tier, payload_bytes: int, entries: int, namespace: str = ""
+    ) -> pb.PreviewResponse:
         request = pb.PreviewRequest(
-            tier=wire_tier(tier), payload_bytes=payload_bytes, entries=entries
+            tier=wire_tier(tier),
+            payload_bytes=payload_bytes,
+            entries=entries,
+            namespace=namespace,
         )
         return self._operate(self._admin.Preview, request)
 
@@ -247,6 +231,15 @@ class AdminConnection:
     def _operate(self, method: Callable[..., Response], request: object) -> Response:
         return self._call(self._operators_address(), method, request)
 
+    def _pages(self, method: Callable[..., Response], request: Any) -> Iterator[Response]:
+        """Every page of a list, asked for when it is taken."""
+        while True:
+            page: Any = self._operate(method, request)
+            yield page
+            if not page.next_cursor:
+                return
+            request.cursor = page.next_cursor
+
     def _operators_address(self) -> str:
         if self._operators is None:
             raise DaemonUnavailable(
@@ -307,7 +300,7 @@ def _forbidden(address: str) -> bool:
 
 
 def _starting(address: str) -> int:
-    """The process that has the socket's lock file while nobody listens; 0: there is none.
+    """The process that has the socket's lock file while no daemon listens; 0: there is none.
 
     Only read: to try the lock would keep a daemon from it that starts in this moment.
     """

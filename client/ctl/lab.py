@@ -1,6 +1,6 @@
 """The policy lab's commands: make, convert and analyse traces; curves and advice.
 
-None of them needs a daemon, but for `curve --live`. Every one takes `--json FILE` (`-`: standard
+Only `replay-live` and `curve-live` need a daemon. Every one takes `--json FILE` (`-`: standard
 output) beside the tables that people read.
 """
 
@@ -10,13 +10,14 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 from typer.core import TyperCommand
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from .command import Common, ExitCode, fail, make_console, print_json
+from .options import parse_size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -50,6 +51,34 @@ LimitOption = Annotated[
 SkipBadOption = Annotated[
     bool, typer.Option("--skip-bad", help="Count bad lines and go on instead of stopping.")
 ]
+BlockBytesOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="SIZE",
+        parser=parse_size,
+        help="Size of a block's KV state: shows capacities in bytes too.",
+    ),
+]
+PoliciesOption = Annotated[
+    str | None,
+    typer.Option("--policy", metavar="NAME,...", help="Policies; unless named, all five."),
+]
+CapacityBlocksOption = Annotated[
+    str | None,
+    typer.Option(metavar="N,...", help="Where to replay them, in blocks: 4096,30000."),
+]
+CapacityOption = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE,...", help="The same in bytes, with --block-bytes: 64GiB,1TiB."),
+]
+CapacityFractionOption = Annotated[
+    str | None,
+    typer.Option(metavar="SHARE,...", help="The same as shares of the different blocks."),
+]
+TouchOrderOption = Annotated[
+    str, typer.Option(metavar="in-order|root-mru", help="How a request touches its blocks.")
+]
+JobsOption = Annotated[int | None, typer.Option(min=1, help="Processes; unless named, one a core.")]
 JsonFileOption = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE", help="Write the result as JSON; - prints it."),
@@ -275,9 +304,10 @@ def write_text(path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        fail(cannot_write(path, error), ExitCode.BAD_INPUT)
+        cannot_write(path, error)
 
 
-def cannot_write(path: str, error: OSError) -> str:
-    """The sentence about a file that cannot be written."""
-    return f"{path}: cannot be written: {(error.strerror or str(error)).lower()}"
+def cannot_write(path: str, error: OSError) -> NoReturn:
+    """Leave with one sentence about why a file cannot be written."""
+    why = (error.strerror or str(error)).lower()
+    fail(f"{path}: cannot be written: {why}", ExitCode.BAD_INPUT)

@@ -2,97 +2,42 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import typer
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from . import lab
 from .command import Ctl, command
-from .options import TierName, parse_seconds, parse_size
+from .options import TiersOption, chosen, parse_seconds, parse_size
 
 PICTURES = "Pictures and pages"
-COMPARE = "Policies beside the curve"
 SAMPLE = "Sampling"
-LIVE = "With --live: what a running daemon has seen"
 LIMITS = "What there is of each tier; without any of these, all is RAM"
 WANTED = "What is wanted"
 
-PictureOption = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Draw it.", rich_help_panel=PICTURES)
-]
-
 
 def register(app: typer.Typer) -> None:
-    """Add `curve` and `advise`."""
-    command(app, "curve", panel=lab.LAB, cls=lab.JsonCommand, own_json=True)(curve)
+    """Add `curve`, `curve-live` and `advise`."""
+    app.command("curve", cls=lab.JsonCommand, rich_help_panel=lab.LAB)(curve)
+    command(app, "curve-live", panel=lab.LAB, cls=lab.JsonCommand, own_json=True)(curve_live)
     app.command("advise", cls=lab.JsonCommand, rich_help_panel=lab.LAB)(advise)
 
 
 def curve(
-    ctl: Ctl,
-    trace: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="TRACE",
-            help="A trace in the Mooncake format: plain, gzip or zstd; - reads standard input. "
-            "None with --live.",
-            show_default=False,
-        ),
-    ] = None,
+    ctx: typer.Context,
+    trace: lab.TraceArgument,
     block_tokens: lab.BlockTokensOption = DEFAULT_BLOCK_TOKENS,
-    block_bytes: Annotated[
-        int | None,
-        typer.Option(
-            metavar="SIZE",
-            parser=parse_size,
-            help="Size of a block's KV state: shows capacities in bytes too.",
-        ),
-    ] = None,
-    touch_order: Annotated[
-        str, typer.Option(metavar="in-order|root-mru", help="How a request touches its blocks.")
-    ] = "in-order",
+    block_bytes: lab.BlockBytesOption = None,
+    touch_order: lab.TouchOrderOption = "in-order",
     points: Annotated[int, typer.Option(min=2, help="Points of the curve to write.")] = 256,
     limit: lab.LimitOption = None,
     skip_bad: lab.SkipBadOption = False,
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,...",
-            help="Policies to replay beside LRU's curve; unless named, all five.",
-            rich_help_panel=COMPARE,
-        ),
-    ] = None,
-    capacity_blocks: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,...", help="Where to replay them: 4096,30000.", rich_help_panel=COMPARE
-        ),
-    ] = None,
-    capacity: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE,...",
-            help="The same in bytes, with --block-bytes: 64GiB,1TiB. With --live: the budgets "
-            "to estimate.",
-            rich_help_panel=COMPARE,
-        ),
-    ] = None,
-    capacity_fraction: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SHARE,...",
-            help="The same as shares of the different blocks; a page compares at some of these "
-            "unless capacities are named.",
-            rich_help_panel=COMPARE,
-        ),
-    ] = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option(min=1, help="Processes; unless named, one a core.", rich_help_panel=COMPARE),
-    ] = None,
+    policy: lab.PoliciesOption = None,
+    capacity_blocks: lab.CapacityBlocksOption = None,
+    capacity: lab.CapacityOption = None,
+    capacity_fraction: lab.CapacityFractionOption = None,
+    jobs: lab.JobsOption = None,
     sample_rate: Annotated[
         str | None,
         typer.Option(
@@ -119,23 +64,12 @@ def curve(
     seed: Annotated[
         int, typer.Option(help="Another seed, another sample.", rich_help_panel=SAMPLE)
     ] = 0,
-    png: PictureOption = None,
-    svg: PictureOption = None,
+    svg: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Draw it.", rich_help_panel=PICTURES)
+    ] = None,
     html: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="One page with all of it.", rich_help_panel=PICTURES),
-    ] = None,
-    live: Annotated[
-        bool,
-        typer.Option(
-            "--live",
-            help="What the tiers of a running daemon would hit at other budgets.",
-            rich_help_panel=LIVE,
-        ),
-    ] = False,
-    tier: Annotated[
-        list[TierName] | None,
-        typer.Option("--tier", help="Which tier; may be repeated.", rich_help_panel=LIVE),
     ] = None,
     json_file: lab.JsonFileOption = None,
 ) -> None:
@@ -143,24 +77,14 @@ def curve(
 
     One pass over a trace gives the exact hit tokens of LRU for every number of
     blocks, and the knee, where more memory starts to pay less. Other policies are
-    replayed at single capacities.
-
-    With --live, from what a running daemon was asked for since its start: the
-    hit rate of each tier at its budget, and what LRU would have hit at a quarter,
-    half, twice and four times that, estimated from a sample of its keys.
+    replayed at single capacities; with --html at some shares of the different
+    blocks, unless capacities are named.
     """
-    given = {name: value for name, value in locals().items() if value != _DEFAULTS[name]}
-    target = lab.STDOUT if json_file is None and ctl.as_json else json_file
-    if live:
-        _refuse(set(given) - {"ctl", "live", "tier", "capacity", "json_file"}, "goes without")
-        _curve_live(ctl, [name.value for name in tier or ()], capacity, target)
-        return
-    _refuse(set(given) & {"tier"}, "needs")
-    if trace is None:
-        raise typer.BadParameter("a curve needs a trace, or --live")
-
+    from ..lab.charts import curve_picture
+    from ..lab.report import render_report
     from .replay_offline import ALL_POLICIES, DEFAULT_FRACTIONS, curve_view, run_curve
 
+    target = lab.json_target(ctx, json_file)
     if html is not None and not sample_only and not (capacity_blocks or capacity):
         capacity_fraction = capacity_fraction or DEFAULT_FRACTIONS
     with lab.bad_input():
@@ -182,49 +106,39 @@ def curve(
             skip_bad=skip_bad,
             jobs=jobs,
         )
-        _write_pictures(data, png, svg, html)
     lab.warn(notes)
+    if svg is not None:
+        lab.write_text(svg, curve_picture(data))
+    if html is not None:
+        lab.write_text(html, render_report(data))
     lab.show(data, target, lambda: curve_view(data))
 
 
-_DEFAULTS = {name: each.default for name, each in inspect.signature(curve).parameters.items()}
+def curve_live(
+    ctl: Ctl,
+    tier: TiersOption = None,
+    capacity: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE,...", help="The budgets to estimate: 64GiB,1TiB."),
+    ] = None,
+    json_file: lab.JsonFileOption = None,
+) -> None:
+    """Show what the tiers of a running daemon would hit at other budgets.
 
-
-def _refuse(names: set[str], verb: str) -> None:
-    """An option that would silently do nothing is a mistake."""
-    for name in sorted(names):
-        shown = "TRACE" if name == "trace" else f"--{name.replace('_', '-')}"
-        raise typer.BadParameter(f"{shown} {verb} --live")
-
-
-def _curve_live(ctl: Ctl, tiers: Sequence[str], capacity: str | None, target: str | None) -> None:
+    From what it was asked for since its start: the hit rate of each tier at its
+    budget, and what LRU would have hit at a quarter, half, twice and four times
+    that, estimated from a sample of its keys.
+    """
     from ...proto.units import parse_bytes
-    from ...proto.vocabulary import Tier
     from .live_curve import live_curves, live_view
     from .replay_offline import parse_list
 
+    target = lab.STDOUT if json_file is None and ctl.as_json else json_file
     with lab.bad_input():
         budgets_bytes = [parse_bytes(size) for size in parse_list("size", capacity, str)]
     with ctl.connect() as daemon:
-        data = live_curves(daemon, [Tier[name.upper()] for name in tiers], budgets_bytes)
+        data = live_curves(daemon, chosen(tier), budgets_bytes)
     lab.show(data, target, lambda: live_view(data, by_size=bool(budgets_bytes)))
-
-
-def _write_pictures(
-    data: dict[str, Any], png: str | None, svg: str | None, html: str | None
-) -> None:
-    from ..lab.plots import write_plot
-    from ..lab.report import render_report
-
-    pictures: tuple[tuple[str | None, Literal["png", "svg"]], ...] = ((png, "png"), (svg, "svg"))
-    for path, kind in pictures:
-        if path is not None:
-            try:
-                write_plot(data, path, kind)
-            except OSError as error:
-                raise ValueError(lab.cannot_write(path, error)) from None
-    if html is not None:
-        lab.write_text(html, render_report(data))
 
 
 def advise(

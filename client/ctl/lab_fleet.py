@@ -210,8 +210,8 @@ def _fleet_line(data: Json) -> str:
 
 
 def _sources_table(data: Json) -> Table:
+    from ...proto.units import percent
     from ..lab.fleet_page import SOURCES
-    from .lab_views import percent
     from .render import make_table
 
     prompt_tokens = data["total_prompt_tokens"]
@@ -254,8 +254,8 @@ def _balance_line(data: Json) -> str:
 
 
 def _comparison_table(data: Json) -> Table:
+    from ...proto.units import percent
     from ..lab.fleet_page import sharing
-    from .lab_views import percent
     from .render import make_table
 
     rows: dict[str, dict[str, str]] = {}

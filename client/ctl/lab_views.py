@@ -9,15 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...proto.units import format_bytes, format_duration
+from ...proto.units import format_bytes, format_duration, percent
 from .render import make_table
 
 Json = Mapping[str, Any]
-
-
-def percent(share: float) -> str:
-    """`37.36 %`."""
-    return f"{100 * share:.2f} %"
 
 
 def seconds(value: float) -> str:

@@ -1,4 +1,4 @@
-"""`prefixctl curve --live`: what the tiers of a running daemon would hit at other budgets."""
+"""`prefixctl curve-live`: what the tiers of a running daemon would hit at other budgets."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ...proto import prefixd_pb2 as pb
+from ...proto.units import percent
 from ...proto.vocabulary import Tier
 from . import render
 
@@ -86,8 +87,8 @@ def live_view(data: Json, *, by_size: bool = False) -> RenderableType:
             tier["policy"],
             render.size(tier["budget_bytes"]),
             f"{tier['total_tokens']:,} tokens",
-            _percent(tier["hit_rate"]),
-            *[_percent(point["hit_rate"]) for point in tier["points"]],
+            percent(tier["hit_rate"], 1),
+            *[percent(point["hit_rate"], 1) for point in tier["points"]],
             f"{tier['sampled_keys']:,} keys" + (f", {100 * share:.3g} %" if share else ""),
         )
     note = (
@@ -104,7 +105,3 @@ def _times(point: Json) -> str:
 
 def _size(point: Json) -> str:
     return f"at {render.size(point['budget_bytes'])}"
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Final
+from enum import IntEnum, StrEnum
+from typing import Annotated, Final, TypeVar
 
 import typer
 
 from ...proto.units import parse_bytes, parse_duration_ns
+from ...proto.vocabulary import SaveReason, Tier
+
+Member = TypeVar("Member", bound=IntEnum)
 
 DEFAULT_TIMEOUT_S: Final = 10.0
 #: Reading and checking every payload of a daemon, or dropping gigabytes, takes its time.
 LONG_TIMEOUT_S: Final = 600.0
 #: Columns of a table that goes into a pipe or a file.
 PIPE_WIDTH: Final = 180
-
-
-class TierName(StrEnum):
-    """The tiers as people write them."""
-
-    RAM = "ram"
-    SHM = "shm"
-    DISK = "disk"
 
 
 class LogLevel(StrEnum):
@@ -31,6 +26,13 @@ class LogLevel(StrEnum):
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
+
+
+class PathName(StrEnum):
+    """How a client gets at bytes on the daemon's host."""
+
+    LOCAL = "local"
+    GRPC = "grpc"
 
 
 def parse_size(text: str | int) -> int:
@@ -58,27 +60,40 @@ def parse_seconds(text: str | float) -> float:
     return seconds
 
 
-class TierChoice(StrEnum):
-    """Where a live replay saves."""
-
-    RAM = "ram"
-    SHM = "shm"
-    DISK = "disk"
-    ALL = "all"
+def parse_tier(text: str | Tier) -> Tier:
+    """`ram` as the tier."""
+    return _member(text, Tier)
 
 
-class PathName(StrEnum):
-    """How a client gets at bytes on the daemon's host."""
-
-    LOCAL = "local"
-    GRPC = "grpc"
+def parse_reason(text: str | SaveReason) -> SaveReason:
+    """`finish` as the save reason."""
+    return _member(text, SaveReason)
 
 
-class ReasonName(StrEnum):
-    """The save reasons as people write them."""
+def _member(text: str | Member, kind: type[Member]) -> Member:
+    for member in kind:
+        if text in (member, member.name.lower()):
+            return member
+    names = ", ".join(member.name.lower() for member in kind)
+    raise typer.BadParameter(f"{text!r} is none of {names}")
 
-    COLD = "cold"
-    CONTINUED = "continued"
-    FINISH = "finish"
-    EVICT = "evict"
-    SHUTDOWN = "shutdown"
+
+def chosen(tiers: list[Tier] | None) -> list[Tier]:
+    """The tiers of a `TiersOption`, each once; empty: all."""
+    return list(dict.fromkeys(tiers or ()))
+
+
+TIER_NAMES: Final = "|".join(tier.label for tier in Tier)
+REASON_NAMES: Final = "|".join(reason.label for reason in SaveReason)
+TierOption = Annotated[
+    Tier, typer.Option("--tier", metavar=TIER_NAMES, parser=parse_tier, help="Which tier.")
+]
+TiersOption = Annotated[
+    list[Tier] | None,
+    typer.Option(
+        "--tier",
+        metavar=TIER_NAMES,
+        parser=parse_tier,
+        help="Which tier; may be repeated (default: all).",
+    ),
+]

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.units import format_bytes, format_duration
+from ...proto.units import percent as share_text
 from .messages import as_dict, reason_label, tier_label
 
 BAR_MIN_WIDTH: Final = 8
@@ -26,7 +27,7 @@ TIER_STYLES: Final = {"ram": "cyan", "shm": "magenta", "disk": "yellow"}
 
 def percent(part: float, whole: float) -> str:
     """`37.4 %`; nothing of nothing is a dash."""
-    return f"{100 * part / whole:.1f} %" if whole else "-"
+    return share_text(part / whole if whole else None, 1)
 
 
 def size(count: float) -> str:
@@ -352,7 +353,7 @@ def cleared_view(namespace: str, response: pb.ClearResponse) -> RenderableType:
     freed = size(response.freed_bytes)
     lines = [Text(f"{namespace}: {response.entries:,} entries dropped ({freed})")]
     if response.pinned_entries:
-        lines.append(Text(f"{response.pinned_entries:,} stay: somebody reads them", "yellow"))
+        lines.append(Text(f"{response.pinned_entries:,} stay: they are being read", "yellow"))
     if response.unknown_entries:
         unknown = f"{response.unknown_entries:,} entries came back from an earlier start"
         lines.append(Text(f"{unknown}: whose they are is not known", "yellow"))

@@ -1,4 +1,4 @@
-"""`prefixctl replay`, a trace through a daemon or through the policies alone, and `demo`."""
+"""`prefixctl replay`, a trace through the policies, `replay-live`, through a daemon, and `demo`."""
 
 from __future__ import annotations
 
@@ -11,216 +11,150 @@ from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from ...proto.vocabulary import SaveReason, Tier
 from . import lab
 from .command import Ctl, ExitCode, command, make_console, print_json
-from .options import PathName, ReasonName, TierChoice, parse_seconds, parse_size
-
-OFFLINE: Final = "Without --live: through the policies, no daemon needed"
-LIVE: Final = "With --live: through a running daemon, with real bytes"
+from .options import (
+    REASON_NAMES,
+    TIER_NAMES,
+    PathName,
+    parse_reason,
+    parse_seconds,
+    parse_size,
+    parse_tier,
+)
 
 DEFAULT_BLOCK_BYTES: Final = 4096
-DEFAULT_RECONNECT_WAIT_S: Final = 60.0
+ALL_TIERS: Final = "all"
 
 
 def register(app: typer.Typer) -> None:
-    """Add `demo` and `replay`."""
+    """Add `demo`, `replay` and `replay-live`."""
     command(app, "demo", panel="Start here")(demo)
-    command(app, "replay", panel=lab.LAB, cls=lab.JsonCommand, own_json=True)(replay)
+    app.command("replay", cls=lab.JsonCommand, rich_help_panel=lab.LAB)(replay)
+    command(app, "replay-live", panel=lab.LAB, cls=lab.JsonCommand, own_json=True)(replay_live)
 
 
 def replay(
+    ctx: typer.Context,
+    trace: lab.TraceArgument,
+    limit: lab.LimitOption = None,
+    skip_bad: lab.SkipBadOption = False,
+    block_tokens: lab.BlockTokensOption = DEFAULT_BLOCK_TOKENS,
+    block_bytes: lab.BlockBytesOption = None,
+    policy: lab.PoliciesOption = None,
+    capacity_blocks: lab.CapacityBlocksOption = None,
+    capacity: lab.CapacityOption = None,
+    capacity_fraction: lab.CapacityFractionOption = None,
+    touch_order: lab.TouchOrderOption = "in-order",
+    per_request: Annotated[
+        bool, typer.Option("--per-request", help="Every request's hits, too, in the JSON.")
+    ] = False,
+    jobs: lab.JobsOption = None,
+    json_file: lab.JsonFileOption = None,
+) -> None:
+    """Replay a trace through the policies, and say what each hits at each capacity.
+
+    Exactly, and without a daemon: `replay-live` sends a trace through one.
+    """
+    from .replay_offline import ALL_POLICIES, offline_view, run_offline
+
+    target = lab.json_target(ctx, json_file)
+    with lab.bad_input():
+        data, notes = run_offline(
+            trace,
+            policy=policy or ALL_POLICIES,
+            capacity_blocks=capacity_blocks,
+            capacity=capacity,
+            block_bytes=block_bytes,
+            capacity_fraction=capacity_fraction,
+            block_tokens=block_tokens,
+            touch_order=touch_order,
+            per_request=per_request,
+            limit=limit,
+            skip_bad=skip_bad,
+            jobs=jobs,
+        )
+    lab.warn(notes)
+    lab.show(data, target, lambda: offline_view(data, block_bytes))
+
+
+def parse_target(text: str) -> str | Tier:
+    """A tier, or `all` of them."""
+    return text if text == ALL_TIERS else parse_tier(text)
+
+
+def replay_live(
     ctl: Ctl,
     trace: lab.TraceArgument,
-    live: Annotated[
-        bool, typer.Option("--live", help="Replay through a running daemon, with real bytes.")
-    ] = False,
     limit: lab.LimitOption = None,
     skip_bad: lab.SkipBadOption = False,
     block_tokens: lab.BlockTokensOption = DEFAULT_BLOCK_TOKENS,
     block_bytes: Annotated[
-        int | None,
-        typer.Option(
-            metavar="SIZE",
-            parser=parse_size,
-            help="Payload of a block (--live: 4KiB unless named).",
-        ),
-    ] = None,
-    json_file: lab.JsonFileOption = None,
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,...", help="Policies; unless named, all.", rich_help_panel=OFFLINE
-        ),
-    ] = None,
-    capacity_blocks: Annotated[
-        str | None,
-        typer.Option(metavar="N,...", help="Capacities in blocks.", rich_help_panel=OFFLINE),
-    ] = None,
-    capacity: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE,...", help="Capacities, with --block-bytes.", rich_help_panel=OFFLINE
-        ),
-    ] = None,
-    capacity_fraction: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SHARE,...",
-            help="Capacities as shares of the different blocks.",
-            rich_help_panel=OFFLINE,
-        ),
-    ] = None,
-    touch_order: Annotated[
-        str | None,
-        typer.Option(
-            metavar="in-order|root-mru",
-            help="How a request touches its blocks; in-order unless named.",
-            rich_help_panel=OFFLINE,
-        ),
-    ] = None,
-    per_request: Annotated[
-        bool,
-        typer.Option(
-            "--per-request", help="Every request's hits, too, in the JSON.", rich_help_panel=OFFLINE
-        ),
-    ] = False,
-    jobs: Annotated[
-        int | None,
-        typer.Option(min=1, help="Processes; unless named, one a core.", rich_help_panel=OFFLINE),
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=256, help="Client processes; 1 unless named.", rich_help_panel=LIVE
-        ),
-    ] = None,
+        int, typer.Option(metavar="SIZE", parser=parse_size, help="Payload of a block.")
+    ] = DEFAULT_BLOCK_BYTES,
+    workers: Annotated[int, typer.Option(min=1, max=256, help="Client processes.")] = 1,
     tier: Annotated[
-        TierChoice | None,
-        typer.Option(help="Where blocks are saved; ram unless named.", rich_help_panel=LIVE),
-    ] = None,
+        Any,
+        typer.Option(
+            metavar=f"{TIER_NAMES}|{ALL_TIERS}", parser=parse_target, help="Where blocks are saved."
+        ),
+    ] = Tier.RAM.label,
     reason: Annotated[
-        ReasonName | None,
-        typer.Option(help="The save reason; finish unless named.", rich_help_panel=LIVE),
-    ] = None,
+        SaveReason,
+        typer.Option(metavar=REASON_NAMES, parser=parse_reason, help="The save reason."),
+    ] = SaveReason.FINISH.label,  # type: ignore[assignment]  # parsed like what is given
     speed: Annotated[
-        float | None,
+        float,
         typer.Option(
             min=0,
-            help="0: as fast as possible (unless named); 1: as the timestamps say; 10: ten times "
-            "faster.",
-            rich_help_panel=LIVE,
+            help="0: as fast as possible; 1: as the timestamps say; 10: ten times faster.",
         ),
-    ] = None,
+    ] = 0.0,
     path: Annotated[
-        PathName | None,
+        PathName,
         typer.Option(
-            help="local (unless named): read in place what the daemon hands over; grpc: everything "
-            "by rpc, under claims.",
-            rich_help_panel=LIVE,
+            help="local: read in place what the daemon hands over; grpc: everything by rpc, under "
+            "claims."
         ),
-    ] = None,
-    salt: Annotated[
-        str | None,
-        typer.Option(help="Replays with other salts share nothing.", rich_help_panel=LIVE),
-    ] = None,
+    ] = PathName.LOCAL,
+    salt: Annotated[str, typer.Option(help="Replays with other salts share nothing.")] = "",
     reconnect_wait: Annotated[
-        float | None,
+        float,
         typer.Option(
             metavar="TIME",
             parser=parse_seconds,
-            help="How long to wait, in all, for a daemon that went away; 60s unless named.",
-            rich_help_panel=LIVE,
+            help="How long to wait, in all, for a daemon that went away.",
         ),
-    ] = None,
+    ] = 60.0,
+    json_file: lab.JsonFileOption = None,
 ) -> None:
-    """Replay a trace, and say what it hits.
+    """Replay a trace through a running daemon, with real bytes.
 
-    Without --live, every policy at every capacity, exactly. With --live, through a running
-    daemon: per request, claim the longest run of its blocks that is there, read it and verify
-    every byte, save the rest, release. Exits 1 on any mismatch.
+    Per request: claim the longest run of its blocks that is there, read it and verify every byte,
+    save the rest, release. Exits 1 on any mismatch.
     """
-    offline_only = {
-        "policy": policy,
-        "capacity_blocks": capacity_blocks,
-        "capacity": capacity,
-        "capacity_fraction": capacity_fraction,
-        "touch_order": touch_order,
-        "per_request": per_request or None,
-        "jobs": jobs,
-    }
-    live_only = {
-        "workers": workers,
-        "tier": tier,
-        "reason": reason,
-        "speed": speed,
-        "path": path,
-        "salt": salt,
-        "reconnect_wait": reconnect_wait,
-    }
-    _refuse(offline_only if live else live_only, "goes without" if live else "needs")
-    target = lab.STDOUT if json_file is None and ctl.as_json else json_file
-    common = {
-        "limit": limit,
-        "skip_bad": skip_bad,
-        "block_tokens": block_tokens,
-        "block_bytes": block_bytes,
-    }
-    if live:
-        _replay_live(ctl, trace, target, common, _given(live_only))
-    else:
-        _replay_offline(trace, target, common | _given(offline_only))
-
-
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _refuse(options: dict[str, Any], verb: str) -> None:
-    """An option that would silently do nothing is a mistake."""
-    for name in _given(options):
-        raise typer.BadParameter(f"--{name.replace('_', '-')} {verb} --live")
-
-
-def _replay_offline(trace: str, target: str | None, options: dict[str, Any]) -> None:
-    from .replay_offline import offline_view, run_offline
-
-    with lab.bad_input():
-        data, notes = run_offline(trace, **options)
-    lab.warn(notes)
-    lab.show(data, target, lambda: offline_view(data, options["block_bytes"]))
-
-
-def _replay_live(
-    ctl: Ctl, trace: str, target: str | None, common: dict[str, Any], options: dict[str, Any]
-) -> None:
     from ...proto.errors import UnknownTier
     from ..lab.trace import read_trace
     from ..lab.worker import LiveOptions
     from .replay_live import run_live, tiers_of, totals_view
 
-    block_bytes = common["block_bytes"] or DEFAULT_BLOCK_BYTES
-    tier = options.get("tier", TierChoice.RAM)
+    target = lab.STDOUT if json_file is None and ctl.as_json else json_file
     with ctl.connect() as daemon:
         present = tiers_of(daemon)
-    tiers = present if tier is TierChoice.ALL else (Tier[tier.name],)
+    tiers = present if tier == ALL_TIERS else (tier,)
     if not set(tiers) <= set(present):
-        raise UnknownTier(f"this daemon has no {tier.value} tier")
+        raise UnknownTier(f"this daemon has no {tier.label} tier")
     live = LiveOptions(
         address=ctl.address,
-        workers=options.get("workers", 1),
+        workers=workers,
         tiers=tiers,
-        reason=SaveReason[options.get("reason", ReasonName.FINISH).name],
+        reason=reason,
         block_bytes=block_bytes,
-        block_tokens=common["block_tokens"],
-        salt=options.get("salt", ""),
-        speed=options.get("speed", 0.0),
-        in_place=options.get("path", PathName.LOCAL) is PathName.LOCAL,
-        reconnect_wait_s=options.get("reconnect_wait", DEFAULT_RECONNECT_WAIT_S),
+        block_tokens=block_tokens,
+        salt=salt,
+        speed=speed,
+        in_place=path is PathName.LOCAL,
+        reconnect_wait_s=reconnect_wait,
     )
-    reader = read_trace(
-        trace,
-        limit=common["limit"],
-        skip_bad=common["skip_bad"],
-        block_tokens=common["block_tokens"],
-    )
+    reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
     totals = run_live(reader, live)
     lab.warn(reader.warnings())
     data = {"trace": trace, "block_bytes": block_bytes, **totals.as_dict()}

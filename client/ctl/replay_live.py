@@ -1,4 +1,4 @@
-"""`prefixctl replay --live`: runs the replay, shows how it goes and what came of it."""
+"""`prefixctl replay-live`: runs the replay, shows how it goes and what came of it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
-from ...proto.units import format_bytes, parse_bytes
+from ...proto.units import format_bytes, parse_bytes, percent
 from ...tiers.eviction import POLICIES
 from ..lab.charts import label
 from ..lab.columns import TraceColumns, TraceSummary
@@ -28,7 +28,6 @@ from ..lab.simulate import (
     replay_document,
 )
 from ..lab.trace import Request, read_trace
-from .lab_views import percent
 from .progress import bar, reading
 from .render import make_table
 

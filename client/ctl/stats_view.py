@@ -13,7 +13,7 @@ from ...proto import prefixd_pb2 as pb
 from .messages import tier_label
 from .render import NS_PER_MS, Bar, age, make_table, percent, size, tier_name, used_bytes
 
-#: What a reason of a miss means to whoever reads it.
+#: What each reason of a miss means, for people.
 MISS_WORDS = {
     "absent": "never saved, or evicted",
     "in_flight": "being saved at that moment",
@@ -36,6 +36,7 @@ def stats_view(stats: pb.StatsResponse, address: str) -> RenderableType:
     lines += [Text(f"{part}: {what}", "yellow") for part, what in sorted(stats.notices.items())]
     lines += usage_view(stats)
     lines.append(budget_table(stats))
+    lines += [namespaces_table(t) for t in stats.tiers if t.namespaces]
     if any(t.saves or t.hits or t.recovered_entries for t in stats.tiers):
         lines.append(activity_table(stats))
     if stats.shared:
@@ -121,6 +122,21 @@ def budget_table(stats: pb.StatsResponse) -> Table:
             size(t.pinned_bytes),
             size(t.reserved_bytes),
             f"{t.entries:,}{cap}",
+        )
+    return table
+
+
+def namespaces_table(tier: pb.TierStats) -> Table:
+    """What namespaces take of a tier that they have shares of."""
+    numbers = ("share", "used", "pinned", "entries")
+    table = make_table(f"{tier_label(tier.tier)} of", *numbers, right=numbers)
+    for each in tier.namespaces:
+        table.add_row(
+            each.namespace or Text("(no share)", style="dim"),
+            size(each.share_bytes),
+            size(each.used_bytes),
+            size(each.fixed_bytes),
+            f"{each.entries:,}",
         )
     return table
 

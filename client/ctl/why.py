@@ -131,6 +131,8 @@ def _what(event: pb.KeyEvent) -> str:
             return "evicted by an operator"
         case "evicted", "resize":
             return "evicted by a resize"
+        case "evicted", "pressure":
+            return "evicted because memory was short"
         case "replaced", _:
             return "replaced by a copy that was found"
         case _:

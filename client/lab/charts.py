@@ -1,4 +1,4 @@
-"""Charts as SVG text, for the HTML report: no library, colours from the page's CSS.
+"""Charts as SVG text: in the HTML report, with colours from the page's CSS, or as a file.
 
 A chart is drawn for one width in CSS pixels; the page shows the wide or the narrow one. Every
 number that a mark stands for is its `data-figure`, a path into the report's data.
@@ -7,10 +7,14 @@ number that a mark stands for is its `data-figure`, a path into the report's dat
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
+
+from ...proto.units import format_bytes, percent
+from .page import CHART_STYLE, STYLE
 
 Json = Mapping[str, Any]
 
@@ -23,11 +27,20 @@ MARKS = {
     "fifo": "cross",
 }
 LABELS = {"lru": "LRU", "s3fifo": "S3-FIFO", "arc": "ARC", "lfu": "LFU", "fifo": "FIFO"}
+#: What the legend says of a sampled curve.
+SAMPLED = ("sample_rate", "mean_absolute_error")
 
 
 def label(policy: str) -> str:
     """A policy's name as people write it."""
     return LABELS.get(policy, policy)
+
+
+def value_at(data: Any, path: str) -> Any:
+    """The value at a dotted path; KeyError or IndexError where there is none."""
+    for step in path.split("."):
+        data = data[int(step)] if isinstance(data, list) else data[step]
+    return data
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +140,41 @@ def curve_chart(data: Json, width: int, height: int) -> str:
     return "".join(parts)
 
 
+def curve_picture(data: Json, width: int = 900, height: int = 430) -> str:
+    """The chart by itself, as an SVG file: with its title, its legend and the light colours."""
+    colours = dict(reversed(re.findall(r"--(\w+): (#\w+);", STYLE)))  # the first of each: light
+    style = re.sub(r"var\(--(\w+)\)", lambda name: colours[name[1]], CHART_STYLE)
+    top, bottom = 40, 34
+    drawn = curve_chart(data, width, height).removesuffix("</svg>").partition(">")[2]
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {-top} {width} '
+        f'{height + top + bottom}" width="{width}" height="{height + top + bottom}" '
+        'font-family="system-ui, sans-serif">',
+        f'<style>{style}</style><rect width="100%" height="100%" y="{-top}" fill="white"/>',
+        f'<text x="16" y="-12" font-size="18" font-weight="bold">{escape(data["title"])}</text>',
+        drawn,
+    ]
+    x, y = 52.0, height + bottom / 2
+    for sign, text in curve_legend(data, lambda path: percent(value_at(data, path))):
+        parts.append(f'<g transform="translate({x:.0f} {y - 7})">{sign}</g>')
+        parts.append(_text("note", x + 32, y + 4, "start", text))
+        x += 56 + 6.5 * len(text)
+    return "".join([*parts, "</svg>\n"])
+
+
+def curve_legend(data: Json, shown: Callable[[str], str]) -> list[tuple[str, str]]:
+    """What each line and mark of the chart is: a sign of 26 x 14 pixels as SVG, and its name as
+    HTML. `shown` writes the share at a path into the data."""
+    line = '<line class="line {}" x1="0" x2="26" y1="7" y2="7"/>'
+    estimated = "sample_rate" in data["curve"]
+    found = [(line.format(""), "LRU, estimated" if estimated else "LRU, every capacity")]
+    for index in range(len(data["sampled"])):
+        rate, error = (shown(f"sampled.{index}.{name}") for name in SAMPLED)
+        found.append((line.format("sampled"), f"sampled, {rate} of the blocks, error {error}"))
+    policies = dict.fromkeys(result["policy"] for result in data["results"])
+    return [*found, *((mark(policy, 19, 7, 5), escape(label(policy))) for policy in policies)]
+
+
 def _curve_frame(data: Json, width: int, height: int) -> Frame:
     capacities = [result["capacity_blocks"] for result in data.get("results", ())]
     points = data["curve"]["points"]
@@ -151,7 +199,7 @@ def _axes(frame: Frame, block_bytes: int | None) -> list[str]:
         parts.append(
             f'<line class="tickmark" x1="{x:.1f}" x2="{x:.1f}" y1="{base}" y2="{base + 5}"/>'
         )
-        text = short_bytes(blocks * block_bytes) if block_bytes else short_blocks(blocks)
+        text = format_bytes(blocks * block_bytes) if block_bytes else short_blocks(blocks)
         parts.append(_text("tick", x, base + 19, "middle", text))
     name = "cache capacity" if block_bytes else "cache capacity, blocks"
     parts.append(_text("axis", (left + right) / 2, frame.height - 8, "middle", name))
@@ -203,11 +251,3 @@ def short_blocks(count: int) -> str:
         if count >= 1 << shift:
             return f"{count >> shift}{suffix}"
     return str(count)
-
-
-def short_bytes(count: float) -> str:
-    """A size for an axis: `8 GiB`, `1.5 TiB`."""
-    for shift, suffix in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if count >= 1 << shift:
-            return f"{count / (1 << shift):.3g} {suffix}"
-    return f"{count:.0f} B"

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ...proto.units import format_bytes
-from .report import cards, count, figure, percent, render_page, table
+from ...proto.units import format_bytes, percent
+from .report import cards, count, figure, render_page, table
 
 Json = Mapping[str, Any]
 

@@ -1,6 +1,29 @@
 """The style and the script of the HTML report. Nothing in them is fetched from anywhere."""
 
-STYLE = """
+#: Of the chart alone; its colours are those of the page around it.
+CHART_STYLE = """
+.grid { stroke: var(--line); stroke-width: 1; }
+.base, .tickmark { stroke: var(--soft); stroke-width: 1; }
+.tick, .axis, .note { fill: var(--soft); font-size: 12px; }
+.note { fill: var(--ink); paint-order: stroke; stroke: var(--bg); stroke-width: 3px; }
+.line { fill: none; stroke-width: 2.5; stroke-linejoin: round; stroke: var(--lru); }
+.sampled { stroke-width: 1.5; stroke-dasharray: 5 4; stroke: var(--soft); }
+.ceiling { stroke: var(--good); stroke-width: 1.5; stroke-dasharray: 7 5; }
+line.knee { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 2 3; }
+circle.knee { fill: none; stroke: var(--ink); stroke-width: 1.8; }
+.mark { stroke: var(--bg); stroke-width: 1; }
+.cursor line { stroke: var(--soft); stroke-width: 1; }
+.cursor circle { fill: var(--accent); stroke: var(--bg); stroke-width: 1.5; }
+.p-lru { fill: var(--lru); background: var(--lru); }
+.p-s3fifo { fill: var(--s3fifo); background: var(--s3fifo); }
+.p-arc { fill: var(--arc); background: var(--arc); }
+.p-lfu { fill: var(--lfu); background: var(--lfu); }
+.p-fifo { fill: var(--fifo); background: var(--fifo); }
+"""
+
+STYLE = (
+    CHART_STYLE
+    + """
 :root {
   color-scheme: light dark;
   --bg: #ffffff; --panel: #f6f7f9; --ink: #16191d; --soft: #59636e; --line: #d8dde3;
@@ -42,23 +65,6 @@ svg.chart { display: block; width: 100%; height: auto; }
   .wide { display: none; } .narrow { display: block; }
   main { padding: 20px 14px 36px; }
 }
-.grid { stroke: var(--line); stroke-width: 1; }
-.base, .tickmark { stroke: var(--soft); stroke-width: 1; }
-.tick, .axis, .note { fill: var(--soft); font-size: 12px; }
-.note { fill: var(--ink); paint-order: stroke; stroke: var(--bg); stroke-width: 3px; }
-.line { fill: none; stroke-width: 2.5; stroke-linejoin: round; stroke: var(--lru); }
-.sampled { stroke-width: 1.5; stroke-dasharray: 5 4; stroke: var(--soft); }
-.ceiling { stroke: var(--good); stroke-width: 1.5; stroke-dasharray: 7 5; }
-line.knee { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 2 3; }
-circle.knee { fill: none; stroke: var(--ink); stroke-width: 1.8; }
-.mark { stroke: var(--bg); stroke-width: 1; }
-.cursor line { stroke: var(--soft); stroke-width: 1; }
-.cursor circle { fill: var(--accent); stroke: var(--bg); stroke-width: 1.5; }
-.p-lru { fill: var(--lru); background: var(--lru); }
-.p-s3fifo { fill: var(--s3fifo); background: var(--s3fifo); }
-.p-arc { fill: var(--arc); background: var(--arc); }
-.p-lfu { fill: var(--lfu); background: var(--lfu); }
-.p-fifo { fill: var(--fifo); background: var(--fifo); }
 .legend {
   display: flex; flex-wrap: wrap; gap: 4px 18px; padding: 0; margin: 8px 0 0;
   font-size: 13px; color: var(--soft); list-style: none;
@@ -95,6 +101,7 @@ footer {
 footer a { color: var(--accent); }
 @media print { .scroll { overflow: visible; } output.tip { display: none; } }
 """
+)
 
 #: Reading values off the curve, if there is one, and saving the data as a file. The page is whole
 #: without it.

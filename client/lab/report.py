@@ -12,8 +12,8 @@ from html import escape
 from typing import Any
 
 from ... import __version__
-from ...proto.units import format_bytes
-from .charts import curve_chart, label, mark
+from ...proto.units import format_bytes, percent
+from .charts import curve_chart, curve_legend, label, value_at
 from .curve import DEFAULT_POINTS, CurveError, LruCurve, curve_error
 from .page import SCRIPT, STYLE
 from .simulate import ReplayResult
@@ -75,23 +75,6 @@ def _error_json(error: CurveError) -> dict[str, float]:
 def count(value: float) -> str:
     """`182,790`."""
     return f"{value:,.0f}"
-
-
-def percent(value: float) -> str:
-    """`37.36 %`."""
-    return f"{100 * value:.2f} %"
-
-
-def decimal(value: float) -> str:
-    """`1.04`."""
-    return f"{value:,.2f}"
-
-
-def value_at(data: Any, path: str) -> Any:
-    """The value at a dotted path; KeyError or IndexError where there is none."""
-    for step in path.split("."):
-        data = data[int(step)] if isinstance(data, list) else data[step]
-    return data
 
 
 def render_report(data: Json) -> str:
@@ -183,21 +166,16 @@ def _curve_cards(data: Json) -> str:
 
 def _curve(data: Json) -> str:
     estimated = "sample_rate" in data["curve"]
-    line = "LRU, estimated" if estimated else "LRU, every capacity"
     origin = (
         f"estimated from {figure(data, 'curve.sample_rate', percent)} of the blocks, and least "
         "sure where a cache holds only a few of them"
         if estimated
         else "exact: one pass over the trace gives LRU at every capacity"
     )
-    legend = [_legend_line("", line)]
-    for index in range(len(data["sampled"])):
-        rate = figure(data, f"sampled.{index}.sample_rate", percent)
-        error = figure(data, f"sampled.{index}.mean_absolute_error", percent)
-        legend.append(_legend_line("sampled", f"sampled, {rate} of the blocks, error {error}"))
-    for policy in dict.fromkeys(result["policy"] for result in data["results"]):
-        sign = f'<svg width="14" height="14">{mark(policy, 7, 7, 5)}</svg>'
-        legend.append(f"<li>{sign}{escape(label(policy))}</li>")
+    legend = "".join(
+        f'<li><svg width="26" height="14">{sign}</svg>{text}</li>'
+        for sign, text in curve_legend(data, lambda path: figure(data, path, percent))
+    )
     charts = "".join(
         f'<figure class="{name}">{curve_chart(data, width, height)}'
         '<output class="tip"></output></figure>'
@@ -207,13 +185,8 @@ def _curve(data: Json) -> str:
         "<h2>Hit rate by capacity</h2>"
         f"<p>The share of prompt tokens that need no prefill. The line is {origin}. "
         "Marks are single replays.</p>"
-        f'{charts}<ul class="legend">{"".join(legend)}</ul>'
+        f'{charts}<ul class="legend">{legend}</ul>'
     )
-
-
-def _legend_line(style: str, text: str) -> str:
-    line = f'<line class="line {style}" x1="0" x2="26" y1="5" y2="5"/>'
-    return f'<li><svg width="26" height="10">{line}</svg>{text}</li>'
 
 
 def _comparison(data: Json) -> str:

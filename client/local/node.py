@@ -58,7 +58,19 @@ class LocalNode:
         self.refused: Final = dict(refused)
         self.index: IndexReader | None = None
         self.arenas: Final[dict[int, Arena]] = {}
+        #: handed over when a save needs it
         self.staging: StagingMemory | None = None
+        #: The daemon can read what this process lends, for all that is known.
+        self.lends = True
+        self.take(descriptors)
+
+    def take(
+        self,
+        descriptors: Mapping[str, tuple[int, int]],
+        refused: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """More of it, or something in place of what there was; descriptors are closed here."""
+        self.refused.update(refused)
         attach: dict[str, Callable[[int, int], None]] = {
             local.INDEX: self._attach_index,
             local.RAM: partial(self._attach_memory, Tier.RAM),
@@ -72,6 +84,8 @@ class LocalNode:
                     attach[name](fd, size_bytes)
             except (OSError, ValueError, RecordError) as problem:
                 self.refused[name] = str(problem)
+            else:
+                self.refused.pop(name, None)
             finally:
                 os.close(fd)
 
@@ -89,19 +103,6 @@ class LocalNode:
 
     def _attach_staging(self, fd: int, size_bytes: int) -> None:
         self.staging = StagingMemory(os.dup(fd), size_bytes)
-
-    def take_index(self, descriptors: Mapping[str, tuple[int, int]]) -> None:
-        """Of what was handed over again only the index is new; descriptors are closed here."""
-        for name, (fd, size_bytes) in descriptors.items():
-            try:
-                if name == local.INDEX:
-                    self._attach_index(fd, size_bytes)
-            except (OSError, ValueError, RecordError) as problem:
-                self.refused[name] = str(problem)
-            else:
-                self.refused.pop(name, None)
-            finally:
-                os.close(fd)
 
     @property
     def indexed(self) -> bool:

@@ -16,11 +16,17 @@ from functools import partial
 from typing import Final
 
 from ...proto import local
-from ...proto.errors import DeadlineExceeded, PrefixdError, UnknownStaging
+from ...proto.errors import (
+    DeadlineExceeded,
+    LimitReached,
+    PrefixdError,
+    UnknownStaging,
+    UnreadableMemory,
+)
 from ...proto.keys import Key
 from ...proto.pieces import FlatBytes
-from ...proto.vocabulary import Tier
-from ..results import ClaimMode, DeleteStatus, Entry, Found, Presence, SaveOutcome
+from ...proto.vocabulary import ClaimMode, DeleteStatus, Presence, Tier
+from ..results import Entry, Found, SaveOutcome
 from ..wire.deadline import Deadline
 from ..wire.link import Holding, Link
 from ..wire.remote import RemoteTransport, Stage
@@ -37,13 +43,16 @@ from ..wire.transport import (
     Share,
     Sink,
 )
-from . import staging
+from . import lending, staging
 from .calls import LocalCalls
 from .found import found_in, in_place
 from .node import InPlace, LocalNode
+from .staging import StagingMemory
 
 logger = logging.getLogger("prefixd.client")
 
+#: What is read in place, and is handed over at once.
+IN_PLACE: Final = (local.INDEX, local.RAM, local.SHM, local.DISK)
 #: What the hand-over may take of a call, which goes on over gRPC without it.
 HAND_OVER_S: Final = 0.5
 #: After a hand-over that took longer, calls don't try again for so long.
@@ -62,10 +71,12 @@ class LocalTransport:
         #: The session that `_node` was handed over to.
         self._link: Link | None = None
         self._node: LocalNode | None = None
-        #: Before this moment, on the monotonic clock, nobody asks for a hand-over.
+        #: Before this moment, on the monotonic clock, no hand-over is asked for.
         self._not_before_s = 0.0
         #: The same for an index in place of one that was revoked.
         self._no_index_before_s = 0.0
+        #: The same for staging memory.
+        self._no_staging_before_s = 0.0
         self._closed = False
         # A lock of its own: heartbeats take it, and must not wait for a hand-over.
         self._touches_lock = threading.Lock()
@@ -101,12 +112,31 @@ class LocalTransport:
         try:
             self._no_index_before_s = time.monotonic() + RETRY_HAND_OVER_S
             with node.calls.line(within_s) as line:
-                descriptors, _ = line.hand_over(node.ref, within_s)
-            node.take_index(descriptors)
+                node.take(*line.hand_over(node.ref, within_s, [local.INDEX]))
         except (OSError, PrefixdError) as problem:
             logger.info("no new index: %s", problem)
         finally:
             self._lock.release()
+
+    def _staging(self, node: LocalNode, deadline: Deadline) -> StagingMemory | None:
+        """This session's staging memory, which is handed over when a save first needs it: most of
+        what it takes is memory that has to be put under it."""
+        if node.staging is not None or local.STAGING in node.refused:
+            return node.staging
+        within_s = min(HAND_OVER_S, deadline.left_s() / 2)
+        if not self._lock.acquire(timeout=within_s):
+            return None
+        try:
+            if node.staging is None and time.monotonic() >= self._no_staging_before_s:
+                self._no_staging_before_s = time.monotonic() + RETRY_HAND_OVER_S
+                with node.calls.line(within_s) as line:
+                    node.take(*line.hand_over(node.ref, within_s, [local.STAGING]))
+                self._no_staging_before_s = 0.0
+        except (OSError, PrefixdError) as problem:
+            logger.info("no staging memory: %s", problem)
+        finally:
+            self._lock.release()
+        return node.staging
 
     def _switch(self, deadline: Deadline | None) -> None:
         """Take the node of the current session. While there is none the last node stays: what it
@@ -132,7 +162,7 @@ class LocalTransport:
         if old is not None:
             old.calls.close()
             self._take_touches()  # of entries of an earlier session
-            self._not_before_s = 0.0
+            self._not_before_s = self._no_staging_before_s = 0.0
         now_s = time.monotonic()
         if now_s >= until_s or now_s < self._not_before_s:
             return
@@ -157,6 +187,7 @@ class LocalTransport:
         if node is None:
             why = "there is no hand-over from this daemon"
             return dict.fromkeys((local.INDEX, local.STAGING), why)
+        self._staging(node, Deadline(HAND_OVER_S * 1e3))
         return dict(node.refused)
 
     # ---- in place
@@ -260,6 +291,10 @@ class LocalTransport:
     def connected(self) -> bool:
         return self._remote.connected
 
+    @property
+    def under_pressure(self) -> bool:
+        return self._remote.under_pressure
+
     def wait(self, deadline: Deadline) -> bool:
         return self._remote.wait(deadline)
 
@@ -362,7 +397,7 @@ class LocalTransport:
         payloads: Sequence[FlatBytes],
         deadline: Deadline,
     ) -> list[SaveOutcome]:
-        """Through staging memory if there is some."""
+        """From where they lie, or through staging memory, if the daemon can."""
         staged = self._staged(
             payloads,
             deadline,
@@ -375,7 +410,7 @@ class LocalTransport:
     def save(
         self, items: Sequence[Saving], terms: SaveTerms, deadline: Deadline
     ) -> list[SaveOutcome]:
-        """Through staging memory if there is some."""
+        """From where they lie, or through staging memory, if the daemon can."""
         terms = self._with_touches(terms)
         staged = self._staged(
             [saving.payload for saving in items],
@@ -390,12 +425,23 @@ class LocalTransport:
         deadline: Deadline,
         save: Callable[[LocalNode, Stage], list[SaveOutcome]],
     ) -> list[SaveOutcome] | None:
-        """None: this can't be saved through staging memory, and nothing has happened."""
+        """None: this can be saved in neither way, and nothing has happened."""
         node = self._current(deadline)
-        if node is None or node.staging is None or not any(map(len, payloads)):
+        if node is None:
+            return None
+        if node.lends and lending.can_lend(payloads):
+            try:
+                return save(node, partial(lending.save, node.calls))
+            except UnreadableMemory as problem:
+                node.lends = False
+                logger.info("saving through staging memory from now on: %s", problem)
+            except (LimitReached, UnknownStaging, OSError) as problem:
+                logger.info("saving through staging memory: %s", problem)
+        memory = self._staging(node, deadline) if any(map(len, payloads)) else None
+        if memory is None:
             return None
         try:
-            return save(node, partial(staging.save, node.staging, node.calls))
+            return save(node, partial(staging.save, memory, node.calls))
         except (UnknownStaging, OSError) as problem:
             logger.info("saving over gRPC: %s", problem)
         return None
@@ -428,7 +474,7 @@ def _hand_over(link: Link, within_s: float) -> LocalNode | None:
     calls = LocalCalls(path, link.ref, link.connection)
     try:
         with calls.line(within_s) as line:
-            descriptors, refused = line.hand_over(link.ref, within_s)
+            descriptors, refused = line.hand_over(link.ref, within_s, IN_PLACE)
         node = LocalNode(descriptors, refused, link.ref, calls)
     except DeadlineExceeded:
         raise

@@ -1,5 +1,7 @@
-"""How a channel to a daemon is opened: plainly over a Unix socket, over TCP with TLS if the
-environment names what it needs.
+"""Who a client is and whom it trusts, over TCP; and how a channel to a daemon is opened: plainly
+over a Unix socket, over TCP with TLS if that is asked for.
+
+Unless it is told otherwise, a client takes these from the environment:
 
 | variable | a file with |
 |---|---|
@@ -11,12 +13,14 @@ environment names what it needs.
 from __future__ import annotations
 
 import os
+import ssl
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import grpc
 
-from ...proto.endpoints import socket_path
+from ...proto.endpoints import admin_address, socket_path
 from ...proto.errors import ConfigError
 
 CA: Final = "PREFIXD_TLS_CA"
@@ -25,31 +29,89 @@ KEY: Final = "PREFIXD_TLS_KEY"
 TOKEN: Final = "PREFIXD_TOKEN_FILE"
 
 
+@dataclass(frozen=True, slots=True)
+class Security:
+    """Names of files, which are read whenever a connection is made; empty: there is none."""
+
+    #: Asks for TLS.
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+    token_file: str = ""
+    #: What to call them in a sentence.
+    names: tuple[str, str, str, str] = (CA, CERT, KEY, TOKEN)
+
+    @classmethod
+    def of_environment(cls) -> Security:
+        ca, cert, key, token_file = (os.environ.get(name, "") for name in (CA, CERT, KEY, TOKEN))
+        return cls(ca, cert, key, token_file)
+
+    def check(self) -> None:
+        """Raises ConfigError: what identifies a client is never sent over less than TLS."""
+        others = zip((self.cert, self.key, self.token_file), self.names[1:], strict=True)
+        given = [name for file, name in others if file]
+        if given and not self.ca:
+            raise ConfigError(
+                f"{' and '.join(given)} are for TLS: say with {self.names[0]} whom to trust"
+            )
+
+    def token(self) -> str:
+        """Raises ConfigError."""
+        return (_read(self.names[3], self.token_file) or b"").decode().strip()
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """None: without TLS. Raises ConfigError."""
+        self.check()
+        if not self.ca:
+            return None
+        ca, cert, key, _ = self.names
+        credentials = grpc.ssl_channel_credentials(
+            _read(ca, self.ca), _read(key, self.key), _read(cert, self.cert)
+        )
+        token = self.token()
+        if token:
+            call = grpc.access_token_call_credentials(token)
+            credentials = grpc.composite_channel_credentials(credentials, call)
+        return credentials
+
+    def context(self) -> ssl.SSLContext | None:
+        """The same for a data socket. Raises ConfigError."""
+        if not self.ca:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        try:
+            context.load_verify_locations(self.ca)
+            if self.cert:
+                context.load_cert_chain(self.cert, self.key or None)
+        except OSError as problem:
+            raise ConfigError(f"{self.names[0]}: these files make no TLS: {problem}") from None
+        return context
+
+
 def is_secured(address: str) -> bool:
     """Will the channel to it use TLS?"""
     return socket_path(address) is None and bool(os.environ.get(CA))
 
 
-def open_channel(address: str, options: Any) -> grpc.Channel:
-    """Connects with the first call. Raises ConfigError where the environment is wrong: a token is
-    never sent, nor a call made, over less than was asked for."""
+def operators_of(address: str) -> str | None:
+    """Where the operators of the daemon at `address` are served: beside its socket, or over TCP
+    with TLS. None: not from here."""
+    return admin_address(address) or (address if is_secured(address) else None)
+
+
+def open_channel(address: str, options: Any, security: Security | None = None) -> grpc.Channel:
+    """Connects with the first call. `security` None: that of the environment. Raises ConfigError
+    where it is wrong: a token is never sent, nor a call made, over less than was asked for."""
     if socket_path(address) is not None:
         return grpc.insecure_channel(address, options)
-    if not os.environ.get(CA):
-        given = [name for name in (CERT, KEY, TOKEN) if os.environ.get(name)]
-        if given:
-            raise ConfigError(f"{' and '.join(given)} are for TLS: say with {CA} whom to trust")
+    credentials = (security or Security.of_environment()).channel_credentials()
+    if credentials is None:
         return grpc.insecure_channel(address, options)
-    credentials = grpc.ssl_channel_credentials(_read(CA), _read(KEY), _read(CERT))
-    token = _read(TOKEN)
-    if token is not None:
-        call = grpc.access_token_call_credentials(token.decode().strip())
-        credentials = grpc.composite_channel_credentials(credentials, call)
     return grpc.secure_channel(address, credentials, options)
 
 
-def _read(variable: str) -> bytes | None:
-    name = os.environ.get(variable)
+def _read(variable: str, name: str) -> bytes | None:
     if not name:
         return None
     try:

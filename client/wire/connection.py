@@ -16,7 +16,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import ERROR_METADATA, DaemonUnavailable, DeadlineExceeded
 from ...proto.limits import MAX_MESSAGE_BYTES
 from ...proto.prefixd_pb2_grpc import CacheStub
-from .channel import open_channel
+from .channel import Security, open_channel
 
 T = TypeVar("T")
 
@@ -45,8 +45,13 @@ class Connection:
     channel, end only when all bytes have left, and a daemon that is stopped takes none.
     """
 
-    def __init__(self, address: str, connect_timeout_ms: int) -> None:
-        self.channel = open_channel(address, _options(connect_timeout_ms))
+    def __init__(
+        self, address: str, connect_timeout_ms: int, security: Security | None = None
+    ) -> None:
+        """`security`: see `open_channel`. Raises ConfigError."""
+        #: What the channel was opened with.
+        self.security: Final = security or Security.of_environment()
+        self.channel = open_channel(address, _options(connect_timeout_ms), self.security)
         self.stub = CacheStub(self.channel)
         service = pb.DESCRIPTOR.services_by_name["Cache"].full_name
         # Saves encode their messages themselves (packing.py): no serializer.
@@ -157,7 +162,7 @@ class Connection:
             self._leave_alone(self.stub.Cancel.future(given))
 
     def _leave_alone(self, call: grpc.Future[Any]) -> None:
-        """Nobody waits for it. gRPC cancels what nobody refers to."""
+        """No thread waits for it. gRPC cancels a call that nothing refers to."""
         with self._lock:
             self._under_way.add(call)
         call.add_done_callback(self._ended)

@@ -1,21 +1,18 @@
 """The data socket of a daemon elsewhere (proto.data): small calls, and payloads without a copy of
 this side's own.
 
-One call at a time goes over a connection; there are as many connections as there were calls at
-once. A call that fails on its way closes its connection, so that no answer is taken for that of
-another call; the daemon gives back what that granted. Sockets block here, and the kernel keeps the
-deadlines: a payload of any size then takes few calls of it.
+Where a call fails on its way, its connection is closed, and the daemon gives back what it granted.
+Sockets block here, and the kernel keeps the deadlines: a payload of any size then takes few calls
+of it.
 """
 
 from __future__ import annotations
 
-import socket
-import struct
-import threading
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Final, TypeVar
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
 
 from ...proto import data
 from ...proto import prefixd_pb2 as pb
@@ -30,20 +27,18 @@ from ...proto.errors import (
     from_name,
 )
 from ...proto.layout import crc32c
-from ...proto.limits import MAX_BATCH_KEYS
 from ...proto.pieces import FlatBytes, views_of
+from ..counters import Counters
 from .connection import Calls
-from .deadline import Deadline
+from .data_wire import NoLine, Place, connected
+from .lines import CONNECT_S, Lines
 from .sinks import Rooms, Sink
 
+logger = logging.getLogger("prefixd.client")
 T = TypeVar("T")
 
-#: A daemon that does not take a connection in this time is asked over gRPC, and those that follow
-#: for so long, too.
-_CONNECT_S: Final = 0.5
+#: After a daemon took no connection, none is tried for so long.
 _AGAIN_AFTER_S: Final = 5.0
-_KEEPALIVE_S: Final = 30
-_TIMEVAL: Final = struct.Struct("ll")
 #: What is read ahead, of messages and maybe of the bytes behind them.
 _AHEAD_BYTES: Final = 16 * 2**10
 #: What is received, or sent, between two looks at the deadline, and checksummed while it is in the
@@ -53,22 +48,21 @@ _PIECE_BYTES: Final = 2**20
 _GATHER: Final = 64
 
 
-class NoLine(OSError):
-    """No connection can be had, and nothing was asked."""
-
-
 class DataLine:
     """One connection. Not thread-safe. Calls raise PrefixdError, also what the daemon refuses them
     with."""
 
-    def __init__(self, host: str, port: int, session: pb.SessionRef, timeout_s: float) -> None:
-        """Raises OSError when nobody listens there."""
-        self._socket = _connected(host, port, timeout_s)
+    def __init__(self, place: Place, timeout_s: float) -> None:
+        """Raises OSError if no daemon listens there, or none that is to be trusted."""
+        self._wire = connected(place, timeout_s)
         self._until_s = 0.0
-        # With the first request: it is not answered.
-        self._greeting = data.frame(pb.DataRequest(attach=session))
+        # With the first request.
+        self._greeting = data.frame(place.greeting)
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
         self._start = self._end = 0
+        #: Nothing has come yet. Under TLS the daemon looks at this side's certificate when for this
+        #: side the handshake is over: what ends before was not asked.
+        self._unheard = place.context is not None
         #: Something has come of what was asked for last.
         self.moved = False
 
@@ -149,9 +143,8 @@ class DataLine:
 
     def _send(self, buffers: Sequence[memoryview]) -> None:
         while buffers:
-            with _in_our_words():
-                self._arm(socket.SO_SNDTIMEO)
-                sent_bytes = self._socket.sendmsg(buffers)
+            with self._in_our_words():
+                sent_bytes = self._wire.send(buffers, self._until_s)
             rest = []
             for buffer in buffers:
                 if len(buffer) > sent_bytes:
@@ -168,7 +161,7 @@ class DataLine:
             self._ahead[:there_bytes] = bytes(self._ahead[self._start : self._end])
             self._start, self._end = 0, there_bytes
         while self._end < wanted_bytes:
-            self._end += self._receive_some(self._ahead[self._end :], 0)
+            self._end += self._receive_some(self._ahead[self._end :], whole=False)
 
     def _receive(self, room: memoryview) -> None:
         """Fill all of it."""
@@ -178,98 +171,70 @@ class DataLine:
             self._start += ahead_bytes
             room = room[ahead_bytes:]
         while room:
-            room = room[self._receive_some(room, socket.MSG_WAITALL) :]
+            room = room[self._receive_some(room, whole=True) :]
 
-    def _receive_some(self, room: memoryview, flags: int) -> int:
-        with _in_our_words():
-            self._arm(socket.SO_RCVTIMEO)
-            came_bytes = self._socket.recv_into(room, len(room), flags)
-        if not came_bytes:
-            raise DaemonUnavailable("the daemon hung up")
+    def _receive_some(self, room: memoryview, *, whole: bool) -> int:
+        with self._in_our_words():
+            came_bytes = self._wire.receive(room, self._until_s, whole=whole)
+            if not came_bytes:
+                raise OSError("the daemon hung up")
+        self._unheard = False
         return came_bytes
 
-    def _arm(self, direction: int) -> None:
-        """Let the kernel end the next call at the deadline. Raises DeadlineExceeded."""
-        left_us = int((self._until_s - time.monotonic()) * 1e6)
-        if left_us <= 0:
-            raise TimeoutError
-        packed = _TIMEVAL.pack(*divmod(left_us, 1_000_000))
-        self._socket.setsockopt(socket.SOL_SOCKET, direction, packed)
+    @contextmanager
+    def _in_our_words(self) -> Iterator[None]:
+        """What a socket raises, as gRPC's failures are told."""
+        try:
+            yield
+        except (TimeoutError, BlockingIOError):
+            raise DeadlineExceeded("the daemon did not answer in time") from None
+        except OSError as problem:
+            if self._unheard:
+                raise NoLine(f"no handshake: {problem}") from None
+            raise DaemonUnavailable(f"the data connection broke: {problem}") from None
 
     def shut_down(self) -> None:
         """Make the call that is under way fail. From another thread."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self._wire.shut_down()
 
     def close(self) -> None:
-        self._socket.close()
+        self._wire.close()
 
 
-class DataCalls:
-    """`connection.Calls` over lines, or `instead` of them while none can be had; and what moves
-    payloads. Thread-safe."""
+class DataCalls(Lines[DataLine]):
+    """Calls over the data socket, and what moves payloads."""
 
-    def __init__(self, host: str, port: int, session: pb.SessionRef, instead: Calls) -> None:
-        self._host, self._port = host, port
-        self._session = session
-        self._instead = instead
-        self._lock = threading.Lock()
-        self._idle: list[DataLine] = []
-        self._busy: set[DataLine] = set()
-        self._closed = False
-        #: Before this moment, on the monotonic clock, nobody tries to connect.
+    def __init__(self, place: Place, instead: Calls, counters: Counters) -> None:
+        """`counters`: of calls that had to go over `instead`."""
+        super().__init__(instead)
+        self._place = place
+        self._counters = counters
+        #: Before this moment, on the monotonic clock, no connection is tried.
         self._not_before_s = 0.0
-
-    @contextmanager
-    def line(self, timeout_s: float) -> Iterator[DataLine]:
-        """A line for one call, from its request to its last response. Raises NoLine."""
-        with self._lock:
-            if self._closed:
-                raise NoLine("these connections were closed")
-            line = self._idle.pop() if self._idle else None
-        line = line or self._connect(timeout_s)
-        with self._lock:
-            self._busy.add(line)
-            closed = self._closed
-        try:
-            if closed:
-                raise NoLine("these connections were closed")
-            yield line
-        except BaseException:
-            with self._lock:
-                self._busy.discard(line)
-            line.close()
-            raise
-        with self._lock:
-            self._busy.discard(line)
-            if not self._closed:
-                self._idle.append(line)
-                return
-        line.close()
 
     def _connect(self, timeout_s: float) -> DataLine:
         if time.monotonic() < self._not_before_s:
-            raise NoLine("nobody took the last connection")
+            self._counters.add("data_fallbacks")
+            raise NoLine("the daemon took no connection a moment ago")
         try:
             # Half of the time is left for asking over gRPC.
-            within_s = min(timeout_s / 2, _CONNECT_S)
-            return DataLine(self._host, self._port, self._session, within_s)
+            return DataLine(self._place, min(timeout_s / 2, CONNECT_S))
         except OSError as problem:
-            self._not_before_s = time.monotonic() + _AGAIN_AFTER_S
+            self._refused(str(problem))
             raise NoLine(str(problem)) from None
 
-    def hang_up(self) -> None:
-        """The session has ended: calls under way fail, now."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-            for line in self._busy:
-                line.shut_down()
-        for line in idle:
-            line.close()
+    def _refused(self, why: str) -> None:
+        self._counters.add("data_fallbacks")
+        if time.monotonic() >= self._not_before_s:
+            host, port = self._place.host, self._place.port
+            logger.warning("no data connection with %s:%d: %s; over gRPC instead", host, port, why)
+        self._not_before_s = time.monotonic() + _AGAIN_AFTER_S
 
-    def _ask(self, request: pb.DataRequest, timeout_s: float) -> pb.DataResponse:
-        return self._asked(request, timeout_s, DataLine.response)
+    def _send(self, line: DataLine, kind: str, request: Any, timeout_s: float) -> None:
+        line.begin(pb.DataRequest(**{kind: request}), timeout_s)
+
+    def _receive(self, line: DataLine, timeout_s: float) -> pb.DataResponse:  # noqa: ARG002  # `begin` has it
+        return line.response()
 
     def _asked(self, request: pb.DataRequest, timeout_s: float, take: Callable[[DataLine], T]) -> T:
         """Send a request and `take` what answers it. Raises NoLine, PrefixdError."""
@@ -318,72 +283,3 @@ class DataCalls:
             return list(response.save.results)
 
         return self._asked(pb.DataRequest(save=request), timeout_s, move)
-
-    def give_back(self, session: pb.SessionRef, claims: Sequence[int]) -> None:
-        """Release claims without waiting for the answer. Raises NoLine, PrefixdError."""
-        with self.line(_CONNECT_S) as line:
-            for start in range(0, len(claims), MAX_BATCH_KEYS):
-                batch = claims[start : start + MAX_BATCH_KEYS]
-                asked = pb.ReleaseRequest(session=session, claim_ids=batch)
-                line.begin(pb.DataRequest(give_back=asked), _CONNECT_S)
-
-    # ---- connection.Calls
-
-    def Lookup(self, request: pb.LookupRequest, timeout: float) -> pb.LookupResponse:
-        deadline = Deadline(timeout * 1e3)
-        try:
-            return self._ask(pb.DataRequest(lookup=request), timeout).lookup
-        except NoLine:
-            return self._instead.Lookup(request, timeout=deadline.left_s())
-
-    def Claim(self, request: pb.ClaimRequest, timeout: float) -> pb.ClaimResponse:
-        deadline = Deadline(timeout * 1e3)
-        try:
-            return self._ask(pb.DataRequest(claim=request), timeout).claim
-        except NoLine:
-            return self._instead.Claim(request, timeout=deadline.left_s())
-
-    def Release(self, request: pb.ReleaseRequest, timeout: float) -> pb.ReleaseResponse:
-        deadline = Deadline(timeout * 1e3)
-        try:
-            return self._ask(pb.DataRequest(release=request), timeout).release
-        except NoLine:
-            return self._instead.Release(request, timeout=deadline.left_s())
-
-    def Reserve(self, request: pb.ReserveRequest, timeout: float) -> pb.ReserveResponse:
-        deadline = Deadline(timeout * 1e3)
-        try:
-            return self._ask(pb.DataRequest(reserve=request), timeout).reserve
-        except NoLine:
-            return self._instead.Reserve(request, timeout=deadline.left_s())
-
-    def Cancel(self, request: pb.CancelRequest, timeout: float) -> pb.CancelResponse:
-        deadline = Deadline(timeout * 1e3)
-        try:
-            return self._ask(pb.DataRequest(cancel=request), timeout).cancel
-        except NoLine:
-            return self._instead.Cancel(request, timeout=deadline.left_s())
-
-
-def _connected(host: str, port: int, timeout_s: float) -> socket.socket:
-    """A connection to the daemon. Here TLS is to be put around it (an `SSLContext`). Raises
-    OSError."""
-    connected = socket.create_connection((host, port), timeout_s)
-    connected.settimeout(None)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # No firewall forgets a connection that nothing is asked on, or a call finds it.
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
-    return connected
-
-
-@contextmanager
-def _in_our_words() -> Iterator[None]:
-    """What a socket raises, as gRPC's failures are told."""
-    try:
-        yield
-    except (TimeoutError, BlockingIOError):
-        raise DeadlineExceeded("the daemon did not answer in time") from None
-    except OSError as problem:
-        raise DaemonUnavailable(f"the data connection broke: {problem}") from None

@@ -4,21 +4,25 @@ and the rest over gRPC; all of it over gRPC where the daemon has none, or it can
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.endpoints import UNIX_SCHEME
-from ...proto.errors import ClaimLost, UnknownEntry
+from ...proto.errors import ClaimLost, ConfigError, UnknownEntry
 from ...proto.keys import Key
 from ...proto.pieces import FlatBytes
 from ..results import SaveOutcome
 from . import messages
-from .data_line import DataCalls, NoLine
+from .data_line import DataCalls
+from .data_wire import NoLine, Place
 from .deadline import Deadline
 from .link import Holding, Link
 from .packing import check_header
 from .remote import RemoteTransport
 from .transport import Range, SaveTerms, Saving, Sink
+
+logger = logging.getLogger("prefixd.client")
 
 
 class DataTransport(RemoteTransport):
@@ -28,6 +32,11 @@ class DataTransport(RemoteTransport):
     #: shares a Unix socket with it need not share a network.
     data_host: str | None = None
 
+    @property
+    def why_down(self) -> str:
+        """Why there is no session at this moment; empty: there is one."""
+        return self._keeper.why_down
+
     def _opened(self, link: Link) -> None:
         address, port = self._address, link.welcome.data_port
         host = self.data_host
@@ -35,7 +44,14 @@ class DataTransport(RemoteTransport):
             host = address.rpartition(":")[0].rpartition("/")[2].strip("[]")
         if not port or not host:
             return
-        link.data = DataCalls(host, port, link.ref, link.connection)
+        security = link.connection.security
+        try:
+            greeting = pb.DataRequest(attach=link.ref, token=security.token())
+            place = Place(host, port, greeting, security.context())
+        except ConfigError as problem:
+            logger.warning("without the data socket of %s: %s", address, problem)
+            return
+        link.data = DataCalls(place, link.connection, self._counters)
         link.calls = link.data
         link.on_end.append(link.data.hang_up)
 

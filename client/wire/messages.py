@@ -10,8 +10,8 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import PrefixdError
 from ...proto.keys import Key
 from ...proto.limits import MAX_BATCH_KEYS
-from ...proto.vocabulary import SaveReason, Tier
-from ..results import Entry, Found, Presence, ReserveStatus, SaveOutcome, SaveStatus
+from ...proto.vocabulary import Presence, SaveReason, SaveStatus, Tier
+from ..results import Entry, Found, ReserveStatus, SaveOutcome
 from .link import Link
 from .transport import Granted, Range, ReserveItem, SaveTerms
 
@@ -74,7 +74,7 @@ def granted_of(link: Link, result: pb.ReserveResult) -> Granted:
 _SAVED: Final = pb.SaveResult(status=pb.SAVE_STATUS_SAVED)
 
 
-def results_of(response: pb.SaveStagedResponse) -> list[pb.SaveResult]:
+def results_of(response: pb.SaveStagedResponse | pb.SaveLentResponse) -> list[pb.SaveResult]:
     """How each item ended; empty: they have not."""
     return list(response.results) or [_SAVED] * min(response.all_saved, MAX_BATCH_KEYS)
 

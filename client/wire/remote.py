@@ -24,11 +24,12 @@ from ...proto.errors import (
 from ...proto.keys import Key
 from ...proto.limits import CHUNK_BYTES, MAX_BATCH_KEYS
 from ...proto.pieces import FlatBytes
-from ...proto.vocabulary import Tier
+from ...proto.vocabulary import ClaimMode, DeleteStatus, Tier
 from ..counters import Counters
-from ..results import ClaimMode, DeleteStatus, Entry, Found, SaveOutcome
+from ..results import Entry, Found, SaveOutcome
 from . import messages
 from .backoff import Backoff
+from .channel import Security
 from .connection import unanswered
 from .deadline import Deadline
 from .link import Holding, Link
@@ -70,10 +71,11 @@ class RemoteTransport(NothingInPlace):
         counters: Counters,
         connect_timeout_ms: int = DEFAULT_CONNECT_TIMEOUT_MS,
         backoff: Backoff | None = None,
+        security: Security | None = None,
     ) -> None:
         """`address` None: the default one. `name` None: that of the program. `label`: see
-        `Client`. Raises ConfigError for what is no address, InvalidSize for a name or a label
-        that can't be one."""
+        `Client`. `security`: see `channel.open_channel`. Raises ConfigError for what is no address,
+        InvalidSize for a name or a label that can't be one."""
         self._counters = counters
         self._address = default_address() if address is None else normalize_address(address)
         self._keeper = SessionKeeper(
@@ -83,6 +85,7 @@ class RemoteTransport(NothingInPlace):
             connect_timeout_ms=connect_timeout_ms,
             backoff=backoff,
             when_opened=self._opened,
+            security=security,
         )
 
     def _opened(self, link: Link) -> None:
@@ -101,6 +104,11 @@ class RemoteTransport(NothingInPlace):
     @property
     def connected(self) -> bool:
         return self._keeper.connected
+
+    @property
+    def under_pressure(self) -> bool:
+        link = self._keeper.current
+        return link is not None and link.under_pressure
 
     @property
     def current(self) -> Link | None:
@@ -433,8 +441,7 @@ class RemoteTransport(NothingInPlace):
         if link.ref != ref:
             raise UnknownStaging("the session that it was handed to has ended")
         tokens = [holding.number for holding, _ in reservations]
-        reserved = pb.StagedReservations(session=ref, tokens=tokens)
-        opening = pb.SaveStagedRequest(reserved=reserved)
+        opening = pb.SaveStagedRequest(reserved=pb.StagedReservations(session=ref, tokens=tokens))
         results = self._call_held("SaveStaged", link, lambda: stage(opening, payloads, deadline))
         return messages.outcomes_of([key for _, key in reservations], results)
 

@@ -33,12 +33,13 @@ from ...proto.labels import check_label
 from ...proto.limits import MAX_CLIENT_NAME_CHARS
 from ..counters import Counters
 from .backoff import Backoff
+from .channel import Security
 from .connection import Connection
 from .deadline import Deadline
 from .link import Link
 
 logger = logging.getLogger("prefixd.client")
-# A library: what nobody asked to see does not end up on somebody's terminal.
+# A library logs nothing to a terminal unless its program wants it to.
 logger.addHandler(logging.NullHandler())
 
 #: What connecting may take before the daemon counts as down.
@@ -68,9 +69,12 @@ class SessionKeeper:
         connect_timeout_ms: int,
         backoff: Backoff | None = None,
         when_opened: Callable[[Link], None] | None = None,
+        security: Security | None = None,
     ) -> None:
-        """`when_opened`: told of each session before anybody uses it, in the keeper's thread."""
+        """`when_opened`: told of each session before anybody uses it, in the keeper's thread.
+        `security`: see `channel.open_channel`."""
         self._when_opened = when_opened
+        self._security = security
         self.address = address
         self._hello = hello
         self._counters = counters
@@ -149,6 +153,12 @@ class SessionKeeper:
             return False
         return not link.suspect and not link.why_ended
 
+    @property
+    def why_down(self) -> str:
+        """Why there is no session at this moment; empty: there is one."""
+        with self._changed:
+            return "" if self._state is _State.UP else self._why_down
+
     def close(self, within_s: float) -> None:
         """End the session; the daemon releases what it held. Idempotent."""
         until_s = time.monotonic() + within_s
@@ -201,7 +211,7 @@ class SessionKeeper:
 
     def _attempt(self) -> None:
         """Open a session and stay with it until it ends. Raises PrefixdError if it can't be."""
-        connection = Connection(self.address, self._connect_timeout_ms)
+        connection = Connection(self.address, self._connect_timeout_ms, self._security)
         link = Link(connection, self._hello, self._connect_timeout_ms / 1e3, self._counters)
         try:
             if not self._enter(self._state, link):

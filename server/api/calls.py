@@ -4,17 +4,29 @@ caller is told of a failure."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import structlog
 
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import DeviceFull, MalformedMessage, PrefixdError, StoreFailed
+from ...proto.errors import (
+    DeviceFull,
+    LimitReached,
+    MalformedMessage,
+    PrefixdError,
+    StoreFailed,
+)
 from ...tiers.store import StoreError, StoreFull
+from .access import Access
 
 log = structlog.get_logger("prefixd.calls")
+
+_CREDENTIALS: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 class Process(NamedTuple):
@@ -24,6 +36,13 @@ class Process(NamedTuple):
     pid: int
     uid: int
 
+    @classmethod
+    def behind(cls, sock: socket.socket) -> Process:
+        """The one that connected. Raises OSError."""
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(raw)
+        return cls(pid, uid)
+
 
 class Caller(Protocol):
     """Who makes a call, as its transport knows it. Lives as long as the call."""
@@ -31,6 +50,11 @@ class Caller(Protocol):
     @property
     def process(self) -> Process | None:
         """None: the transport does not say."""
+
+    @property
+    def access(self) -> Access | None:
+        """What the token of the call gives, or that of the session that its connection belongs to;
+        None: no token is asked for, for the file system decided."""
 
     def proved(self, session: int) -> None:
         """The call has shown that it acts for this session."""
@@ -44,6 +68,8 @@ class Connected(Protocol):
     """A connection, which belongs to one session at most."""
 
     process: Process | None
+    #: what the token gives that its session was opened with
+    access: Access | None
 
     def attach(self, session: int) -> None:
         """It is that session's from now on."""
@@ -61,6 +87,10 @@ class ConnectionCall:
     @property
     def process(self) -> Process | None:
         return self._connection.process
+
+    @property
+    def access(self) -> Access | None:
+        return self._connection.access
 
     def proved(self, session: int) -> None:
         self._connection.attach(session)
@@ -91,6 +121,26 @@ def cut_off_with(cancelled: asyncio.CancelledError) -> PrefixdError:
     if not isinstance(error, PrefixdError):
         raise cancelled
     return error
+
+
+@contextmanager
+def taken_within(
+    stall_s: float, what: str, when_slow: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Around the sending of a response: a client that takes nothing of it for so long is cut off.
+    `what`: of what. `when_slow`: called then."""
+    task = asyncio.current_task()
+    assert task is not None
+
+    def slow() -> None:
+        when_slow()
+        cut_off(task, LimitReached(f"the client took nothing of {what} for {stall_s:g} s"))
+
+    timer = asyncio.get_running_loop().call_later(stall_s, slow)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def remove_leftover(path: Path) -> None:

@@ -8,9 +8,8 @@ can hold is bounded by the quotas of reads and saves, for how long by `stall_tim
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import Awaitable, Callable
-from typing import Final, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Final, Protocol
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
@@ -20,12 +19,12 @@ from ..core.events import BytesRead, ReleaseAsked
 from ..runtime.incoming import Incoming
 from ..runtime.loop import Core
 from . import messages
+from .access import Access
 from .calls import Caller, Process
 from .raw_bytes import Progress, Receiving, Sending, SentRange
 from .saves import Refusals, Saves, results_of
 from .service import READ_BYTES, CacheService, bounds_of
-
-T = TypeVar("T")
+from .streams import Stream, to_its_end
 
 #: Fewer bytes than this are moved on the loop: to wake a thread takes as long.
 _INLINE_BYTES: Final = 256 * 2**10
@@ -36,7 +35,7 @@ _SAVE_BYTES: Final = 4 * limits.CHUNK_BYTES
 class Line(Protocol):
     """The connection of a call."""
 
-    sock: socket.socket
+    stream: Stream
     #: Would the client understand a message now? Not in the middle of a part.
     may_tell: bool
     #: Would the next bytes be a request? Not in the middle of a save.
@@ -45,11 +44,9 @@ class Line(Protocol):
     async def tell(self, response: pb.DataResponse) -> None:
         """Raises OSError, LimitReached."""
 
-    async def writable(self) -> None:
-        """Wait until the socket takes bytes. Raises LimitReached of a client that reads nothing."""
-
-    async def readable(self) -> None:
-        """Wait until there are bytes. Raises LimitReached of a client that sends nothing."""
+    async def until_ready(self) -> None:
+        """Wait for what the stream lacks. Raises LimitReached of a client that reads or sends
+        nothing."""
 
 
 class DataCalls:
@@ -63,7 +60,7 @@ class DataCalls:
     # ---- out
 
     async def read(self, request: pb.ReadRequest, caller: Caller, line: Line) -> None:
-        session = self._service.session_of(request.session, caller)
+        session = self._service.session_of(request.session, caller).number
         async with self._service.reads.room(READ_BYTES, session):
             await self._read(session, request, line)
         await line.tell(pb.DataResponse(read_end=pb.ReadEnd()))
@@ -72,9 +69,9 @@ class DataCalls:
         """A claim that ends with the last byte."""
         if len(request.generations) != len(request.keys):
             raise InvalidBatch("a fetch names the generation of each key")
-        session = self._service.session_of(request.session, caller)
+        session = self._service.session_of(request.session, caller).number
         async with self._service.reads.room(READ_BYTES, session):
-            claim = await self._claim(request)
+            claim = await self._claim(request, caller)
             held = False
             try:
                 asked = pb.ReadRequest(claim_id=claim, ranges=request.ranges)
@@ -89,10 +86,10 @@ class DataCalls:
             raise ClaimLost("the claim was lost; throw away what was read under it")
         await line.tell(pb.DataResponse(read_end=pb.ReadEnd()))
 
-    async def _claim(self, request: pb.FetchRequest) -> int:
+    async def _claim(self, request: pb.FetchRequest, caller: Caller) -> int:
         """A claim on exactly what the client means. Raises UnknownEntry."""
         asked = pb.ClaimRequest(session=request.session, keys=request.keys, brief=True)
-        granted = await self._service.claim(asked, _Nobody())
+        granted = await self._service.claim(asked, _Nobody(caller.access))
         if list(granted.generations) == list(request.generations):
             return granted.claim_id
         if granted.claim_id:
@@ -106,7 +103,7 @@ class DataCalls:
     async def _read(self, session: int, request: pb.ReadRequest, line: Line) -> None:
         service, core = self._service, self._core
         ranges = self._ranges(session, request)
-        sending = Sending(core, line.sock, ranges)
+        sending = Sending(core, line.stream, ranges)
         whole_bytes = sum(wanted.end - wanted.start for wanted in ranges)
         tier = max((wanted.entry.tier for wanted in ranges), default=None)
         inline = tier is None or (whole_bytes <= _INLINE_BYTES and not core.stores[tier].blocking)
@@ -119,13 +116,13 @@ class DataCalls:
                         progress = sending.run(0)
                     else:
                         assert tier is not None
-                        progress = await _to_its_end(
+                        progress = await to_its_end(
                             asyncio.get_running_loop().run_in_executor(
                                 core.devices.executor(tier), sending.run
                             )
                         )
                     if progress is Progress.WAITING:
-                        await line.writable()
+                        await line.until_ready()
                 # The last bytes left while the claim held, or nothing that was sent counts.
                 service.claimed(session, request.claim_id)
         finally:
@@ -174,7 +171,7 @@ class DataCalls:
             return
         await line.tell(pb.DataResponse(save_ready=pb.SaveReady(items=wanted)))
         line.in_step = False
-        receiving = Receiving(line.sock, [incoming.feed_of(number) for number in wanted])
+        receiving = Receiving(line.stream, [incoming.feed_of(number) for number in wanted])
         blocking = self._core.stores[receiving.tier].blocking
         while not receiving.complete:
             inline = receiving.left_bytes <= _INLINE_BYTES and not blocking
@@ -185,7 +182,7 @@ class DataCalls:
             if incoming.broken is not None:
                 return  # which whoever waits for the end of it raises
             if receiving.starved:
-                await line.readable()
+                await line.until_ready()
         line.in_step = True
 
 
@@ -194,23 +191,11 @@ class _Nobody:
 
     process: Final[Process | None] = None
 
+    def __init__(self, access: Access | None) -> None:
+        self.access: Final = access
+
     def proved(self, session: int) -> None:
         """The call has shown it before."""
 
     def when_done(self, callback: Callable[[bool], None]) -> None:
         """There is nothing to give back."""
-
-
-async def _to_its_end(work: Awaitable[T]) -> T:
-    """Wait for what a thread does, however often the call is cancelled meanwhile: it uses the
-    socket, which is not closed under its hands."""
-    future = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait((future,))
-        except asyncio.CancelledError as again:
-            cancelled = again
-    if cancelled is not None:
-        raise cancelled
-    return future.result()

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import select
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
@@ -29,15 +31,17 @@ from ...proto.errors import (
 )
 from ..runtime.quota import Quota
 from ..runtime.supervision import Supervisor
+from .access import DATA_ROLES, Access, Tokens, bearer
 from .calls import Process, error_of
 from .data_calls import DataCalls
+from .namespaces import check_same
 from .saves import Saves
 from .service import CacheService
 from .sessions import ServiceConfig, Sessions
+from .streams import Handshakes, SecuredStream, Stream, accepted, listening_at
 
 log = structlog.get_logger("prefixd.data")
 
-_BACKLOG: Final = 128
 #: A new connection proves its session within this time.
 _PATIENCE_S: Final = 5.0
 #: Connections that may be about to.
@@ -85,27 +89,29 @@ class DataServer:
         self.large: Final = Quota("requests", config.max_local_bytes, config.stall_timeout_s)
         #: connections that were refused: too many, or none that proved a session
         self.refusals = 0
+        #: those of them that ended before TLS was there: another certificate, or none, or no TLS
+        self.handshake_refusals = 0
+        #: what puts connections under TLS; None: there is none
+        self.handshakes: Handshakes | None = None
+        #: who may do what; None: whoever has a session
+        self.tokens: Tokens | None = None
         self._listening: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         sessions.when_closed.append(self._hang_up_all)
 
-    def start(self, host: str, port: int) -> int:
-        """Bind and listen; the port, which sessions are told from now on. Raises OSError."""
-        family, kind, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listening = socket.socket(family, kind)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # What is accepted inherits them: bytes in flight are bounded, and the kernel's own.
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, data.SOCKET_BYTES)
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, data.SOCKET_BYTES)
-            listening.setblocking(False)
-            listening.bind(address)
-            listening.listen(_BACKLOG)
-        except OSError:
-            listening.close()
-            raise
+    def start(
+        self,
+        host: str,
+        port: int,
+        context: ssl.SSLContext | None = None,
+        tokens: Tokens | None = None,
+    ) -> int:
+        """Bind and listen; the port, which sessions are told from now on. With a `context` there is
+        nothing but TLS. Raises OSError."""
+        listening = listening_at(host, port)
+        self.tokens = tokens
+        if context is not None:
+            self.handshakes = Handshakes(context)
         self._listening = listening
         self._accepting = self._supervisor.task("data socket", self._accept(listening))
         bound: int = listening.getsockname()[1]
@@ -122,6 +128,8 @@ class DataServer:
             self._listening.close()
         tasks = [connection.hang_up() for connection in list(self.connections)]
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self.handshakes is not None:
+            self.handshakes.close()
 
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -142,11 +150,11 @@ class DataServer:
                 self.refusals += 1
                 self.forget_unproved(next(iter(self.unproved))).hang_up()
             try:
-                _prepare(sock, self.config.stall_timeout_s)
+                stream = accepted(sock, self.config.stall_timeout_s, self.handshakes)
             except OSError:
                 sock.close()  # its client is gone already
                 continue
-            connection = _Connection(self, sock)
+            connection = _Connection(self, stream)
             self.connections.add(connection)
             self.unproved[connection] = None
             await asyncio.sleep(0)  # others have their turn
@@ -161,24 +169,14 @@ class DataServer:
             connection.hang_up()
 
 
-def _prepare(sock: socket.socket, stall_timeout_s: float) -> None:
-    """A connection that was accepted. Here TLS is to be put around it (an `SSLContext`). Raises
-    OSError."""
-    sock.setblocking(False)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A peer that is gone, or takes nothing, is not waited for without end, answered or not.
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    stall_ms = max(1, round(stall_timeout_s * 1e3))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
-
-
 class _Call:
     """The caller of one request (`calls.Caller`)."""
 
     process: Final[Process | None] = None
 
-    def __init__(self, session: int) -> None:
+    def __init__(self, session: int, access: Access | None = None) -> None:
         self._session = session
+        self.access: Final = access
         self._when_done: list[Callable[[bool], None]] = []
 
     def proved(self, session: int) -> None:
@@ -201,6 +199,9 @@ class _Attaching:
 
     process: Final[Process | None] = None
 
+    def __init__(self, access: Access | None) -> None:
+        self.access: Final = access
+
     def proved(self, session: int) -> None:
         """The connection looks at it itself."""
 
@@ -211,15 +212,18 @@ class _Attaching:
 class _Connection:
     """One client's connection: its requests, in order, one at a time (`data_calls.Line`)."""
 
-    def __init__(self, server: DataServer, sock: socket.socket) -> None:
+    def __init__(self, server: DataServer, stream: Stream) -> None:
         self._server = server
-        self.sock = sock
+        self.stream = stream
         self._loop = asyncio.get_running_loop()
         self._stall_s = server.config.stall_timeout_s
         #: what came and is not taken yet: `_came_bytes` of it
         self._buffer = memoryview(bytearray(data.HEAD.size + data.MAX_SMALL_REQUEST_BYTES))
         self._came_bytes = 0
         self._session: int | None = None
+        self._access: Access | None = None
+        #: what says who the client is; in no log
+        self._authorization = ""
         self._call = _Call(0)
         self.may_tell = self.in_step = True
         self._task = self._loop.create_task(self._run())
@@ -235,6 +239,7 @@ class _Connection:
     async def _run(self) -> None:
         try:
             async with asyncio.timeout(_PATIENCE_S):
+                await self._secure()
                 await self._attach()
             while True:
                 await self._serve()
@@ -249,7 +254,29 @@ class _Connection:
                 log.warning("data_connection_ended", session=self._session, why=str(error))
             if self.may_tell:
                 with suppress(OSError):
-                    self.sock.send(_failure(error))
+                    self.stream.send([_failure(error)])
+
+    async def _secure(self) -> None:
+        """Shake hands, if there is TLS. Raises OSError, TimeoutError."""
+        stream, handshakes = self.stream, self._server.handshakes
+        if handshakes is None:
+            return
+        assert isinstance(stream, SecuredStream)
+        self.may_tell = done = False
+        try:
+            while not done:
+                # The client begins. Whoever says nothing keeps no thread.
+                await self._ready()
+                with suppress(BlockingIOError):
+                    await handshakes.step(stream)
+                    done = True
+        except OSError as problem:
+            # Anybody could fill the log with these.
+            log.debug("data_handshake_failed", why=str(problem))
+            raise
+        finally:
+            self._server.handshake_refusals += not done
+        self.may_tell = True
 
     async def _attach(self) -> None:
         """Take the first request, which says whose connection this is. Raises PrefixdError."""
@@ -260,13 +287,25 @@ class _Connection:
         if request.WhichOneof("kind") != "attach":
             raise MalformedMessage("the first request has to prove a session")
         server = self._server
-        session = server.sessions.prove(request.attach, _Attaching()).number
+        self._authorization = bearer(request.token)
+        membership = server.sessions.prove(request.attach, _Attaching(self._permit("attach")))
+        session = membership.number
         others = server.attached.setdefault(session, set())
         if len(others) >= server.config.max_connections_per_session:
             raise LimitReached(f"this session has {len(others)} connections already")
         others.add(self)
-        self._session = session
+        self._session, self._access = session, membership.access
         server.forget_unproved(self)
+
+    def _permit(self, kind: str) -> Access | None:
+        """What the token gives, which is looked at for each request; None: none is asked for.
+        Raises NotAuthenticated, NotPermitted."""
+        if self._server.tokens is None:
+            return None
+        access = self._server.tokens.permit(DATA_ROLES[kind], self._authorization)
+        if self._session is not None:
+            check_same(access, self._access)
+        return access
 
     def _ended(self, _task: asyncio.Task[None]) -> None:
         """Also of a task that was cancelled before it began."""
@@ -278,7 +317,7 @@ class _Connection:
             others.discard(self)
             if not others:
                 del server.attached[self._session]
-        self.sock.close()
+        self.stream.close()
         # An answer that nothing came after was not taken.
         self._call.done(gone=True)
 
@@ -326,28 +365,37 @@ class _Connection:
         with memoryview(request) as room, self._stalling():
             while came_bytes < size_bytes:
                 async with asyncio.timeout(self._stall_s):
-                    more_bytes = await self._loop.sock_recv_into(self.sock, room[came_bytes:])
-                if not more_bytes:
-                    raise _HungUp
-                came_bytes += more_bytes
+                    came_bytes += await self._receive(room[came_bytes:])
         return data.request_of(bytes(request))
 
     async def _more(self) -> None:
-        came_bytes = await self._loop.sock_recv_into(self.sock, self._buffer[self._came_bytes :])
-        if not came_bytes:
-            raise _HungUp
-        self._came_bytes += came_bytes
+        self._came_bytes += await self._receive(self._buffer[self._came_bytes :])
+
+    async def _receive(self, room: memoryview) -> int:
+        """What comes next, however long that takes. Raises _HungUp, OSError."""
+        while True:
+            try:
+                came_bytes = self.stream.receive([room])
+            except BlockingIOError:
+                await self._ready()
+                continue
+            if not came_bytes:
+                raise _HungUp
+            return came_bytes
 
     async def _answer(self, request: pb.DataRequest) -> None:
         """Raises where nothing that follows could be understood."""
         assert self._session is not None
         self._call.done(gone=False)  # a client that asks again has taken the answer before
-        self._call = call = _Call(self._session)
+        self._call = call = _Call(self._session, self._access)
         kind = request.WhichOneof("kind")
         try:
+            if kind not in (None, "attach", "give_back"):
+                self._permit(kind)
             match kind:
                 case "give_back":
                     with suppress(PrefixdError):  # of a claim that is gone
+                        self._permit(kind)
                         await self._server.methods["release"](request.give_back, call)
                 case "read":
                     await self._server.calls.read(request.read, call, self)
@@ -375,35 +423,32 @@ class _Connection:
     async def tell(self, response: pb.DataResponse) -> None:
         await self._send(data.frame(response))
 
-    async def writable(self) -> None:
-        await self._until(self._loop.add_writer, self._loop.remove_writer)
+    async def until_ready(self) -> None:
+        with self._stalling():
+            async with asyncio.timeout(self._stall_s):
+                await self._ready()
 
-    async def readable(self) -> None:
-        await self._until(self._loop.add_reader, self._loop.remove_reader)
-
-    async def _until(self, add: Callable[..., None], remove: Callable[[int], bool]) -> None:
-        fd = self.sock.fileno()
-        ready: asyncio.Future[None] = self._loop.create_future()
-        add(fd, _set, ready)
+    async def _ready(self) -> None:
+        """Wait for what the stream lacks, however long that takes."""
+        loop, fd = self._loop, self.stream.fileno()
+        ready: asyncio.Future[None] = loop.create_future()
+        reading = self.stream.lacks == select.POLLIN
+        (loop.add_reader if reading else loop.add_writer)(fd, _set, ready)
         try:
-            with self._stalling():
-                async with asyncio.timeout(self._stall_s):
-                    await ready
+            await ready
         finally:
-            remove(fd)
+            (loop.remove_reader if reading else loop.remove_writer)(fd)
 
     async def _send(self, frame: bytes) -> None:
         """Raises OSError, LimitReached."""
-        try:
-            sent_bytes = self.sock.send(frame)
-        except BlockingIOError:
-            sent_bytes = 0
-        while sent_bytes < len(frame):
-            self.may_tell = False
-            await self.writable()
+        rest = memoryview(frame)
+        while True:
             with suppress(BlockingIOError):
-                sent_bytes += self.sock.send(frame[sent_bytes:])
-        self.may_tell = True
+                rest = rest[self.stream.send([rest]) :]
+            self.may_tell = not rest
+            if not rest:
+                return
+            await self.until_ready()
 
     @contextmanager
     def _stalling(self) -> Iterator[None]:
@@ -418,7 +463,7 @@ class _Connection:
         if not wait_ms or self._came_bytes:
             yield
             return
-        fd = self.sock.fileno()
+        fd = self.stream.fileno()
         self._loop.add_reader(fd, self._look)
         try:
             yield
@@ -426,13 +471,10 @@ class _Connection:
             self._loop.remove_reader(fd)
 
     def _look(self) -> None:
-        try:
-            gone = not self.sock.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
+        gone = self.stream.gone()
+        if gone is False:
             return
-        except OSError:
-            gone = True
-        self._loop.remove_reader(self.sock.fileno())
+        self._loop.remove_reader(self.stream.fileno())
         if gone:
             self._task.cancel()
 

@@ -12,10 +12,11 @@ from grpc_reflection.v1alpha import reflection
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
+from ...proto.errors import NotPermitted
 from ..runtime.loop import Core
 from ..runtime.scrubbing import Scrubber
 from ..runtime.staging import StagingPool
-from .access import CACHE_ROLES, Role, Tokens
+from .access import ADMIN_ROLES, CACHE_ROLES, Access, Role, Tokens
 from .admin import AdminService
 from .data_calls import DataCalls
 from .data_socket import DataServer
@@ -25,6 +26,7 @@ from .local_socket import LocalServer
 from .saves import Saves
 from .service import CacheService
 from .sessions import ServiceConfig, Sessions
+from .watching import Watching
 
 _CACHE: Final = pb.DESCRIPTOR.services_by_name["Cache"]
 _ADMIN: Final = pb.DESCRIPTOR.services_by_name["Admin"]
@@ -46,6 +48,9 @@ class Front:
         self._core = core
         self.config: Final = config
         self.sessions: Final = Sessions(config.incarnation)
+        for ledger in core.state.tables.ledgers.values():
+            if ledger.shares is not None:
+                self.sessions.namespaces.learn(ledger.shares.namespaces)
         self.stagings: Final = StagingPool(
             config.staging_bytes, config.staging_total_bytes, core.executor, core.clock
         )
@@ -74,6 +79,7 @@ class Front:
             self.sessions.usage,
             self.sessions.latencies,
         )
+        self.watching: Final = Watching(core, config)
         self.health: Final = health.aio.HealthServicer()
         #: gRPC for workers and, apart from them, for operators; neither listens yet
         self.workers: Final = self._server({_CACHE.full_name: self._cache_methods()})
@@ -85,6 +91,17 @@ class Front:
         """Read the file with the tokens again. Raises ConfigError. On any thread."""
         if self.tokens is not None:
             self.tokens.read_again()
+            self.sessions.namespaces.learn(self.tokens.namespaces)
+
+    def end_revoked(self) -> None:
+        """After that: end the sessions that were opened with a token that is not there any more, or
+        gives something else. On the loop."""
+        if self.tokens is None:
+            return
+        for number in self.sessions.opened_with_others(self.tokens.accesses()):
+            listener = self._core.listener(number)
+            if listener is not None:
+                listener.ended(NotPermitted("the token of this session is not known any more"))
 
     def remote(self, tokens: Tokens | None) -> grpc.aio.Server:
         """gRPC over TCP. Operators are served there only with a token that says so."""
@@ -92,15 +109,22 @@ class Front:
         services = {_CACHE.full_name: self._cache_methods()}
         if tokens is None:
             return self._server(services)
+        self.sessions.namespaces.learn(tokens.namespaces)
+        for name in sorted(tokens.namespaces):
+            self.sessions.usage.of(name)  # labels that come later have no place kept for them
         services[_ADMIN.full_name] = self._admin_methods()
         guards = {
             _CACHE.full_name: {name: _guard(tokens, role) for name, role in CACHE_ROLES.items()},
-            _ADMIN.full_name: dict.fromkeys(services[_ADMIN.full_name], _guard(tokens, Role.ADMIN)),
+            _ADMIN.full_name: {
+                name: _guard(tokens, ADMIN_ROLES.get(name, Role.ADMIN))
+                for name in services[_ADMIN.full_name]
+            },
         }
         return self._server(services, guards)
 
     def close(self) -> None:
         """Give the memory of clients back, once nothing is served any more."""
+        self.watching.close()
         self.stagings.close_all()
 
     def in_flight(self) -> dict[str, int]:
@@ -120,7 +144,11 @@ class Front:
             "local_connection_refusals": self.local.refusals,
             "data_request_refusals": self.data.large.refusals,
             "data_connection_refusals": self.data.refusals,
+            "lent_save_threads": self.local.lent.threads_taken,
+            "lent_save_refusals": self.local.lent.refusals,
+            "data_handshake_refusals": self.data.handshake_refusals,
             "staging_refusals": self.stagings.refusals,
+            **self.watching.in_flight(),
             "verifications_dropped": self._core.verifications.dropped,
             "token_refusals": self.tokens.refusals if self.tokens is not None else 0,
         }
@@ -165,6 +193,7 @@ class Front:
             "SetLogLevel": Unary(admin.set_log_level),
             "Why": Unary(admin.why),
             "Clear": Unary(admin.clear),
+            "Watch": Streaming(self.watching.watch),
         }
 
     def _server(
@@ -174,8 +203,8 @@ class Front:
     ) -> grpc.aio.Server:
         config = self.config
         server = grpc.aio.server(
-            # The stream of a session is a call, too.
-            maximum_concurrent_rpcs=config.max_rpcs + config.max_sessions,
+            # The stream of a session is a call, too, and so is that of a watcher.
+            maximum_concurrent_rpcs=config.max_rpcs + config.max_sessions + config.max_watchers,
             options=[
                 ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
@@ -197,7 +226,7 @@ class Front:
 
 
 def _guard(tokens: Tokens, needed: Role) -> Guard:
-    def permit(context: Context) -> str:
+    def permit(context: Context) -> Access:
         given = [value for name, value in context.invocation_metadata() or () if name == _HEADER]
         # Two are one too many: which of them is meant?
         authorization = given[0] if len(given) == 1 else ""

@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from ...proto.errors import MalformedMessage, PrefixdError, metadata_of
+from .access import Access
 from .calls import Caller, CallerGone, Process, cut_off_with, error_of
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -36,9 +37,9 @@ class Unary:
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """A method that takes the same and is a generator of responses."""
+    """A method that takes the same and is a generator of responses, or of encoded ones."""
 
-    call: Callable[[Any, Caller], AsyncGenerator[Message, None]]
+    call: Callable[[Any, Caller], AsyncGenerator[Message | bytes, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,8 @@ class OneMessage:
 Method: TypeAlias = Unary | Streaming | OneMessage
 
 
-#: Says who calls (its token's name), or raises PrefixdError: asked before a method is.
-Guard: TypeAlias = Callable[[Context], str]
+#: Says what the token of a call gives, or raises PrefixdError: asked before a method is.
+Guard: TypeAlias = Callable[[Context], Access | None]
 
 
 def add_service(
@@ -86,10 +87,9 @@ class GrpcCaller:
 
     process: Final[Process | None] = None
 
-    def __init__(self, context: Context, token: str = "") -> None:
-        """`token`: the name of the one that the call came with."""
+    def __init__(self, context: Context, access: Access | None) -> None:
         self._context = context
-        self.token: Final = token
+        self.access: Final = access
 
     def proved(self, session: int) -> None:
         """A channel carries the calls of any number of sessions."""
@@ -109,8 +109,8 @@ _MAKERS: Final = {
 }
 
 
-def _unguarded(_context: Context) -> str:
-    return ""
+def _unguarded(_context: Context) -> None:
+    return None
 
 
 def _handler(rpc: MethodDescriptor, method: Method, guard: Guard) -> _Handler:
@@ -125,7 +125,7 @@ def _handler(rpc: MethodDescriptor, method: Method, guard: Guard) -> _Handler:
     return _MAKERS[streamed, rpc.server_streaming](
         behaviour,
         request_deserializer=partial(_parse, GetMessageClass(rpc.input_type)),
-        response_serializer=GetMessageClass(rpc.output_type).SerializeToString,
+        response_serializer=_serialized,
     )
 
 
@@ -153,7 +153,7 @@ async def _answering(
 
 async def _streaming(
     name: str,
-    call: Callable[[Any, Caller], AsyncGenerator[Message, None]],
+    call: Callable[[Any, Caller], AsyncGenerator[Message | bytes, None]],
     checked: Callable[[Any], Any],
     guard: Guard,
     request: Any,
@@ -181,6 +181,10 @@ async def _streaming(
 async def _abort(context: Context, error: PrefixdError) -> None:
     """End an rpc with an error of ours. Never returns."""
     await context.abort(error.code, str(error), metadata_of(error))
+
+
+def _serialized(response: Message | bytes) -> bytes:
+    return response if isinstance(response, bytes) else response.SerializeToString()
 
 
 # ---- requests

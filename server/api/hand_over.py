@@ -4,7 +4,7 @@ why there are not more of them. One function for each feature."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final, NamedTuple, TypeAlias
 
 from ...proto import local
@@ -16,6 +16,8 @@ from ...tiers.ram import RamStore
 from ...tiers.shm import ShmStore
 from ..runtime.loop import Core
 from ..runtime.staging import StagingPool
+from .namespaces import namespace_of
+from .sessions import Membership
 
 
 class Handed(NamedTuple):
@@ -70,12 +72,19 @@ class Handoff:
             local.STAGING: self._staging,
         }
 
-    def pack(self, session: int) -> Package:
-        """Everything that there is for this session. The caller closes it."""
+    def pack(self, membership: Membership, wanted: Collection[str] = ()) -> Package:
+        """What this session wants of all that there is, which is everything if it names nothing.
+        The caller closes it. Index and arenas have the entries of all namespaces: a session that is
+        of one gets its staging memory only."""
+        session, bound = membership.number, namespace_of(membership.access) is not None
         package = Package()
         try:
             for name, give in self._features.items():
+                if wanted and name not in wanted:
+                    continue
                 try:
+                    if bound and name != local.STAGING:
+                        raise Missing(_OF_ALL)
                     package.add(name, give(session))
                 except (Missing, UnknownStaging, OSError) as problem:
                     package.response.refused[name] = str(problem)
@@ -115,3 +124,4 @@ class Handoff:
 
 
 _SWITCHED_OFF: Final = "the tier is switched off"
+_OF_ALL: Final = "it has the entries of all namespaces, and this session is of one"

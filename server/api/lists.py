@@ -65,7 +65,9 @@ class Lists:
 
     def _next_victim_first(self, ledger: Ledger, page_entries: int) -> Iterator[Entry]:
         t = self._core.state.tables
-        yield from (t.entries[key] for key in ledger.victims())
+        yield from (
+            t.entries[key] for key in ledger.victims(lambda key: t.entries[key].stored_bytes)
+        )
         # What is pinned is found by its claims; they may hold the same entries again and again.
         held = chain.from_iterable(claim.entries for claim in t.claims.values())
         some = islice(held, 10 * page_entries)

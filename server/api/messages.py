@@ -19,19 +19,20 @@ from ...proto.errors import (
     UnknownTier,
 )
 from ...proto.keys import Key
-from ...proto.vocabulary import SaveReason, Tier
+from ...proto.vocabulary import SaveReason, SaveStatus, Tier
 from ..core.answers import (
     ClaimAnswer,
     Closed,
     FlightInfo,
     Found,
     LookupAnswer,
+    OverShare,
     Reserved,
     WriteOrder,
 )
 from ..core.effects import SaveEnded
 from ..core.entries import Entry
-from ..core.events import SaveItem, SaveOutcome, TierState
+from ..core.events import SaveItem, TierState
 
 _KEY_BYTES = limits.KEY_BYTES
 
@@ -194,9 +195,9 @@ def brief_claim_response(answer: ClaimAnswer) -> pb.ClaimResponse:
 
 
 _RESERVE_STATUS = {
-    SaveOutcome.PRESENT: pb.RESERVE_STATUS_PRESENT,
-    SaveOutcome.TOO_LARGE: pb.RESERVE_STATUS_TOO_LARGE,
-    SaveOutcome.NO_ROOM: pb.RESERVE_STATUS_NO_ROOM,
+    SaveStatus.PRESENT: pb.RESERVE_STATUS_PRESENT,
+    SaveStatus.TOO_LARGE: pb.RESERVE_STATUS_TOO_LARGE,
+    SaveStatus.NO_ROOM: pb.RESERVE_STATUS_NO_ROOM,
 }
 
 
@@ -213,18 +214,36 @@ def reserve_result(reserved: Reserved) -> pb.ReserveResult:
         return pb.ReserveResult(status=pb.RESERVE_STATUS_IN_FLIGHT, in_flight=flight_of(reserved))
     if isinstance(reserved, Closed):
         return pb.ReserveResult(status=pb.RESERVE_STATUS_NO_ROOM)
+    if isinstance(reserved, OverShare):
+        too_large = reserved.for_ever
+        return pb.ReserveResult(
+            status=pb.RESERVE_STATUS_TOO_LARGE if too_large else pb.RESERVE_STATUS_NO_ROOM
+        )
     return pb.ReserveResult(status=_RESERVE_STATUS[reserved])
 
 
 _WHY_NOT = {
-    SaveOutcome.PRESENT: "it is published already",
-    SaveOutcome.TOO_LARGE: "it is larger than the tier; retrying can't help",
-    SaveOutcome.NO_ROOM: "everything in the tier is pinned or reserved; retrying may help",
+    SaveStatus.PRESENT: "it is published already",
+    SaveStatus.TOO_LARGE: "it is larger than the tier; retrying can't help",
+    SaveStatus.NO_ROOM: "everything in the tier is pinned or reserved; retrying may help",
 }
 
 
-def refused_save(reserved: FlightInfo | SaveOutcome | Closed) -> pb.SaveResult:
+def refused_save(reserved: FlightInfo | SaveStatus | Closed | OverShare) -> pb.SaveResult:
     """The result of an item that was not granted."""
+    if isinstance(reserved, OverShare):
+        option = f"{reserved.tier.label}.shares"
+        if reserved.for_ever:
+            return pb.SaveResult(
+                status=pb.SAVE_STATUS_TOO_LARGE,
+                message=f"it is larger than what {option} leaves to its namespace; retrying can't "
+                "help",
+            )
+        return pb.SaveResult(
+            status=pb.SAVE_STATUS_NO_ROOM,
+            message=f"with what is pinned and reserved it would take what {option} gives to other "
+            "namespaces; retrying may help",
+        )
     if isinstance(reserved, Closed):
         why = f"the {reserved.tier.label} tier takes no saves now: {_WHY_CLOSED[reserved.state]}"
         return pb.SaveResult(
@@ -244,11 +263,11 @@ def refused_save(reserved: FlightInfo | SaveOutcome | Closed) -> pb.SaveResult:
 
 #: What a caller can do about a save that was granted and came to nothing.
 _WHAT_NOW = {
-    SaveOutcome.CRC_MISMATCH: "send it again",
-    SaveOutcome.LENGTH_MISMATCH: "retrying the same can't help",
-    SaveOutcome.LOST: "retrying from the start may help",
-    SaveOutcome.DEVICE_FULL: "retrying may help",
-    SaveOutcome.FAILED: "retrying may help",
+    SaveStatus.CRC_MISMATCH: "send it again",
+    SaveStatus.LENGTH_MISMATCH: "retrying the same can't help",
+    SaveStatus.LOST: "retrying from the start may help",
+    SaveStatus.DEVICE_FULL: "retrying may help",
+    SaveStatus.FAILED: "retrying may help",
 }
 
 

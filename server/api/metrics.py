@@ -107,13 +107,15 @@ CLIENT_COUNTERS: Final = {
     "lookup_tokens": "Tokens that were searched for, as far as the callers said.",
     "restored_tokens": "Tokens whose state arrived whole in the engines.",
 }
-#: What was shared with other nodes: the fields of `sharing.common.SharingCounters`, and a gauge.
+#: What was shared with other nodes: what `Sharing.counts` says, one of it a gauge.
 SHARED: Final = {
     "fetches": "Searches that asked what other nodes have.",
     "fetched_entries": "Entries that came from the shared engine.",
     "fetched_bytes": "Payload bytes that came from the shared engine.",
     "unavailable": "Entries that the engine has and that did not come in time, or had no room.",
     "damaged": "Entries of the engine whose bytes were wrong; they were dropped there.",
+    "second_asked": "Entries that a second node was asked for: the first had not brought them.",
+    "second_came": "Entries that came from that second node.",
     "offered_entries": "Entries that were given to the shared engine.",
     "offered_bytes": "Payload bytes that were given to the shared engine.",
     "refused": "Entries that the engine did not take.",
@@ -124,6 +126,17 @@ SHARED: Final = {
     "nodes": "Nodes of the engine that are known.",
     "nodes_serving": "Nodes of the engine that are asked now.",
 }
+#: What `pressure.PressureCounts` has, where a source is asked: the first three are of this moment.
+PRESSURE: Final = {
+    "under": "1: memory is short, and the sessions are told so.",
+    "used_ratio": "The part of the memory that is used, as the source said.",
+    "stalled_ratio": "The part of the last seconds in which somebody waited for memory.",
+    "episodes": "Times that memory became short.",
+    "evicted_entries": "Entries that were evicted for it.",
+    "freed_bytes": "Stored bytes that were evicted for it.",
+    "source_failures": "Times that the source failed or did not answer.",
+}
+_PRESSURE_GAUGES: Final = ("under", "used_ratio", "stalled_ratio")
 SHARED_GAUGES: Final = ("waiting_offers", "nodes", "nodes_serving")
 #: What the tables hold at this moment.
 TABLE_SIZES: Final[dict[str, tuple[str, Callable[[Tables], int]]]] = {
@@ -176,7 +189,7 @@ class StateCollector(Collector):
     be, `in_flight` what calls take of its memory (`front.Front.in_flight`), `oldest_ns` since when
     a device owes an answer, `commits` how long its commits take, and `now_ns` what the time is;
     they are called on that thread, too. `usage` is what the clients count, `shared` what went from
-    and to other nodes.
+    and to other nodes, `pressure` what is known of it (`pressure.PressureCounts`).
     """
 
     def __init__(
@@ -194,6 +207,7 @@ class StateCollector(Collector):
         commits: Callable[[], Mapping[Tier, Histogram]] = _no_commits,
         now_ns: Callable[[], int] | None = None,
         shared: Callable[[], Mapping[str, int]] = _nothing,
+        pressure: Callable[[], Mapping[str, float]] = _nothing,
     ) -> None:
         self.unhealthy = unhealthy
         self._notices = notices
@@ -206,6 +220,7 @@ class StateCollector(Collector):
         self._latencies = latencies
         self._commits = commits
         self._shared = shared
+        self._pressure = pressure
         self._now_ns = now_ns or (lambda: state.tables.stamp_ns)
 
     def collect(self) -> Iterator[Metric]:
@@ -222,6 +237,12 @@ class StateCollector(Collector):
                 yield GaugeMetricFamily(f"prefixd_shared_{name}", about, value)
             else:
                 yield CounterMetricFamily(f"prefixd_shared_{name}_total", about, value)
+        for name, number in self._pressure().items():
+            about = PRESSURE[name]
+            if name in _PRESSURE_GAUGES:
+                yield GaugeMetricFamily(f"prefixd_pressure_{name}", about, number)
+            else:
+                yield CounterMetricFamily(f"prefixd_pressure_{name}_total", about, number)
         yield from self._collect_tiers(tables)
         yield from self._collect_scrubs()
         yield from self._collect_health()

@@ -17,9 +17,12 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import InvalidSize, MalformedMessage, UnknownSession
 from ...proto.keys import Key
 from ...proto.labels import check_label
-from ...proto.vocabulary import Tier
-from ..core.answers import DeleteAnswer, DeleteOutcome, EvictAnswer
-from ..core.events import DeleteAsked, EvictAsked
+from ...proto.namespaces import tag_of
+from ...proto.vocabulary import DeleteStatus
+from ..core.answers import DeleteAnswer
+from ..core.events import DeleteAsked
+from ..core.journal import EvictionCause
+from ..runtime.evicting import EVICTED_AT_ONCE, evict
 from ..runtime.gate import stopping
 from ..runtime.loop import Core
 from ..runtime.resizing import Resizing
@@ -28,8 +31,6 @@ from . import messages
 from .calls import Caller
 from .lists import Lists
 
-#: Entries that one event evicts, about a millisecond.
-_EVICTED_AT_ONCE: Final = 128
 #: How often a drain looks whether something is held yet.
 _LOOK_S: Final = 0.02
 #: the part of health that says so
@@ -44,9 +45,9 @@ log = structlog.get_logger("prefixd.audit")
 def audit(caller: Caller, action: str, **what: object) -> None:
     """One line for each thing that an operator changes. gRPC does not tell whose process is at the
     other end: then it is one that may open the operators' socket, of the daemon's user or root."""
-    process, token = caller.process, getattr(caller, "token", "")
+    process, access = caller.process, caller.access
     who = f"pid {process.pid}, uid {process.uid}" if process else "an operator on the admin socket"
-    who = f"the token {token!r} over TCP" if token else who
+    who = f"the token {access.token!r} over TCP" if access is not None else who
     log.info("admin_action", action=action, who=who, **what)
 
 
@@ -68,7 +69,10 @@ class Operations(Lists):
         if request.free_bytes == 0:
             raise InvalidSize("free_bytes is 0; say how many bytes to free")
         tiers = messages.tiers_of(request.tiers, core.stores) or tuple(core.stores)
-        results = [await self._evict(tier, request.free_bytes) for tier in tiers]
+        results = []
+        for tier in tiers:
+            entries, freed = await evict(core, tier, request.free_bytes, EvictionCause.OPERATOR)
+            results.append(pb.EvictResult(tier=tier.value, entries=entries, freed_bytes=freed))  # type: ignore[arg-type]
         audit(
             caller,
             "evict",
@@ -79,34 +83,12 @@ class Operations(Lists):
         )
         return pb.EvictResponse(results=results)
 
-    async def _evict(self, tier: Tier, free_bytes: int) -> pb.EvictResult:
-        """Event by event, so that others are served in between; what came meanwhile may leave
-        too, but never more than was asked for."""
-        core = self._core
-        slices = Slices()
-        entries = freed_bytes = 0
-        more = True
-        while more and freed_bytes < free_bytes:
-            question = EvictAsked(
-                request=core.next_request(),
-                tier=tier,
-                free_bytes=free_bytes - freed_bytes,
-                max_entries=_EVICTED_AT_ONCE,
-                now_ns=core.clock.now_ns(),
-            )
-            answer = await core.ask(question, EvictAnswer)
-            entries += answer.entries
-            freed_bytes += answer.freed_bytes
-            more = answer.more
-            await slices.pause()
-        return pb.EvictResult(tier=tier.value, entries=entries, freed_bytes=freed_bytes)  # type: ignore[arg-type]
-
     async def drop(self, request: pb.DropRequest, caller: Caller) -> pb.DropResponse:
         core = self._core
         keys = messages.keys_of("keys", request.keys)
         response = pb.DropResponse()
-        for start in range(0, len(keys), _EVICTED_AT_ONCE):
-            part = keys[start : start + _EVICTED_AT_ONCE]
+        for start in range(0, len(keys), EVICTED_AT_ONCE):
+            part = keys[start : start + EVICTED_AT_ONCE]
             question = DeleteAsked(core.next_request(), None, part, core.clock.now_ns())
             answer = await core.ask(question, DeleteAnswer)
             response.results.extend(r.value for r in answer.results)  # type: ignore[misc]
@@ -137,26 +119,29 @@ class Operations(Lists):
         core = self._core
         tiers = set(messages.tiers_of(request.tiers, core.stores) or core.stores)
         label = check_label(request.namespace)
+        # Of a token's namespace the keys say it, after a restart, too.
+        tag = tag_of(label)
         response = pb.ClearResponse()
         slices = Slices()
         for shard in core.state.tables.entries.shards:
             named: dict[Key, int] = {}
             for entry in shard.values():
                 if entry.tier in tiers:
-                    if entry.label == label:
+                    if entry.label == label or entry.key.endswith(tag):
                         named[entry.key] = entry.stored_bytes
-                    response.unknown_entries += not entry.label
+                    else:
+                        response.unknown_entries += not entry.label
             keys = tuple(named)
-            for start in range(0, len(keys), _EVICTED_AT_ONCE):
-                part = keys[start : start + _EVICTED_AT_ONCE]
+            for start in range(0, len(keys), EVICTED_AT_ONCE):
+                part = keys[start : start + EVICTED_AT_ONCE]
                 question = DeleteAsked(core.next_request(), None, part, core.clock.now_ns())
                 for key, result in zip(
                     part, (await core.ask(question, DeleteAnswer)).results, strict=True
                 ):
-                    if result is DeleteOutcome.DELETED:
+                    if result is DeleteStatus.DELETED:
                         response.entries += 1
                         response.freed_bytes += named[key]
-                    response.pinned_entries += result is DeleteOutcome.PINNED
+                    response.pinned_entries += result is DeleteStatus.PINNED
             await slices.pause()
         audit(
             caller,

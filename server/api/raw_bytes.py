@@ -8,8 +8,6 @@ state. Sockets don't block.
 
 from __future__ import annotations
 
-import select
-import socket
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -25,6 +23,7 @@ from ...tiers.store import Damaged, Store, StoreError
 from ..core.entries import Entry
 from ..runtime.incoming import Feed
 from ..runtime.loop import Core
+from .streams import Stream
 
 #: One turn moves so many bytes at most, in a few milliseconds; then others have the thread.
 TURN_BYTES: Final = 8 * 2**20
@@ -63,10 +62,10 @@ class Sending:
     `sent_bytes`, `damaged` and `unreadable` are the loop's to read between turns.
     """
 
-    def __init__(self, core: Core, sock: socket.socket, ranges: Sequence[SentRange]) -> None:
+    def __init__(self, core: Core, stream: Stream, ranges: Sequence[SentRange]) -> None:
         """`ranges` are not empty each."""
         self._core = core
-        self._sock = sock
+        self._stream = stream
         self._ranges = ranges
         self._range = 0
         #: of the range at hand, the first byte that is not queued
@@ -95,9 +94,9 @@ class Sending:
             if left_bytes <= 0:
                 return Progress.PAUSED
             try:
-                sent_bytes = self._sock.sendmsg(islice(self._queue, _GATHER))
+                sent_bytes = self._stream.send(islice(self._queue, _GATHER))
             except BlockingIOError:
-                if not _ready(self._sock, select.POLLOUT, patience_ms):
+                if not self._stream.wait(patience_ms):
                     return Progress.WAITING
                 continue
             left_bytes -= sent_bytes
@@ -166,9 +165,9 @@ class Receiving:
     Each payload is followed by its CRC32C. What comes for a write that has ended is thrown away.
     """
 
-    def __init__(self, sock: socket.socket, feeds: Sequence[Feed]) -> None:
+    def __init__(self, stream: Stream, feeds: Sequence[Feed]) -> None:
         """`feeds` are the writes in the order in which their bytes come."""
-        self._sock = sock
+        self._stream = stream
         self._all = feeds
         self._at = 0
         #: where the turn at hand ends at the latest
@@ -208,7 +207,7 @@ class Receiving:
             try:
                 self._receive()
             except BlockingIOError:
-                if not _ready(self._sock, select.POLLIN, self.patience_ms):
+                if not self._stream.wait(self.patience_ms):
                     self.starved = True
                     break
             except OSError as problem:
@@ -228,7 +227,7 @@ class Receiving:
         buffers: list[memoryview] = [room] if payload_bytes else []
         if len(room) >= payload_bytes:
             buffers.append(memoryview(self._crc)[self._crc_bytes :])
-        came_bytes = self._sock.recvmsg_into(buffers)[0]
+        came_bytes = self._stream.receive(buffers)
         if not came_bytes:
             raise MalformedMessage("the client hung up within a save")
         self.left_bytes -= came_bytes
@@ -278,13 +277,3 @@ class Receiving:
 
 def _sent_bytes(feed: Feed) -> int:
     return feed.write.order.payload_bytes + data.CRC.size
-
-
-def _ready(sock: socket.socket, what: int, within_ms: int) -> bool:
-    """Does the socket go along within this time? A socket that broke counts: the next call says
-    how."""
-    if not within_ms:
-        return False
-    waiting = select.poll()
-    waiting.register(sock, what)
-    return bool(waiting.poll(within_ms))

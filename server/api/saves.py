@@ -17,18 +17,21 @@ from ...proto.errors import (
     UnknownReservation,
     UnknownSession,
 )
+from ...proto.vocabulary import SaveStatus
 from ..core.answers import CancelAnswer, ReserveAnswer, WriteOrder
 from ..core.effects import SaveEnded
-from ..core.events import CancelAsked, KeysTouched, ReserveAsked, SaveOutcome, WriteBegan
+from ..core.events import CancelAsked, KeysTouched, ReserveAsked, SaveItem, WriteBegan
 from ..runtime.incoming import MAX_WAITING_MESSAGES, Incoming, Piece, nothing
 from ..runtime.loop import Core
 from ..runtime.quota import Quota, Room
 from ..runtime.staging import StagingPool
 from . import messages
+from .access import Access, Role
 from .calls import Caller
 from .sessions import Membership, ServiceConfig, Sessions, first_message
 
 Q = TypeVar("Q")
+S = TypeVar("S", pb.SaveStagedResponse, pb.SaveLentResponse)
 
 
 class StagedRequests(Protocol):
@@ -45,7 +48,8 @@ class StagedRequests(Protocol):
 Refusals: TypeAlias = "list[pb.SaveResult | None]"
 #: The first message of a save.
 Opening: TypeAlias = (
-    "pb.SaveRequest | pb.SaveWholeRequest | pb.SaveStagedRequest | pb.RawSaveRequest"
+    "pb.SaveRequest | pb.SaveWholeRequest | pb.SaveStagedRequest | pb.SaveLentRequest"
+    " | pb.RawSaveRequest"
 )
 
 #: What a stream of bytes may take of the daemon's memory: the message that comes is as large as
@@ -59,17 +63,29 @@ class Saves:
     def __init__(
         self, core: Core, sessions: Sessions, stagings: StagingPool, config: ServiceConfig
     ) -> None:
-        self._core = core
+        self.core: Final = core
         self._sessions = sessions
         self._stagings = stagings
         self._config = config
         self._stall_s = config.stall_timeout_s
         self.arriving: Final = Quota("saves", config.max_save_bytes, config.stall_timeout_s)
 
+    def _writer(self, ref: pb.SessionRef, caller: Caller) -> Membership:
+        """The session that a call acts for. Raises what `Sessions.prove` raises."""
+        return self._sessions.prove(ref, caller, Role.WRITE)
+
+    def _items(self, access: Access | None, header: pb.SaveHeader) -> tuple[SaveItem, ...]:
+        items = messages.items_of(header.items)
+        named = tuple([item.key for item in items])
+        keys = self._sessions.namespaces.keys(access, named)
+        if keys is named:
+            return items
+        return tuple([item._replace(key=key) for item, key in zip(items, keys, strict=True)])
+
     # ---- reservations
 
     async def reserve(self, request: pb.ReserveRequest, caller: Caller) -> pb.ReserveResponse:
-        membership = self._sessions.prove(request.header.session, caller)
+        membership = self._writer(request.header.session, caller)
         answer = await self._reserve(request.header, membership, begin=False)
         caller.when_done(partial(self._cancel_unseen, membership.number, answer))
         return pb.ReserveResponse(
@@ -81,22 +97,25 @@ class Saves:
         """Others would wait for what a client that gave up was granted."""
         tokens = tuple(r.token for r in answer.results if isinstance(r, WriteOrder))
         if tokens and gone:
-            core = self._core
+            core = self.core
             core.post(CancelAsked(core.next_request(), session, tokens, core.clock.now_ns()))
 
     async def _reserve(
         self, header: pb.SaveHeader, membership: Membership, *, begin: bool
     ) -> ReserveAnswer:
-        core = self._core
+        core = self.core
         now_ns = core.clock.now_ns()
-        touched = messages.keys_of("touched", header.touched, may_be_empty=True)
+        access, keys = membership.access, self._sessions.namespaces.keys
+        touched = keys(access, messages.keys_of("touched", header.touched, may_be_empty=True))
         question = ReserveAsked(
             request=core.next_request(),
             session=membership.number,
             tier=messages.tier_of(header.tier, core.stores),
             reason=messages.reason_of(header.reason),
-            items=messages.items_of(header.items),
-            ancestors=messages.keys_of("ancestors", header.ancestors, may_be_empty=True),
+            items=self._items(access, header),
+            ancestors=keys(
+                access, messages.keys_of("ancestors", header.ancestors, may_be_empty=True)
+            ),
             begin=begin,
             ttl_ns=messages.milliseconds(
                 "ttl_ms", header.ttl_ms, self._config.reservation_ttl_ms, limits.MAX_LEASE_MS
@@ -109,8 +128,8 @@ class Saves:
         return await core.ask(question, ReserveAnswer)
 
     async def cancel(self, request: pb.CancelRequest, caller: Caller) -> pb.CancelResponse:
-        core = self._core
-        membership = self._sessions.prove(request.session, caller)
+        core = self.core
+        membership = self._writer(request.session, caller)
         messages.batch_of("tokens", request.tokens)
         question = CancelAsked(
             request=core.next_request(),
@@ -132,7 +151,7 @@ class Saves:
             async def take(request: pb.SaveRequest) -> None:
                 await incoming.feed(_pieces(request.parts, refusals))
 
-            with self._core.working(), self.timed():
+            with self.core.working(), self.timed():
                 async with incoming.to_the_end():
                     await take(first)
                     while incoming.broken is None:
@@ -149,7 +168,7 @@ class Saves:
         async with self._stream(requests) as (request, room):
             membership = await self._prove(_header(request).session, caller, room)
             refusals, incoming = await self.begin_save(request, membership)
-            with self._core.working(), self.timed():
+            with self.core.working(), self.timed():
                 async with incoming.to_the_end():
                     await incoming.feed(_pieces(request.parts, refusals))
                 return pb.SaveWholeResponse(results=await results_of(refusals, incoming))
@@ -159,11 +178,11 @@ class Saves:
     ) -> pb.WriteResponse:
         async with self._stream(requests) as (first, room):
             membership = await self._prove(first.session, caller, room)
-            incoming = Incoming(self._core)
+            incoming = Incoming(self.core)
             #: in the order in which the stream names them: refused with this, or being written
             named: dict[int, pb.SaveResult | None] = {}
             request: pb.WriteRequest | None = first
-            with self._core.working(), self.timed():
+            with self.core.working(), self.timed():
                 async with incoming.to_the_end():
                     while request is not None and incoming.broken is None:
                         await self._write(request, membership, incoming, named)
@@ -206,7 +225,7 @@ class Saves:
         membership, reserved = self.opened(first, caller)
         with (
             self._stagings.using(membership.number) as staging,
-            self._core.working(),
+            self.core.working(),
             self.timed(),
         ):
             if reserved is None:
@@ -248,14 +267,14 @@ class Saves:
                         request = await self._awaited(following.wait_staged(), membership)
                     else:
                         await asyncio.sleep(0)  # others have their turn
-            tell(_staged_results(refusals, await incoming.ended()))
+            tell(await short_results(pb.SaveStagedResponse, refusals, incoming))
 
     def opened(
-        self, first: pb.SaveStagedRequest | pb.RawSaveRequest, caller: Caller
+        self, first: pb.SaveStagedRequest | pb.SaveLentRequest | pb.RawSaveRequest, caller: Caller
     ) -> tuple[Membership, pb.StagedReservations | None]:
         """Whose save it is, and what was reserved for it before. Raises PrefixdError."""
         reserved = first.reserved if first.HasField("reserved") else None
-        return self._sessions.prove((reserved or _header(first)).session, caller), reserved
+        return self._writer((reserved or _header(first)).session, caller), reserved
 
     def timed(self) -> AbstractContextManager[None]:
         """Around a save, for the statistics."""
@@ -277,18 +296,18 @@ class Saves:
             yield first, room
 
     async def _prove(self, ref: pb.SessionRef, caller: Caller, room: Room) -> Membership:
-        membership = self._sessions.prove(ref, caller)
+        membership = self._writer(ref, caller)
         await room.belongs_to(membership.number)
         return membership
 
     async def begin_save(self, first: Opening, membership: Membership) -> tuple[Refusals, Incoming]:
         """Reserve what the first message asks for, and open what is granted."""
         answer = await self._reserve(_header(first), membership, begin=True)
-        incoming = Incoming(self._core)
+        incoming = Incoming(self.core)
         refusals: Refusals = []
         for number, reserved in enumerate(answer.results):
             if isinstance(reserved, WriteOrder):
-                incoming.add(number, self._core.begin_write(reserved))
+                incoming.add(number, self.core.begin_write(reserved))
                 refusals.append(None)
             else:
                 refusals.append(messages.refused_save(reserved))
@@ -298,7 +317,7 @@ class Saves:
         self, reserved: pb.StagedReservations, membership: Membership
     ) -> tuple[Refusals, Incoming]:
         messages.batch_of("tokens", reserved.tokens)
-        incoming = Incoming(self._core)
+        incoming = Incoming(self.core)
         refusals = [
             await self._begin(membership, token, incoming, number)
             for number, token in enumerate(reserved.tokens)
@@ -310,7 +329,7 @@ class Saves:
     ) -> pb.SaveResult | None:
         """Begin the write of a reservation, which the stream's pieces name by `number`; the
         result, if there can't be one."""
-        core = self._core
+        core = self.core
         question = WriteBegan(core.next_request(), membership.number, token, core.clock.now_ns())
         try:
             order = await core.ask(question, WriteOrder)
@@ -341,7 +360,7 @@ class Saves:
                 return coming.result()
             if not done:
                 raise self._silent()
-            if self._core.gate.stopping:
+            if self.core.gate.stopping:
                 raise Draining("the daemon stops, and does not wait for the rest of this save")
             raise UnknownSession(f"session {membership.number} ended before its save did")
         finally:
@@ -378,12 +397,14 @@ def _pieces(parts: Iterable[pb.WritePart], refusals: Refusals) -> list[Piece]:
     ]
 
 
-def _staged_results(refusals: Refusals, ended: Mapping[int, SaveEnded]) -> pb.SaveStagedResponse:
+async def short_results(answer: type[S], refusals: Refusals, incoming: Incoming) -> S:
+    """`results_of`, in few bytes if all were saved."""
+    ended = await incoming.ended()
     if len(ended) == len(refusals):  # all of them were granted
-        saved = SaveOutcome.SAVED
+        saved = SaveStatus.SAVED
         if all(end.outcome is saved for end in ended.values()):
-            return pb.SaveStagedResponse(all_saved=len(refusals))
-    return pb.SaveStagedResponse(results=_results_of(refusals, ended))
+            return answer(all_saved=len(refusals))
+    return answer(results=_results_of(refusals, ended))
 
 
 async def results_of(refusals: Refusals, incoming: Incoming) -> list[pb.SaveResult]:

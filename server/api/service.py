@@ -9,10 +9,9 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Iterator,
     Sequence,
 )
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -25,28 +24,22 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import (
     ClaimLost,
     InvalidSize,
-    LimitReached,
     MalformedMessage,
     UnknownClaim,
     UnknownSession,
 )
 from ...proto.keys import Key
+from ...proto.vocabulary import ClaimMode
 from ...tiers.store import Damaged, StoreError
 from ..core.answers import ClaimAnswer, DeleteAnswer, LookupAnswer, ReleaseAnswer
 from ..core.entries import Entry
-from ..core.events import (
-    BytesRead,
-    ClaimAsked,
-    ClaimMode,
-    DeleteAsked,
-    LookupAsked,
-    ReleaseAsked,
-)
+from ..core.events import BytesRead, ClaimAsked, DeleteAsked, LookupAsked, ReleaseAsked
 from ..runtime.loop import Core
 from ..runtime.quota import Quota
 from . import messages
-from .calls import Caller, cut_off
-from .sessions import ServiceConfig, Sessions, SessionStream
+from .access import Access, Role
+from .calls import Caller, taken_within
+from .sessions import Membership, ServiceConfig, Sessions, SessionStream
 
 log = structlog.get_logger("prefixd.service")
 
@@ -79,30 +72,36 @@ class CacheService:
         self.fetcher: Fetcher | None = None
         self.reads: Final = Quota("reads", config.max_read_bytes, config.stall_timeout_s)
 
-    def session_of(self, ref: pb.SessionRef, caller: Caller) -> int:
-        """The session that a call acts for. Raises UnknownSession, StaleIncarnation."""
-        return self._sessions.prove(ref, caller).number
+    def session_of(
+        self, ref: pb.SessionRef, caller: Caller, needed: Role = Role.READ
+    ) -> Membership:
+        """The session that a call acts for. Raises what `Sessions.prove` raises."""
+        return self._sessions.prove(ref, caller, needed)
+
+    def _keys(self, access: Access | None, raw: Sequence[bytes]) -> tuple[Key, ...]:
+        """Those that a request names, as the daemon has them."""
+        return self._sessions.namespaces.keys(access, messages.keys_of("keys", raw))
 
     async def session(
         self, requests: AsyncIterator[pb.SessionRequest], caller: Caller
     ) -> AsyncGenerator[pb.SessionEvent, None]:
         config = self._config
-        if getattr(caller, "token", ""):
-            # A role is asked for here, and not on the local socket.
+        if caller.access is not None:
+            # It comes over TCP: nothing is in place for it.
             config = replace(config, local_socket="")
-        stream = SessionStream(self._core, self._sessions, config)
+        stream = SessionStream(self._core, self._sessions, config, caller.access)
         async with aclosing(stream.run(requests)) as events:
             async for event in events:
                 yield event
 
     # ---- read side
 
-    async def lookup(self, request: pb.LookupRequest, _caller: Caller) -> pb.LookupResponse:
+    async def lookup(self, request: pb.LookupRequest, caller: Caller) -> pb.LookupResponse:
         core = self._core
         now_ns = core.clock.now_ns()
         question = LookupAsked(
             request=core.next_request(),
-            keys=messages.keys_of("keys", request.keys),
+            keys=self._keys(caller.access, request.keys),
             stop_at_first_absent=request.stop_at_first_absent,
             wait_until_ns=messages.wait_until(now_ns, request.wait_ms),
             now_ns=now_ns,
@@ -130,10 +129,11 @@ class CacheService:
         now_ns = core.clock.now_ns()
         if request.mode not in _CLAIM_MODES:
             raise MalformedMessage(f"claim mode {request.mode} does not exist")
+        membership = self.session_of(request.session, caller)
         return ClaimAsked(
             request=core.next_request(),
-            session=self.session_of(request.session, caller),
-            keys=messages.keys_of("keys", request.keys),
+            session=membership.number,
+            keys=self._keys(membership.access, request.keys),
             mode=_CLAIM_MODES[request.mode],
             lease_ns=messages.milliseconds(
                 "lease_ms",
@@ -170,7 +170,7 @@ class CacheService:
         messages.batch_of("claim_ids", request.claim_ids)
         question = ReleaseAsked(
             request=core.next_request(),
-            session=self.session_of(request.session, caller),
+            session=self.session_of(request.session, caller).number,
             claims=tuple(request.claim_ids),
             now_ns=core.clock.now_ns(),
         )
@@ -179,12 +179,14 @@ class CacheService:
 
     async def delete(self, request: pb.DeleteRequest, caller: Caller) -> pb.DeleteResponse:
         core = self._core
-        keys = messages.keys_of("keys", request.keys)
+        named = messages.keys_of("keys", request.keys)
+        membership = self.session_of(request.session, caller, Role.WRITE)
+        keys = self._sessions.namespaces.keys(membership.access, named)
         response = pb.DeleteResponse()
         for start in range(0, len(keys), _DELETED_AT_ONCE):
             question = DeleteAsked(
                 request=core.next_request(),
-                session=self.session_of(request.session, caller),
+                session=membership.number,
                 keys=keys[start : start + _DELETED_AT_ONCE],
                 now_ns=core.clock.now_ns(),
             )
@@ -193,8 +195,8 @@ class CacheService:
         return response
 
     async def pull(self, request: pb.PullRequest, caller: Caller) -> pb.PullResponse:
-        self.session_of(request.session, caller)
-        keys = messages.keys_of("keys", request.keys)
+        membership = self.session_of(request.session, caller, Role.WRITE)
+        keys = self._keys(membership.access, request.keys)
         if request.mode not in (pb.CLAIM_MODE_RUN, pb.CLAIM_MODE_FIRST):
             raise MalformedMessage(f"a pull of mode {request.mode} does not exist")
         if self.fetcher is None:
@@ -207,7 +209,7 @@ class CacheService:
     async def read(
         self, request: pb.ReadRequest, caller: Caller
     ) -> AsyncGenerator[pb.ReadResponse, None]:
-        session = self.session_of(request.session, caller)
+        session = self.session_of(request.session, caller).number
         messages.batch_of("ranges", request.ranges)
         self.claimed(session, request.claim_id)
         async with (
@@ -216,22 +218,9 @@ class CacheService:
         ):
             with self._core.working():
                 async for response in responses:
-                    with self._until_taken():
+                    # A client that does not take it has the memory that others wait for.
+                    with taken_within(self._config.stall_timeout_s, "what it reads"):
                         yield response
-
-    @contextmanager
-    def _until_taken(self) -> Iterator[None]:
-        """Around the sending of a response: a client that does not take it has the memory that
-        others wait for."""
-        stall_s = self._config.stall_timeout_s
-        task = asyncio.current_task()
-        assert task is not None
-        slow = LimitReached(f"the client took nothing of what it reads for {stall_s:g} s")
-        timer = asyncio.get_running_loop().call_later(stall_s, cut_off, task, slow)
-        try:
-            yield
-        finally:
-            timer.cancel()
 
     async def _read(
         self, session: int, request: pb.ReadRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Sequence
 from dataclasses import dataclass
 from hmac import compare_digest
 from typing import Final, TypeAlias, TypeVar
@@ -21,6 +21,7 @@ from ...proto.errors import (
     StaleIncarnation,
     UnknownSession,
 )
+from ...proto.keys import Key
 from ...tiers.ledger import Ledger
 from ..core.answers import Opened
 from ..core.effects import TellClaimLost, TellReservationLost
@@ -38,7 +39,9 @@ from ..runtime.latencies import Latencies
 from ..runtime.listeners import SessionNote
 from ..runtime.loop import Core
 from . import messages
+from .access import Access, Role
 from .calls import Caller, CallerGone, Process, cut_off
+from .namespaces import Namespaces, check_same
 from .usage import LabelUsage, UsageBook, check_usage
 
 log = structlog.get_logger("prefixd.sessions")
@@ -80,6 +83,9 @@ class ServiceConfig:
     stall_timeout_s: float = 30.0
     #: there is a shared engine, which `CacheService.pull` asks
     shares: bool = False
+    #: watchers at once, and what is kept of the past for all of them
+    max_watchers: int = 16
+    watch_history_bytes: int = 16 * 2**20
     #: read back in the background from each tier that is scrubbed; 0: no tier is
     scrub_bytes_per_second: int = 0
 
@@ -87,10 +93,12 @@ class ServiceConfig:
 class Membership:
     """One open session, as its calls see it."""
 
-    __slots__ = ("ended", "number", "process", "secret")
+    __slots__ = ("access", "ended", "number", "process", "secret")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, access: Access | None = None) -> None:
         self.number = number
+        #: what the token gives that it was opened with; None: with none, on a Unix socket
+        self.access: Final = access
         #: for its client, and for no log
         self.secret = secrets.token_bytes(_SECRET_BYTES)
         #: the process that it belongs to, once that has come over a Unix socket
@@ -105,19 +113,36 @@ class Sessions:
     def __init__(self, incarnation: bytes) -> None:
         self._incarnation = incarnation
         self._open: dict[int, Membership] = {}
+        #: whose keys they may name
+        self.namespaces: Final = Namespaces()
         #: what their clients count, by label
         self.usage: Final = UsageBook()
         #: how long their calls take
         self.latencies: Final = Latencies(Clock())
         #: where payloads move beside gRPC (`data_socket`); 0: nowhere
         self.data_port = 0
+        #: is memory short? Told with each heartbeat's answer; set by the daemon
+        self.under_pressure: Callable[[], bool] = lambda: False
         #: called with the number of each session that is over
         self.when_closed: list[Callable[[int], None]] = []
 
-    def open(self, number: int) -> Membership:
-        """A session that the state has opened."""
-        membership = self._open[number] = Membership(number)
+    def open(self, number: int, access: Access | None = None) -> Membership:
+        """A session that the state has opened. `access`: what its token gives."""
+        membership = self._open[number] = Membership(number, access)
         return membership
+
+    def access_of(self, number: int) -> Access | None:
+        """What the token gives that this session was opened with, if one was."""
+        membership = self._open.get(number)
+        return None if membership is None else membership.access
+
+    def opened_with_others(self, tokens: Container[Access]) -> list[int]:
+        """Those that were opened with a token, and with none of these."""
+        return [
+            number
+            for number, membership in self._open.items()
+            if membership.access is not None and membership.access not in tokens
+        ]
 
     def close(self, number: int) -> None:
         """Its secret proves nothing any more."""
@@ -128,9 +153,11 @@ class Sessions:
         for told in self.when_closed:
             told(number)
 
-    def prove(self, ref: pb.SessionRef, caller: Caller) -> Membership:
-        """The session that `caller` acts for. Raises StaleIncarnation, UnknownSession: the same
-        for a wrong secret as for a session that there is not, so that numbers can't be probed."""
+    def prove(self, ref: pb.SessionRef, caller: Caller, needed: Role = Role.READ) -> Membership:
+        """The session that `caller` acts for, which may do what needs this role. Raises
+        StaleIncarnation, UnknownSession: the same for a wrong secret as for a session that there is
+        not, so that numbers can't be probed. Raises NotPermitted: a role and a namespace are those
+        of the session whatever the transport, and a caller with a token is of the same one."""
         if ref.incarnation != self._incarnation:
             raise StaleIncarnation(
                 "this session belongs to another start of the daemon; open a new one and repeat"
@@ -149,6 +176,10 @@ class Sessions:
                 raise UnknownSession(
                     f"session {ref.session_id} belongs to another process; open one of your own"
                 )
+        if membership.access is not None:
+            membership.access.check(needed)
+        if caller.access is not None:
+            check_same(caller.access, membership.access)
         caller.proved(membership.number)
         return membership
 
@@ -157,10 +188,17 @@ class SessionStream:
     """Serves one session. `run` yields what the client is told; when it is closed or fails,
     the session is over and the state was told so."""
 
-    def __init__(self, core: Core, sessions: Sessions, config: ServiceConfig) -> None:
+    def __init__(
+        self,
+        core: Core,
+        sessions: Sessions,
+        config: ServiceConfig,
+        access: Access | None = None,
+    ) -> None:
         self._core = core
         self._sessions = sessions
         self._config = config
+        self._access = access
         self._events: Events = asyncio.Queue(_MAX_UNREAD_EVENTS)
         #: the task that `run` is part of, once there is a session
         self._task: asyncio.Task[object] | None = None
@@ -172,11 +210,12 @@ class SessionStream:
         self, requests: AsyncIterator[pb.SessionRequest]
     ) -> AsyncGenerator[pb.SessionEvent, None]:
         hello = await self._hello(requests)
-        self._usage = self._sessions.usage.of(hello.label)
+        label = self._sessions.namespaces.label(self._access, hello.label)
+        self._usage = self._sessions.usage.of(label)
         session = await self._open(hello)
         core = self._core
         self._task = asyncio.current_task()
-        membership = self._sessions.open(session)
+        membership = self._sessions.open(session, self._access)
         core.subscribe(session, self)
         reader = asyncio.ensure_future(self._listen(session, requests))
         why, closed = "its connection broke", False
@@ -242,10 +281,15 @@ class SessionStream:
     def _tier_limits(self, ledger: Ledger) -> pb.TierLimits:
         core = self._core
         share_bytes = most_reserved_bytes(core.state.tables.config, ledger)
+        left_bytes = ledger.budget_bytes
+        if ledger.shares is not None:
+            (key,) = self._keys([bytes(limits.KEY_BYTES)])
+            left_bytes = ledger.shares.left_bytes(ledger.shares.number_of(key), left_bytes)
+            share_bytes = min(share_bytes, left_bytes)
         return pb.TierLimits(
             tier=ledger.tier.value,  # type: ignore[arg-type]
             budget_bytes=ledger.budget_bytes,
-            max_payload_bytes=min(ledger.budget_bytes, limits.MAX_PAYLOAD_BYTES),
+            max_payload_bytes=min(left_bytes, limits.MAX_PAYLOAD_BYTES),
             # The second is for all sessions together: more has no chance.
             max_reserved_bytes=min(share_bytes, ledger.max_reserved_bytes or share_bytes),
             slab_bytes=core.stores[ledger.tier].slab_bytes,
@@ -303,21 +347,28 @@ class SessionStream:
             case "heartbeat":
                 if request.heartbeat.HasField("usage"):
                     usage = check_usage(request.heartbeat.usage)
+                    self._sessions.namespaces.hide(self._access, usage.absent)
                     self._usage.add(usage)
                     self._usage.judge(usage.absent, core.state.tables.journal)
                 core.post(HeartbeatCame(session, now_ns))
-                ack = pb.HeartbeatAck(sequence=request.heartbeat.sequence)
+                ack = pb.HeartbeatAck(
+                    sequence=request.heartbeat.sequence,
+                    under_pressure=self._sessions.under_pressure(),
+                )
                 _put(self._events, pb.SessionEvent(heartbeat_ack=ack))
             case "touch":
-                core.post(KeysTouched(messages.keys_of("keys", request.touch.keys), now_ns))
+                core.post(KeysTouched(self._keys(request.touch.keys), now_ns))
             case "suspect":
-                core.post(KeysSuspected(messages.keys_of("keys", request.suspect.keys), now_ns))
+                core.post(KeysSuspected(self._keys(request.suspect.keys), now_ns))
             case "give_back":
                 messages.batch_of("claim_ids", request.give_back.claim_ids)
                 claims = tuple(request.give_back.claim_ids)
                 core.post(ReleaseAsked(core.next_request(), session, claims, now_ns))
             case kind:
                 raise MalformedMessage(f"{kind or 'an empty message'} does not belong here")
+
+    def _keys(self, raw: Sequence[bytes]) -> tuple[Key, ...]:
+        return self._sessions.namespaces.keys(self._access, messages.keys_of("keys", raw))
 
 
 async def first_message(requests: AsyncIterator[Q]) -> Q:

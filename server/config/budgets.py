@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from ...proto.errors import ConfigError
 from ...proto.units import format_bytes
 from ...proto.vocabulary import Tier
 from .machine import Machine
 from .options import Config, Disk, Ram, Shm
+from .values import parse_shares
 
 _MIB: Final = 2**20
 #: What `auto` takes of the disk at most.
@@ -34,6 +36,8 @@ class TierPlan:
     directory: Path | None = None
     #: what the tier can be given before a restart; no less than `budget_bytes`
     max_budget_bytes: int = 0
+    #: what namespaces are sure of, in bytes; together no more than `budget_bytes`
+    shares: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +65,17 @@ class Plan:
 
 
 def resolve(config: Config, machine: Machine) -> Plan:
-    """What the tiers get on this machine. Changes nothing."""
+    """What the tiers get on this machine. Changes nothing. Raises ConfigError for shares that are
+    more than the machine gives their tier."""
     ram, shm = _plan_ram(config.ram, machine), _plan_shm(config.shm, machine)
     tiers = (ram, shm, _plan_disk(config.disk, machine))
+    for plan in tiers:
+        shares_bytes = sum(plan.shares.values())
+        if shares_bytes > plan.budget_bytes:
+            raise ConfigError(
+                f"{plan.tier.label}.shares add up to {format_bytes(shares_bytes)}, and the tier "
+                f"has {format_bytes(plan.budget_bytes)} ({plan.why})"
+            )
     return Plan(config, {plan.tier: plan for plan in tiers}, tuple(_warnings(*tiers, machine)))
 
 
@@ -93,6 +105,7 @@ def _plan_ram(ram: Ram, machine: Machine) -> TierPlan:
         ram.max_entries,
         ram.slab_bytes,
         max_budget_bytes=_most(budget_bytes, ram.max_budget_bytes, ram.slab_bytes),
+        shares=parse_shares(ram.shares),
     )
 
 
@@ -119,6 +132,7 @@ def _plan_shm(shm: Shm, machine: Machine) -> TierPlan:
         shm.slab_bytes,
         directory=shm.directory,
         max_budget_bytes=_most(budget_bytes, shm.max_budget_bytes, shm.slab_bytes),
+        shares=parse_shares(shm.shares),
     )
 
 
@@ -139,10 +153,17 @@ def _plan_disk(disk: Disk, machine: Machine) -> TierPlan:
         max_in_flight_bytes=disk.max_in_flight_bytes,
         directory=disk.directory,
         max_budget_bytes=_most(budget_bytes, disk.max_budget_bytes, disk.slab_bytes),
+        shares=parse_shares(disk.shares),
     )
 
 
 def _warnings(ram: TierPlan, shm: TierPlan, disk: TierPlan, machine: Machine) -> Iterator[str]:
+    for plan in (ram, shm, disk):
+        if plan.shares and sum(plan.shares.values()) >= plan.budget_bytes:
+            yield (
+                f"{plan.tier.label}.shares leave nothing of the tier: clients without a namespace "
+                "can save nothing there"
+            )
     in_memory_bytes = ram.budget_bytes + shm.budget_bytes
     if in_memory_bytes > machine.memory_bytes:
         yield (

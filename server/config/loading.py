@@ -29,8 +29,9 @@ from ...tiers.arena import MIN_SLAB_BYTES
 from . import sources
 from .budgets import Plan, resolve
 from .machine import Machine
-from .options import Config
+from .options import Config, Disk, Ram, Shm
 from .sources import Given, Option
+from .values import parse_shares
 
 PROGRAM: Final = sources.Program(
     name="prefixd",
@@ -127,10 +128,16 @@ def load_config(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Co
 def _unusable(config: Config, plan: Plan) -> Iterator[str]:
     """Directories that a start could not write to, and files that it could not read. Creates
     nothing."""
-    for name in ("tls_cert", "tls_key", "tls_client_ca", "tokens"):
-        file = getattr(config.server, name)
+    server, shared = config.server, config.shared
+    files = {
+        f"server.{name}": getattr(server, name)
+        for name in ("tls_cert", "tls_key", "tls_client_ca", "tokens")
+    }
+    files["shared.peer_ca"] = shared.peer_ca
+    files["shared.peer_token_file"] = shared.peer_token_file
+    for option, file in files.items():
         if file and not (Path(file).is_file() and os.access(file, os.R_OK)):
-            yield f"server.{name}: {file} is no file that the user {os.geteuid()} can read"
+            yield f"{option}: {file} is no file that the user {os.geteuid()} can read"
     socket = socket_path(config.server.address)
     directories = {"server.address": socket.parent if socket else None}
     for tier, tier_plan in plan.tiers.items():
@@ -218,8 +225,8 @@ def _conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     """Options that are right by themselves and wrong together: which, and why."""
     server, sessions = config.server, config.sessions
     secured = server.tls_cert and (server.tokens or server.tls_client_ca)
+    lack = "nobody is asked who they are" if server.tls_cert else "nothing is encrypted"
     if server.tcp and not secured and not server.allow_remote and not _is_loopback(server.tcp):
-        lack = "nobody is asked who they are" if server.tls_cert else "nothing is encrypted"
         yield (
             ("server.tcp", "server.allow_remote"),
             f"{server.tcp} can be reached from other machines, and {lack}; listen on 127.0.0.1, "
@@ -233,16 +240,22 @@ def _conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     if server.tls_cert and not server.tcp:
         yield ("server.tls_cert", "server.tcp"), "TLS is for TCP, which is switched off"
     explicit = server.data if server.data != "auto" else ""
-    if explicit and not server.allow_remote and not _is_loopback(explicit):
+    if explicit and not secured and not server.allow_remote and not _is_loopback(explicit):
         yield (
             ("server.data", "server.allow_remote"),
-            f"{explicit} can be reached from other machines, and there is no encryption; listen on "
-            "127.0.0.1, or say allow_remote = true",
+            f"{explicit} can be reached from other machines, and {lack}; listen on 127.0.0.1, "
+            "set tls_cert, tls_key and tokens, or say allow_remote = true",
         )
-    if explicit and server.tls_cert:
+    shared = config.shared
+    if shared.payloads == "nodes" and bool(server.tls_cert) != bool(shared.peer_ca):
         yield (
-            ("server.data", "server.tls_cert"),
-            "the data socket has neither TLS nor roles: leave it out, or TLS",
+            ("shared.peer_ca", "server.tls_cert"),
+            "one of them is set: nodes that read from each other all serve TLS, or none does",
+        )
+    if shared.peer_token_file and not shared.peer_ca:
+        yield (
+            ("shared.peer_token_file", "shared.peer_ca"),
+            "it needs TLS; nothing else protects it",
         )
     if explicit and not server.tcp:
         yield (
@@ -273,10 +286,31 @@ def _conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
                 f"a budget of {format_bytes(tier.budget_bytes)} does not hold one slab of "
                 f"{format_bytes(tier.slab_bytes)}",
             )
+    for name in ("ram", "shm", "disk"):
+        section: Ram | Shm | Disk = getattr(config, name)
+        shares_bytes = sum(parse_shares(section.shares).values())
+        if shares_bytes and not server.tokens:
+            yield (
+                (f"{name}.shares", "server.tokens"),
+                "shares are for namespaces, and there is no token that is of one",
+            )
+        if isinstance(section.budget_bytes, int) and shares_bytes > section.budget_bytes:
+            yield (
+                (f"{name}.shares", f"{name}.budget"),
+                f"the shares add up to {format_bytes(shares_bytes)}, and the tier has "
+                f"{format_bytes(section.budget_bytes)}",
+            )
     if not any(tier.budget_bytes for tier in (config.ram, config.shm, config.disk)):
         yield ("ram.budget", "shm.budget", "disk.budget"), "all are 0: there would be no tier"
     if os.path.realpath(config.shm.directory) == os.path.realpath(config.disk.directory):
         yield ("shm.directory", "disk.directory"), f"both are {config.shm.directory}"
+    pressure = config.pressure
+    if pressure.low_watermark >= pressure.high_watermark:
+        yield (
+            ("pressure.low_watermark", "pressure.high_watermark"),
+            f"pressure begins at {pressure.high_watermark:g} of the memory and has to end below "
+            f"that, not at {pressure.low_watermark:g}",
+        )
     lost_after_ns = limits.SESSION_LOST_AFTER_INTERVALS * sessions.heartbeat_ns
     if sessions.claim_lease_ns < lost_after_ns:
         yield (

@@ -32,10 +32,10 @@ class Machine:
     @classmethod
     def probe(cls, shm_directory: Path, disk_directory: Path, root: Path = Path("/")) -> Machine:
         """Look at this machine. `root` is where its `proc` and `sys` are."""
-        facts = _meminfo(root)
+        facts = meminfo(root)
         memory_bytes = facts.get("MemTotal", 0)
         available_bytes = facts.get("MemAvailable", memory_bytes)
-        for limit_bytes, used_bytes in _cgroups(root):
+        for limit_bytes, used_bytes in cgroups(root):
             memory_bytes = min(memory_bytes, limit_bytes)
             available_bytes = min(available_bytes, max(0, limit_bytes - used_bytes))
         shm_size_bytes, shm_free_bytes = _file_system_bytes(shm_directory)
@@ -51,7 +51,8 @@ class Machine:
         )
 
 
-def _meminfo(root: Path) -> dict[str, int]:
+def meminfo(root: Path) -> dict[str, int]:
+    """The facts of /proc/meminfo that are sizes, in bytes. Raises OSError."""
     facts = {}
     for line in (root / "proc/meminfo").read_text().splitlines():
         name, _, amount = line.partition(":")
@@ -61,7 +62,7 @@ def _meminfo(root: Path) -> dict[str, int]:
     return facts
 
 
-def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
+def cgroups(root: Path) -> Iterator[tuple[int, int]]:
     """Limit and use of every cgroup with a memory limit that this process is in, v2 and v1."""
     sys_cgroup = root / "sys/fs/cgroup"
     try:

@@ -7,14 +7,10 @@ its docstring here says is what `--help` and `--print-config` say.
 
 from __future__ import annotations
 
-import os
-import re
-from pathlib import Path
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     ValidationInfo,
@@ -23,134 +19,32 @@ from pydantic import (
 
 from ...proto import limits
 from ...proto.endpoints import (
-    ADMIN_SUFFIX,
-    LOCAL_SUFFIX,
-    MAX_SOCKET_PATH_BYTES,
     admin_address,
-    normalize_address,
-    socket_path,
 )
-from ...proto.units import format_bytes, format_duration, parse_bytes, parse_duration_ns
-from ...tiers.arena import DEFAULT_SLAB_BYTES, check_slab
-from ...tiers.eviction import POLICIES
+from ...tiers.arena import DEFAULT_SLAB_BYTES
 from ..core.tables import StateConfig
-from .sources import Kind
+from .values import (
+    AdminAddress,
+    Budget,
+    Count,
+    DataAddress,
+    Directory,
+    Duration,
+    EngineUrls,
+    File,
+    MemorySource,
+    Mode,
+    Policy,
+    Share,
+    Shares,
+    Size,
+    Slab,
+    TcpAddress,
+    Tiers,
+    UnixAddress,
+)
 
 _MS: Final = 1_000_000
-
-# ---- values as people write them
-
-
-def _size(value: object) -> object:
-    return parse_bytes(value) if isinstance(value, str) else value
-
-
-def _budget(value: object) -> object:
-    return value if value == "auto" else _size(value)
-
-
-def _duration(value: object) -> object:
-    if not isinstance(value, str):
-        raise ValueError("a duration is text with a unit, like '60s' or '500ms'")
-    return parse_duration_ns(value)
-
-
-def _slab(value: object) -> object:
-    size = _size(value)
-    if isinstance(size, int):
-        check_slab(size)
-    return size
-
-
-def _policy(value: object) -> object:
-    if not isinstance(value, str) or value not in POLICIES:
-        raise ValueError(f"should be one of {', '.join(POLICIES)}")
-    return value
-
-
-def _directory(value: object) -> object:
-    if not isinstance(value, str | Path) or not str(value):
-        raise ValueError("should be the name of a directory")
-    return Path(value).expanduser().absolute()
-
-
-def _file(value: object) -> object:
-    if not isinstance(value, str):
-        raise ValueError("should be the name of a file")
-    return str(Path(value).expanduser().absolute()) if value else ""
-
-
-def _unix_address(value: object) -> object:
-    address = normalize_address(str(value))
-    path = socket_path(address)
-    if path is None:
-        raise ValueError("should be a Unix socket; TCP is `server.tcp`")
-    longest_bytes = MAX_SOCKET_PATH_BYTES - max(len(LOCAL_SUFFIX), len(ADMIN_SUFFIX))
-    if len(os.fsencode(path)) > longest_bytes:
-        raise ValueError(
-            f"should be a path of at most {longest_bytes} bytes: with {LOCAL_SUFFIX} and "
-            f"{ADMIN_SUFFIX} behind it, it names two more sockets"
-        )
-    return address
-
-
-def _admin_address(value: object) -> object:
-    if value == "auto":
-        return value
-    address = normalize_address(str(value))
-    if socket_path(address) is None:
-        raise ValueError("should be a Unix socket: operators are served on this host only")
-    return address
-
-
-def _mode(value: object) -> object:
-    if not isinstance(value, str) or not re.fullmatch("0?[0-7]{3}", value):
-        raise ValueError("should be an octal mode in quotes, like '0600' or '0660'")
-    mode = int(value, 8)
-    if mode & 0o600 != 0o600:
-        raise ValueError("takes the socket from the daemon's own user")
-    return mode
-
-
-def _tcp_address(value: object) -> object:
-    address = normalize_address(str(value), listening=True) if value else ""
-    if address.startswith("unix:"):
-        raise ValueError("should be host:port; a Unix socket is `server.address`")
-    return address
-
-
-def _engine_urls(value: object) -> object:
-    for url in str(value).split(",") if value else ():
-        if not re.fullmatch(r"(rediss?|s3)://[^\s,]+", url):
-            raise ValueError("should be redis://host:port, rediss://host:port or s3://bucket")
-        if re.match(r"rediss?://[^/@]*:[^/@]*@", url):
-            raise ValueError("should have no password in it: use `shared.password_file`")
-    return value
-
-
-def _data_address(value: object) -> object:
-    return value if value == "auto" else _tcp_address(value)
-
-
-File: TypeAlias = Annotated[str, BeforeValidator(_file), Kind("FILE")]
-Policy: TypeAlias = Annotated[str, BeforeValidator(_policy), Kind("|".join(POLICIES))]
-Budget: TypeAlias = Annotated[
-    Annotated[int, Field(ge=0)] | Literal["auto"],
-    BeforeValidator(_budget),
-    Kind("SIZE|auto", lambda value: value if value == "auto" else format_bytes(value)),
-]
-Size: TypeAlias = Annotated[int, BeforeValidator(_size), Kind("SIZE", format_bytes)]
-Slab: TypeAlias = Annotated[int, BeforeValidator(_slab), Kind("SIZE", format_bytes)]
-Duration: TypeAlias = Annotated[int, BeforeValidator(_duration), Kind("DURATION", format_duration)]
-Directory: TypeAlias = Annotated[Path, BeforeValidator(_directory), Kind("DIR|auto")]
-Mode: TypeAlias = Annotated[int, BeforeValidator(_mode), Kind("MODE", "{:04o}".format)]
-TcpAddress: TypeAlias = Annotated[str, BeforeValidator(_tcp_address), Kind("HOST:PORT")]
-EngineUrls: TypeAlias = Annotated[str, BeforeValidator(_engine_urls), Kind("URL,...")]
-DataAddress: TypeAlias = Annotated[str, BeforeValidator(_data_address), Kind("HOST:PORT|auto")]
-Count: TypeAlias = Annotated[int, Field(ge=0)]
-Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
-
-# ---- the model
 
 
 class Section(BaseModel):
@@ -169,14 +63,14 @@ class Section(BaseModel):
 
 
 class Server(Section):
-    address: Annotated[str, BeforeValidator(_unix_address), Kind("unix:PATH|auto")]
+    address: UnixAddress
     """The Unix socket to listen on; `auto`: $PREFIXD_ADDRESS, else prefixd.sock in
     $RUNTIME_DIRECTORY (systemd), $XDG_RUNTIME_DIR/prefixd, /run/prefixd (root) or
     /tmp/prefixd-<uid>."""
     socket_mode: Mode = 0o600
     """Who may connect to it: 0600 this user, 0660 its group too, 0666 everybody who reaches its
     directory. Whoever connects can read and replace what others have saved."""
-    admin_address: Annotated[str, BeforeValidator(_admin_address), Kind("unix:PATH|auto")] = "auto"
+    admin_address: AdminAddress = "auto"
     """The Unix socket for operators (prefixctl): who lists and evicts everybody's entries is served
     here only, and it is always for this user alone. `auto`: `address` with .admin behind it."""
     tcp: TcpAddress = ""
@@ -184,25 +78,27 @@ class Server(Section):
     there is neither encryption nor a password."""
     data: DataAddress = "auto"
     """The data socket, on which clients that come over `tcp` move payloads at two to three times
-    the speed of gRPC; they are told its port. `auto`: any port at the host of `tcp`, but none with
-    `tls_cert`; empty: none. Without encryption and without roles; nobody gets anything there
-    without the secret of a session."""
+    the speed of gRPC; they are told its port. `auto`: any port at the host of `tcp`; empty: none.
+    TLS, certificates and tokens are those of `tcp`; nobody gets anything there without the secret
+    of a session."""
     allow_remote: bool = False
-    """Allow `tcp` on an address that other machines can reach without TLS, or without both tokens
-    and `tls_client_ca`, and `data` on any such: whoever reaches these can then read and replace
-    everything."""
+    """Allow `tcp` and `data` on an address that other machines can reach without TLS, or without
+    both tokens and `tls_client_ca`: whoever reaches these can then read and replace everything."""
     tls_cert: File = ""
-    """The certificate for `tcp`, with its chain, as PEM; empty: no TLS. With `tls_key`."""
+    """The certificate for `tcp` and `data`, with its chain, as PEM; empty: no TLS. With
+    `tls_key`."""
     tls_key: File = ""
     """Its private key, as PEM. Nobody but its owner may be able to read it."""
     tls_client_ca: File = ""
     """Clients over TCP have to show a certificate that one of these signed, as PEM; empty: none."""
     tokens: File = ""
-    """Who may call over TCP: a line `read|write|admin NAME TOKEN` each. `read` finds and restores,
-    `write` saves and deletes too, `admin` is prefixctl's. Empty: whoever connects reads and writes.
-    With TLS only; read at the start and with each reload."""
+    """Who may call over TCP: a line `watch|read|write|admin NAME TOKEN [NAMESPACE]` each. `read`
+    finds and restores, `write` saves and deletes too, `admin` is prefixctl's, `watch` learns which
+    keys are there. Who has a token of a namespace reaches nothing outside of it. Empty: whoever
+    connects reads and writes. With TLS only; read at the start and with each reload."""
     metrics: TcpAddress = ""
-    """Serve Prometheus metrics over HTTP on host:port; empty: don't."""
+    """Serve Prometheus metrics over HTTP on host:port, and a page for browsers that shows what
+    `prefixctl top` does; empty: don't. There is no password."""
     worker_threads: int = Field(4, ge=1, le=256)
     """Threads that copy and commit beside the event loop."""
     staging_bytes: Size = Field(64 * 2**20, alias="staging", ge=2**20, le=2**40)
@@ -230,7 +126,7 @@ class Server(Section):
     """How long a client may leave a read untaken or a save without its next bytes before it is cut
     off, and how long a call waits for memory that others have."""
     curve_keys: int = Field(8192, ge=0, le=10**7)
-    """Keys that each tier samples for `prefixctl curve --live`, about 400 bytes each; 0: none."""
+    """Keys that each tier samples for `prefixctl curve-live`, about 400 bytes each; 0: none."""
     journal_bytes: Size = Field(4 * 2**20, alias="journal", ge=0, le=2**28)
     """Memory for what happened to entries, 44 bytes each, which `prefixctl why` asks; 0: nothing is
     remembered."""
@@ -244,8 +140,6 @@ class Server(Section):
         """Where the data socket is; empty: there is none."""
         if self.data != "auto":
             return self.data
-        if self.tls_cert:
-            return ""  # nothing there is encrypted, and no role is asked for
         return f"{self.tcp.rpartition(':')[0]}:0" if self.tcp else ""
 
     def operators(self) -> str:
@@ -269,6 +163,10 @@ class Ram(Section):
     slab_bytes: Slab = Field(DEFAULT_SLAB_BYTES, alias="slab")
     """The piece in which room is handed out: a power of two from 4KiB. An entry takes whole
     slabs."""
+    shares: Shares = ""
+    """What namespaces of tokens are sure of, slabs included: of one that takes no more than its
+    share nothing leaves for another's save. What is left is divided between all that want it;
+    clients without a namespace, and namespaces without a share, have that alone."""
 
 
 class Shm(Section):
@@ -283,6 +181,8 @@ class Shm(Section):
     """Entries at most; 0: as many as the budget takes."""
     slab_bytes: Slab = Field(DEFAULT_SLAB_BYTES, alias="slab")
     """As for [ram]. Entries don't survive a change of it."""
+    shares: Shares = ""
+    """As for [ram]."""
     directory: Directory
     """Where the arena and its records lie, on a tmpfs; `auto`: /dev/shm/prefixd-<uid>."""
     verify_at_start: bool = True
@@ -301,6 +201,8 @@ class Disk(Section):
     memory, index included."""
     slab_bytes: Slab = Field(DEFAULT_SLAB_BYTES, alias="slab")
     """As for [ram]. Entries don't survive a change of it."""
+    shares: Shares = ""
+    """As for [ram]."""
     directory: Directory
     """Where the arena and its records lie; `auto`: $STATE_DIRECTORY (systemd), /var/lib/prefixd
     (root), $XDG_STATE_HOME/prefixd or ~/.local/state/prefixd."""
@@ -391,6 +293,13 @@ class Shared(Section):
     address: TcpAddress = ""
     """Where other nodes reach this one, as they see it; with `payloads = "nodes"` only. It has to
     be served there: see `server.tcp`."""
+    peer_ca: File = ""
+    """The certificates that signed those of other nodes, as PEM: nodes read from each other over
+    TLS only, and this one shows `server.tls_cert` where it is asked who it is. Empty: without
+    TLS."""
+    peer_token_file: File = ""
+    """A file with the token that other nodes want of this one, with the role read; with `peer_ca`
+    only."""
     tier: Literal["ram", "shm", "disk"] = "ram"
     """Where what other nodes have goes here."""
     write: Literal["none", "second-use", "all"] = "second-use"
@@ -401,6 +310,32 @@ class Shared(Section):
     memory_bytes: Size = Field(256 * 2**20, alias="memory", ge=2**20)
     """What is on its way from and to the engine takes so much of the daemon's memory at most, and
     no entry that is larger is shared."""
+
+
+class Watch(Section):
+    max_watchers: int = Field(16, ge=0, le=1024)
+    """Watchers at once (routers, `prefixctl watch`); 0: nobody may watch."""
+    history_bytes: Size = Field(16 * 2**20, alias="history", ge=2**16, le=2**30)
+    """Memory for what happened lately, 176 bytes an event, for all watchers together and only while
+    somebody watches: one that is further behind is cut off and begins anew."""
+
+
+class Pressure(Section):
+    source: MemorySource = "none"
+    """Who says how much memory is used: the kernel of all of it (`system`: MemAvailable, PSI), of
+    the cgroup with the least room, or a function that returns used bytes, bytes in all, and the
+    part of the time that somebody waits for memory. `none`: nobody is asked, nothing is evicted."""
+    high_watermark: Share = 0.95
+    """From this part of the memory on, sessions are told that it is short, and tiers evict."""
+    low_watermark: Share = 0.90
+    """Down to this part: so many bytes are evicted, once, and then it is over."""
+    max_stalled: Share = 0.2
+    """Memory is short as well where somebody waited for it for so large a part of 10 s."""
+    tiers: Tiers = "ram,shm"
+    """What evicts, in this order. The memory of the ram and shm tiers stays with the daemon; what
+    they evict is room for what engines save and free. Empty: nothing, sessions are told only."""
+    interval_ns: Duration = Field(1_000 * _MS, alias="interval", ge=10 * _MS)
+    """How often the source is asked."""
 
 
 class Log(Section):
@@ -419,4 +354,6 @@ class Config(Section):
     disk: Disk = Field(description="The disk tier: survives a restart of the machine.")
     sessions: Sessions = Field(description="Clients, and what they may hold for how long.")
     shared: Shared = Field(description="Entries of other nodes, through an engine that they share.")
+    watch: Watch = Field(description="Who follows which keys are there.")
+    pressure: Pressure = Field(description="What happens when memory is short.")
     log: Log = Field(description="What the daemon says on stderr.")

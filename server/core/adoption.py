@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ...proto.entry import EntryRecord
 from ...proto.vocabulary import Tier
 from ...tiers.ledger import Ledger
-from ...tiers.order import Recency
+from ...tiers.order import Recency, Resident
 from ...tiers.store import StoredEntry
 from . import save_rules
 from .effects import Erase, IndexPut
@@ -52,8 +52,10 @@ def recovered(
             counters.dropped_at_start += 1
             transition.effects.append(Erase(tier, (record,)))
             continue
-        if not fits:
-            _make_room(transition, ledger, cost)
+        if not fits and not _make_room(transition, ledger, Resident(key, cost, ())):
+            counters.dropped_at_start += 1
+            transition.effects.append(Erase(tier, (record,)))
+            continue
         entry = _entry_of(stored, tier, cost, numbers)
         # In its tier's order and by its stamp it is the most recent so far, also where two starts
         # gave out the same stamp because the clock was set back in between, and where some of
@@ -89,8 +91,11 @@ def _gives_way(transition: Transition, record: EntryRecord, tier: Tier) -> bool:
 def _last_used_ns(transition: Transition, ledger: Ledger) -> int:
     """Of the entry that would be evicted last."""
     last_ns = transition.tables.recovered_ns.get(ledger.tier, 0)
-    latest = ledger.policy.latest() if isinstance(ledger.policy, Recency) else None
-    return max(last_ns, latest.last_used_ns) if isinstance(latest, Entry) else last_ns
+    for order in ledger.policy.orders():
+        latest = order.latest() if isinstance(order, Recency) else None
+        if isinstance(latest, Entry):
+            last_ns = max(last_ns, latest.last_used_ns)
+    return last_ns
 
 
 def _has_room(ledger: Ledger, cost: int) -> bool:
@@ -98,16 +103,20 @@ def _has_room(ledger: Ledger, cost: int) -> bool:
     return ledger.fits_after(cost, 1, ledger.unpinned_bytes, unpinned_entries)
 
 
-def _make_room(transition: Transition, ledger: Ledger, cost: int) -> None:
+def _make_room(transition: Transition, ledger: Ledger, adopted: Resident) -> bool:
+    """False: nothing may leave for it, where others have shares."""
     t = transition.tables
-    while not ledger.fits(cost):
-        victim = ledger.next_victim()
-        assert victim is not None, "the ledger promised room"
+    while not ledger.fits(adopted.stored_bytes):
+        victim = ledger.next_victim(adopted=adopted)
+        if victim is None:
+            assert ledger.shares is not None, "the ledger promised room"
+            return False
         counters = t.tier_counters[ledger.tier]
         counters.recovered_entries -= 1
         counters.recovered_bytes -= t.entries[victim].payload_bytes
         counters.dropped_at_start += 1
         transition.forget(victim)
+    return True
 
 
 def _entry_of(stored: StoredEntry, tier: Tier, stored_bytes: int, numbers: dict[int, int]) -> Entry:

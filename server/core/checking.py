@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from operator import attrgetter
-from types import TracebackType
 from typing import Final
 
 from ...proto.vocabulary import Tier
 from ...tiers.ledger import Ledger
 from ...tiers.order import OrderOfKeys, Recency
+from ...tiers.shares import Tally
 from ...tiers.store import Location
 from .entries import SHARDS, Entry, shard_of
 from .tables import Claim, Reservation, Session, Stage, Tables, Timer
@@ -44,6 +44,7 @@ class _Count:
         self.slab_bytes = 0 if ledger.extents is None else ledger.extents.slab_bytes
         #: 1 for every slab of the arena that something counted lies on
         self.used = bytearray()
+        self.shares = Tally(ledger.shares)
 
 
 class Recount:
@@ -73,12 +74,7 @@ class Recount:
         self._t.recounts.append(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._t.recounts.remove(self)
 
     def _say(self, problem: str) -> None:
@@ -133,6 +129,7 @@ class Recount:
         count.published_bytes += sign * entry.stored_bytes
         count.payload_bytes += sign * entry.payload_bytes
         count.entries += sign
+        count.shares.charge(entry, sign, 0)
         if entry.pins:
             self._count_pinned(entry, sign)
         self._place(count, entry, sign)
@@ -141,11 +138,13 @@ class Recount:
         count = self._counts[entry.tier]
         count.pinned_bytes += sign * entry.stored_bytes
         count.pinned_entries += sign
+        count.shares.charge(entry, 0, sign)
 
     def _count_reserved(self, reservation: Reservation, sign: int = 1) -> None:
         count = self._counts[reservation.tier]
         count.reserved_bytes += sign * reservation.stored_bytes
         count.reservations += sign
+        count.shares.charge(reservation.entry, sign, sign)
         self._place(count, reservation.entry, sign)
 
     def _place(self, count: _Count, entry: Entry, sign: int = 1) -> None:
@@ -264,7 +263,7 @@ class Recount:
             waiting = t.waiting.get(request)
             if waiting is None or token not in waiting.pending:
                 self._say(f"reservation {token} would wake request {request}, which is gone")
-        policy = t.ledgers[reservation.tier].policy
+        policy = t.ledgers[reservation.tier].policy.of(key)
         if policy.keeps_pinned and in_flight and not policy.holds(reservation.entry):
             self._say(f"{reservation.tier.label}: the eviction order lacks {_name(key)}")
 
@@ -392,7 +391,7 @@ class Recount:
             self._say(f"{_name(key)} is published and in flight at once")
         if max(entry.generation, entry.last_used_ns) > t.stamp_ns:
             self._say(f"entry {_name(key)} has a stamp of the future")
-        policy, tier = t.ledgers[entry.tier].policy, entry.tier.label
+        policy, tier = t.ledgers[entry.tier].policy.of(key), entry.tier.label
         if not policy.holds(entry) and (policy.keeps_pinned or not entry.pins):
             self._say(f"{tier}: the eviction order lacks {_name(key)}")
         elif policy.may_evict(entry) == bool(entry.pins):
@@ -465,11 +464,15 @@ class Recount:
             )
         if ledger.max_entries and count.entries + count.reservations > ledger.max_entries:
             self._say(f"{tier.label}: more than {ledger.max_entries} entries")
-        policy = ledger.policy
-        if isinstance(policy, Recency):
-            self._check_follower(policy, None)
-        elif isinstance(policy, OrderOfKeys):
-            self._compare_order(tier, len(policy), count)
+        if not count.shares.agrees():
+            self._say(f"{tier.label}: what namespaces take is booked wrong")
+        orders = ledger.policy.orders()
+        for order in orders:
+            if isinstance(order, Recency):
+                self._check_follower(order, None)
+        if ledger.policy.keeps_pinned:
+            held = sum(len(order) for order in orders if isinstance(order, OrderOfKeys))
+            self._compare_order(tier, held, count)
         if ledger.extents is not None:
             capacity_bytes = ledger.extents.capacity_bytes
             if ledger.limit_bytes != capacity_bytes - ledger.retired_bytes:

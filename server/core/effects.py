@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from ...proto.keys import Key
-from ...proto.vocabulary import Tier
+from ...proto.vocabulary import SaveStatus, Tier
 from ...tiers.store import EntryRef, Usage
 from .answers import Answer
 from .entries import Entry
-from .events import SaveOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +31,18 @@ class IndexPut(NamedTuple):
     """Make an entry visible to readers of the index."""
 
     entry: Entry
+    #: the key before it in the chain that it was saved with, empty for the first; None: not known
+    parent: bytes | None = None
 
 
 class IndexDelete(NamedTuple):
     """Make an entry invisible, before anything else happens to its room."""
 
-    key: Key
+    entry: Entry
+
+    @property
+    def key(self) -> Key:
+        return self.entry.key
 
 
 class Erase(NamedTuple):
@@ -66,7 +71,7 @@ class SaveEnded(NamedTuple):
     """How the save of a reservation ended, for whoever sends its bytes."""
 
     token: int
-    outcome: SaveOutcome
+    outcome: SaveStatus
     why: str
 
 

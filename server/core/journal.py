@@ -50,6 +50,7 @@ class Happening(IntEnum):
     DAMAGED = 6
     #: a better copy of it was found in another tier while that recovered
     REPLACED = 7
+    EVICTED_UNDER_PRESSURE = 8
 
 
 class EvictionCause(StrEnum):
@@ -61,6 +62,8 @@ class EvictionCause(StrEnum):
     """An operator asked for room."""
     RESIZE = "resize"
     """An operator made the tier smaller."""
+    PRESSURE = "pressure"
+    """Memory was short."""
 
     @property
     def happening(self) -> Happening:
@@ -72,6 +75,7 @@ _HAPPENINGS: Final = {
     EvictionCause.SAVE: Happening.EVICTED_FOR_SAVE,
     EvictionCause.OPERATOR: Happening.EVICTED_BY_OPERATOR,
     EvictionCause.RESIZE: Happening.EVICTED_BY_RESIZE,
+    EvictionCause.PRESSURE: Happening.EVICTED_UNDER_PRESSURE,
 }
 CAUSES: Final = {happening: cause for cause, happening in _HAPPENINGS.items()}
 

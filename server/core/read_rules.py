@@ -7,11 +7,10 @@ from typing import Final
 
 from ...proto.errors import LimitReached
 from ...proto.keys import Key
-from ...proto.vocabulary import Tier
+from ...proto.vocabulary import ClaimMode, DeleteStatus, Tier
 from .answers import (
     ClaimAnswer,
     DeleteAnswer,
-    DeleteOutcome,
     FlightInfo,
     Found,
     LookupAnswer,
@@ -22,7 +21,6 @@ from .effects import Verify
 from .entries import Entry
 from .events import (
     ClaimAsked,
-    ClaimMode,
     DeleteAsked,
     KeysSuspected,
     KeysTouched,
@@ -156,6 +154,7 @@ def _check_share(transition: Transition, session: Session, entries: Sequence[Ent
         if entry not in parts[hash(entry.key) & mask]:
             added[entry.tier] = added.get(entry.tier, 0) + entry.stored_bytes
     for tier, added_bytes in added.items():
+        _check_shares(transition, tier, entries)
         pinned_bytes = session.pinned_bytes.get(tier, 0)
         most_bytes = int(t.ledgers[tier].limit_bytes * t.config.max_pinned_share)
         alone = not pinned_bytes and len(entries) == 1
@@ -168,6 +167,23 @@ def _check_share(transition: Transition, session: Session, entries: Sequence[Ent
                     "some first"
                 )
             )
+
+
+def _check_shares(transition: Transition, tier: Tier, entries: Sequence[Entry]) -> None:
+    """What is pinned can't make room for others, who are sure of their share. Raises Refusal."""
+    t = transition.tables
+    ledger = t.ledgers[tier]
+    if ledger.shares is None:
+        return
+    adding = {e.key: e.stored_bytes for e in entries if e.tier is tier and not e.pins}
+    if not ledger.may_pin(adding):
+        t.counters.quota_refusals += 1
+        raise Refusal(
+            LimitReached(
+                f"a claim on {sum(adding.values())} bytes more of the {tier.label} tier would take "
+                f"what {tier.label}.shares gives to others; release some first"
+            )
+        )
 
 
 def _select(transition: Transition, keys: Sequence[Key], mode: ClaimMode) -> list[Found]:
@@ -222,26 +238,26 @@ def delete(transition: Transition, asked: DeleteAsked) -> DeleteAnswer:
     t = transition.tables
     if t.closed and len(t.deleted) + len(asked.keys) > MAX_DELETED:
         raise Refusal(LimitReached("too many deletes while a tier recovers or hangs"))
-    results: list[DeleteOutcome] = []
+    results: list[DeleteStatus] = []
     for key in asked.keys:
         entry = t.entries.find(key)
         if entry is None and key in t.in_flight:
-            results.append(DeleteOutcome.IN_FLIGHT)
+            results.append(DeleteStatus.IN_FLIGHT)
             continue
         if entry is not None and entry.pins:
-            results.append(DeleteOutcome.PINNED)
+            results.append(DeleteStatus.PINNED)
             continue
         if t.closed:
             # A recovery may find it later. It may hide behind a device that hangs.
             t.deleted.add(key)
         if entry is None:
-            results.append(DeleteOutcome.ABSENT)
+            results.append(DeleteStatus.ABSENT)
         else:
             t.ledgers[entry.tier].remove(entry)
             transition.forget(key)
             t.happened(Happening.DELETED, entry, transition.now_ns, asked.session or 0)
             t.counters.deletes += 1
-            results.append(DeleteOutcome.DELETED)
+            results.append(DeleteStatus.DELETED)
     return DeleteAnswer(tuple(results))
 
 

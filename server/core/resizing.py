@@ -17,11 +17,11 @@ def evict(transition: Transition, asked: EvictAsked) -> EvictAnswer:
     ledger = _ledger(transition, asked.tier)
     entries = freed_bytes = 0
     while freed_bytes < asked.free_bytes and entries < asked.max_entries:
-        victim = ledger.next_victim()
+        victim = ledger.next_victim(below_shares=True)
         if victim is None:
             return EvictAnswer(entries, freed_bytes, more=False)
         entries += 1
-        freed_bytes += transition.evict(victim, EvictionCause.OPERATOR).stored_bytes
+        freed_bytes += transition.evict(victim, asked.cause).stored_bytes
     return EvictAnswer(entries, freed_bytes, more=True)
 
 
@@ -40,6 +40,7 @@ def resize(transition: Transition, asked: ResizeAsked) -> ResizeAnswer:
     excess_bytes = ledger.limit_bytes - target_bytes
     if excess_bytes > 0:
         _check_pins(ledger, target_bytes)
+        _check_shares(ledger, target_bytes)
         # Queues with shares have those of the new size from the first victim on.
         ledger.policy.resize(asked.budget_bytes)
         while ledger.free_bytes < excess_bytes and entries < asked.max_entries:
@@ -65,6 +66,19 @@ def _check_pins(ledger: Ledger, target_bytes: int) -> None:
                 f"claims pin {ledger.pinned_bytes} bytes ({format_bytes(ledger.pinned_bytes)}) of "
                 f"the {ledger.tier.label} tier, and {format_bytes(target_bytes)} would be left for "
                 "entries; try again when they are released"
+            )
+        )
+
+
+def _check_shares(ledger: Ledger, target_bytes: int) -> None:
+    """Raises Refusal where the tier would be smaller than what namespaces are sure of."""
+    if ledger.shares is not None and ledger.shares.share_bytes > target_bytes:
+        share_bytes, option = ledger.shares.share_bytes, f"{ledger.tier.label}.shares"
+        raise Refusal(
+            LimitReached(
+                f"{option} gives {share_bytes} bytes ({format_bytes(share_bytes)}) of the "
+                f"{ledger.tier.label} tier to namespaces, and {format_bytes(target_bytes)} would "
+                "be left for entries"
             )
         )
 

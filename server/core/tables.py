@@ -107,6 +107,8 @@ class Reservation:
     expires_ns: int
     #: what was asked for; counts from the first byte on
     ttl_ns: int
+    #: the key before it in its chain; empty: it is the first
+    parent: bytes = b""
     stage: Stage = Stage.RESERVED
     #: requests that wait for its end, in the order in which they began to
     waiters: dict[int, None] = field(default_factory=dict)

@@ -284,7 +284,7 @@ class Transition:
         entry.published = False
         tables.tier_counters[entry.tier].payload_bytes -= entry.payload_bytes
         tables.unrecorded.pop(entry.key, None)
-        self.effects.append(IndexDelete(entry.key))
+        self.effects.append(IndexDelete(entry))
         erased = self._erased.get(entry.tier)
         if erased is None:
             # Those that follow join it: what is erased sooner than it has to be is no harm.

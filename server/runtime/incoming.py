@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -14,10 +15,10 @@ import structlog
 from ...proto import limits
 from ...proto.copying import RELEASE_BYTES
 from ...proto.errors import InvalidSize, MalformedMessage, PrefixdError
-from ...proto.vocabulary import Tier
+from ...proto.vocabulary import SaveStatus, Tier
 from ...tiers.store import Buffer, StoreError
 from ..core.effects import SaveEnded
-from ..core.events import SaveOutcome, WriteSealed
+from ..core.events import WriteSealed
 from .loop import Core
 from .writes import Write
 
@@ -53,8 +54,9 @@ class Turn(Protocol):
         """The writes that it may bring bytes for, the same from being queued to `then`."""
 
     @property
-    def tier(self) -> Tier:
-        """The slowest that it writes to."""
+    def tier(self) -> Tier | None:
+        """The slowest that it writes to, whose device is watched meanwhile; None: it sees to that
+        itself."""
 
     def take(self) -> PrefixdError | None:
         """Store the bytes, on any thread. Returns what breaks the stream, if anything does."""
@@ -75,7 +77,7 @@ class Feed:
     crc32c: int | None = None
     #: the state was told so, or is to be soon
     told: bool = False
-    problem: tuple[SaveOutcome, str] | None = None
+    problem: tuple[SaveStatus, str] | None = None
 
     def take(self, piece: Piece) -> None:
         """Copy one piece. On any thread, but one at a time.
@@ -95,7 +97,7 @@ class Feed:
             )
         if taken_bytes + len(piece.data) > meant_bytes:
             why = f"more than the {meant_bytes} bytes reserved came"
-            self.problem = (SaveOutcome.LENGTH_MISMATCH, why)
+            self.problem = (SaveStatus.LENGTH_MISMATCH, why)
             return
         writer.write(piece.data)
         if piece.last:
@@ -111,19 +113,24 @@ class Feed:
             case _:
                 why = f"the daemon failed: {problem!r}"
                 log.error("write_failed", key=self.write.order.key.hex(), exc_info=problem)
-        self.problem = (SaveOutcome.FAILED, why)
+        self.problem = (SaveStatus.FAILED, why)
 
-    def finish(self, payload_crc32c: int) -> None:
-        """The last byte came, of a payload meant to have this CRC32C. Raises StoreError."""
+    def finish(self, payload_crc32c: int | None) -> None:
+        """The last byte came, of a payload meant to have this CRC32C; None: whichever it has.
+        Raises StoreError."""
         writer = self.write.writer
-        taken_bytes, meant_bytes = writer.written_bytes, self.write.order.payload_bytes
-        if taken_bytes != meant_bytes:
-            why = f"{taken_bytes} bytes came, {meant_bytes} were reserved"
-            self.problem = (SaveOutcome.LENGTH_MISMATCH, why)
+        if writer.written_bytes != self.write.order.payload_bytes:
+            self.mismatched(writer.written_bytes)
             return
         self.complete = True
-        self.meant_crc32c = payload_crc32c
-        self.crc32c = writer.seal()
+        crc32c = writer.seal()
+        self.meant_crc32c = crc32c if payload_crc32c is None else payload_crc32c
+        self.crc32c = crc32c
+
+    def mismatched(self, came_bytes: int) -> None:
+        """Fewer or more bytes came than were reserved."""
+        why = f"{came_bytes} bytes came, {self.write.order.payload_bytes} were reserved"
+        self.problem = (SaveStatus.LENGTH_MISMATCH, why)
 
 
 @dataclass(slots=True)
@@ -156,14 +163,19 @@ class Incoming:
 
     Writes that become complete in one message are sealed in one event. Large messages are copied
     on a worker thread, one after the other while the loop does other things: it is told of each.
+    Turns may be taken side by side, on threads of the caller's: see `take_turns`.
     """
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        #: the threads that turns are taken on, and on how many; None: those of their devices
+        self._executor: Executor | None = None
+        self._lanes = 1
         self._loop = asyncio.get_running_loop()
         self._feeds: dict[int, Feed] = {}
         self._waiting: deque[Turn] = deque()
-        self._copying: asyncio.Future[None] | None = None
+        #: one for each thread that copies
+        self._copying: set[asyncio.Future[None]] = set()
         #: writes whose save has not ended
         self._open = 0
         self._all_ended: asyncio.Future[None] | None = None
@@ -208,7 +220,7 @@ class Incoming:
         """`feed` without waiting; `then` is called when the pieces have been copied. Has to be
         followed by `tell_sealed` before anything else is waited for."""
         message = _Message([self._feeds[piece.number] for piece in pieces], pieces, then)
-        if self._copying is None and self._take_at_once(message):
+        if not self._copying and self._take_at_once(message):
             self._taken(message, message.take())
             return
         self._queue(message)
@@ -223,6 +235,15 @@ class Incoming:
             await self.idle()
         self.tell_sealed()
 
+    async def take_turns(self, turns: Iterable[Turn], executor: Executor, lanes: int) -> None:
+        """Take turns that bring their bytes themselves, each for other writes, on so many threads;
+        returns when all are taken. `executor` has these threads free."""
+        self._executor, self._lanes = executor, lanes
+        for turn in turns:
+            self._queue(turn)
+        await self.idle()
+        self.tell_sealed()
+
     def feed_of(self, number: int) -> Feed:
         return self._feeds[number]
 
@@ -230,7 +251,7 @@ class Incoming:
         for feed in message.feeds:
             feed.write.busy += 1
         self._waiting.append(message)
-        if self._copying is None:
+        if len(self._copying) < self._lanes:
             self._copy()
 
     def _take_at_once(self, message: _Message) -> bool:
@@ -247,9 +268,9 @@ class Incoming:
         """Wait until nothing is being copied. A stream that is torn down meanwhile does not stop
         the thread: until it is done, the room it writes to is not given to anybody else."""
         cancelled: asyncio.CancelledError | None = None
-        while self._copying is not None:
+        while self._copying:
             try:
-                await asyncio.wait([self._copying])
+                await asyncio.wait(self._copying)
             except asyncio.CancelledError as again:
                 # However often: a stop cancels what a client that is gone cancelled already.
                 cancelled = again
@@ -259,9 +280,10 @@ class Incoming:
     def _copy(self) -> None:
         # What waits for a device waits on the threads of that device.
         devices = self._core.devices
-        executor = devices.executor(self._waiting[0].tier)
-        self._copying = self._loop.run_in_executor(executor, self._copy_some)
-        self._copying.add_done_callback(self._copied_some)
+        executor = self._executor or devices.executor(self._waiting[0].tier or Tier.RAM)
+        copying = self._loop.run_in_executor(executor, self._copy_some)
+        self._copying.add(copying)
+        copying.add_done_callback(self._copied_some)
 
     def _copy_some(self) -> None:
         """On a worker thread, which other streams may be waiting for: a few messages only."""
@@ -270,8 +292,11 @@ class Incoming:
                 message = self._waiting.popleft()
             except IndexError:
                 return
-            with self._core.devices.under_way(message.tier):
+            if message.tier is None:
                 broken = message.take()
+            else:
+                with self._core.devices.under_way(message.tier):
+                    broken = message.take()
             self._loop.call_soon_threadsafe(self._copied, message, broken)
 
     def _copied(self, message: Turn, broken: PrefixdError | None) -> None:
@@ -279,11 +304,11 @@ class Incoming:
             feed.write.busy -= 1
         self._taken(message, broken)
 
-    def _copied_some(self, _copying: asyncio.Future[None]) -> None:
-        self._copying = None
+    def _copied_some(self, copying: asyncio.Future[None]) -> None:
+        self._copying.discard(copying)
         if self._waiting:
             self._copy()
-        else:
+        elif not self._copying:
             self.tell_sealed()
 
     def _taken(self, message: Turn, broken: PrefixdError | None) -> None:
@@ -300,7 +325,7 @@ class Incoming:
                 continue
             if write.stopping:
                 if not write.busy:
-                    self._core.stop_write(write, SaveOutcome.LOST, "the reservation was lost")
+                    self._core.stop_write(write, SaveStatus.LOST, "the reservation was lost")
             elif feed.problem is not None:
                 self._core.stop_write(write, *feed.problem)
             elif feed.crc32c is not None and not feed.told:
@@ -338,14 +363,14 @@ class Incoming:
             if self.broken is not None:
                 raise self.broken
         except PrefixdError as error:
-            self._abandon(SaveOutcome.LOST, str(error))
+            self._abandon(SaveStatus.LOST, str(error))
             raise
         except BaseException:
-            self._abandon(SaveOutcome.LOST, "the connection broke while its bytes arrived")
+            self._abandon(SaveStatus.LOST, "the connection broke while its bytes arrived")
             raise
-        self._abandon(SaveOutcome.LENGTH_MISMATCH, "the stream ended before all bytes had come")
+        self._abandon(SaveStatus.LENGTH_MISMATCH, "the stream ended before all bytes had come")
 
-    def _abandon(self, outcome: SaveOutcome, why: str) -> None:
+    def _abandon(self, outcome: SaveStatus, why: str) -> None:
         """The stream is over: whatever is not complete never will be."""
         for feed in self._feeds.values():
             if not feed.complete and feed.write.ended is None:

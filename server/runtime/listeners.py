@@ -7,7 +7,7 @@ from typing import Protocol, TypeAlias
 
 from ...proto.errors import PrefixdError
 from ...tiers.store import Usage
-from ..core.effects import TellClaimLost, TellReservationLost
+from ..core.effects import Effect, IndexPut, TellClaimLost, TellReservationLost
 from ..core.entries import Entry
 
 SessionNote: TypeAlias = TellClaimLost | TellReservationLost
@@ -31,3 +31,21 @@ class EntryListener(Protocol):
 
     def used(self, usages: Sequence[Usage]) -> None:
         """They were used since the last time; those used last come last."""
+
+
+def tell_published(listener: EntryListener | None, effects: Sequence[Effect]) -> None:
+    """Tell it of the entries that these effects made visible."""
+    if listener is not None:
+        published = [effect.entry for effect in effects if isinstance(effect, IndexPut)]
+        if published:
+            listener.published(published)
+
+
+class ChangeListener:
+    """Who follows what the index lists, on the event loop. This one does not. Neither may raise."""
+
+    def follow(self, effects: Sequence[Effect]) -> None:
+        """These have just been done to it."""
+
+    def lost(self) -> None:
+        """Effects were lost: what was followed may differ from what there is."""

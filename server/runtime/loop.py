@@ -24,7 +24,7 @@ from typing import Final, TypeVar, assert_never
 import structlog
 
 from ...proto.errors import PrefixdError, UnknownSession
-from ...proto.vocabulary import Tier
+from ...proto.vocabulary import SaveStatus, Tier
 from ...tiers.store import Store, StoreFull
 from ..core.answers import Answer, ClaimAnswer, Refused, ReserveAnswer, WriteOrder
 from ..core.effects import (
@@ -53,7 +53,6 @@ from ..core.events import (
     ReleaseAsked,
     RequestDropped,
     ReserveAsked,
-    SaveOutcome,
     Tick,
     WorkLeft,
     WriteBegan,
@@ -68,7 +67,7 @@ from .gate import Gate, stopping
 from .health import Health
 from .index import IndexWriter
 from .lag import LoopLag
-from .listeners import EntryListener, Listener
+from .listeners import ChangeListener, EntryListener, Listener, tell_published
 from .recounting import recount
 from .reindexing import Reindexing
 from .store_commands import StoreOrders
@@ -131,6 +130,7 @@ class Core:
         self._last_request = 0
         self._listeners: dict[int, Listener] = {}
         self.entry_listener: EntryListener | None = None
+        self.change_listener = ChangeListener()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns: int | None = None
         self.orders = StoreOrders(
@@ -232,6 +232,7 @@ class Core:
         log.critical("event_failed", event_kind=kind, exc_info=problem)
         self.health.fault("state", what)
         self._reindexing.revoke(self.index, what, replace=False)
+        self.change_listener.lost()
         request = getattr(event, "request", None)
         if request in self._replies:
             self._replies.pop(request).set_result(Refused(PrefixdError(what)))
@@ -315,10 +316,10 @@ class Core:
             # Its room may be somebody else's by now: what still comes is not written there.
             write.stopping = True
             why = "the reservation was lost before its bytes came"
-            write.end(SaveEnded(order.token, SaveOutcome.LOST, why))
+            write.end(SaveEnded(order.token, SaveStatus.LOST, why))
         return write
 
-    def stop_write(self, write: Write, outcome: SaveOutcome, why: str) -> None:
+    def stop_write(self, write: Write, outcome: SaveStatus, why: str) -> None:
         """The bytes will not be complete, or are wrong."""
         if write.ended is None:
             self.post(WriteStopped(write.order.token, outcome, why, self.clock.now_ns()))
@@ -337,10 +338,7 @@ class Core:
             except Exception as problem:
                 log.critical("effect_failed", effect=type(effect).__name__, exc_info=problem)
                 self.health.fault("effects", f"{type(effect).__name__} failed: {problem!r}")
-        if self.entry_listener is not None:
-            published = [effect.entry for effect in effects if isinstance(effect, IndexPut)]
-            if published:
-                self.entry_listener.published(published)
+        tell_published(self.entry_listener, effects)
 
     def _change_index(self, effects: list[Effect]) -> None:
         index = self.index
@@ -358,6 +356,7 @@ class Core:
             self._reindexing.revoke(index, why, replace=not self.gate.recounting)
         else:
             self._reindexing.follow(effects)
+        self.change_listener.follow(effects)
 
     def _reindexed(self, index: IndexWriter) -> None:
         self.index.close()
@@ -384,7 +383,7 @@ class Core:
                     # Nothing is being written at this moment, or ever was.
                     why = "the reservation was lost"
                     now_ns = self.clock.now_ns()
-                    self.post(WriteStopped(effect.token, SaveOutcome.LOST, why, now_ns))
+                    self.post(WriteStopped(effect.token, SaveStatus.LOST, why, now_ns))
             case SaveEnded():
                 ended = self.writes.pop(effect.token, None)
                 if ended is not None:

@@ -192,11 +192,11 @@ class StagingPool:
         for session in list(self._areas):
             self.close(session)
 
-    def give_back_idle(self) -> None:
-        """Take the memory from areas that were not used for long."""
+    def give_back_idle(self, idle_ns: int = _IDLE_NS) -> None:
+        """Take the memory from areas that were not used for so long."""
         now_ns = self._clock.now_ns()
         for area in self._areas.values():
-            if area.populated and not area.copies and now_ns - area.used_ns >= _IDLE_NS:
+            if area.populated and not area.copies and now_ns - area.used_ns >= idle_ns:
                 self._give_back(area)
 
     def _look_again(self) -> None:

@@ -12,9 +12,9 @@ import structlog
 from ...proto.errors import PrefixdError
 from ...proto.keys import Key
 from ...proto.limits import DEFAULT_RESERVATION_TTL_MS, MAX_BATCH_KEYS
-from ...proto.vocabulary import SaveReason
+from ...proto.vocabulary import ClaimMode, SaveReason, SaveStatus
 from ..core.answers import ReserveAnswer, WriteOrder
-from ..core.events import ClaimMode, ReserveAsked, SaveItem, SaveOutcome
+from ..core.events import ReserveAsked, SaveItem
 from ..runtime.incoming import Incoming, Piece
 from ..runtime.loop import Core
 from .common import BATCH_BYTES, Link, What
@@ -152,10 +152,10 @@ class Fetcher:
             )
         ended = await incoming.ended()
         self._link.counters.damaged += outcomes.count(Outcome.DAMAGED)
-        saved = [granted[n][0] for n, end in ended.items() if end.outcome is SaveOutcome.SAVED]
+        saved = [granted[n][0] for n, end in ended.items() if end.outcome is SaveStatus.SAVED]
         for number, outcome in enumerate(outcomes):
             what = What.DAMAGED if outcome is Outcome.DAMAGED else What.NOT_FETCHED
-            came = ended[number].outcome is SaveOutcome.SAVED
+            came = ended[number].outcome is SaveStatus.SAVED
             self._link.note(What.FETCHED if came else what, granted[number][0])
         self._link.counters.unavailable += len(granted) - len(saved)
         self._link.counters.fetched_entries += len(saved)

@@ -26,8 +26,9 @@ import structlog
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import PrefixdError
 from ...proto.keys import Key
+from ...proto.vocabulary import ClaimMode
 from ..core.answers import Opened
-from ..core.events import ClaimMode, HeartbeatCame, SessionLost, SessionOpened
+from ..core.events import HeartbeatCame, SessionLost, SessionOpened
 from ..runtime.loop import Core
 from ..runtime.threads import ended_within
 from .common import History, Known, Link, Memory, SharingConfig
@@ -94,6 +95,7 @@ class Sharing:
         nodes = self._link.store.statuses()
         return {
             **asdict(self._link.counters),
+            **self._link.store.counts(),
             "waiting_offers": self._offers.waiting,
             "unanswered": sum(node.unanswered for node in nodes),
             "nodes": len(nodes),

@@ -44,7 +44,7 @@ class SharedEntry:
     #: 0: the payload has no layer table.
     layer_count: int
     payload_crc32c: int
-    #: The node that has the payload, `host:port`; empty: the engine itself.
+    #: The nodes that have the payload, `host:port`, with a blank between; empty: the engine itself.
     location: str = ""
 
 
@@ -126,6 +126,10 @@ class SharedStore(ABC):
     @abstractmethod
     def health(self) -> dict[str, str]:
         """Nodes that are not used now, and why. Never blocks."""
+
+    def counts(self) -> dict[str, int]:
+        """What else is counted, since the start. Never blocks."""
+        return {"second_asked": 0, "second_came": 0}
 
     def statuses(self) -> list[NodeStatus]:
         """Every node that is known, by name. Never blocks."""

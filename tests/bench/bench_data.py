@@ -2,10 +2,11 @@
 """What the data socket costs (loopback TCP) beside gRPC (the Unix socket), by turns: time, and
 CPU-seconds of client and daemon together, which are steadier.
 
-    python tests/bench/bench_data.py [REPEATS]
+    python tests/bench/bench_data.py [REPEATS] [--tls]
 
 One JSON object per line; only ratios inside one run mean something. `cpu_s_per_gb` is a mean.
-`beside` is a look-up of one key while another client restores all the time.
+`beside` is a look-up of one key while another client restores all the time. `--tls`: with a second
+daemon, which has TLS (`data-tls`, `grpc-tls`, both over TCP).
 """
 
 from __future__ import annotations
@@ -26,8 +27,14 @@ from prefixd.client.bench.run import OverData, wait_until_secured
 from prefixd.client.client import Client
 from prefixd.client.counters import Counters
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
+from prefixd.client.wire.channel import Security
 from prefixd.client.wire.remote import RemoteTransport
 from prefixd.proto.vocabulary import Tier
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.support.certificates import Authority
+from tests.support.daemon import tcp_address
 
 BLOCKS, BLOCK_BYTES = 48, 5 * 2**20
 SMALL_CALLS = 100
@@ -53,25 +60,31 @@ with Client(transport=OverData(sys.argv[1], counters=counters), counters=counter
 """
 
 
+COMPARED = {"data": ["grpc"], "data-tls": ["data", "grpc-tls", "grpc"], "grpc-tls": ["grpc"]}
+
+
 class Taken:
     """Seconds, and CPU-seconds of both processes, by what was done."""
 
-    def __init__(self, daemon_pid: int) -> None:
-        self._stat = Path(f"/proc/{daemon_pid}/stat")
+    def __init__(self, daemon_pids: dict[str, int]) -> None:
+        """By who is measured."""
+        self._stats = {who: Path(f"/proc/{pid}/stat") for who, pid in daemon_pids.items()}
         self._seconds: dict[tuple[str, str, int], list[float]] = {}
         self._cpu: dict[tuple[str, str, int], list[float]] = {}
 
-    def _cpu_s(self) -> float:
-        fields = self._stat.read_text().rpartition(")")[2].split()
+    def _cpu_s(self, who: str) -> float:
+        if who not in self._stats:
+            return sum(os.times()[:2])
+        fields = self._stats[who].read_text().rpartition(")")[2].split()
         return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") + sum(os.times()[:2])
 
     def add(self, who: str, op: str, blocks: int, action: Callable[[], object], times: int) -> None:
-        cpu_s, start_s = self._cpu_s(), time.perf_counter()
+        cpu_s, start_s = self._cpu_s(who), time.perf_counter()
         for _ in range(times):
             action()
         taken_s = (time.perf_counter() - start_s) / times
         self._seconds.setdefault((who, op, blocks), []).append(taken_s)
-        self._cpu.setdefault((who, op, blocks), []).append((self._cpu_s() - cpu_s) / times)
+        self._cpu.setdefault((who, op, blocks), []).append((self._cpu_s(who) - cpu_s) / times)
 
     def forget(self) -> None:
         self._seconds.clear()
@@ -86,24 +99,29 @@ class Taken:
                 gb = blocks * BLOCK_BYTES / 1e9
                 row["gb_per_s"] = round(gb / p50_s, 2)
                 row["cpu_s_per_gb"] = round(statistics.fmean(self._cpu[who, op, blocks]) / gb, 2)
-            other = self._seconds.get(("grpc", op, blocks))
-            if who == "data" and other is not None:
-                row["x grpc"] = round(statistics.median(other) / p50_s, 2)
+            for other in COMPARED.get(who, ()):
+                if (other, op, blocks) not in self._seconds:
+                    continue
+                other_s = statistics.median(self._seconds[other, op, blocks])
+                row[f"x {other}"] = round(other_s / p50_s, 2)
                 if "cpu_s_per_gb" in row:
-                    cpu = [statistics.fmean(self._cpu[w, op, blocks]) for w in ("data", "grpc")]
-                    row["cpu / grpc's"] = round(cpu[0] / max(cpu[1], 1e-9), 2)
+                    cpu = [statistics.fmean(self._cpu[w, op, blocks]) for w in (who, other)]
+                    row[f"cpu / {other}'s"] = round(cpu[0] / max(cpu[1], 1e-9), 2)
             yield row
 
 
-def subjects(address: str, stack: ExitStack) -> list[Subject]:
+def subjects(
+    address: str, stack: ExitStack, suffix: str = "", security: Security | None = None
+) -> list[Subject]:
     found = []
-    for name, kind in (("grpc", RemoteTransport), ("data", OverData)):
+    for kind, way in (("grpc", RemoteTransport), ("data", OverData)):
+        name = kind + suffix
         counters = Counters()
-        transport = kind(address, name, counters=counters)
+        transport = way(address, name, counters=counters, security=security)
         client = Client(transport=transport, counters=counters, save_timeout_ms=600_000)
         stack.enter_context(client)
         client.wait_connected()
-        found.append(Subject(name, client, Tier.RAM, local=False, claims=name == "grpc"))
+        found.append(Subject(name, client, Tier.RAM, local=False, claims=kind == "grpc"))
     return found
 
 
@@ -124,7 +142,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("repeats", type=int, nargs="?", default=8)
-    repeats: int = parser.parse_args().repeats
+    parser.add_argument("--tls", action="store_true")
+    options = parser.parse_args()
+    repeats: int = options.repeats
     flags = [
         f"--ram.budget={4 * BLOCKS * BLOCK_BYTES}",
         *("--shm.budget=0", "--disk.budget=0", "--server.tcp=127.0.0.1:0"),
@@ -137,12 +157,24 @@ def main() -> None:
             wait_until_secured(admin)
         buffers = Buffers(BLOCKS, BLOCK_BYTES)
         movers = subjects(daemon.address, stack)
+        pids = dict.fromkeys(("memcpy", "grpc", "data"), daemon.pid)
+        if options.tls:
+            authority = Authority(directories[0] / "ca")
+            certificate, key = authority.sign("daemon")
+            places = stack.enter_context(temporary_directories("bench"))
+            files = [f"--server.tls_cert={certificate}", f"--server.tls_key={key}"]
+            secured = stack.enter_context(PrivateDaemon(*places, [*flags, *files]))
+            with secured.admin() as admin:
+                wait_until_secured(admin)
+            security = Security(str(authority.certificate))
+            movers += subjects(tcp_address(secured), stack, "-tls", security)
+            pids |= dict.fromkeys(("grpc-tls", "data-tls"), secured.pid)
         batches = {
             (subject.peer, blocks): Batch(subject, buffers, blocks)
             for subject in movers
             for blocks in (1, BLOCKS)
         }
-        taken = Taken(daemon.pid)
+        taken = Taken(pids)
         for turn in range(repeats + 1):
             if turn == 1:
                 taken.forget()  # the first is a warm-up

@@ -14,6 +14,8 @@ import pytest
 
 from prefixd.client import (
     AsyncClient,
+    AsyncHit,
+    AsyncReservation,
     Client,
     Hit,
     MissReason,
@@ -27,7 +29,8 @@ from prefixd.client import (
     SaveStatus,
     Tier,
 )
-from prefixd.client.aio_hit import AsyncHit, AsyncReservation
+from prefixd.client.aio_calls import Runner
+from prefixd.client.owner import Owner
 from prefixd.proto.errors import ClientClosed, InvalidKey, InvalidSize, UnknownReason
 from prefixd.proto.keys import Key, prefix_key
 from tests.support.fakes import PATIENCE_S, FakeDaemon, keys, payloads
@@ -47,8 +50,9 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 @asynccontextmanager
 async def connected(daemon: FakeDaemon, **options: Any) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(daemon.address, local=False, policy=POLICY, **options) as client:
-        yield client
+    client = Client(daemon.address, local=False, policy=POLICY, **options)
+    async with AsyncClient(client) as client_of_loop:
+        yield client_of_loop
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -71,8 +75,10 @@ def methods(kind: type) -> dict[str, Callable[..., Any]]:
     }
 
 
-def properties(kind: type) -> set[str]:
-    return {name for name, _ in inspect.getmembers(kind, lambda m: isinstance(m, property))}
+def known(made: object) -> set[str]:
+    """Public attributes and properties."""
+    properties = inspect.getmembers(type(made), lambda m: isinstance(m, property))
+    return {name for name in (*vars(made), *dict(properties)) if not name.startswith("_")}
 
 
 @pytest.mark.parametrize(
@@ -94,21 +100,19 @@ def parameters(method: Callable[..., Any]) -> list[tuple[str, Any, Any, str]]:
     ]
 
 
-def test_both_are_made_alike() -> None:
-    twin = dict(inspect.signature(AsyncClient.__init__).parameters)
-    assert twin.pop("max_concurrency").default == 8
-    assert twin == dict(inspect.signature(Client.__init__).parameters)
-
-
 def test_both_know_the_same(daemon: FakeDaemon) -> None:
     with Client(daemon.address, local=False) as client:
         hit = client.claim([ONE])
         items = [ReserveItem(ONE, 1)]
         (reservation,) = client.reserve(items, tier=Tier.RAM, reason=SaveReason.COLD)
-        twins = [(client, AsyncClient), (hit, AsyncHit), (reservation, AsyncReservation)]
+        runner = Runner(1, 5_000, Owner())
+        twins: list[tuple[object, object]] = [
+            (client, AsyncClient(client)),
+            (hit, AsyncHit(hit, runner)),
+            (reservation, AsyncReservation(reservation, runner)),
+        ]
         for made, twin in twins:
-            attributes = {name for name in vars(made) if not name.startswith("_")} - {"holding"}
-            assert attributes | properties(type(made)) == properties(twin)
+            assert known(made) - {"holding"} == known(twin) - {"client", "hit", "reservation"}
 
 
 # ---- the same behaviour
@@ -213,7 +217,7 @@ def test_mistakes_raise(daemon: FakeDaemon) -> None:
         with pytest.raises(ClientClosed):
             await client.claim([ONE])
         with pytest.raises(InvalidSize, match="max_concurrency"):
-            AsyncClient(daemon.address, max_concurrency=0)
+            AsyncClient(client.client, max_concurrency=0)
 
     run(test)
 
@@ -261,7 +265,7 @@ def test_a_save_cancelled_before_its_turn_is_not_done(daemon: FakeDaemon) -> Non
 
 def test_closing_ends_the_calls_under_way_and_leaves_no_thread(daemon: FakeDaemon) -> None:
     async def test() -> None:
-        client = AsyncClient(daemon.address, local=False, max_concurrency=2)
+        client = AsyncClient(Client(daemon.address, local=False), max_concurrency=2)
         daemon.hold("Claim")
         tasks = [asyncio.create_task(client.claim([ONE])) for _ in range(2)]
         await until(lambda: daemon.rpcs["Claim"] == 2, daemon)

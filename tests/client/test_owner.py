@@ -59,7 +59,7 @@ from prefixd.proto.errors import CallerError
 warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads is the point
 address, local, end = sys.argv[1:]
 client = Client(address, local=local == "local")
-twin = AsyncClient(address, local=local == "local")
+twin = AsyncClient(Client(address, local=local == "local"))
 key = b"k" * 32
 terms = {"tier": Tier.SHM, "reason": SaveReason.EVICT}
 assert client.save(key, b"abc", **terms).ok

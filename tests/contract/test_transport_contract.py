@@ -1,5 +1,5 @@
-"""What every transport does: the same suite in place, over gRPC and over the data socket, each on
-a real daemon.
+"""What every transport does: the same suite in place, over gRPC and over the data socket, plain and
+under TLS, each on a real daemon.
 
 A behaviour that holds for one and not for the other is a mistake in one of them; what a transport
 does faster than the other is tested with it.
@@ -32,9 +32,12 @@ from prefixd.client import (
     Tier,
 )
 from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.client.local import lending
 from prefixd.client.local.transport import LocalTransport
+from prefixd.client.wire import channel
 from prefixd.proto.errors import CallerError, ClientClosed, InvalidBatch, InvalidKey, InvalidSize
 from prefixd.proto.keys import Key, prefix_key
+from tests.support.certificates import Authority
 from tests.support.daemon import eventually, tcp_address, tcp_daemon
 from tests.support.fakes import PATIENCE_S
 
@@ -47,20 +50,41 @@ LEASE_MS = 100
 EVICT = SaveReason.EVICT
 
 
+@pytest.fixture(scope="module", params=["local", "lending", "grpc", "data", "tls"])
+def way(request: pytest.FixtureRequest) -> str:
+    """The transport that is being tested."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[PrivateDaemon]:
-    with tcp_daemon("--sessions.heartbeat=60s", ram="64MiB") as daemon:
+def flags(way: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    """Of its daemons."""
+    if way != "tls":
+        yield ()
+        return
+    authority = Authority(tmp_path_factory.mktemp("tls") / "ours")
+    certificate, key = authority.sign("daemon")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(channel.CA, str(authority.certificate))
+        yield f"--server.tls_cert={certificate}", f"--server.tls_key={key}"
+
+
+@pytest.fixture(scope="module")
+def daemon(flags: tuple[str, ...]) -> Iterator[PrivateDaemon]:
+    with tcp_daemon("--sessions.heartbeat=60s", *flags, ram="64MiB") as daemon:
         yield daemon
 
 
-@pytest.fixture(params=["local", "grpc", "data"])
-def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Client]]:
-    """Makes clients over the transport that is being tested."""
+@pytest.fixture
+def make(way: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Client]]:
+    """Makes clients over it."""
     made: list[Client] = []
+    if way == "lending":  # whatever is saved
+        monkeypatch.setattr(lending, "LEND_BYTES", 1)
 
     def make(daemon: PrivateDaemon, **options: Any) -> Client:
-        address = tcp_address(daemon) if request.param == "data" else daemon.address
-        client = Client(address, local=request.param == "local", policy=POLICY, **options)
+        address = tcp_address(daemon) if way in ("data", "tls") else daemon.address
+        client = Client(address, local=way in ("local", "lending"), policy=POLICY, **options)
         made.append(client)
         assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
         with daemon.admin() as admin:
@@ -423,10 +447,10 @@ def test_a_claim_that_was_lost_unseen_is_told_at_its_release(
 
 
 def test_a_batch_larger_than_a_sessions_share_is_saved_whole(
-    make: Callable[..., Client], tier: Tier
+    make: Callable[..., Client], flags: tuple[str, ...], tier: Tier
 ) -> None:
     """Into an empty tier: what was reserved first is free again when the rest comes."""
-    with tcp_daemon("--disk.max_in_flight=1MiB", "--sessions.max_pinned_share=1") as daemon:
+    with tcp_daemon(*flags, "--disk.max_in_flight=1MiB", "--sessions.max_pinned_share=1") as daemon:
         client = make(daemon)
         keys = fresh_keys(60)
         items = [SaveItem(key, payload_of(key, 100_000), 7) for key in keys]
@@ -470,8 +494,8 @@ def test_what_is_granted_to_a_call_that_gave_up_is_given_back(
             assert len(hit) == len(keys)
 
 
-def test_a_daemon_that_died_is_a_miss(make: Callable[..., Client]) -> None:
-    with tcp_daemon() as daemon:
+def test_a_daemon_that_died_is_a_miss(make: Callable[..., Client], flags: tuple[str, ...]) -> None:
+    with tcp_daemon(*flags) as daemon:
         client = make(daemon)
         keys, payloads = save_some(client)
         held, found = client.claim(keys), client.longest_run(keys, claim=False)

@@ -55,7 +55,7 @@ KINDS = [
 
 DATA_KINDS = [
     field.name
-    for field in pb.DataRequest.DESCRIPTOR.fields
+    for field in pb.DataRequest.DESCRIPTOR.oneofs_by_name["kind"].fields
     if leads_to_a_session(field.message_type)
 ]
 
@@ -105,6 +105,7 @@ class Victim:
             "give_back": release,
             "reserve": pb.ReserveRequest(header=header),
             "cancel": pb.CancelRequest(session=ref, tokens=[self.token]),
+            "save_lent": pb.SaveLentRequest(reserved=reserved, token=bytes(16), pieces=[0]),
             "save_staged": pb.SaveStagedRequest(reserved=reserved, parts=[staged], last=True),
             "attach": ref,
             "read": pb.ReadRequest(session=ref, claim_id=self.claim, ranges=[pb.ReadRange()]),

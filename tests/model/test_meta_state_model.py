@@ -6,6 +6,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.model.closing import ClosingMachine
 from tests.model.machine import MetaStateMachine
+from tests.model.resizing import ResizingMachine
+from tests.model.sharing import SharesMachine
 
 
 class SmallStepsMachine(MetaStateMachine):
@@ -23,9 +25,14 @@ SETTINGS = settings(
     suppress_health_check=[HealthCheck.too_slow],
 )
 
+
 TestMetaState = MetaStateMachine.TestCase
 TestMetaState.settings = SETTINGS
 TestMetaStateInSmallSteps = SmallStepsMachine.TestCase
 TestMetaStateInSmallSteps.settings = SETTINGS
 TestMetaStateWhoseTiersClose = ClosingMachine.TestCase
 TestMetaStateWhoseTiersClose.settings = SETTINGS
+TestMetaStateWhoseTiersAreResized = ResizingMachine.TestCase
+TestMetaStateWhoseTiersAreResized.settings = SETTINGS
+TestMetaStateWithShares = SharesMachine.TestCase
+TestMetaStateWithShares.settings = SETTINGS

@@ -11,18 +11,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from tests.model.twin_shares import TwinShares, TwinTier
+
 #: An answer, or the saves that it waits for: the mode, and their tokens by the places of the keys.
 Attempt = Callable[[bool], Any]
-
-
-@dataclass
-class TwinTier:
-    budget: int
-    limit: int
-    cap: int  # entries; 0: as many as fit
-    cost: Callable[[int, int], int]  # payload and token id bytes -> bytes of the budget
-    slow: bool  # says later whether it could
-    in_flight: int  # bytes that may be reserved at once, but for one save alone; 0: all of them
 
 
 @dataclass(frozen=True)
@@ -37,9 +29,12 @@ class TwinLimits:
     unwritten: int  # how long a reservation stands without a byte
 
 
-class Twin:
-    def __init__(self, tiers: dict[str, TwinTier], limits: TwinLimits) -> None:
+class Twin(TwinShares):
+    def __init__(
+        self, tiers: dict[str, TwinTier], limits: TwinLimits, parts: dict[str, str] | None = None
+    ) -> None:
         self.tiers = tiers
+        self.parts = parts or {}  # of keys that are of one: which
         self.limits = limits
         self.now = 0
         self.credit = 0
@@ -189,6 +184,9 @@ class Twin:
         mine = [key for key in seen if self.readable(key)]
         if not mine:
             return ("claim", 0, lease, found, [False] * len(seen))
+        new = [self.entries[key] for key in mine if not self.entries[key]["pins"]]
+        if not all(self.may_fix(tier, new) for tier in self.tiers):
+            return ("refused", "limit_reached")
         self.claimed += 1
         for key in reversed(mine):
             self.use(key)
@@ -286,17 +284,6 @@ class Twin:
 
     # ---- room
 
-    def used(self, tier: str) -> tuple[int, int]:
-        """Bytes and entries, published and reserved."""
-        there = [*self.entries.values(), *self.condemned]
-        mine = [e["cost"] for e in there if e["tier"] == tier]
-        mine += [s["cost"] for s in self.saves.values() if s["tier"] == tier]
-        return sum(mine), len(mine)
-
-    def unpinned(self, tier: str) -> tuple[int, int]:
-        costs = [self.entries[key]["cost"] for key in self.order[tier]]
-        return sum(costs), len(costs)
-
     def leave(self, key: str) -> None:
         entry = self.entries.pop(key)
         if entry["pins"]:
@@ -308,10 +295,13 @@ class Twin:
         self.say("delete", key)
         self.say("erase", entry["tier"], key)
 
-    def make_room(self, tier: str, cost: int) -> Any:
+    def make_room(self, tier: str, key: str, cost: int) -> Any:
         rules = self.tiers[tier]
         if cost > rules.budget:
             return "too large"
+        mine = rules.shares.get(self.part(tier, key), 0)
+        if rules.shares and cost > rules.budget - sum(rules.shares.values()) + mine:
+            return ("over share", tier, True)
         if tier in self.closed:
             return ("closed", tier, self.closed[tier])
         used, entries = self.used(tier)
@@ -319,10 +309,14 @@ class Twin:
         reserved = [save["cost"] for save in self.saves.values() if save["tier"] == tier]
         if rules.in_flight and reserved and sum(reserved) + cost > rules.in_flight:
             return "no room"
+        if not self.may_fix(tier, [{"tier": tier, "key": key, "cost": cost}]):
+            return ("over share", tier, False)
         if used - free + cost > rules.limit or (rules.cap and entries - gone + 1 > rules.cap):
             return "no room"
         while used + cost > rules.limit or (rules.cap and entries + 1 > rules.cap):
-            self.leave(self.order[tier][0])
+            victim = self.next_out(tier, key, cost)
+            assert victim is not None
+            self.leave(victim)
             used, entries = self.used(tier)
         return None
 
@@ -332,9 +326,11 @@ class Twin:
             return
         victims = freed = 0
         while freed < free and victims < most and self.order[tier]:
-            freed += self.entries[self.order[tier][0]]["cost"]
+            victim = self.next_out(tier, below=True)
+            assert victim is not None
+            freed += self.entries[victim]["cost"]
             victims += 1
-            self.leave(self.order[tier][0])
+            self.leave(victim)
         more = freed >= free or victims == most
         self.say("reply", request, ("evict", victims, freed, more))
 
@@ -390,7 +386,7 @@ class Twin:
         if self.saver_of(key):
             return self.find(key)
         cost = self.tiers[tier].cost(payload, token_ids)
-        refusal = self.make_room(tier, cost)
+        refusal = self.make_room(tier, key, cost)
         if refusal:
             return refusal
         self.reserved += 1
@@ -572,10 +568,18 @@ class Twin:
             if full or not self.gives_way(tier, one["key"]):
                 self.say("erase", tier, one["key"])
                 continue
+            room = True
             while self.used(tier)[0] + cost > rules.limit or (
                 rules.cap and self.used(tier)[1] >= rules.cap
             ):
-                self.leave(self.order[tier][0])
+                victim = self.next_out(tier, one["key"], cost)
+                if victim is None:
+                    room = False
+                    break
+                self.leave(victim)
+            if not room:
+                self.say("erase", tier, one["key"])
+                continue
             self.entries[one["key"]] = {
                 "key": one["key"],
                 "tier": tier,

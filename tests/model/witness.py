@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, assert_never
 
 from prefixd.proto.keys import Key
-from prefixd.proto.vocabulary import Tier
+from prefixd.proto.vocabulary import SaveStatus, Tier
 from prefixd.server.core import answers as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
@@ -88,7 +88,8 @@ class Witness:
                     )
                     self.free(entry.tier, writer.location, ("save", writer.token))
                 self.take(entry.tier, entry.location, ("entry", entry.key))
-            case fx.IndexDelete(key):
+            case fx.IndexDelete():
+                key = effect.key
                 if starting and key not in self.index:
                     return  # a row of an earlier start
                 entry = self.index.pop(key)
@@ -113,7 +114,7 @@ class Witness:
                 assert effect.token in self.orders
             case fx.SaveEnded():
                 order = self.orders.pop(effect.token)
-                if effect.outcome is not ev.SaveOutcome.SAVED:
+                if effect.outcome is not SaveStatus.SAVED:
                     self.free(order.tier, order.location, ("save", order.token))
             case fx.Verify(entry):
                 assert self.index[entry.key] is entry
@@ -198,8 +199,8 @@ def plain(effect: fx.Effect) -> tuple[Any, ...]:
             return ("reply", request, plain_answer(answer))
         case fx.IndexPut(entry):
             return ("put", name_of(entry.key))
-        case fx.IndexDelete(key):
-            return ("delete", name_of(key))
+        case fx.IndexDelete():
+            return ("delete", name_of(effect.key))
         case fx.Commit(tier, tokens):
             return ("commit", tier.label, list(tokens))
         case fx.StopWriting(token):
@@ -242,6 +243,8 @@ def plain_answer(answer: an.Answer) -> tuple[Any, ...]:
             return plain_reserved(answer)
         case an.EvictAnswer(entries, freed_bytes, more):
             return ("evict", entries, freed_bytes, more)
+        case an.ResizeAnswer(entries, freed_bytes, retired, done):
+            return ("resize", entries, freed_bytes, sum(retired[1::2]), done)
         case _:
             assert_never(answer)
 
@@ -269,5 +272,7 @@ def plain_reserved(reserved: an.Reserved) -> Any:
             return plain_found(reserved)
         case an.Closed(tier, state):
             return ("closed", tier.label, state.value)
+        case an.OverShare(tier, for_ever):
+            return ("over share", tier.label, for_ever)
         case _:
             return reserved.name.lower().replace("_", " ")

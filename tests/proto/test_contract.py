@@ -67,11 +67,14 @@ COUNTS = {
     "times",
     "remembered_events",
     "unknown_entries",
+    "pieces",
     "requests",
     "unanswered",
     "refused",
 }
 NAMES = {
+    "token_address",
+    "addresses",
     "session_id",
     "claim_id",
     "claim_ids",

@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.proto.units import format_bytes, format_duration, parse_bytes, parse_duration_ns
+from prefixd.proto.units import (
+    format_bytes,
+    format_duration,
+    parse_bytes,
+    parse_duration_ns,
+    percent,
+)
 
 
 @pytest.mark.parametrize(
@@ -119,3 +125,9 @@ def test_durations_as_shown(ns: int, text: str) -> None:
 def test_whole_seconds_come_back_exactly(number: int, unit: str) -> None:
     ns = parse_duration_ns(f"{number}{unit}")
     assert parse_duration_ns(format_duration(ns)) == ns
+
+
+def test_shares() -> None:
+    assert percent(0.373624) == "37.36 %"
+    assert percent(0.373624, 1) == "37.4 %"
+    assert percent(None) == "-"

@@ -19,11 +19,11 @@ from prefixd.client.wire import channel
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import ConfigError
 from prefixd.proto.keys import Key
-from prefixd.server.api.access import CACHE_ROLES, Role
+from prefixd.server.api.access import ADMIN_ROLES, CACHE_ROLES, Role
 from prefixd.server.config.loading import load_config
 from prefixd.server.remote import credentials_of, tokens_of
 from tests.support.certificates import Authority
-from tests.support.daemon import private_daemon
+from tests.support.daemon import private_daemon, tcp_address
 from tests.support.running import Running, in_loop, running
 
 TOKENS = {role: f"{role.name.lower()}-" * 10 for role in Role}
@@ -119,11 +119,11 @@ async def test_every_rpc_with_every_role_is_as_the_table_says(
             async with grpc.aio.secure_channel(address, trusting(authority, token)) as stub:
                 for service in ("Cache", "Admin"):
                     for method in services[service].methods:
-                        needed = CACHE_ROLES[method.name] if service == "Cache" else Role.ADMIN
+                        needed = (CACHE_ROLES | ADMIN_ROLES).get(method.name, Role.ADMIN)
                         found = await refusal(stub, method)
                         if role is None:
                             assert found == "not_authenticated", method.full_name
-                        elif role < needed:
+                        elif not role.allows(needed):
                             assert found == "not_permitted", method.full_name
                         else:
                             assert found not in ("not_permitted", "not_authenticated")
@@ -182,14 +182,7 @@ def test_a_client_and_an_operator_over_tls(
     authority: Authority, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with private_daemon(*flags) as daemon:
-        log = daemon.log.read_text()
-        address = next(
-            word.strip("',]\"")
-            for line in log.splitlines()
-            if "serving" in line
-            for word in line.replace("[", " ").split()
-            if word.strip("',]\"").startswith("127.0.0.1:")
-        )
+        address = tcp_address(daemon)
         monkeypatch.setenv(channel.CA, str(authority.certificate))
         token = tmp_path / "token"
         monkeypatch.setenv(channel.TOKEN, str(token))
@@ -211,6 +204,15 @@ def test_a_client_and_an_operator_over_tls(
         refused = CliRunner().invoke(app, stats)
         assert refused.exit_code == 1
         assert "has the role read" in refused.output
+        watch = ["watch", "--once", "--address", address]
+        refused = CliRunner().invoke(app, watch)
+        assert refused.exit_code == 1
+        assert "has the role read, this takes watch" in refused.output
+        token.write_text(TOKENS[Role.WATCH])
+        watched = CliRunner().invoke(app, watch)
+        assert watched.exit_code == 0
+        assert f"+ {KEY.hex()} ram" in watched.output
+        assert CliRunner().invoke(app, stats).exit_code == 1, "a router is no operator"
         token.write_text("wrong-" * 10)
         with Client(address) as client:
             assert not client.wait_connected(deadline_ms=500)
@@ -261,3 +263,15 @@ def test_files_that_are_wrong_are_refused_at_the_start(
     assert "no PEM" in said
     (said,) = refused(*both, f"--server.tls_client_ca={tmp_path / 'nothing'}")
     assert "server.tls_client_ca: can't read" in said
+
+
+def test_shares_are_for_namespaces_that_tokens_are_of(flags: list[str], tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"read one {'x' * 32} team-a\n")
+    tokens.chmod(0o600)
+    over = [*flags, f"--server.tokens={tokens}", "--ram=8MiB"]
+    found = tokens_of(load_config([*over, "--ram.shares=team-a=1MiB"], {}))
+    assert found is not None
+    assert found.namespaces == {"team-a"}
+    with pytest.raises(ConfigError, match=r"^ram\.shares: no token in .* 'team-b'$"):
+        tokens_of(load_config([*over, "--ram.shares=team-b=1MiB"], {}))

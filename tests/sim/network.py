@@ -14,6 +14,7 @@ from typing import Any, Final
 from weakref import finalize
 
 from prefixd.proto.errors import PrefixdError
+from prefixd.server.api.access import Access
 from prefixd.server.api.calls import CallerGone, Process, cut_off_with, error_of
 from prefixd.server.core.answers import EvictAnswer
 from prefixd.server.core.events import EvictAsked
@@ -46,6 +47,7 @@ class Caller:
 
     def __init__(self, process: Process | None) -> None:
         self.process = process
+        self.access: Access | None = None
         self._callbacks: list[Callable[[bool], None]] = []
         self._gone: bool | None = None
 
@@ -283,8 +285,8 @@ class Call:
     async def _hand_over(self) -> None:
         """Descriptors by name, the client's own from here on."""
         request = await self._requests.get()
-        session = self.daemon.sessions.prove(request.session, self._caller).number
-        package = self.daemon.handoff.pack(session)
+        membership = self.daemon.sessions.prove(request.session, self._caller)
+        package = self.daemon.handoff.pack(membership)
         try:
             self._in(Handed(package), over=False)
         finally:

@@ -18,6 +18,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.runtime.quota import Quota
 from tests.support.running import OpenSession, Running, answer, item, key, part, payload, stream
+from tests.support.watchers import watch_in_crowds
 
 Code = grpc.StatusCode
 Attempt = Callable[[Running, OpenSession], Awaitable[Any]]
@@ -30,6 +31,7 @@ FLAGS: Final = (
     "--shm.budget=0",
     "--server.curve_keys=0",
     "--sessions.max_sessions=2",
+    "--watch.max_watchers=2",
     "--sessions.max_claims_per_session=1",
     "--sessions.max_reservations_per_session=4",
 )
@@ -474,6 +476,9 @@ def _operators() -> Iterator[Mistake]:
         yield admin(name, "Clear", "invalid_size", nobodys)
     nowhere_clear = pb.ClearRequest(namespace="a", tiers=[9])  # type: ignore[list-item]
     yield admin("a clear of no tier", "Clear", "unknown_tier", nowhere_clear)
+    nowhere_watch = pb.WatchRequest(tiers=[9])  # type: ignore[list-item]
+    yield admin("a watch of no tier", "Watch", "unknown_tier", nowhere_watch)
+    yield Mistake("one watcher too many", "Watch", "limit_reached", watch_in_crowds)
     loud = pb.SetLogLevelRequest(level="loud")
     yield admin("a log level that there is not", "SetLogLevel", "malformed_message", loud)
     for beginning in (b"", b"a", bytes(33)):

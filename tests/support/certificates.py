@@ -10,7 +10,7 @@ import pytest
 
 
 class Authority:
-    """Signs certificates for 127.0.0.1, in `directory`."""
+    """Signs certificates, in `directory`."""
 
     def __init__(self, directory: Path) -> None:
         if shutil.which("openssl") is None:
@@ -25,12 +25,12 @@ class Authority:
             *("-subj", "/CN=test authority"),
         )
 
-    def sign(self, name: str, *, days: int = 2) -> tuple[Path, Path]:
-        """A certificate and its key. `days` below 0: it is over."""
+    def sign(self, name: str, *, days: int = 2, address: str = "127.0.0.1") -> tuple[Path, Path]:
+        """A certificate for an address, and its key. `days` below 0: it is over."""
         certificate, key = self._directory / f"{name}.pem", self._directory / f"{name}.key"
         request = self._directory / f"{name}.csr"
         extensions = self._directory / f"{name}.ext"
-        extensions.write_text("subjectAltName=IP:127.0.0.1\n")
+        extensions.write_text(f"subjectAltName=IP:{address}\n")
         _openssl(
             *("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
             *("-keyout", key, "-out", request, "-subj", f"/CN={name}"),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 from prefixd.proto import data
@@ -92,6 +93,43 @@ class DataConnection:
 
     def close(self) -> None:
         self.sock.close()
+
+
+class SecuredConnection(DataConnection):
+    """Under TLS."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def send_bytes(self, raw: bytes) -> None:
+        self._writer.write(raw)
+        await self._writer.drain()
+
+    async def exactly(self, size_bytes: int) -> bytes:
+        return await self._reader.readexactly(size_bytes)
+
+    async def hung_up(self) -> None:
+        with suppress(ConnectionError):
+            await self._reader.read()
+
+    def close(self) -> None:
+        self._writer.transport.abort()
+
+
+@asynccontextmanager
+async def secured_connection(
+    port: int, context: ssl.SSLContext, session: OpenSession | None = None, token: str = ""
+) -> AsyncIterator[SecuredConnection]:
+    """Raises OSError of what is no handshake."""
+    reader, writer = await asyncio.open_connection(HOST, port, ssl=context, limit=2**24)
+    connection = SecuredConnection(reader, writer)
+    try:
+        if session is not None:
+            await connection.send_bytes(data.frame(pb.DataRequest(attach=session.ref, token=token)))
+        yield connection
+    finally:
+        connection.close()
 
 
 @asynccontextmanager

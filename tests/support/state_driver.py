@@ -3,25 +3,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.core import answers as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from prefixd.server.core.entries import Entry
-from prefixd.server.core.events import ClaimMode, SaveItem, SaveOutcome
+from prefixd.server.core.events import SaveItem
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
 from prefixd.tiers.eviction.lru import LRU
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.ledger import Ledger
+from prefixd.tiers.shares import Share
 from prefixd.tiers.store import Location, StoredEntry
 
 LOST_AFTER_NS = 1_000
+NOBODY: Mapping[str, int] = MappingProxyType({})
 
 
 def key(name: str) -> Key:
@@ -41,11 +44,23 @@ def names(of: Any) -> str:
     return " ".join(name(one) for one in of)
 
 
-def ledger(tier: Tier, budget_bytes: int, *, max_entries: int = 0, slab_bytes: int = 1) -> Ledger:
+def ledger(
+    tier: Tier,
+    budget_bytes: int,
+    *,
+    max_entries: int = 0,
+    slab_bytes: int = 1,
+    shares: Mapping[str, int] = NOBODY,
+) -> Ledger:
     """LRU; an arena of slabs, except for the disk tier."""
-    extents = None if tier is Tier.DISK else ExtentAllocator(budget_bytes, slab_bytes)
-    policy = LRU[Key](budget_bytes)
-    return Ledger(tier, budget_bytes, policy, max_entries=max_entries, extents=extents)
+    return Ledger(
+        tier,
+        budget_bytes,
+        LRU[Key](budget_bytes),
+        max_entries=max_entries,
+        extents=None if tier is Tier.DISK else ExtentAllocator(budget_bytes, slab_bytes),
+        shares=[Share(name, share, LRU[Key](share)) for name, share in shares.items()],
+    )
 
 
 def stored(
@@ -89,14 +104,17 @@ class Driver:
     `ram` and `shm` have 10 bytes, `disk` has 10 and is blocking; an entry costs its payload.
     """
 
-    def __init__(self, *, stamp_ns: int = 0, **config: int) -> None:
+    def __init__(
+        self, *, stamp_ns: int = 0, shares: Mapping[str, int] = NOBODY, **config: int
+    ) -> None:
+        """`shares`: of each tier, in bytes."""
         self.now_ns = 0
         self.effects: list[fx.Effect] = []
         self._requests = 0
         settings = {"session_lost_after_ns": LOST_AFTER_NS} | config
         self.state = MetaState(
             StateConfig(**settings),
-            {tier: ledger(tier, 10) for tier in Tier},
+            {tier: ledger(tier, 10, shares=shares) for tier in Tier},
             dict.fromkeys(Tier, lambda payload_bytes, _: payload_bytes),
             frozenset({Tier.DISK}),
             stamp_ns,
@@ -242,7 +260,7 @@ class Driver:
         expected = (8,) * len(tokens) if wrong else crcs
         return self.happens(ev.WriteSealed(tokens, crcs, expected, self.now_ns))
 
-    def stop(self, token: int, outcome: SaveOutcome = SaveOutcome.LOST) -> list[fx.Effect]:
+    def stop(self, token: int, outcome: SaveStatus = SaveStatus.LOST) -> list[fx.Effect]:
         return self.happens(ev.WriteStopped(token, outcome, "it stopped", self.now_ns))
 
     def commit(self, *tokens: int) -> list[fx.Effect]:

@@ -1,13 +1,10 @@
-"""The tables, and what is wanted, from rows that are made up."""
+"""The tables, from rows that are made up."""
 
 from __future__ import annotations
-
-import pytest
 
 from prefixd.client.bench.report import Table, as_markdown, tables
 from prefixd.client.bench.rows import Rows
 from prefixd.client.bench.samples import Row
-from prefixd.client.bench.wanted import Wanted, wanted
 
 OURS = Rows(
     [
@@ -60,7 +57,7 @@ def test_a_batch_beside_the_peers() -> None:
 
 
 def test_searches_evictions_and_crowds() -> None:
-    _, searches, evictions, crowd, _ = tables(OURS, Rows(), 5 * 2**20)
+    _, searches, evictions, crowd = tables(OURS, Rows(), 5 * 2**20)
     assert [row[0] for row in searches.rows] == [
         "longest prefix of 30,000 tokens, hit",
         "longest prefix of 30,000 tokens, miss",
@@ -77,74 +74,11 @@ def test_searches_evictions_and_crowds() -> None:
     assert crowd.rows == [("1", "12.00", "-"), ("8", "18.00", "1.50x")]
 
 
-def test_what_is_wanted() -> None:
-    found = {one.what: (round(one.value, 3), one.good) for one in wanted(OURS, PEERS, 5 * 2**20)}
-    assert found == {
-        "restore of 48 blocks, prefixd-ram / memcpy": (0.8, True),
-        "restore of 48 blocks, prefixd-ram / mooncake-shm": (1.5, True),
-        "view of 48 blocks, prefixd-ram / memcpy": (25.0, True),
-        "save of 48 blocks, prefixd-ram / redis-unix": (4.0, True),
-        "restore of 48 blocks, prefixd-disk / memcpy": (0.4, False),
-        "exists of 48 blocks, prefixd-ram / redis-unix": (4.0, True),
-        "longest prefix of 30,000 tokens, hit / hashing": (1.2, True),
-        "longest prefix of 30,000 tokens, miss / hashing": (1.5, False),
-        "chain of 256 blocks of 16 tokens, all there / hashing": (2.0, True),
-        "chain of 256 blocks of 16 tokens, miss on the first, beside the hash": (7.5, True),
-        "look-ups that all searches cost the daemon": (3, False),
-        "eviction beside 100,000 claimed entries / beside as many unclaimed": (1.125, True),
-        "bytes/s of 8 processes / of one": (1.5, True),
-    }
-    table = tables(OURS, PEERS, 5 * 2**20)[-1]
-    assert table.rows[2] == (
-        "view of 48 blocks, prefixd-ram / memcpy", "at least 20x", "25x", "yes",
-    )  # fmt: skip
-    assert table.rows[4][1:] == ("at least 0.6x", "0.40x", "no")
-
-
-def test_what_is_wanted_of_the_data_socket() -> None:
-    rows = Rows(
-        [
-            Row("memcpy", "restore", 1, 1.0, 5.0),
-            Row("prefixd-data", "restore", 1, 4.0, 1.3),
-            Row("prefixd-grpc", "restore", 1, 12.0, 0.4),
-            *(Row("prefixd-data", op, 48, 100.0, 2.5) for op in ("restore", "save", "exists")),
-            *(Row("prefixd-grpc", op, 48, 190.0, 1.3) for op in ("restore", "save", "exists")),
-        ]
-    )
-    peers = Rows([Row("mooncake-tcp", "save", 48, 300.0, 0.8)])
-    found = {one.what: (one.value, one.limit) for one in wanted(rows, peers, 5 * 2**20)}
-    assert found == {
-        "restore of 48 blocks, prefixd-data / prefixd-grpc": (1.9, 2.0),
-        "save of 48 blocks, prefixd-data / prefixd-grpc": (1.9, 1.7),
-        "exists of 48 blocks, prefixd-data / prefixd-grpc": (1.9, 2.0),
-        "save of 48 blocks, prefixd-data / mooncake-tcp": (3.0, 1.5),
-        "restore of 1 block, prefixd-data / prefixd-grpc": (3.0, 2.5),
-    }
-    assert "prefixd-data" not in str(wanted(rows, peers, 2**16))
-
-
-def test_small_blocks_have_goals_of_their_own() -> None:
-    ram_save = Row("prefixd-disk", "save", 48, 100.0, 2.5)
-    rows = Rows([*OURS.of("restore"), *OURS.of("save"), *OURS.of("view"), ram_save])
-    found = {one.what: (one.value, one.limit, one.good) for one in wanted(rows, PEERS, 192 * 2**10)}
-    assert found["view of 48 blocks, prefixd-ram"] == (640.0, 250, False)
-    assert found["restore of 48 blocks, prefixd-ram / mooncake-shm"] == (1.5, 2, False)
-    assert found["save of 48 blocks, prefixd-disk / prefixd-ram"] == (0.5, 0.35, True)
-
-
 def test_what_was_not_measured_is_left_out() -> None:
     assert tables(Rows(), PEERS, 1) == []
     only = Rows([Row("memcpy", "restore", 1, 1.0, 5.0)])
     (batch,) = tables(only, Rows(), 2**20)
     assert batch.title.startswith("1 block of 1MiB")
-
-
-@pytest.mark.parametrize(
-    ("value", "at_least", "good"),
-    [(2.0, True, True), (1.9, True, False), (2.0, False, True), (2.1, False, False)],
-)
-def test_a_limit_belongs_to_what_is_good(value: float, at_least: bool, good: bool) -> None:
-    assert Wanted("x", value, 2.0, at_least).good is good
 
 
 def test_as_markdown() -> None:

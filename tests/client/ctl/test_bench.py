@@ -88,9 +88,6 @@ def test_a_table_beside_peers_and_rows_in_a_file(
     assert f"{restore['gb_per_s']:.2f}" in shown[1], "in the table of two blocks"
     text = " ".join(result.stdout.split())
     assert "redis-unix - - 1.00 (0.01x) 99,000 - 60.0" in text
-    ratio = 200.0 / restore["p50_ms"]
-    assert f"restore of 2 blocks, prefixd-ram / redis-unix at least 2x {ratio:.0f}x yes" in text
-    assert "look-ups that all searches cost the daemon at most 0 0 yes" in text
     assert "memcpy beside the peers, of memcpy here" in text
     assert "Python 3." in text
 
@@ -103,7 +100,6 @@ def test_markdown(daemon: PrivateDaemon, peers: Path) -> None:
     assert headings == [
         "### 1 block of 20KiB (x, +: beside the memcpy of the same run)",
         "### 2 blocks of 20KiB (x, +: beside the memcpy of the same run)",
-        "### what is wanted, blocks of 20KiB",
     ]
     assert "| redis-unix | - | - | 1.00 (0.01x) | 99,000 | - | 60.0 |" in result.stdout
 

@@ -27,10 +27,6 @@ def test_seconds(value: float, text: str) -> None:
     assert lab_views.seconds(value) == text
 
 
-def test_percent() -> None:
-    assert lab_views.percent(0.373624) == "37.36 %"
-
-
 def test_nothing_of_nothing() -> None:
     empty = [Request(0, 0, 0, ())]
     found = analyze(empty)

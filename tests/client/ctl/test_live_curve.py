@@ -1,4 +1,4 @@
-"""`prefixctl curve --live`, held against what daemons of those budgets really hit."""
+"""`prefixctl curve-live`, held against what daemons of those budgets really hit."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def fed_daemon(requests: list[Request], slots: int, *flags: str) -> Iterator[Pri
 
 
 def ctl(daemon: PrivateDaemon, *arguments: str) -> Result:
-    return CliRunner().invoke(app, ["--address", daemon.address, "curve", *arguments])
+    return CliRunner().invoke(app, ["--address", daemon.address, "curve-live", *arguments])
 
 
 def curve_of(daemon: PrivateDaemon, *arguments: str) -> Any:
     """The curve of the RAM tier."""
-    result = ctl(daemon, "--live", "--tier", "ram", "--json", "-", *arguments)
+    result = ctl(daemon, "--tier", "ram", "--json", "-", *arguments)
     assert result.exit_code == 0, result.output
     (tier,) = json.loads(result.stdout)["tiers"]
     return tier
@@ -103,14 +103,14 @@ def test_the_curve_as_json(once: PrivateDaemon, requests: list[Request]) -> None
     assert curve["policy"] == "lru"
     assert curve["sample_rate"] == 1.0
     assert curve["sampled_keys"] == len({block for r in requests for block in r.hash_ids})
-    everything = ctl(once, "--live", "--json")
+    everything = ctl(once, "--json")
     assert [tier["tier"] for tier in json.loads(everything.stdout)["tiers"]] == ["ram", "shm"]
     assert json.loads(everything.stdout)["tiers"][0] == curve
 
 
 def test_the_curve_as_a_table(once: PrivateDaemon) -> None:
     curve = curve_of(once)
-    result = ctl(once, "--live")
+    result = ctl(once)
     assert result.exit_code == 0, result.output
     head, *rows = [line.split() for line in result.stdout.splitlines() if line.strip()]
     assert " ".join(head).endswith("hit rate now at 0.25x at 0.5x at 1x at 2x at 4x sampled")
@@ -120,7 +120,7 @@ def test_the_curve_as_a_table(once: PrivateDaemon) -> None:
     assert f"{curve['sampled_keys']:,}" in ram
     shm = next(row for row in rows if row[0] == "shm")
     assert shm.count("-") == 6, "nothing was looked for there"
-    by_size = ctl(once, "--live", "--tier", "ram", "--capacity", "1MiB,2MiB")
+    by_size = ctl(once, "--tier", "ram", "--capacity", "1MiB,2MiB")
     assert "at 1MiB" in by_size.stdout
     assert "at 2MiB" in by_size.stdout
 
@@ -141,7 +141,7 @@ def test_a_small_sample_is_said_to_be_one(requests: list[Request]) -> None:
 
 def test_a_daemon_that_keeps_no_sample_says_so() -> None:
     with private_daemon("--server.curve_keys=0") as daemon:
-        result = ctl(daemon, "--live")
+        result = ctl(daemon)
     assert result.exit_code == 1
     assert result.stderr == ("prefixctl: this daemon samples no curve; set server.curve_keys\n")
 
@@ -149,13 +149,9 @@ def test_a_daemon_that_keeps_no_sample_says_so() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--live", "trace.jsonl"], "TRACE goes without --live"),
-        (["--live", "--points", "9"], "--points goes without --live"),
-        (["--live", "--html", "x.html"], "--html goes without --live"),
-        (["trace.jsonl", "--tier", "ram"], "--tier needs --live"),
-        ([], "a curve needs a trace, or --live"),
-        (["--live", "--tier", "disk"], "the disk tier is not configured"),
-        (["--live", "--capacity", "2GB"], "unknown unit 'GB'"),
+        (["--tier", "tape"], "'tape' is none of ram, shm, disk"),
+        (["--tier", "disk"], "the disk tier is not configured"),
+        (["--capacity", "2GB"], "unknown unit 'GB'"),
     ],
 )
 def test_what_makes_no_sense_is_bad_input(
@@ -167,6 +163,6 @@ def test_what_makes_no_sense_is_bad_input(
 
 
 def test_no_daemon_is_an_exit_code_of_its_own() -> None:
-    result = CliRunner().invoke(app, ["--address", "/nowhere/at/all", "curve", "--live"])
+    result = CliRunner().invoke(app, ["--address", "/nowhere/at/all", "curve-live"])
     assert result.exit_code == 3
     assert "no daemon answers" in result.stderr

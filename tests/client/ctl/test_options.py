@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import typer
 
-from prefixd.client.ctl.options import ReasonName, TierChoice, TierName, parse_seconds, parse_size
+from prefixd.client.ctl.options import chosen, parse_reason, parse_seconds, parse_size, parse_tier
 from prefixd.proto.vocabulary import SaveReason, Tier
 
 
@@ -35,7 +35,10 @@ def test_what_is_no_time_is_refused(text: str) -> None:
         parse_seconds(text)
 
 
-def test_the_names_are_those_of_the_vocabulary() -> None:
-    assert {name.name: name.value for name in TierName} == {t.name: t.label for t in Tier}
-    assert {name.name: name.value for name in ReasonName} == {r.name: r.label for r in SaveReason}
-    assert {*TierChoice} == {*TierName, TierChoice.ALL}
+def test_tiers_and_reasons_go_by_the_names_of_the_vocabulary() -> None:
+    assert [parse_tier(tier.label) for tier in Tier] == [*Tier]
+    assert [parse_reason(reason.label) for reason in SaveReason] == [*SaveReason]
+    assert chosen([Tier.SHM, Tier.RAM, Tier.SHM]) == [Tier.SHM, Tier.RAM]
+    assert chosen(None) == []
+    with pytest.raises(typer.BadParameter, match="none of ram, shm, disk"):
+        parse_tier("tape")

@@ -38,11 +38,12 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(daemon: PrivateDaemon, *arguments: object) -> Result:
-    return CliRunner().invoke(app, ["--address", daemon.address, "replay", *map(str, arguments)])
+    words = ["--address", daemon.address, "replay-live", *map(str, arguments)]
+    return CliRunner().invoke(app, words)
 
 
 def test_a_live_replay_ends_with_its_tables(daemon: PrivateDaemon, trace: Path) -> None:
-    result = run(daemon, trace, "--live", "--salt", "tables", "--tier", "all", "--workers", 2)
+    result = run(daemon, trace, "--salt", "tables", "--tier", "all", "--workers", 2)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[-1] == "0 mismatches"
@@ -54,7 +55,7 @@ def test_a_live_replay_ends_with_its_tables(daemon: PrivateDaemon, trace: Path) 
 
 @pytest.mark.parametrize("arguments", [["--json"], ["--json", "-"], ["--json", "--workers", "1"]])
 def test_json_on_standard_output(daemon: PrivateDaemon, trace: Path, arguments: list[str]) -> None:
-    result = run(daemon, trace, "--live", "--limit", 10, "--salt", "json", *arguments)
+    result = run(daemon, trace, "--limit", 10, "--salt", "json", *arguments)
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
     assert data["requests"] == 10
@@ -67,16 +68,16 @@ def test_json_before_the_name_and_into_a_file(
     daemon: PrivateDaemon, trace: Path, tmp_path: Path
 ) -> None:
     before = CliRunner().invoke(
-        app, ["--json", "--address", daemon.address, "replay", str(trace), "--live", "--limit", "3"]
+        app, ["--json", "--address", daemon.address, "replay-live", str(trace), "--limit", "3"]
     )
     assert json.loads(before.stdout)["requests"] == 3
     file = tmp_path / "result.json"
-    shown = run(daemon, trace, "--live", "--limit", 3, "--json", file)
+    shown = run(daemon, trace, "--limit", 3, "--json", file)
     assert json.loads(file.read_text())["requests"] == 3
     assert shown.stdout.endswith("0 mismatches\n")
 
 
-def test_without_live_it_needs_no_daemon(trace: Path) -> None:
+def test_the_policies_need_no_daemon(trace: Path) -> None:
     result = CliRunner().invoke(
         app,
         ["--address", "/nowhere/at/all", "replay", str(trace), "--json", "-", "--policy", "lru",
@@ -100,14 +101,14 @@ def test_blocks_that_are_not_what_they_must_be_are_mismatches(
     )
     root = replay_namespace(4096, 512, "foreign").root
     foreign = [SaveItem(Key(key), bytes(4096), 512) for key in keys_of_ids(root, [1, 3])]
-    good = run(daemon, trace, "--live", "--salt", "foreign", "--json")
+    good = run(daemon, trace, "--salt", "foreign", "--json")
     assert json.loads(good.stdout)["saves"] == {"saved": 4}
     with Client(daemon.address) as client, daemon.admin() as admin:
         admin.evict(2**40, [])
         client.save_many(foreign, tier=Tier.RAM, reason=SaveReason.EVICT)
-    bad = run(daemon, trace, "--live", "--salt", "foreign", "--json")
+    bad = run(daemon, trace, "--salt", "foreign", "--json")
     assert json.loads(bad.stdout)["mismatches"] == 0, "a run from block 0 on has none of them"
-    worse = run(daemon, trace, "--live", "--salt", "foreign")
+    worse = run(daemon, trace, "--salt", "foreign")
     assert worse.exit_code == 1
     assert worse.stdout.endswith("2 mismatches\n")
     assert "- block 1 at 1 has other bytes" in worse.stdout
@@ -116,14 +117,12 @@ def test_blocks_that_are_not_what_they_must_be_are_mismatches(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--workers", "2"], "--workers needs --live"),
-        (["--live", "--policy", "lru"], "--policy goes without --live"),
-        (["--live", "--per-request"], "--per-request goes without --live"),
-        (["--live", "--tier", "disk"], "no disk tier"),
-        (["--live", "--tier", "tape"], "tape"),
-        (["--live", "--block-bytes", "4KB"], "4KB"),
-        (["--live", "--workers", "0"], "--workers"),
-        (["--live", "--speed", "-1"], "--speed"),
+        (["--policy", "lru"], "--policy"),
+        (["--tier", "disk"], "no disk tier"),
+        (["--tier", "tape"], "tape"),
+        (["--block-bytes", "4KB"], "4KB"),
+        (["--workers", "0"], "--workers"),
+        (["--speed", "-1"], "--speed"),
     ],
 )
 def test_options_that_make_no_sense_are_bad_input(
@@ -134,7 +133,7 @@ def test_options_that_make_no_sense_are_bad_input(
     assert words in " ".join(result.stderr.replace("│", " ").split())
 
 
-@pytest.mark.parametrize("live", [[], ["--live"]])
+@pytest.mark.parametrize("command", ["replay", "replay-live"])
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -144,11 +143,11 @@ def test_options_that_make_no_sense_are_bad_input(
     ],
 )
 def test_a_trace_that_is_none_is_bad_input(
-    daemon: PrivateDaemon, tmp_path: Path, content: str, words: str, live: list[str]
+    daemon: PrivateDaemon, tmp_path: Path, content: str, words: str, command: str
 ) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(content)
-    result = run(daemon, path, *live)
+    result = CliRunner().invoke(app, ["--address", daemon.address, command, str(path)])
     assert result.exit_code == 2, result.output
     assert words in result.stderr
 
@@ -157,7 +156,7 @@ def test_bad_lines_may_be_skipped_and_are_told(daemon: PrivateDaemon, tmp_path: 
     path = tmp_path / "bad.jsonl"
     good = '{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n'
     path.write_text(good + "nonsense\n" + good)
-    result = run(daemon, path, "--live", "--skip-bad", "--salt", "skip", "--json")
+    result = run(daemon, path, "--skip-bad", "--salt", "skip", "--json")
     assert result.exit_code == 0
     data: Any = json.loads(result.stdout)
     assert (data["requests"], data["hit_tokens"]) == (2, 512)
@@ -165,8 +164,6 @@ def test_bad_lines_may_be_skipped_and_are_told(daemon: PrivateDaemon, tmp_path: 
 
 
 def test_no_daemon_is_an_exit_code_of_its_own(trace: Path) -> None:
-    result = CliRunner().invoke(
-        app, ["--address", "/nowhere/at/all", "replay", str(trace), "--live"]
-    )
+    result = CliRunner().invoke(app, ["--address", "/nowhere/at/all", "replay-live", str(trace)])
     assert result.exit_code == 3
     assert "no daemon answers" in result.stderr

@@ -11,9 +11,9 @@ from prefixd.client.lab.columns import TraceColumns
 from prefixd.client.lab.fleet import Fleet, fleet_document, simulate_fleet
 from prefixd.client.lab.fleet_page import MOST_NODES, render_fleet, sharing
 from prefixd.client.lab.page import STYLE
-from prefixd.client.lab.report import count, percent, value_at
+from prefixd.client.lab.report import count, value_at
 from prefixd.client.lab.trace import Request
-from prefixd.proto.units import format_bytes
+from prefixd.proto.units import format_bytes, percent
 from tests.support.page import Page
 
 Json = dict[str, Any]

@@ -1,19 +1,18 @@
-"""The HTML report and the plots: every figure is the data's, and the page needs nobody else."""
+"""The HTML report and the chart: every figure is the data's, and the page needs nobody else."""
 
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from prefixd.client.lab import charts, plots
+from prefixd.client.lab import charts
 from prefixd.client.lab.page import SCRIPT, STYLE
-from prefixd.client.lab.report import count, percent, render_report, value_at
-from prefixd.proto.units import format_bytes
+from prefixd.client.lab.report import count, render_report, value_at
+from prefixd.proto.units import format_bytes, percent
 from tests.support.page import Page
 
 Json = dict[str, Any]
@@ -229,35 +228,22 @@ def test_axis_labels() -> None:
     assert [charts.short_blocks(2**n) for n in (0, 9, 10, 17, 20, 30)] == [
         "1", "512", "1Ki", "128Ki", "1Mi", "1Gi",
     ]  # fmt: skip
-    assert charts.short_bytes(1.5 * 2**40) == "1.5 TiB"
-    assert charts.short_bytes(512) == "512 B"
     assert charts.powers_between(48, 200_000, 6) == [64, 256, 1024, 4096, 16384, 65536]
 
 
-def test_plots(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    data = report_data()
-    plots.write_plot(data, tmp_path / "a", "png")
-    assert (tmp_path / "a").read_bytes().startswith(b"\x89PNG\r\n")
-    for name in ("a.svg", "b.svg"):
-        plots.write_plot(data, tmp_path / name, "svg")
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    texts = " ".join(ElementTree.parse(tmp_path / "a.svg").getroot().itertext())
-    assert "unlimited 37.89 %" in texts
-    assert "knee 8,000 blocks" in texts
+def test_the_chart_as_a_file_of_its_own() -> None:
+    data = report_data(block_bytes=64 << 20)
+    picture = charts.curve_picture(data)
+    root = ElementTree.fromstring(picture)
+    texts = " ".join(root.itertext())
+    for words in ("unlimited 37.89 %", "knee 8,000 blocks", "GiB", data["title"]):
+        assert words in texts
     for policy in ("LRU", "LFU", "FIFO", "S3-FIFO", "ARC"):
         assert policy in texts
-    plots.write_plot(report_data(results=[], block_bytes=1 << 20), tmp_path / "c.svg", "svg")
-    texts = " ".join(ElementTree.parse(tmp_path / "c.svg").getroot().itertext())
-    assert "1 GiB" in texts
-    with pytest.raises(FileNotFoundError):
-        plots.write_plot(data, tmp_path / "absent" / "a.png", "png")
-
-
-def test_plots_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(plots.PlotsUnavailable, match=r"pip install 'prefixd\[plots\]'"):
-        plots.write_plot(report_data(), tmp_path / "a.png", "png")
+    assert "var(" not in picture, "a viewer without CSS variables shows it, too"
+    assert "#0b62a8" in picture
+    assert "#62b5f5" not in picture, "the colours are those on white"
+    assert charts.curve_picture(data) == picture
 
 
 def test_the_report_in_chromium(tmp_path: Path) -> None:

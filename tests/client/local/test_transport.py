@@ -8,7 +8,7 @@ import gc
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -291,7 +291,9 @@ def test_a_hand_over_that_takes_too_long_is_tried_again(
     """Not by every call, and it is not the reason that one misses its deadline."""
     asked: list[float] = []
 
-    def hand_over(_line: Line, _session: pb.SessionRef, timeout_s: float) -> None:
+    def hand_over(
+        _line: Line, _session: pb.SessionRef, timeout_s: float, _wanted: Sequence[str]
+    ) -> None:
         asked.append(timeout_s)
         raise DeadlineExceeded("not yet")
 
@@ -315,10 +317,10 @@ def test_a_call_waits_no_longer_than_it_may_for_the_hand_over_of_another(
     asked, may_go_on = threading.Event(), threading.Event()
     hand_over = Line.hand_over
 
-    def slow(line: Line, session: pb.SessionRef, timeout_s: float) -> Any:
+    def slow(line: Line, *asking: Any) -> Any:
         asked.set()
         assert may_go_on.wait(PATIENCE_S)
-        return hand_over(line, session, timeout_s)
+        return hand_over(line, *asking)
 
     monkeypatch.setattr(Line, "hand_over", slow)
     with Client(daemon.address) as client:
@@ -342,10 +344,10 @@ def test_closing_waits_for_no_hand_over(
     asked, may_go_on = threading.Event(), threading.Event()
     hand_over = Line.hand_over
 
-    def slow(line: Line, session: pb.SessionRef, timeout_s: float) -> Any:
+    def slow(line: Line, *asking: Any) -> Any:
         asked.set()
         assert may_go_on.wait(PATIENCE_S)
-        return hand_over(line, session, timeout_s)
+        return hand_over(line, *asking)
 
     monkeypatch.setattr(Line, "hand_over", slow)
     client = Client(daemon.address)

@@ -20,8 +20,10 @@ from prefixd.client.counters import Counters
 from prefixd.client.restores import Restore
 from prefixd.client.results import Entry
 from prefixd.client.wire import remote
-from prefixd.client.wire.data_line import DataCalls, DataLine, NoLine
+from prefixd.client.wire.channel import Security
+from prefixd.client.wire.data_line import DataCalls, DataLine
 from prefixd.client.wire.data_transport import DataTransport
+from prefixd.client.wire.data_wire import NoLine, Place
 from prefixd.proto import data
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
@@ -86,8 +88,12 @@ def entry_of(payload: bytes) -> Entry:
     return Entry(Key(bytes(32)), Tier.RAM, len(payload), 1, crc, 0, 0, 1, SaveReason.COLD)
 
 
+def place(port: int) -> Place:
+    return Place("127.0.0.1", port, pb.DataRequest(attach=REF))
+
+
 def read(port: int, restore: Restore, timeout_s: float = PATIENCE_S) -> None:
-    line = DataLine("127.0.0.1", port, REF, timeout_s)
+    line = DataLine(place(port), timeout_s)
     try:
         line.begin(pb.DataRequest(read=pb.ReadRequest()), timeout_s)
         line.parts(len(restore), restore)
@@ -177,7 +183,7 @@ def test_what_the_daemon_refuses_is_raised() -> None:
 
 
 def calls_to(port: int) -> DataCalls:
-    return DataCalls("127.0.0.1", port, REF, None)  # type: ignore[arg-type]  # nothing goes there
+    return DataCalls(place(port), None, Counters())  # type: ignore[arg-type]  # nothing goes there
 
 
 @pytest.mark.parametrize(
@@ -235,11 +241,13 @@ def test_a_connection_that_is_not_taken_leaves_time_for_grpc() -> None:
             blocked = full.enter_context(socket.socket())
             blocked.setblocking(False)
             blocked.connect_ex(address)
-        calls = DataCalls(*address, REF, Grpc())  # type: ignore[arg-type]  # no other call is made
+        counters = Counters()
+        calls = DataCalls(place(address[1]), Grpc(), counters)  # type: ignore[arg-type]  # no other call is made
         calls.Lookup(pb.LookupRequest(), SOON_S)
         calls.Lookup(pb.LookupRequest(), SOON_S)
     assert 0 < asked[0] <= SOON_S / 2
     assert asked[1] > asked[0], "it does not try again at once"
+    assert counters.snapshot()["data_fallbacks"] == 2
 
 
 def test_calls_under_way_fail_with_their_session() -> None:
@@ -269,7 +277,8 @@ class Opened:
     def __init__(self, data_port: int) -> None:
         self.welcome = pb.Welcome(data_port=data_port)
         self.ref = REF
-        self.connection = self.calls = object()
+        self.connection = self.calls = self
+        self.security = Security()
         self.data: DataCalls | None = None
         self.on_end: list[object] = []
 
@@ -300,7 +309,7 @@ def test_the_data_socket_is_where_the_daemon_was_reached(
         assert opened.calls is opened.connection
     else:
         assert opened.data is not None
-        assert (opened.data._host, opened.data._port) == (host, data_port)
+        assert opened.data._place[:2] == (host, data_port)
         assert opened.calls is opened.data
         assert opened.on_end == [opened.data.hang_up]
 

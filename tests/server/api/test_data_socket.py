@@ -15,6 +15,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.limits import MAX_MESSAGE_BYTES
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api import data_socket, raw_bytes
+from prefixd.server.api.streams import Stream
 from prefixd.tiers.store import Damaged, StoreError
 from tests.contract.faulty import FaultyStore
 from tests.support.data_client import DataConnection, data_connection
@@ -306,9 +307,8 @@ async def test_an_entry_that_left_the_table_is_not_read_any_further(tmp_path: Pa
         entry = daemon.tables.entries[key(1)]
         here, there = socket.socketpair()
         with here, there:
-            here.setblocking(False)
             ranges = [raw_bytes.SentRange(0, entry, False, 0, 3 * MIB)]
-            sending = raw_bytes.Sending(daemon.core, here, ranges)
+            sending = raw_bytes.Sending(daemon.core, Stream(here), ranges)
             assert sending.run(0) is raw_bytes.Progress.WAITING
             assert not sending.between_parts
             entry.published = False

@@ -21,6 +21,7 @@ from prefixd.proto.index import IndexReader, unpack_row
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api import hand_over as module
+from prefixd.server.api.sessions import Membership
 from prefixd.server.runtime import reindexing
 from prefixd.server.runtime.index import IndexWriter
 from prefixd.tiers.arena import SEALS, Arena
@@ -262,7 +263,7 @@ async def test_a_daemon_without_descriptors_hands_over_what_it_has_open(tmp_path
         session = await daemon.open()
         request = request_of(session)
         hand_over = daemon.local_server.hand_over
-        package = without_descriptors(lambda: hand_over.pack(session.number))
+        package = without_descriptors(lambda: hand_over.pack(Membership(session.number)))
         assert [each.name for each in package.response.descriptors] == [local.RAM]
         for name in (local.INDEX, local.STAGING):
             assert "Too many open files" in package.response.refused[name]

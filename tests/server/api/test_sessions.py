@@ -13,6 +13,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import StaleIncarnation, UnknownSession
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api import sessions
+from prefixd.server.api.access import Access
 from prefixd.server.api.calls import Process
 from prefixd.server.api.sessions import Sessions
 from prefixd.server.runtime import loop
@@ -308,6 +309,7 @@ class Somebody:
 
     def __init__(self, process: Process | None = None) -> None:
         self.process = process
+        self.access: Access | None = None
         self.sessions: list[int] = []
 
     def proved(self, session: int) -> None:

@@ -112,11 +112,10 @@ def test_remote_tcp_needs_no_consent_with_tls_and_somebody_to_ask() -> None:
         assert load(*tls, asked).server.tcp == "0.0.0.0:7070"
 
 
-def test_with_tls_there_is_no_data_socket() -> None:
-    """It has neither encryption nor roles."""
-    assert load("--tcp", "127.0.0.1:70").server.data_address() == "127.0.0.1:0"
-    tls = ("--tcp", "127.0.0.1:70", "--server.tls_cert=c", "--server.tls_key=k")
-    assert load(*tls).server.data_address() == ""
+def test_the_data_socket_is_secured_like_tcp() -> None:
+    tls = ("--tcp=0.0.0.0:70", "--server.tls_cert=c", "--server.tls_key=k", "--server.tokens=t")
+    assert load(*tls).server.data_address() == "0.0.0.0:0"
+    assert load(*tls, "--server.data=0.0.0.0:71").server.data_address() == "0.0.0.0:71"
 
 
 def test_remote_tcp_is_possible_on_purpose() -> None:
@@ -218,6 +217,15 @@ def test_everything_wrong_is_said_at_once_and_where_it_came_from(tmp_path: Path)
     ]
 
 
+#: With TLS and tokens.
+SECURED = (
+    "--tcp=127.0.0.1:1",
+    "--server.tls_cert=/c",
+    "--server.tls_key=/k",
+    "--server.tokens=/t",
+)
+
+
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
@@ -238,6 +246,13 @@ def test_everything_wrong_is_said_at_once_and_where_it_came_from(tmp_path: Path)
         (["--sessions.claim_lease", "2h"], "should be at most 1h"),
         (["--sessions.heartbeat", "5"], "is not a duration"),
         (["--server.worker_threads", "many"], "should be a valid integer"),
+        (["--ram.shares", "a"], "should be NAMESPACE=SIZE, with commas between; 'a' is not"),
+        (["--ram.shares", "a/b=1GiB"], "'a/b=1GiB' is not"),
+        (["--shm.shares", "a=1GiB,,b=1GiB"], "'' is not"),
+        (["--disk.shares", "a=1GB"], "unknown unit"),
+        (["--ram.shares", "a=0"], "'a' has a share of nothing"),
+        (["--ram.shares", "a=1GiB, a=2GiB"], "'a' has two shares"),
+        (["--ram.shares", ",".join(f"n{n}=1MiB" for n in range(33))], "33 namespaces, at most 32"),
     ],
 )
 def test_values_out_of_range(argv: list[str], why: str) -> None:
@@ -283,6 +298,9 @@ def test_a_flag_that_takes_no_value() -> None:
         (["--ram=64KiB", "--ram.slab=128KiB"], "ram.budget and ram.slab"),
         (["--shm=4096"], "shm.budget and shm.slab"),
         (["--disk=5"], "disk.budget"),
+        (["--shm.shares=a=1MiB"], "shm.shares and server.tokens"),
+        ([*SECURED, "--ram=4MiB", "--ram.shares=a=3MiB,b=2MiB"], "ram.shares and ram.budget"),
+        ([*SECURED, "--disk=0", "--disk.shares=a=1MiB"], "disk.shares and disk.budget"),
         (["--ram=0", "--shm=0", "--disk=0"], "ram.budget and shm.budget and disk.budget"),
         (["--shm.directory=/x/y", "--disk.directory=/x/./y"], "shm.directory and disk.directory"),
         (
@@ -306,12 +324,17 @@ def test_a_flag_that_takes_no_value() -> None:
         ),
         (["--server.tls_cert=c", "--server.tls_key=k"], "server.tls_cert and server.tcp"),
         (
-            [
-                *("--tcp=127.0.0.1:7", "--server.data=127.0.0.1:8"),
-                *("--server.tls_cert=c", "--server.tls_key=k"),
-            ],
-            "server.data and server.tls_cert",
+            ["--shared.payloads=nodes", "--shared.peer_ca=c"],
+            "shared.peer_ca and server.tls_cert",
         ),
+        (
+            [
+                *("--tcp=127.0.0.1:7", "--server.tls_cert=c", "--server.tls_key=k"),
+                "--shared.payloads=nodes",
+            ],
+            "shared.peer_ca and server.tls_cert",
+        ),
+        (["--shared.peer_token_file=t"], "shared.peer_token_file and shared.peer_ca"),
     ],
 )
 def test_options_that_contradict_each_other(argv: list[str], keys: str) -> None:
@@ -445,3 +468,26 @@ def test_files_that_are_not_there_are_found_before_a_start(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"server\.tls_cert: .*/cert is no file") as refused:
         load("--check-config", *places, *tls)
     assert "server.tls_key: " in str(refused.value)
+
+
+@pytest.mark.parametrize(("low", "high"), [("0.9", "0.9"), ("0.95", "0.5")])
+def test_watermarks_that_contradict_each_other_are_refused(low: str, high: str) -> None:
+    (line,) = refusal(f"--pressure.low_watermark={low}", f"--pressure.high_watermark={high}")
+    assert line.startswith("pressure.low_watermark and pressure.high_watermark: pressure begins")
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--pressure.source=swap",
+        "--pressure.source=os:system()",
+        "--pressure.tiers=ram,ram",
+        "--pressure.tiers=vram",
+        "--pressure.high_watermark=0",
+        "--pressure.max_stalled=2",
+        "--pressure.interval=1ms",
+    ],
+)
+def test_what_pressure_can_not_be_is_refused_by_its_option(flag: str) -> None:
+    (line,) = refusal(flag)
+    assert line.startswith(flag[2:].partition("=")[0])

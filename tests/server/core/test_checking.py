@@ -16,7 +16,7 @@ from prefixd.server.core.events import Tick
 from prefixd.server.core.tables import Claim, Stage, Timer
 from prefixd.tiers.eviction import make_policy
 from prefixd.tiers.order import order_by
-from tests.support.state_driver import Driver, key
+from tests.support.state_driver import Driver, key, ledger
 
 Plant = Callable[[Driver], Any]
 
@@ -24,6 +24,7 @@ Plant = Callable[[Driver], Any]
 def everything() -> Driver:
     """Of everything something: claimed and unclaimed entries, saves at every stage, a wait."""
     driver = Driver()
+    driver.tables.ledgers[Tier.DISK] = ledger(Tier.DISK, 10, shares={"team": 2})
     driver.open("alice")
     driver.open("bob")
     driver.save(1, "a b c")
@@ -74,6 +75,10 @@ def generation_twice(d: Driver) -> None:
 
 def use_of_what_is_gone(d: Driver) -> None:
     d.tables.unrecorded[key("z")] = d.entry("c")
+
+
+def a_share_that_is_booked_wrong(d: Driver) -> None:
+    d.tables.ledgers[Tier.DISK].shares.standings[0].fixed_bytes += 1
 
 
 def claim_without_a_session(d: Driver) -> None:
@@ -280,6 +285,7 @@ def extents_inconsistent(d: Driver) -> None:
 
 
 PLANTS: dict[Plant, str] = {
+    a_share_that_is_booked_wrong: "disk: what namespaces take is booked wrong",
     listed_under_another_key: r"entry 63\w+ is listed under 7a",
     dropped_and_still_found: "can be found though it was dropped",
     published_and_in_flight: "is published and in flight at once",

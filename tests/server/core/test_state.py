@@ -1,16 +1,16 @@
-"""The one door: sessions, deadlines, stamps, operators, starts. The rest is beside this file."""
+"""The one door: sessions, questions, operators, starts. The rest is beside this file."""
 
 from __future__ import annotations
 
 import pytest
 
 from prefixd.proto.errors import LimitReached, UnknownSession, UnknownTier
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.core import answers as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from prefixd.server.core.tables import StateConfig
-from tests.support.state_driver import LOST_AFTER_NS, Driver, erased, key, keys, names, stored
+from tests.support.state_driver import LOST_AFTER_NS, Driver, erased, key, names, stored
 
 # ---- sessions
 
@@ -119,188 +119,6 @@ def test_hanging_up_after_the_answer_changes_nothing() -> None:
     assert driver.happens(ev.RequestDropped(99, 0)) == []
 
 
-# ---- deadlines
-
-
-def test_the_next_deadline_is_the_soonest() -> None:
-    driver = Driver()
-    assert driver.state.next_deadline_ns() is None
-    session = driver.open()
-    assert driver.state.next_deadline_ns() == LOST_AFTER_NS
-    driver.save(session, "a", ttl_ns=900)
-    driver.claim(session, "a", lease_ns=800)
-    assert driver.state.next_deadline_ns() == 800
-    driver.reserve(session, "b", ttl_ns=700)
-    assert driver.state.next_deadline_ns() == 700
-    driver.lookup("b", wait_ns=600)
-    assert driver.state.next_deadline_ns() == 600
-
-
-def test_after_a_tick_the_next_deadline_is_later() -> None:
-    driver = Driver()
-    session = driver.open()
-    driver.save(session, "a")
-    driver.claim(session, "a", lease_ns=10)
-    driver.now_ns = 5
-    driver.hear(session)
-    driver.now_ns = 10
-    assert driver.tick() == [], "renewed by the heartbeat"
-    assert driver.state.next_deadline_ns() == 15
-    driver.now_ns = 15
-    driver.tick()
-    assert driver.counters.claims_lost == 1
-
-
-def test_however_late_a_tick_comes_things_happen_in_the_order_in_which_they_were_due() -> None:
-    """Alice was heard at 5: her session was due before the wait at 1,200, not after it."""
-    driver = Driver()
-    alice = driver.open("alice")
-    driver.now_ns = 5
-    driver.hear(alice)
-    driver.reserve(alice, "a b", ttl_ns=10_000)
-    driver.lookup("a", wait_ns=900)
-    first = driver.last_request
-    driver.lookup("b", wait_ns=1_195)
-    second = driver.last_request
-    driver.now_ns = 5_000
-    driver.tick()
-    assert isinstance(driver.replies[first].results[0], an.FlightInfo)
-    assert driver.replies[second].results == (None,)
-
-
-def test_at_one_moment_a_wait_sees_what_the_others_left() -> None:
-    driver = Driver()
-    session = driver.open()
-    driver.reserve(session, "a", ttl_ns=50)
-    driver.lookup("a", wait_ns=50)
-    driver.now_ns = 50
-    driver.tick()
-    assert driver.replies == {driver.last_request: an.LookupAnswer((None,))}
-
-
-def test_timers_of_what_ended_do_not_pile_up() -> None:
-    driver = Driver()
-    session = driver.open()
-    driver.save(session, "a")
-    state = driver.state
-    kept = driver.claim(session, "a", lease_ns=900).claim
-    for number in range(kept + 1, kept + 2_001):
-        state.apply(ev.ClaimAsked(0, session, keys("a"), ev.ClaimMode.RUN, 900, 0, 0))
-        state.apply(ev.ReleaseAsked(0, session, (number,), 0))
-        assert len(driver.tables.timers) <= 100
-    assert state.check() == []
-    assert list(driver.tables.claims) == [kept]
-    driver.now_ns = 900
-    driver.tick()
-    assert driver.of_kind(fx.TellClaimLost) == [
-        fx.TellClaimLost(session, kept, "its lease ran out")
-    ], "dropping the others must not have dropped this one"
-
-
-def test_a_wait_has_one_deadline_however_often_it_is_woken() -> None:
-    driver = Driver()
-    session = driver.open()
-    driver.reserve(session, "a b", ttl_ns=900)
-    driver.claim(session, "a b", ev.ClaimMode.ANY, wait_ns=500)
-    driver.cancel(session, 1)
-    assert driver.counters.waits == 1
-    assert len(driver.tables.timers) == 4, "a session, two reservations, one wait"
-
-
-# ---- stamps
-
-
-def test_stamps_are_unique_and_grow_while_the_clock_stands() -> None:
-    driver = Driver(stamp_ns=5)
-    session = driver.open()
-    driver.save(session, "a b c")
-    generations = [driver.entry(one).generation for one in "abc"]
-    assert generations == [6, 7, 8]
-    used = [entry.last_used_ns for entry in driver.tables.entries.values()]
-    assert len(set(used)) == 3
-    assert min(used) > 8
-
-
-def test_stamps_are_the_time_whenever_that_is_later() -> None:
-    driver = Driver()
-    session = driver.open()
-    driver.now_ns = 777
-    driver.save(session, "a")
-    assert driver.entry("a").generation == 777
-
-
-def test_stamps_grow_when_the_clock_was_set_back_between_two_starts() -> None:
-    driver = Driver()
-    driver.recover(Tier.DISK, stored("a", used_ns=9_000, generation=4_000))
-    session = driver.open()
-    driver.save(session, "b")
-    assert driver.entry("b").generation > 9_000
-
-
-def test_the_stamps_of_entries_are_in_their_eviction_order() -> None:
-    """Else the order after a restart would not be the one before."""
-    driver = Driver()
-    session = driver.open()
-    (late,) = driver.granted(session, "a")
-    driver.save(session, "b c")
-    driver.claim(session, "c b", ev.ClaimMode.ANY)
-    driver.seal(late)
-    driver.release(session, 1)
-    driver.touch("c")
-    order = sorted(driver.tables.entries.values(), key=lambda entry: entry.last_used_ns)
-    assert names(entry.key for entry in order) == driver.order() == "a b c"
-
-
-# ---- use counts
-
-
-def test_use_is_handed_over_once_in_order_of_use() -> None:
-    driver = Driver()
-    session = driver.open()
-    driver.save(session, "a b", tier=Tier.SHM)
-    driver.save(session, "c", tier=Tier.DISK)
-    driver.touch("a c a")
-    driver.tick(flush=True)
-    shm, disk = driver.of_kind(fx.RecordUsage)
-    assert (shm.tier, disk.tier) == (Tier.SHM, Tier.DISK)
-    assert [(usage.entry.key, usage.hits) for usage in shm.usages] == [(key("b"), 0), (key("a"), 2)]
-    assert [(usage.entry.key, usage.hits) for usage in disk.usages] == [(key("c"), 1)]
-    assert shm.usages[1].last_used_ns == driver.entry("a").last_used_ns
-    assert driver.tick(flush=True) == []
-
-
-@pytest.mark.parametrize("ram_use", [False, True])
-def test_use_of_ram_is_handed_over_where_it_is_wanted(ram_use: bool) -> None:
-    """However long after it was saved."""
-    driver = Driver(ram_use=ram_use)
-    session = driver.open()
-    driver.save(session, "a b")
-    driver.tick(flush=True)
-    driver.claim(session, "a")
-    driver.touch("b")
-    driver.tick(flush=True)
-    handed = [u.entry.key for found in driver.of_kind(fx.RecordUsage) for u in found.usages]
-    assert names(handed) == ("a b" if ram_use else "")
-
-
-def test_a_tick_without_flush_hands_nothing_over() -> None:
-    driver = Driver()
-    driver.save(driver.open(), "a", tier=Tier.SHM)
-    assert driver.tick() == []
-    assert len(driver.tick(flush=True)) == 1
-
-
-def test_use_of_what_left_is_not_handed_over() -> None:
-    driver = Driver()
-    session = driver.open()
-    driver.save(session, "a b c", tier=Tier.SHM)
-    driver.evict(1, Tier.SHM)
-    driver.damage("b")
-    driver.tick(flush=True)
-    (recorded,) = driver.of_kind(fx.RecordUsage)
-    assert names(usage.entry.key for usage in recorded.usages) == "a"
-
-
 # ---- operators
 
 
@@ -309,7 +127,7 @@ def test_operators_evict_what_is_next_until_it_is_enough() -> None:
     session = driver.open()
     driver.save(session, "a b c", payload_bytes=2)
     driver.save(session, "d", tier=Tier.DISK, payload_bytes=3)
-    driver.claim(session, "c b", ev.ClaimMode.ANY)
+    driver.claim(session, "c b", ClaimMode.ANY)
     assert driver.evict(1) == an.EvictAnswer(1, 2, more=True)
     assert names(effect.key for effect in driver.of_kind(fx.IndexDelete)) == "a"
     assert driver.evict(1) == an.EvictAnswer(0, 0, more=False), "b, c are claimed"
@@ -349,8 +167,9 @@ def test_a_damaged_entry_is_dropped_if_it_is_still_that_one() -> None:
     session = driver.open()
     driver.save(session, "a")
     old = driver.entry("a")
+    entry = driver.entry("a")
     gone, *rest = driver.damage("a")
-    assert gone == fx.IndexDelete(key("a"))
+    assert gone == fx.IndexDelete(entry)
     assert erased(rest) == [(Tier.RAM, "a")]
     assert not old.published
     gone = ev.EntryDamaged(key("a"), old.generation, "again", 0)
@@ -368,7 +187,7 @@ def test_a_damaged_entry_that_is_claimed_is_gone_at_once_and_its_room_later() ->
     two = driver.claim(bob, "b").claim
     damaged = driver.entry("b")
     gone, *rest = driver.damage("b")
-    assert gone == fx.IndexDelete(key("b"))
+    assert gone == fx.IndexDelete(damaged)
     assert erased(rest) == [(Tier.RAM, "b")]
     assert not damaged.published
     assert driver.lookup("b").results == (None,)
@@ -389,7 +208,7 @@ def test_an_arena_grows() -> None:
     session = driver.open()
     ram = driver.tables.ledgers[Tier.RAM]
     ram.budget_bytes = ram.arena_bytes = 12
-    assert driver.reserve(session, "a", payload_bytes=12).results == (ev.SaveOutcome.NO_ROOM,)
+    assert driver.reserve(session, "a", payload_bytes=12).results == (SaveStatus.NO_ROOM,)
     driver.happens(ev.ArenaGrown(Tier.RAM, 12, 0))
     assert len(driver.granted(session, "a", payload_bytes=12)) == 1
 
@@ -430,7 +249,7 @@ def test_what_is_beyond_the_budget_is_erased_oldest_first() -> None:
     )
     assert driver.order(Tier.DISK) == "b c d"
     assert erased(driver.effects) == [(Tier.DISK, "a")]
-    assert driver.of_kind(fx.IndexDelete) == [fx.IndexDelete(key("a"))]
+    assert [effect.key for effect in driver.of_kind(fx.IndexDelete)] == [key("a")]
     assert driver.tables.tier_counters[Tier.DISK].dropped_at_start == 1
 
 
@@ -487,7 +306,7 @@ def test_a_tier_that_recovers_is_read_and_not_saved_into() -> None:
     refused = an.Closed(Tier.DISK, ev.TierState.RECOVERING)
     assert driver.reserve(session, "b", tier=Tier.DISK).results == (refused,)
     too_large = driver.reserve(session, "b", tier=Tier.DISK, payload_bytes=11)
-    assert too_large.results == (ev.SaveOutcome.TOO_LARGE,)
+    assert too_large.results == (SaveStatus.TOO_LARGE,)
     assert driver.counters.closed_refusals == 1
     assert driver.claim(session, "a").claim
     # What is used meanwhile and what still comes make one order.
@@ -511,7 +330,7 @@ def test_a_tier_that_hangs_is_neither_read_nor_saved_into() -> None:
     assert driver.claim(session, "a").claim == 0
     assert driver.lookup("a").results == (None,)
     assert driver.claim(session, "r").claim, "the others go on"
-    assert driver.reserve(session, "a").results == (ev.SaveOutcome.PRESENT,), "it is not gone"
+    assert driver.reserve(session, "a").results == (SaveStatus.PRESENT,), "it is not gone"
     assert driver.release(session, held) == "released"
     driver.close_tier(Tier.DISK, ev.TierState.SERVING)
     assert driver.claim(session, "a").claim

@@ -11,8 +11,8 @@ import pytest
 
 from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
-from prefixd.proto.vocabulary import Tier
-from prefixd.server.core.events import ClaimMode, SessionLost
+from prefixd.proto.vocabulary import ClaimMode, Tier
+from prefixd.server.core.events import SessionLost
 from prefixd.server.sharing import sharing as sharing_module
 from prefixd.server.sharing.common import SharingConfig, WritePolicy
 from prefixd.server.sharing.sharing import Sharing

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from prefixd.client import AsyncClient, MissReason, ReserveItem, SaveReason, Tier
-from prefixd.client.aio_hit import Runner
+from prefixd.client import AsyncClient, Client, MissReason, ReserveItem, SaveReason, Tier
+from prefixd.client.aio_calls import Runner
 from prefixd.client.owner import Owner
 from prefixd.proto.errors import ClientClosed, InvalidSize
 from prefixd.proto.keys import Key
@@ -80,7 +80,7 @@ def test_what_a_cancelled_call_claims_or_reserves_is_given_back(daemon: FakeDaem
     daemon.put(ONE, b"abc")
 
     async def test() -> None:
-        async with AsyncClient(daemon.address, local=False) as client:
+        async with AsyncClient(Client(daemon.address, local=False)) as client:
             calls: dict[str, Awaitable[Any]] = {
                 "Claim": client.claim([ONE]),
                 "Reserve": client.reserve(
@@ -105,10 +105,10 @@ def test_a_call_that_waits_for_a_thread_uses_up_its_time(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [100.0]
-    monkeypatch.setattr("prefixd.client.aio_hit.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("prefixd.client.aio_calls.monotonic", lambda: now_s[0])
 
     async def test() -> None:
-        async with AsyncClient(daemon.address, local=False, max_concurrency=1) as client:
+        async with AsyncClient(Client(daemon.address, local=False), max_concurrency=1) as client:
             gate = daemon.hold("Claim")
             first = asyncio.create_task(client.claim([ONE]))
             await until(lambda: daemon.rpcs["Claim"], daemon)
@@ -129,7 +129,7 @@ def test_calls_that_wait_hold_up_no_others(daemon: FakeDaemon) -> None:
     daemon.put(ONE, b"abc")
 
     async def test() -> None:
-        async with AsyncClient(daemon.address, local=False, max_concurrency=1) as client:
+        async with AsyncClient(Client(daemon.address, local=False), max_concurrency=1) as client:
             (theirs,) = await client.reserve(
                 [ReserveItem(TWO, 3)], tier=Tier.RAM, reason=SaveReason.COLD
             )
@@ -149,7 +149,7 @@ def test_the_loop_never_waits_for_the_daemon(daemon: FakeDaemon) -> None:
     daemon.put(ONE, b"abc")
 
     async def test() -> None:
-        async with AsyncClient(daemon.address, local=False, deadline_ms=LONG_MS) as client:
+        async with AsyncClient(Client(daemon.address, local=False, deadline_ms=LONG_MS)) as client:
             assert await client.wait_connected()
             gate = daemon.hold("Release")
             ended = threading.Event()
@@ -169,7 +169,7 @@ def test_the_loop_never_waits_for_the_daemon(daemon: FakeDaemon) -> None:
 
 def test_closing_does_not_stop_the_loop(daemon: FakeDaemon) -> None:
     async def test() -> None:
-        client = AsyncClient(daemon.address, local=False, deadline_ms=LONG_MS)
+        client = AsyncClient(Client(daemon.address, local=False, deadline_ms=LONG_MS))
         gate = daemon.hold("Save")
         save = asyncio.create_task(
             client.save_async(ONE, b"abc", tier=Tier.RAM, deadline_ms=LONG_MS)
@@ -190,7 +190,7 @@ def test_closing_does_not_stop_the_loop(daemon: FakeDaemon) -> None:
 
 def test_a_call_that_is_cancelled_before_its_turn_is_not_made(daemon: FakeDaemon) -> None:
     async def test() -> None:
-        async with AsyncClient(daemon.address, local=False, max_concurrency=1) as client:
+        async with AsyncClient(Client(daemon.address, local=False), max_concurrency=1) as client:
             gate = daemon.hold("Claim")
             first = asyncio.create_task(client.claim([ONE]))
             await until(lambda: daemon.rpcs["Claim"], daemon)

@@ -1,15 +1,24 @@
-"""What prefixd is held to: ratios within one run, and where each has to be."""
+"""What prefixd is held to: ratios within the rows of one run, and where each has to be.
+
+prefixctl bench --json rows.jsonl --compare peers.jsonl
+python -m tests.bench.wanted rows.jsonl peers.jsonl    # tables for BENCHMARKS.md
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
-from .evicting import EVICTED, PINNED, UNPINNED
-from .moving import MEMCPY
-from .rows import Rows
-from .samples import Row
-from .walking import HASHING, searches
+from prefixd.client.bench.evicting import EVICTED, PINNED, UNPINNED
+from prefixd.client.bench.moving import MEMCPY
+from prefixd.client.bench.report import Table, as_markdown
+from prefixd.client.bench.rows import Rows, read_rows
+from prefixd.client.bench.samples import Row
+from prefixd.client.bench.walking import HASHING, searches
+from prefixd.proto.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +136,30 @@ def _wanted_of_moves(rows: Rows, peers: Rows, blocks: int, goals: Goals) -> list
         for op in ("restore", "save"):
             add(op, DATA, peers.find(MOONCAKE_TCP, op, blocks), DATA_PEER)
     return found
+
+
+def wanted_table(found: Sequence[Wanted], block_bytes: int) -> Table:
+    lines = [
+        (
+            one.what,
+            f"{'at least' if one.at_least else 'at most'} {one.limit:g}{one.unit}",
+            f"{one.value:.{0 if one.value >= 10 or not one.unit else 2}f}{one.unit}",
+            "yes" if one.good else "no",
+        )
+        for one in found
+    ]
+    title = f"what is wanted, blocks of {format_bytes(block_bytes)}"
+    return Table(title, ("", "wanted", "measured", "reached"), lines)
+
+
+def main() -> None:
+    rows, peers = read_rows(Path(sys.argv[1])), read_rows(Path(sys.argv[2]))
+    sizes = rows.block_sizes
+    for size in reversed(sizes):
+        theirs = peers.of_size(size, or_unsaid=size == sizes[-1])
+        found = wanted(rows.of_size(size), theirs, size)
+        print(as_markdown(wanted_table(found, size)), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()

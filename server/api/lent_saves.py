@@ -1,0 +1,112 @@
+"""Saves whose bytes a client on this host lends, see `runtime.lent_memory`."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
+from typing import Final
+
+import structlog
+
+from ...proto import limits
+from ...proto import prefixd_pb2 as pb
+from ...proto.errors import LimitReached, MalformedMessage, UnreadableMemory
+from ..runtime.lent_memory import LentMemory, LentPayload, turns_of
+from .calls import Caller
+from .saves import Saves, short_results
+
+log = structlog.get_logger("prefixd.lent_saves")
+
+#: Threads for all of them. A client can keep those that read its memory for as long as it likes:
+#: nobody waits for one, who finds none free saves in another way.
+THREADS: Final = max(4, 2 * (os.cpu_count() or 1))
+#: Of one session.
+_SESSION_THREADS: Final = 2
+#: What one thread copies before it is proved again that the memory is lent. Saves of more go over
+#: two threads.
+_TURN_BYTES: Final = 8 * 2**20
+
+
+class LentSaves:
+    """The call `save_lent` of the local socket. The event loop's."""
+
+    def __init__(self, saves: Saves) -> None:
+        self._saves = saves
+        self._executor: Final = ThreadPoolExecutor(THREADS, "prefixd-lent")
+        self._free = THREADS
+        #: threads that sessions have, if any
+        self._taken: dict[int, int] = {}
+        #: saves that were refused because there was no thread
+        self.refusals = 0
+
+    async def save(self, request: pb.SaveLentRequest, caller: Caller) -> pb.SaveLentResponse:
+        """Raises PrefixdError: UnreadableMemory if the memory can't be read here, LimitReached if
+        no thread is free."""
+        saves = self._saves
+        membership, reserved = saves.opened(request, caller)
+        process = caller.process
+        if process is None or not process.pid:
+            raise UnreadableMemory("the process that lends it is in another PID namespace")
+        payloads = _payloads(request)
+        asked = len(reserved.tokens if reserved is not None else request.header.items)
+        if asked != len(payloads):
+            raise MalformedMessage(f"{len(payloads)} payloads are lent for {asked} items")
+        memory = LentMemory(process.pid, request.token, request.token_address)
+        lent_bytes = sum(payload.length_bytes for payload in payloads)
+        session = membership.number
+        threads = self._take(session, 1 if lent_bytes < _TURN_BYTES else _SESSION_THREADS)
+        try:
+            with saves.core.working(), saves.timed():
+                if reserved is None:
+                    refusals, incoming = await saves.begin_save(request, membership)
+                else:
+                    refusals, incoming = await saves.begin_reserved(reserved, membership)
+                async with incoming.to_the_end():
+                    granted = [n for n, refused in enumerate(refusals) if refused is None]
+                    turns = turns_of(
+                        memory,
+                        saves.core.devices,
+                        [incoming.feed_of(number) for number in granted],
+                        [payloads[number] for number in granted],
+                        min(_TURN_BYTES, -(-lent_bytes // threads)),
+                    )
+                    await incoming.take_turns(turns, self._executor, threads)
+                return await short_results(pb.SaveLentResponse, refusals, incoming)
+        finally:
+            self._give(session, threads)
+
+    @property
+    def threads_taken(self) -> int:
+        return THREADS - self._free
+
+    def _take(self, session: int, wanted: int) -> int:
+        """Threads for one save. Raises LimitReached if there is none."""
+        threads = min(wanted, self._free, _SESSION_THREADS - self._taken.get(session, 0))
+        if threads <= 0:
+            if not self.refusals:
+                log.warning("lent_memory_busy", threads=THREADS)
+            self.refusals += 1
+            raise LimitReached("no thread is free to read this client's memory")
+        self._free -= threads
+        self._taken[session] = self._taken.get(session, 0) + threads
+        return threads
+
+    def _give(self, session: int, threads: int) -> None:
+        self._free += threads
+        self._taken[session] -= threads
+        if not self._taken[session]:
+            del self._taken[session]
+
+
+def _payloads(request: pb.SaveLentRequest) -> list[LentPayload]:
+    """Raises MalformedMessage."""
+    addresses, lengths = list(request.addresses), list(request.lengths_bytes)
+    if len(request.token) != limits.LENT_TOKEN_BYTES:
+        raise MalformedMessage(f"a token has {limits.LENT_TOKEN_BYTES} bytes")
+    if len(addresses) != len(lengths) or sum(request.pieces) != len(addresses):
+        raise MalformedMessage("each lent piece has an address, a length and a payload")
+    if not all(lengths):
+        raise MalformedMessage("a lent piece is not empty")
+    ends = pairwise(accumulate(request.pieces, initial=0))
+    return [LentPayload(addresses[start:end], lengths[start:end]) for start, end in ends]

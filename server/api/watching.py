@@ -1,0 +1,243 @@
+"""Watchers: who is told which keys are there, and what becomes of them (`Admin.Watch`).
+
+Everything that there is, while it changes: the entry table is walked in pieces, and before each
+piece a watcher has been told everything that happened until then. So what it holds of the keys
+that were walked is right at every moment, and after the last piece it holds all of them. What
+happened is in one log for all (`runtime.changes`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from typing import Final
+
+import structlog
+
+from ...proto import limits, watch
+from ...proto import prefixd_pb2 as pb
+from ...proto.errors import LimitReached
+from ...proto.vocabulary import Tier
+from ...tiers.store import Damaged, StoreError
+from ..core.entries import Entry
+from ..runtime.changes import ChangeLog, WatchedTooSlowly, body_of
+from ..runtime.gate import stopping
+from ..runtime.loop import Core
+from . import messages
+from .calls import Caller, taken_within
+from .sessions import ServiceConfig
+
+log = structlog.get_logger("prefixd.watching")
+
+#: Events of one message, about 60 KiB; with their token ids at most 4 MiB.
+_MOST_EVENTS: Final = 512
+_MOST_EVENTS_WITH_IDS: Final = 128
+#: What has more of them is told without: whole prompts, saved as one entry.
+MAX_TOKEN_IDS_BYTES: Final = 32 * 2**10
+#: Of another tier: a watcher that is told of none of so many is told how far they are.
+_QUIET_EVENTS: Final = 1_024
+
+
+class Watching:
+    """See prefixd.proto for what `Watch` promises. The event loop's."""
+
+    def __init__(self, core: Core, config: ServiceConfig) -> None:
+        self._core = core
+        self._config = config
+        self.log: Final = ChangeLog(config.watch_history_bytes)
+        core.change_listener = self.log
+        #: watchers that were too slow, and those that were too many
+        self.cut_off = 0
+        self.refusals = 0
+
+    def in_flight(self) -> dict[str, int]:
+        """What watchers take of the daemon's memory, and what was refused to them."""
+        return {
+            "watchers": self.log.watchers,
+            "watch_history_bytes": self.log.size_bytes,
+            "watcher_refusals": self.refusals,
+            "watchers_cut_off": self.cut_off,
+        }
+
+    def close(self) -> None:
+        """End every watcher. Idempotent."""
+        self.log.close()
+
+    async def watch(self, request: pb.WatchRequest, _caller: Caller) -> AsyncGenerator[bytes, None]:
+        tiers = messages.tiers_of(request.tiers, self._core.stores)
+        if self.log.watchers >= self._config.max_watchers:
+            self.refusals += 1
+            raise LimitReached(
+                f"{self.log.watchers} watch already, which is all that [watch] max_watchers allows"
+            )
+        self.log.begin()
+        try:
+            watcher = _Watcher(self._core, self._config.incarnation, self.log, tiers, request)
+            async with aclosing(watcher.responses()) as responses:
+                async for response in responses:
+                    with taken_within(
+                        self._config.stall_timeout_s, "what it watches", self._was_slow
+                    ):
+                        yield response
+        except WatchedTooSlowly:
+            self._was_slow()
+            raise LimitReached(
+                "this watcher is further behind than the daemon remembers ([watch] history): "
+                "begin anew, and read faster"
+            ) from None
+        finally:
+            self.log.end()
+
+    def _was_slow(self) -> None:
+        self.cut_off += 1
+        log.warning("watcher_cut_off", watchers=self.log.watchers)
+
+
+class _Watcher:
+    """One of them."""
+
+    def __init__(
+        self,
+        core: Core,
+        incarnation: bytes,
+        changes: ChangeLog,
+        tiers: Sequence[Tier],
+        request: pb.WatchRequest,
+    ) -> None:
+        """`tiers`: empty for all of them."""
+        self._core = core
+        self._incarnation = incarnation
+        self._changes = changes
+        self._tiers = frozenset(map(int, tiers or Tier))
+        self._token_ids = request.token_ids
+        self._most = _MOST_EVENTS_WITH_IDS if request.token_ids else _MOST_EVENTS
+        #: the last event that it was told, or that is none of its business
+        self._sequence = changes.sequence
+        #: what is still to be walked; None: nothing is
+        self._snapshot: Iterator[list[bytes]] | None = None
+        self._why = ""
+        if request.incarnation == incarnation and changes.reaches(request.sequence):
+            self._sequence = request.sequence
+            self._resumed = True
+        else:
+            self._resumed = False
+            if request.incarnation:
+                self._why = "resync: " + (
+                    "what happened since is not remembered"
+                    if request.incarnation == incarnation
+                    else "the daemon was started again"
+                )
+
+    async def responses(self) -> AsyncGenerator[bytes, None]:
+        """Encoded ones. Raises WatchedTooSlowly, Draining."""
+        changes = self._changes
+        if self._resumed:
+            yield self._told([_control(pb.WATCH_KIND_SYNCED, self._sequence)])
+        else:
+            yield self._begin_anew(self._why)
+        told = self._sequence
+        while not changes.closed:
+            if self._sequence < changes.lost_before:
+                yield self._begin_anew("resync: the daemon lost count, and looks again")
+                continue
+            bodies = changes.since(self._sequence, self._most)
+            if bodies:
+                self._sequence += len(bodies)
+                wanted = [body for body in bodies if watch.tier_number(body) in self._tiers]
+                if wanted or self._sequence - told >= _QUIET_EVENTS:
+                    told = self._sequence
+                    yield self._told(await self._complete(wanted))
+                else:
+                    await asyncio.sleep(0)
+            elif self._snapshot is not None:
+                # Everything until now has been told, and nothing happens before this is read.
+                piece = next(self._snapshot, None)
+                if piece is None:
+                    self._snapshot = None
+                    told = self._sequence
+                    yield self._told([_control(pb.WATCH_KIND_SYNCED, self._sequence)])
+                    continue
+                # A large one in several messages, and nothing else between them.
+                for start in range(0, len(piece), self._most):
+                    part = piece[start : start + self._most]
+                    yield self._told(await self._complete(part))
+                await asyncio.sleep(0)
+            elif not await changes.wait(self._sequence, limits.WATCH_BEAT_MS / 1000):
+                told = self._sequence
+                yield self._told([])
+        raise stopping()
+
+    def _begin_anew(self, why: str) -> bytes:
+        self._sequence = self._changes.sequence
+        self._snapshot = self._walk()
+        return self._told([_control(pb.WATCH_KIND_CLEARED, self._sequence, why)])
+
+    def _told(self, bodies: Sequence[bytes]) -> bytes:
+        # In the middle of a snapshot nobody can go on.
+        sequence = 0 if self._snapshot is not None else self._sequence
+        return watch.response(self._incarnation, bodies, sequence)
+
+    def _walk(self) -> Iterator[list[bytes]]:
+        """Everything that there is, in pieces of the moment at which each is asked for."""
+        piece: list[bytes] = []
+        looked_at = 0
+        for shard in self._core.state.tables.entries.shards:
+            # All of it at once: it changes before the next piece.
+            wanted = (entry for entry in shard.values() if entry.tier in self._tiers)
+            piece += [body_of(entry, self._sequence) for entry in wanted]
+            looked_at += len(shard)
+            if looked_at >= _MOST_EVENTS:
+                yield piece
+                piece, looked_at = [], 0
+        yield piece
+
+    # ---- token ids
+
+    async def _complete(self, bodies: list[bytes]) -> list[bytes]:
+        """The same events, with the token ids of what is there, if they were asked for."""
+        if not self._token_ids:
+            return bodies
+        by_tier: dict[Tier, list[tuple[int, Entry, int]]] = {}
+        entries = self._core.state.tables.entries
+        for place, body in enumerate(bodies):
+            if not watch.is_published(body):
+                continue
+            entry = entries.find(watch.key_of(body))
+            generation = watch.generation_of(body)
+            if (
+                entry is not None
+                and entry.generation == generation
+                and 0 < entry.token_ids_bytes <= MAX_TOKEN_IDS_BYTES
+            ):
+                by_tier.setdefault(entry.tier, []).append((place, entry, generation))
+        complete = list(bodies)
+        for tier, wanted in by_tier.items():
+            found = await self._read(tier, [entry for _, entry, _ in wanted])
+            for (place, entry, generation), token_ids in zip(wanted, found, strict=True):
+                # Its room was not written again while it was read.
+                if token_ids and entry.published and entry.generation == generation:
+                    complete[place] = watch.with_token_ids(bodies[place], token_ids)
+        return complete
+
+    async def _read(self, tier: Tier, entries: Sequence[Entry]) -> list[bytes]:
+        """The token ids of each; none of what can't be read."""
+        core, store = self._core, self._core.stores[tier]
+
+        def read() -> list[bytes]:
+            found = []
+            with core.devices.under_way(tier):
+                for entry in entries:
+                    try:
+                        found.append(store.token_ids(entry))
+                    except (Damaged, StoreError):
+                        found.append(b"")
+            return found
+
+        if not store.blocking:
+            return read()
+        return await asyncio.get_running_loop().run_in_executor(core.devices.executor(tier), read)
+
+
+def _control(kind: pb.WatchKind.ValueType, sequence: int, why: str = "") -> bytes:
+    return pb.WatchEvent(kind=kind, sequence=sequence, why=why).SerializeToString()

@@ -1,0 +1,356 @@
+"""Staged saves by clients that keep to nothing: they spoil their own save, and no other."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from prefixd.client import Client, SaveStatus, Tier
+from prefixd.client.ctl.connection import AdminConnection
+from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.client.local.calls import Line
+from prefixd.client.local.staging import StagingMemory
+from prefixd.client.local.transport import LocalTransport
+from prefixd.client.wire.connection import Connection
+from prefixd.client.wire.deadline import Deadline
+from prefixd.client.wire.link import Link
+from prefixd.client.wire.messages import results_of
+from prefixd.proto import local
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.errors import PrefixdError
+from prefixd.proto.layout import crc32c
+from tests.support.daemon import eventually, private_daemon, problems_of
+from tests.support.entries import key_of, payload_of, restore
+
+STAGING_BYTES = 2**20
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[PrivateDaemon]:
+    with private_daemon("--server.staging=1MiB", ram="64MiB", shm="64MiB", disk="64MiB") as running:
+        yield running
+
+
+@pytest.fixture
+def admin(daemon: PrivateDaemon) -> Iterator[AdminConnection]:
+    with daemon.admin() as connection:
+        yield connection
+
+
+@pytest.fixture
+def client(daemon: PrivateDaemon) -> Iterator[Client]:
+    with Client(daemon.address, max_pending_saves=2) as connected:
+        assert connected.wait_connected()
+        yield connected
+
+
+def memory_of(client: Client) -> StagingMemory:
+    transport = client._transport
+    assert isinstance(transport, LocalTransport)
+    node = transport._current(Deadline(60_000))
+    assert node is not None
+    memory = transport._staging(node, Deadline(60_000))
+    assert memory is not None
+    return memory
+
+
+@dataclass
+class Raw:
+    """A client that may send anything, and write into its staging whenever it likes."""
+
+    link: Link
+    memory: mmap.mmap
+
+    def begin(self, name: str, payload_bytes: int, *, tier: Tier = Tier.RAM) -> Call:
+        item = pb.SaveItem(key=key_of(name), payload_bytes=payload_bytes)
+        header = pb.SaveHeader(
+            session=self.link.ref,
+            tier=int(tier),
+            reason=pb.SAVE_REASON_COLD,
+            items=[item],  # type: ignore[arg-type]
+        )
+        return Call(self.link, header)
+
+
+class Call:
+    """One save through staging memory."""
+
+    def __init__(self, link: Link, header: pb.SaveHeader) -> None:
+        self._line = Line(link.welcome.local_socket, link.ref, 60)
+        self._header: pb.SaveHeader | None = header
+
+    def send(self, *parts: pb.StagedPart, last: bool = False) -> None:
+        request = pb.SaveStagedRequest(header=self._header, parts=parts, last=last)
+        self._line.send(pb.LocalRequest(save_staged=request), 60)
+        self._header = None
+
+    def copied(self) -> int:
+        return self._line.receive(60).save_staged.parts_copied
+
+    def result(self) -> SaveStatus:
+        """Nothing more comes."""
+        self.send(last=True)
+        while not (results := results_of(self._line.receive(60).save_staged)):
+            pass
+        self._line.close()
+        (result,) = results
+        return SaveStatus(result.status)
+
+    def error(self) -> str:
+        try:
+            while True:
+                self._line.receive(60)
+        except PrefixdError as error:
+            return error.name
+        finally:
+            self._line.close()
+
+
+def part(
+    offset: int, length: int, crc: int = 0, *, last: bool = True, item: int = 0
+) -> pb.StagedPart:
+    return pb.StagedPart(
+        item=item,
+        staging_offset_bytes=offset,
+        length_bytes=length,
+        last=last,
+        payload_crc32c=crc,
+    )
+
+
+@pytest.fixture
+def raw(daemon: PrivateDaemon) -> Iterator[Raw]:
+    link = Link(Connection(daemon.address, 5_000), pb.Hello(client_name="raw", pid=os.getpid()), 60)
+    link.open()
+    answering = threading.Thread(target=lambda: list(link.events()))
+    answering.start()
+    memory = staging_of(link)
+    yield Raw(link, memory)
+    memory.close()
+    link.close("the test is over")
+    answering.join()
+
+
+def staging_of(link: Link) -> mmap.mmap:
+    line = Line(link.welcome.local_socket, link.ref, 60)
+    handed, _ = line.hand_over(link.ref, 60)
+    memory = mmap.mmap(handed[local.STAGING][0], STAGING_BYTES)
+    for fd, _ in handed.values():
+        os.close(fd)
+    line.close()
+    return memory
+
+
+@pytest.fixture
+def unharmed(admin: AdminConnection, raw: Raw) -> Iterator[AdminConnection]:
+    """The daemon, which has to be as it was afterwards, and to serve whoever behaves."""
+    assert raw.memory
+    before = admin.stats()
+    entries = [tier.entries for tier in before.tiers]
+    yield admin
+    eventually(lambda: admin.stats().reservations == 0)
+    after = admin.stats()
+    assert [tier.entries for tier in after.tiers] == entries, "nothing was published"
+    assert [tier.reserved_bytes for tier in after.tiers] == [0, 0, 0]
+    assert after.health == "serving"
+    assert problems_of(admin) == []
+
+
+def test_bytes_that_change_while_they_are_copied_are_not_published(
+    raw: Raw, unharmed: AdminConnection
+) -> None:
+    """The daemon publishes what it copied, if that is what was meant: here it is not."""
+    payload = payload_of(key_of("scribbled"), STAGING_BYTES)
+    raw.memory[:] = payload
+    call = raw.begin("scribbled", STAGING_BYTES)
+    call.send(part(0, STAGING_BYTES // 2, last=False))
+    assert call.copied() == 1
+    raw.memory[-1] ^= 1
+    call.send(part(STAGING_BYTES // 2, STAGING_BYTES // 2, crc32c(payload)))
+    assert call.copied() == 1
+    assert call.result() is SaveStatus.CRC_MISMATCH
+    assert unharmed.stats().counters["prefixd_crc_mismatches_total"] == 1
+
+
+def test_a_client_that_scribbles_all_the_time_publishes_nothing_wrong(
+    daemon: PrivateDaemon, raw: Raw
+) -> None:
+    """Whatever the daemon gets hold of: saved and right, or refused."""
+    stopping = threading.Event()
+    payload = payload_of(key_of("right"), STAGING_BYTES)
+    raw.memory[:] = payload
+
+    def scribble() -> None:
+        while not stopping.is_set():
+            raw.memory[700_000:700_008] = b"scribble"
+            raw.memory[:] = payload
+
+    thread = threading.Thread(target=scribble)
+    thread.start()
+    try:
+        statuses = []
+        for number in range(30):
+            call = raw.begin(f"scribbled {number}", STAGING_BYTES, tier=Tier.SHM)
+            call.send(part(0, STAGING_BYTES, crc32c(payload)))
+            call.copied()
+            statuses.append(call.result())
+    finally:
+        stopping.set()
+        thread.join()
+    assert set(statuses) <= {SaveStatus.SAVED, SaveStatus.CRC_MISMATCH}
+    saved = [
+        key_of(f"scribbled {number}")
+        for number, status in enumerate(statuses)
+        if status is SaveStatus.SAVED
+    ]
+    with Client(daemon.address) as client:
+        found = client.exists([key_of(f"scribbled {number}") for number in range(30)])
+        assert sum(found) == len(saved)
+        for key in saved:
+            assert restore(client.longest_run([key], claim=False))[1] == [payload]
+
+
+def test_bytes_that_were_never_put_there(raw: Raw, unharmed: AdminConnection) -> None:
+    assert unharmed
+    call = raw.begin("never filled", 1000)
+    call.send(part(0, 1000, crc32c(b"x" * 1000)))
+    assert call.copied() == 1
+    assert call.result() is SaveStatus.CRC_MISMATCH
+
+
+def test_a_save_that_ends_too_early(raw: Raw, unharmed: AdminConnection) -> None:
+    assert unharmed
+    call = raw.begin("too early", 1000)
+    call.send(part(0, 999, last=False))
+    assert call.copied() == 1
+    assert call.result() is SaveStatus.LENGTH_MISMATCH
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [part(0, 0)],
+        [part(0, 999)],
+        [part(0, 1001)],
+        [part(0, 500, last=False), part(0, 0), part(0, 500)],
+    ],
+)
+def test_parts_that_are_not_the_payload(
+    raw: Raw, unharmed: AdminConnection, parts: list[pb.StagedPart]
+) -> None:
+    assert unharmed
+    call = raw.begin("not the payload", 1000)
+    call.send(*parts)
+    assert call.copied() == len(parts)
+    assert call.result() is SaveStatus.LENGTH_MISMATCH
+
+
+@pytest.mark.parametrize(
+    ("offset", "length"),
+    [
+        (STAGING_BYTES, 1),
+        (STAGING_BYTES - 999, 1000),
+        (2**64 - 1, 1000),
+        (0, 2**64 - 1),
+        (2**63, 0),
+    ],
+)
+def test_places_beyond_staging(
+    raw: Raw, unharmed: AdminConnection, offset: int, length: int
+) -> None:
+    assert unharmed
+    call = raw.begin("beyond", 1000)
+    call.send(part(offset, length))
+    assert call.error() == "unknown_staging"
+
+
+def test_an_item_that_there_is_none(raw: Raw, unharmed: AdminConnection) -> None:
+    assert unharmed
+    call = raw.begin("other item", 1000)
+    call.send(part(0, 1000, item=1))
+    assert call.error() == "malformed_message"
+
+
+def test_staging_belongs_to_its_session(
+    daemon: PrivateDaemon, raw: Raw, unharmed: AdminConnection
+) -> None:
+    """What one client puts into its own is not what the daemon copies for another."""
+    assert unharmed
+    payload = payload_of(key_of("mine"), 1000)
+    with Client(daemon.address) as other:
+        memory_of(other).room(0, 1000)[:] = payload
+        call = raw.begin("mine", 1000)
+        call.send(part(0, 1000, crc32c(payload)))
+        assert call.copied() == 1
+        assert call.result() is SaveStatus.CRC_MISMATCH
+
+
+def test_a_session_without_staging(daemon: PrivateDaemon) -> None:
+    link = Link(Connection(daemon.address, 5_000), pb.Hello(client_name="raw"), 60)
+    link.open()
+    call = Raw(link, mmap.mmap(-1, 1)).begin("no staging", 1000)
+    call.send(part(0, 1000))
+    assert call.error() == "unknown_staging"
+    link.close("the test is over")
+
+
+@pytest.mark.parametrize("tokens", [[77], [77, 77], [2**64 - 1]])
+def test_what_was_never_reserved_is_lost(
+    raw: Raw, unharmed: AdminConnection, tokens: list[int]
+) -> None:
+    assert unharmed
+    reserved = pb.StagedReservations(session=raw.link.ref, tokens=tokens)
+    request = pb.SaveStagedRequest(reserved=reserved, parts=[part(0, 1000)], last=True)
+    line = Line(raw.link.welcome.local_socket, raw.link.ref, 60)
+    line.send(pb.LocalRequest(save_staged=request), 60)
+    assert line.receive(60).save_staged.parts_copied == 1
+    results = results_of(line.receive(60).save_staged)
+    assert {result.status for result in results} == {pb.SAVE_STATUS_LOST}
+    assert len(results) == len(tokens)
+    line.close()
+
+
+#: Begins a staged save, of which the daemon has copied the first half, says so, and stays.
+HALF_A_SAVE = """
+import os, sys
+from tests.client.local.test_staged_saves import *
+link = Link(Connection(sys.argv[1], 5_000), pb.Hello(client_name="victim", pid=os.getpid()), 60)
+link.open()
+threading.Thread(target=lambda: list(link.events()), daemon=True).start()
+raw = Raw(link, staging_of(link))
+call = raw.begin("half a save", 2 * STAGING_BYTES, tier=Tier.SHM)
+call.send(part(0, STAGING_BYTES, last=False))
+assert call.copied() == 1
+print("half", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_client_that_is_killed_in_the_middle_of_a_save(
+    daemon: PrivateDaemon, admin: AdminConnection
+) -> None:
+    before = admin.stats()
+    command = [sys.executable, "-c", HALF_A_SAVE, daemon.address]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as victim:
+        try:
+            assert victim.stdout is not None
+            assert victim.stdout.readline() == "half\n"
+            (held,) = admin.reservations()
+            assert held.key == key_of("half a save")
+            assert admin.stats().tiers[1].reserved_bytes > 0
+        finally:
+            victim.kill()
+    eventually(lambda: not admin.reservations())
+    after = admin.stats()
+    assert [tier.entries for tier in after.tiers] == [tier.entries for tier in before.tiers]
+    assert after.tiers[1].reserved_bytes == 0
+    assert problems_of(admin) == []

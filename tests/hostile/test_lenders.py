@@ -1,0 +1,71 @@
+"""Clients that lend memory which never comes: the daemon's threads that read it are theirs to lose,
+and nobody else's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from prefixd.client import Client, SaveItem, SaveStatus, Tier
+from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.client.local import lending
+from prefixd.proto.keys import Key
+from prefixd.server.api.lent_saves import THREADS
+from tests.support import stuck_lender
+from tests.support.daemon import eventually, private_daemon, problems_of
+
+PAYLOAD_BYTES = 300_000
+
+
+@contextmanager
+def lender(daemon: PrivateDaemon, lines: int) -> Iterator[None]:
+    """A process of `stuck_lender`, until it is killed."""
+    command = [sys.executable, "-m", "tests.support.stuck_lender", daemon.address, str(lines)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            if process.stdout.readline() != "lent\n":
+                if process.wait() == stuck_lender.SKIPPED:
+                    pytest.skip("no userfaultfd for this user here")
+                pytest.fail(f"the lender ended with {process.returncode}")
+            yield
+        finally:
+            process.kill()
+
+
+def threads_taken(daemon: PrivateDaemon) -> int:
+    with daemon.admin() as admin:
+        return admin.stats().in_flight["lent_save_threads"]
+
+
+def test_lenders_of_memory_that_never_comes_harm_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lending, "LEND_BYTES", 1)
+    with private_daemon("--server.staging=1MiB") as daemon, ExitStack() as lenders:
+        with Client(daemon.address) as client:
+            for taken in range(2, THREADS + 1, 2):
+                lenders.enter_context(lender(daemon, 3))
+                eventually(lambda wanted=taken: threads_taken(daemon) == wanted)  # type: ignore[misc]
+                items = [SaveItem(Key(os.urandom(32)), bytes(PAYLOAD_BYTES), 1) for _ in range(2)]
+                outcomes = client.save_many(items, tier=Tier.RAM)
+                assert [outcome.status for outcome in outcomes] == [SaveStatus.SAVED] * 2
+            with client.claim([item.key for item in items]) as hit:
+                assert hit.read(0) == hit.read(1) == bytes(PAYLOAD_BYTES)
+        lenders.close()  # they are killed, and what they kept is free
+        eventually(lambda: not threads_taken(daemon))
+        with daemon.admin() as admin:
+            assert problems_of(admin) == []
+            assert not admin.stats().sessions
+
+
+def test_a_daemon_stops_within_its_bound_while_memory_does_not_come() -> None:
+    with private_daemon("--server.drain_timeout=10ms") as daemon, lender(daemon, 1):
+        eventually(lambda: threads_taken(daemon) == 1)
+        assert daemon.stop() == 1
+        assert "stop_forced" in daemon.log.read_text()

@@ -1,0 +1,135 @@
+"""Nodes that read from each other over TLS, each with its certificate and a token of the fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from prefixd.client import Client
+from tests.server.sharing.test_two_nodes import eventually, keys_of, run_of, save
+from tests.support.certificates import Authority
+from tests.support.fake_redis import FakeRedis
+from tests.support.outside import DaemonProcess, daemon_process
+from tests.support.redis_servers import free_ports
+
+TOKEN = "of-the-fleet-" * 3
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls") / "ours")
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls") / "theirs")
+
+
+def secret(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o600)
+    return path
+
+
+@contextmanager
+def nodes(
+    tmp_path: Path, authority: Authority, *flags: str
+) -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Client]]]:
+    """Two; the second is started with `flags` as well."""
+    tokens = secret(tmp_path / "tokens", f"read a-node {TOKEN}\n")
+    token = secret(tmp_path / "token", f"{TOKEN}\n")
+    with ExitStack() as stack:
+        engine = FakeRedis()
+        stack.callback(engine.close)
+        daemons, clients = [], []
+        for number, port in enumerate(free_ports(2)):
+            certificate, key = authority.sign(f"node-{number}")
+            daemon = stack.enter_context(
+                daemon_process(
+                    f"--shared.engine={engine.url}",
+                    *("--shared.write=all", "--shared.payloads=nodes"),
+                    f"--shared.address=127.0.0.1:{port}",
+                    f"--shared.peer_ca={authority.certificate}",
+                    f"--shared.peer_token_file={token}",
+                    f"--server.tcp=127.0.0.1:{port}",
+                    f"--server.tls_cert={certificate}",
+                    f"--server.tls_key={key}",
+                    f"--server.tls_client_ca={authority.certificate}",
+                    f"--server.tokens={tokens}",
+                    *(flags if number else ()),
+                )
+            )
+            daemon.start()
+            daemons.append(daemon)
+            client = Client(daemon.address, shared_wait_ms=30_000, deadline_ms=60_000)
+            clients.append(stack.enter_context(client))
+        yield engine, daemons, clients
+
+
+def test_nodes_read_from_each_other_over_tls(tmp_path: Path, authority: Authority) -> None:
+    with nodes(tmp_path, authority) as (engine, daemons, (here, there)):
+        save(here, range(12))
+        eventually(lambda: len(engine.values) == 12)
+        assert max(len(value) for value, _ in engine.values.values()) < 200
+        assert run_of(there) == 12
+        with daemons[0].admin() as admin:
+            stats = admin.stats()
+            assert stats.in_flight["data_connections"], "payloads came over the data socket"
+            assert not stats.in_flight["data_handshake_refusals"]
+        assert not any(TOKEN in daemon.log.read_text() for daemon in daemons)
+
+
+@pytest.mark.parametrize("what", ["token", "certificate", "expired", "trust"])
+def test_who_is_not_let_in_misses_and_says_why(
+    tmp_path: Path, authority: Authority, stranger: Authority, what: str
+) -> None:
+    """The second node is not what the first one wants, or does not want the first one."""
+    wrong = secret(tmp_path / "wrong", "wrong-" * 10)
+    certificate, key = (
+        stranger.sign("node") if what == "certificate" else authority.sign("late", days=-1)
+    )
+    flags = {
+        "token": [f"--shared.peer_token_file={wrong}"],
+        "trust": [f"--shared.peer_ca={stranger.certificate}"],
+    }.get(what, [f"--server.tls_cert={certificate}", f"--server.tls_key={key}"])
+    with nodes(tmp_path, authority, *flags) as (engine, daemons, (here, there)):
+        save(here, range(12))
+        eventually(lambda: len(engine.values) == 12)
+        assert run_of(there) == 0
+        with daemons[1].admin() as admin:
+            assert admin.stats().shared["unavailable"]
+            eventually(lambda: any("shared peer" in part for part in admin.stats().notices))
+        save(there, range(12))
+        assert run_of(there) == 12
+        assert keys_of(here) == keys_of(there)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--shared.peer_ca=/nowhere/at/all"], "shared.peer_ca"),
+        (["--shared.peer_ca="], "shared.peer_ca and server.tls_cert"),
+    ],
+)
+def test_bad_settings_end_the_start_with_a_sentence(
+    tmp_path: Path, authority: Authority, flags: list[str], words: str
+) -> None:
+    certificate, key = authority.sign("node")
+    token = secret(tmp_path / "token", TOKEN)
+    (port,) = free_ports(1)
+    with daemon_process(
+        *("--shared.engine=redis://127.0.0.1:1", "--shared.payloads=nodes"),
+        f"--shared.address=127.0.0.1:{port}",
+        f"--server.tcp=127.0.0.1:{port}",
+        f"--server.tls_cert={certificate}",
+        f"--server.tls_key={key}",
+        f"--shared.peer_ca={authority.certificate}",
+        f"--shared.peer_token_file={token}",
+    ) as daemon:
+        ended = daemon.attempt(*flags)
+    assert ended.status != 0
+    assert words in ended.err
+    assert TOKEN not in ended.err

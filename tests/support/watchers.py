@@ -1,0 +1,87 @@
+"""Watchers for tests: what they were told, and what the daemon says that there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from prefixd.client import ResidentKeys, Synced, Tier, WatchPosition
+from prefixd.client.watch import WatchEvent, event_of
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.keys import Key
+from tests.support.running import OpenSession, Running, next_of
+
+
+class Watcher:
+    """The other end of one `Admin.Watch`, read message by message."""
+
+    def __init__(
+        self,
+        daemon: Running,
+        tiers: Iterable[Tier] = (),
+        position: WatchPosition | None = None,
+        keys: ResidentKeys | None = None,
+        **fields: Any,
+    ) -> None:
+        self.daemon = daemon
+        self.position = position or WatchPosition()
+        self.keys = keys or ResidentKeys()
+        self.events: list[WatchEvent] = []
+        request = pb.WatchRequest(
+            tiers=[pb.Tier.ValueType(tier) for tier in tiers],
+            incarnation=self.position.incarnation,
+            sequence=self.position.sequence,
+            **fields,
+        )
+        self.call = daemon.admin.Watch(request)
+
+    async def read(self) -> list[WatchEvent]:
+        """The next message. Raises Refused, EOFError."""
+        response = await next_of(self.call)
+        events = [event_of(event) for event in response.events]
+        for event in events:
+            self.keys.apply(event)
+        self.events += events
+        if response.sequence:
+            self.position = WatchPosition(response.incarnation, response.sequence)
+        return events
+
+    async def read_until_synced(self) -> None:
+        while not any(isinstance(event, Synced) for event in await self.read()):
+            pass
+
+    async def read_to_the_end(self) -> None:
+        """Raises Refused with how the daemon ended it."""
+        while True:
+            await self.read()
+
+    async def catch_up(self) -> None:
+        """Read everything that has happened until now."""
+        now = self.daemon.front.watching.log.sequence
+        while self.position.sequence < now:
+            await self.read()
+
+
+def there(daemon: Running, *tiers: Tier) -> dict[Tier, set[Key]]:
+    """What the tables of the daemon hold."""
+    found: dict[Tier, set[Key]] = {tier: set() for tier in tiers or Tier}
+    for entry in daemon.tables.entries.values():
+        if entry.tier in found:
+            found[entry.tier].add(entry.key)
+    return found
+
+
+def known(keys: ResidentKeys, *tiers: Tier) -> dict[Tier, set[Key]]:
+    """The same, as a watcher knows it."""
+    return {tier: keys.of_tier(tier) for tier in tiers or Tier}
+
+
+async def watch_in_crowds(daemon: Running, _session: OpenSession) -> None:
+    """One more than may. Raises Refused."""
+    watchers = [Watcher(daemon) for _ in range(daemon.config.max_watchers + 1)]
+    try:
+        for watcher in watchers:
+            await watcher.read()
+    finally:
+        for watcher in watchers:
+            watcher.call.cancel()

@@ -1,0 +1,220 @@
+"""The fleets of deploy/fleet: their parts fit together, and a Cluster of real servers is formed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from itertools import takewhile
+from pathlib import Path
+from time import monotonic
+
+import pytest
+
+from prefixd.proto.units import parse_bytes
+from prefixd.server.config.loading import load_config
+from tests.support.redis_servers import RedisServer, free_ports, needs_redis
+
+DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
+FLEET = (DEPLOY / "fleet/compose.yaml").read_text()
+NODES = (DEPLOY / "fleet/nodes.yaml").read_text()
+VALKEY = (DEPLOY / "fleet/valkey.yaml").read_text()
+KUSTOMIZATION = (DEPLOY / "fleet/kustomization.yaml").read_text()
+SCRIPT = DEPLOY / "fleet/form-cluster.sh"
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
+PATIENCE_S = 60.0
+
+
+def services() -> list[str]:
+    text = FLEET[FLEET.index("\nservices:") : FLEET.index("\nsecrets:")]
+    return re.findall(r"^  ([\w-]+):$", text, re.MULTILINE)
+
+
+def valkey_options(text: str) -> list[str]:
+    """As a file gives them, but for those that are a container's own."""
+    lines = text[text.index("exec valkey-server") :].splitlines()
+    given = list(takewhile(lambda line: "--" in line, lines[1:]))
+    options = re.findall(r"(--[\w-]+) (\S+)", "\n".join(given))
+    own = ("--requirepass", "--cluster-announce-hostname", "--cluster-preferred-endpoint-type")
+    return [word for name, value in options if name not in own for word in (name, value.strip('"'))]
+
+
+def test_the_nodes_are_configured_well_and_know_the_engine() -> None:
+    env = dict(re.findall(r"(PREFIXD_\w+): (\S+)", FLEET))
+    env |= dict(re.findall(r"(PREFIXD_\w+)=(\S+)", DOCKERFILE))
+    config = load_config([], env)
+    nodes = [f"redis://{name}:6379" for name in services() if name.startswith("valkey-")]
+    assert len(nodes) == 3
+    assert config.shared.engine.split(",") == nodes
+    (listed,) = re.findall(r"exec /form-cluster.sh (.*)", FLEET)
+    assert listed.split() == [node.removeprefix("redis://") for node in nodes]
+    assert sum(name.startswith("node-") for name in services()) == 3
+    (secret,) = re.findall(r"^secrets:\n  ([\w-]+):", FLEET, re.MULTILINE)
+    assert config.shared.password_file == f"/run/secrets/{secret}"
+    assert FLEET.count(f"secrets: [{secret}]") == 3, "the engine, the nodes and who forms it"
+    (shm,) = re.findall(r"shm_size: (\w+)", FLEET)
+    assert int(config.shm.budget_bytes) < parse_bytes(f"{shm[:-2]}GiB")
+
+
+def test_the_image_can_share() -> None:
+    assert "'.[server,shared]'" in DOCKERFILE
+
+
+def test_every_volume_is_of_one_node_and_declared() -> None:
+    used = re.findall(r"([\w-]+):/(?:run|var)[/\w]+[,\]]", FLEET)
+    declared = re.findall(r"^  ([\w-]+):$", FLEET[FLEET.index("\nvolumes:") :], re.MULTILINE)
+    assert sorted(used) == sorted(declared)
+    assert len(set(used)) == len(used)
+
+
+def test_kubernetes_daemons_are_configured_well_and_know_the_engine() -> None:
+    env = dict(re.findall(r"- name: (PREFIXD_\w+)\n +value: (\S+)", NODES))
+    assert len(env) == NODES.count("name: PREFIXD_")
+    config = load_config([], env)
+    (replicas,) = re.findall(r"replicas: (\d)\n  podManagement", VALKEY)
+    hosts = [f"valkey-{number}.valkey:6379" for number in range(int(replicas))]
+    assert config.shared.engine.split(",") == [f"redis://{host}" for host in hosts]
+    (listed,) = re.findall(r"form-cluster.sh\n +(valkey.*)", VALKEY)
+    assert listed.split() == hosts
+    assert 'announce-hostname "$(hostname).valkey"' in VALKEY
+    mounts = dict(re.findall(r"- name: (\w+)\n +mountPath: (\S+)", NODES))
+    volumes = re.findall(r"- name: (\w+)\n +(?:hostPath|emptyDir|secret):", NODES)
+    assert sorted(mounts) == sorted(volumes)
+    assert config.server.address.startswith(f"unix:{mounts['socket']}/")
+    assert config.shm.directory.is_relative_to(mounts["shm"])
+    assert config.disk.directory.is_relative_to(mounts["disk"])
+    assert config.shared.password_file == f"{mounts['secrets']}/valkey-password"
+    (port,) = re.findall(r"containerPort: (\d+)", NODES)
+    assert config.server.metrics.endswith(f":{port}")
+    assert f'prometheus.io/port: "{port}"' in NODES
+    (memory,) = set(re.findall(r"memory: (\w+)\n", NODES))
+    (shm,) = re.findall(r"sizeLimit: (\w+)", NODES)
+    ram_bytes, shm_bytes = int(config.ram.budget_bytes), int(config.shm.budget_bytes)
+    assert ram_bytes + shm_bytes + 2**30 <= parse_bytes(f"{memory}B")
+    assert shm_bytes < parse_bytes(f"{shm}B")
+
+
+def test_both_fleets_have_the_same_engine_but_for_its_size() -> None:
+    ours, theirs = (
+        dict(zip(options[::2], options[1::2], strict=True))
+        for options in map(valkey_options, (FLEET, VALKEY))
+    )
+    sizes = [int(of.pop("--maxmemory").removesuffix("gb")) for of in (ours, theirs)]
+    assert ours == theirs
+    (limit,) = set(re.findall(r"memory: (\w+)Gi", VALKEY))
+    assert sizes[1] < int(limit), "replies and requests take something, too"
+
+
+def test_kustomize_has_what_it_names() -> None:
+    listed = re.findall(r"^ +- ([\w.-]+)$", KUSTOMIZATION, re.MULTILINE)
+    assert {"valkey.yaml", "nodes.yaml", "form-cluster.sh", "valkey-password"} <= {*listed}
+    for name in listed:
+        # The password is made on the spot, and never committed.
+        assert (DEPLOY / "fleet" / name).exists() or name == "valkey-password"
+    assert "deploy/fleet/valkey-password" in (DEPLOY.parent / ".gitignore").read_text()
+
+
+@pytest.mark.parametrize("text", [FLEET, NODES, VALKEY, KUSTOMIZATION])
+def test_it_is_written_in_steps_of_two_blanks(text: str) -> None:
+    for line in text.splitlines():
+        assert "\t" not in line
+        assert (len(line) - len(line.lstrip())) % 2 == 0
+        assert line == line.rstrip()
+
+
+def test_compose_takes_the_file() -> None:
+    docker = shutil.which("docker")
+    if (
+        docker is None
+        or subprocess.run(
+            [docker, "compose", "version"], capture_output=True, check=False
+        ).returncode
+    ):
+        pytest.skip("there is no docker compose here to read the file with")
+    command = [docker, "compose", "-f", DEPLOY / "fleet/compose.yaml", "config", "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- forming the Cluster
+
+
+def test_the_script_is_posix() -> None:
+    assert os.access(SCRIPT, os.X_OK)
+    assert SCRIPT.read_text().startswith("#!/bin/sh\n")
+    for shell in ("dash", "sh"):
+        if shutil.which(shell):
+            subprocess.run([shell, "-n", SCRIPT], check=True)
+
+
+@pytest.fixture
+def masters(tmp_path: Path) -> Iterator[list[RedisServer]]:
+    """Three that know nothing of each other, with the options of the file."""
+    options = valkey_options(FLEET)
+    assert "volatile-ttl" in options
+    with ExitStack() as stack:
+        servers = []
+        for number in range(3):
+            server = RedisServer(tmp_path / str(number), *options)
+            server.port = port_with_bus()
+            stack.callback(server.kill)
+            server.start()
+            servers.append(server)
+        yield servers
+
+
+def port_with_bus() -> int:
+    """A free one, whose Cluster bus is free as well: 10,000 above it."""
+    ends_s = monotonic() + PATIENCE_S
+    while monotonic() < ends_s:
+        (port,) = free_ports(1)
+        with closing(socket.socket()) as bus:
+            try:
+                bus.bind(("127.0.0.1", port + 10_000))
+            except (OSError, OverflowError):
+                continue
+        return port
+    raise AssertionError("there is no free pair of ports")
+
+
+def form(servers: list[RedisServer], within_s: int = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [SCRIPT, *(f"127.0.0.1:{server.port}" for server in servers)],
+        env={**os.environ, "CLI": "redis-cli", "WITHIN": str(within_s)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S + within_s,
+        check=False,
+    )
+
+
+@needs_redis
+def test_the_script_forms_a_cluster_that_the_daemon_finds_nothing_wrong_with(
+    masters: list[RedisServer],
+) -> None:
+    from prefixd.server.sharing.redis_store import RedisStore
+
+    for _ in range(2):  # where it is done already it is left as it is
+        done = form(masters)
+        assert done.returncode == 0, done.stderr
+    store = RedisStore([master.url for master in masters], "1")
+    try:
+        assert store.nodes.wait_until_reached(PATIENCE_S)
+        assert len(store.nodes.all()) == 3
+        assert store.problems() == []
+    finally:
+        store.close()
+
+
+@needs_redis
+def test_a_master_that_is_not_there_is_said(masters: list[RedisServer]) -> None:
+    masters[1].kill()
+    done = form(masters, within_s=2)
+    assert done.returncode == 1
+    assert "no Cluster" in done.stderr
+    masters[1].start()
+    assert form(masters).returncode == 0
