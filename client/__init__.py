@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from ..proto.keys import extend_chain as extend_chain
     from ..proto.keys import prefix_key as prefix_key
     from ..proto.keys import prefix_keys as prefix_keys
+    from ..proto.vocabulary import ClaimMode as ClaimMode
+    from ..proto.vocabulary import DeleteStatus as DeleteStatus
+    from ..proto.vocabulary import MissReason as MissReason
+    from ..proto.vocabulary import Presence as Presence
     from ..proto.vocabulary import SaveReason as SaveReason
+    from ..proto.vocabulary import SaveStatus as SaveStatus
     from ..proto.vocabulary import Tier as Tier
     from .aio import AsyncClient as AsyncClient
     from .aio import AsyncHit as AsyncHit
@@ -26,16 +31,11 @@ if TYPE_CHECKING:
     from .client import Client as Client
     from .hits import Hit as Hit
     from .policy import SavePolicy as SavePolicy
-    from .results import ClaimMode as ClaimMode
-    from .results import DeleteStatus as DeleteStatus
     from .results import Entry as Entry
     from .results import Found as Found
-    from .results import MissReason as MissReason
-    from .results import Presence as Presence
     from .results import ReserveStatus as ReserveStatus
     from .results import RestoreResult as RestoreResult
     from .results import SaveOutcome as SaveOutcome
-    from .results import SaveStatus as SaveStatus
     from .saves import Reservation as Reservation
     from .saves import SaveItem as SaveItem
     from .search import BlockChain as BlockChain
@@ -52,47 +52,25 @@ if TYPE_CHECKING:
 
 #: Where each name comes from.
 _HOMES = {
-    "AsyncReservation": ".aio",
-    "AsyncHit": ".aio",
-    "DeleteStatus": ".results",
-    "extend_chain": "..proto.keys",
-    "block_keys": "..proto.keys",
-    "prefix_keys": "..proto.keys",
-    "prefix_key": "..proto.keys",
-    "ForeignNamespace": "..proto.keys",
-    "errors": "..proto",
-    "Adapter": "..proto.keys",
-    "Key": "..proto.keys",
-    "Namespace": "..proto.keys",
-    "context_hash": "..proto.keys",
-    "SaveReason": "..proto.vocabulary",
-    "Tier": "..proto.vocabulary",
-    "AsyncClient": ".aio",
-    "Client": ".client",
-    "Hit": ".hits",
-    "SavePolicy": ".policy",
-    "ClaimMode": ".results",
-    "Entry": ".results",
-    "Found": ".results",
-    "MissReason": ".results",
-    "Presence": ".results",
-    "ReserveStatus": ".results",
-    "RestoreResult": ".results",
-    "SaveOutcome": ".results",
-    "SaveStatus": ".results",
-    "ReserveItem": ".wire.transport",
-    "BlockChain": ".search",
-    "Reservation": ".saves",
-    "SaveItem": ".saves",
-    "AsyncWatch": ".watch",
-    "Cleared": ".watch",
-    "Disconnected": ".watch",
-    "Evicted": ".watch",
-    "Published": ".watch",
-    "ResidentKeys": ".watch",
-    "Synced": ".watch",
-    "Watch": ".watch",
-    "WatchPosition": ".watch",
+    name: module
+    for module, names in {
+        "..proto": "errors",
+        "..proto.keys": "Adapter ForeignNamespace Key Namespace block_keys context_hash "
+        "extend_chain prefix_key prefix_keys",
+        "..proto.vocabulary": "ClaimMode DeleteStatus MissReason Presence SaveReason SaveStatus "
+        "Tier",
+        ".aio": "AsyncClient AsyncHit AsyncReservation",
+        ".client": "Client",
+        ".hits": "Hit",
+        ".policy": "SavePolicy",
+        ".results": "Entry Found ReserveStatus RestoreResult SaveOutcome",
+        ".saves": "Reservation SaveItem",
+        ".search": "BlockChain",
+        ".watch": "AsyncWatch Cleared Disconnected Evicted Published ResidentKeys Synced Watch "
+        "WatchPosition",
+        ".wire.transport": "ReserveItem",
+    }.items()
+    for name in names.split()
 }
 
 __all__ = [  # each is there once it is asked for

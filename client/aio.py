@@ -148,7 +148,7 @@ class AsyncClient(Asynchronous):
         *,
         include_partial: bool = False,
     ) -> BlockChain:
-        """`Client.chain`; no coroutine, for it asks nobody."""
+        """`Client.chain`; no coroutine, for it makes no call."""
         return self.client.chain(namespace, tokens, block_tokens, include_partial=include_partial)
 
     # ---- restoring it
@@ -181,7 +181,7 @@ class AsyncClient(Asynchronous):
     flush = coroutine(Client.flush, waits=True)
 
     def would_drop(self, payload_bytes: int = 0) -> bool:
-        """`Client.would_drop`; no coroutine, for it asks nobody."""
+        """`Client.would_drop`; no coroutine, for it makes no call."""
         return self.client.would_drop(payload_bytes)
 
     async def write(

@@ -73,7 +73,7 @@ class MinBenefit:
         self._skipped = 0
 
     def prefill_ms(self, token_count: int) -> int:
-        """How long the engine would compute so many tokens; 0: nobody knows."""
+        """How long the engine would compute so many tokens; 0: not known."""
         if self._prefill_tokens_per_s is None:
             return 0
         return round(1e3 * token_count / self._prefill_tokens_per_s)

@@ -24,6 +24,7 @@ from ..proto.limits import (
     MAX_LEASE_MS,
     MAX_WAIT_MS,
 )
+from ..proto.vocabulary import ClaimMode
 from .benefit import LoadSpeeds, MinBenefit
 from .call_queue import CallQueue
 from .counters import Counters, Snapshot
@@ -34,7 +35,7 @@ from .local.transport import LocalTransport
 from .owner import Owner
 from .policy import SavePolicy
 from .restores import VERIFY_CHOICES, Verify
-from .results import ClaimMode, RestoreResult
+from .results import RestoreResult
 from .save_methods import Saves
 from .saves import Writer
 from .search import (
@@ -100,8 +101,8 @@ class Client(Saves, KeyCalls):
         counters: Counters | None = None,
     ) -> None:
         """`address`: `unix:/path` or `host:port`; None: `proto.endpoints.default_address()`.
-        `name`: shown to operators, and to whoever meets one of its saves in flight. `label`: under
-        which name the daemon adds up what this client counts, a model or a tenant (1 ... 64
+        `name`: shown to operators, and to clients that meet one of its saves. `label`: under which
+        name the daemon adds up what this client counts, a model or a tenant (1 ... 64
         letters, digits, `._:/@+-`); the daemon keeps 64, and later ones count as "other".
         `connect_timeout_ms`: after it the daemon counts as down. `lease_ms` of claims, 0: the
         daemon's own. `policy`: the gates of saves, and the stride of `longest_prefix`.
@@ -361,7 +362,7 @@ class Client(Saves, KeyCalls):
     def under_pressure(self) -> bool:
         """Is memory short on the daemon's node, as it said with its last answer to a heartbeat? An
         engine can then save what it does not need at once (`SaveReason.EVICT`) and free its own
-        copy. False where nobody says so: the daemon does not watch, or there is none."""
+        copy. False: the daemon does not watch for it, or there is none."""
         return not self._closed and self._transport.under_pressure
 
     def wait_connected(self, *, deadline_ms: int | None = None) -> bool:

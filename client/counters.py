@@ -9,8 +9,8 @@ from typing import Any, Final, TypeAlias
 from ..proto import prefixd_pb2 as pb
 from ..proto.keys import Key
 from ..proto.limits import MAX_TOLD_MISSES
-from ..proto.vocabulary import SaveReason, Tier
-from .results import Entry, MissReason, SaveOutcome, SaveStatus
+from ..proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
+from .results import Entry, SaveOutcome
 
 Snapshot: TypeAlias = dict[str, int | dict[str, int]]
 
@@ -117,7 +117,7 @@ class Counters:
             self._groups["rpcs"][name] += 1
 
     def miss(self, reason: MissReason, lookup_tokens: int = 0, keys: Sequence[Key] = ()) -> None:
-        """One look-up that found nothing, of so many tokens; 0: nobody said. `keys`: some of those
+        """One look-up that found nothing, of so many tokens; 0: not known. `keys`: some of those
         that would have been a hit."""
         with self._lock:
             self._groups["misses"][reason.value] += 1
@@ -129,7 +129,7 @@ class Counters:
     def hit(
         self, entries: Collection[Entry], token_counts: Collection[int], lookup_tokens: int = 0
     ) -> None:
-        """One look-up that found these. `lookup_tokens`: what it was for; 0: nobody said."""
+        """One look-up that found these. `lookup_tokens`: what it was for; 0: not known."""
         with self._lock:
             scalars, by_tier = self._scalars, self._groups["hit_tokens_by_tier"]
             scalars["hits"] += 1

@@ -28,7 +28,8 @@ from ..proto.errors import (
     UnknownSession,
 )
 from ..proto.keys import Key
-from .results import MissReason, SaveOutcome, SaveStatus
+from ..proto.vocabulary import MissReason, SaveStatus
+from .results import SaveOutcome
 
 logger = logging.getLogger("prefixd.client")
 

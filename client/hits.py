@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..proto.errors import CallerError, ClaimLost, InvalidSize, UnknownEntry
 from ..proto.layout import layer_slice
 from ..proto.pieces import FlatBytes
+from ..proto.vocabulary import ClaimMode, MissReason
 from .benefit import LoadSpeeds
 from .buffers import all_flat
 from .counters import Counters
@@ -17,7 +18,7 @@ from .failures import Failures
 from .owner import Owner
 from .pins import HitFacts, Pins
 from .restores import Collect, Copier, Restore, Verify, content_of
-from .results import ClaimMode, Entry, MissReason, RestoreResult, restore_result
+from .results import Entry, RestoreResult, restore_result
 from .wire.deadline import Deadline
 from .wire.link import Holding
 from .wire.sinks import Sink, renumbered

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Final
 from ..proto.errors import CallerError
 from ..proto.keys import Key, check_key
 from ..proto.limits import KEY_BYTES
+from ..proto.vocabulary import ClaimMode, DeleteStatus, MissReason
 from .call_queue import CallQueue
 from .hits import Hit, Reader
-from .results import ClaimMode, DeleteStatus, Found, MissReason, RestoreResult, restore_result
+from .results import Found, RestoreResult, restore_result
 from .search import BlockChain, Searcher, checked_keys
 from .wire.deadline import Deadline
 from .wire.transport import Transport
@@ -134,11 +135,11 @@ class KeyCalls(ABC):
             self._transport.touch(checked[::-1])
 
     def delete(self, keys: Sequence[Key], *, deadline_ms: int | None = None) -> list[DeleteStatus]:
-        """Drop entries that nobody is going to want. Returns what became of each key.
+        """Drop entries that are not needed any more. Returns what became of each key.
 
-        What somebody reads or saves at this moment stays, and the status says so. Who can name a
-        key may delete it, as they may read it. Later blocks of a chain stay, and can't be reached:
-        name them as well. One rpc for 4,096 keys. Raises InvalidKey.
+        An entry that is being read or saved stays, and its status says so. A client that knows
+        a key may delete its entry, as it may read it. Later blocks of a chain stay, and can't be
+        reached: name them as well. One rpc for 4,096 keys. Raises InvalidKey.
         """
         deadline = self._begin(deadline_ms)
         return self._searcher.delete(checked_keys(keys), deadline)
@@ -156,7 +157,7 @@ class KeyCalls(ABC):
         """`claim` by another thread. Never blocks.
 
         The deadline counts from now. Beyond a thousand that wait, and when the client is closed,
-        the hit is empty (`MissReason.DROPPED`). Release the hit, whoever takes it. Raises
+        the hit is empty (`MissReason.DROPPED`). Whoever takes the hit has to release it. Raises
         InvalidKey, at once.
         """
         self._begin(deadline_ms, wait_ms)

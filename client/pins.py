@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from ..proto.errors import CallerError
 from ..proto.keys import Key
-from .results import Entry, MissReason
+from ..proto.vocabulary import MissReason
+from .results import Entry
 from .wire.link import Holding
 
 
@@ -140,7 +141,7 @@ class HitFacts:
         self.entries = tuple(entries)
         self.positions = tuple(positions)  #: of each entry among the keys that were asked for
         #: Tokens that each entry stands for, as the walk that found it counted them, or as it was
-        #: saved; 0: nobody said.
+        #: saved; 0: not known.
         self.token_counts = tuple(token_counts)
         #: Why there is not more; None when everything asked for is there.
         self.miss = miss

@@ -13,10 +13,10 @@ from ..proto.copying import copy, copy_crc32c, crc32c_of
 from ..proto.errors import PrefixdError
 from ..proto.keys import Key
 from ..proto.pieces import FlatBytes
-from ..proto.vocabulary import Tier
+from ..proto.vocabulary import MissReason, Tier
 from .benefit import LoadSpeeds
 from .failures import Failures
-from .results import Entry, MissReason
+from .results import Entry
 from .threads import Threads
 from .wire.sinks import Rooms
 from .wire.transport import Copied

@@ -4,60 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum
+from enum import IntEnum
 from typing import NamedTuple
 
 from ..proto.keys import Key
-from ..proto.vocabulary import SaveReason, Tier
-
-
-class MissReason(StrEnum):
-    """Why something was not served from the cache."""
-
-    ABSENT = "absent"
-    """Nobody saved it, or it was evicted."""
-    IN_FLIGHT = "in_flight"
-    """Somebody is saving it at this moment."""
-    UNAVAILABLE = "unavailable"
-    """No daemon answers, or it is stopping."""
-    DEADLINE = "deadline"
-    """The call's time was over."""
-    CORRUPT = "corrupt"
-    """The bytes that arrived do not match their checksum."""
-    DROPPED = "dropped"
-    """Too many calls were waiting already, or the client was closed."""
-    UNREADABLE = "unreadable"
-    """The daemon could not read the bytes."""
-    LOST = "lost"
-    """The claim ended before the bytes were read."""
-    WRONG_SIZE = "wrong_size"
-    """The buffer is not as long as the payload: the entry is of another layout."""
-    SLOW = "slow"
-    """Computing it is estimated to be faster than loading it."""
-    REFUSED = "refused"
-    """The daemon had a reason of its own, such as a full table or missing rights."""
-    UNEXPECTED = "unexpected"
-    """The answer does not follow the contract (a daemon of another version), or something failed
-    that never should; the log says what."""
-
-
-class ClaimMode(IntEnum):
-    """Which of the keys of a claim are wanted; the numbers are those of the wire."""
-
-    RUN = 0
-    """From the first on, up to the first that is absent: a block chain, root first."""
-    FIRST = 1
-    """The first that is present: prefix entries, longest first."""
-    ANY = 2
-    """Every one that is present."""
-
-
-class Presence(IntEnum):
-    """What a probe says of a key; the numbers are those of the wire."""
-
-    ABSENT = 1
-    PRESENT = 2
-    IN_FLIGHT = 3
+from ..proto.vocabulary import MissReason, Presence, SaveReason, SaveStatus, Tier
 
 
 class Entry(NamedTuple):
@@ -90,47 +41,6 @@ class Found(NamedTuple):
 
 
 NOT_FOUND = Found(Presence.ABSENT)
-
-
-class DeleteStatus(IntEnum):
-    """What became of a key that was to be deleted. Below 100 the numbers are those of the wire."""
-
-    DELETED = 1
-    """It is not found any more, and its room is free."""
-    ABSENT = 2
-    """It was not there."""
-    PINNED = 3
-    """Somebody reads it at this moment, maybe this client; nothing happened."""
-    IN_FLIGHT = 4
-    """Somebody is saving it at this moment; nothing happened."""
-    FAILED = 100
-    """The daemon could not be asked, or refused the whole call."""
-
-
-class SaveStatus(IntEnum):
-    """How a save ended. Below 100 the daemon says so and the numbers are those of the wire;
-    from 100 on the client knows it by itself."""
-
-    SAVED = 1
-    PRESENT = 2
-    IN_FLIGHT = 3
-    TOO_LARGE = 4
-    NO_ROOM = 5
-    CRC_MISMATCH = 6
-    LENGTH_MISMATCH = 7
-    LOST = 8
-    DEVICE_FULL = 9
-    FAILED = 10
-    DROPPED = 100
-    """Too many saves were waiting already, or the client was closed."""
-    UNAVAILABLE = 101
-    """No daemon answers, or it is stopping."""
-    DEADLINE = 102
-    """It took too long; it may still be published."""
-
-    @property
-    def label(self) -> str:
-        return self.name.lower()
 
 
 class SaveOutcome(NamedTuple):

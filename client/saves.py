@@ -18,13 +18,13 @@ from ..proto.errors import (
 from ..proto.keys import Key, check_key, token_bytes
 from ..proto.layout import check_layout, check_token_ids
 from ..proto.limits import MAX_LEASE_MS, MAX_TOKEN_IDS_BYTES, MAX_WAIT_MS
-from ..proto.vocabulary import SaveReason, Tier
+from ..proto.vocabulary import SaveReason, SaveStatus, Tier
 from .buffers import flat_bytes
 from .call_queue import CallQueue
 from .counters import Counters
 from .failures import Failures
 from .owner import Owner
-from .results import ReserveStatus, SaveOutcome, SaveStatus
+from .results import ReserveStatus, SaveOutcome
 from .wire.deadline import Deadline
 from .wire.link import Holding
 from .wire.transport import Granted, ReserveItem, SaveTerms, Saving, Share, Transport
@@ -43,7 +43,7 @@ _BATCH_TOKEN_IDS_BYTES: Final = 2 * MAX_TOKEN_IDS_BYTES
 class SaveItem:
     """One key to save. The payload is referenced: don't change it before the save is done.
 
-    `token_count`: tokens that the state stands for, at least one; None: nobody says, and hits
+    `token_count`: tokens that the state stands for, at least one; None: not known, and hits
     with this entry count no tokens. `layer_count`: 0, or how many equal layers
     the payload is made of, for readers that take single ones. `token_ids`: optional, stored
     with the entry so that a verifying read can recompute its key; `bytes` are taken to be
@@ -61,7 +61,7 @@ class Reservation:
     """The answer to the wish to save one key: the exclusive right to, or why not.
 
     Use as a context manager: what was not written when the block ends is cancelled, so that
-    whoever waits for the key is told at once. Not thread-safe.
+    clients that wait for the key are told at once. Not thread-safe.
     """
 
     def __init__(

@@ -15,19 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 from ..proto.errors import InvalidSize, InvalidTokens
 from ..proto.keys import Key, Namespace, check_key, iter_block_keys, prefix_keys
 from ..proto.limits import KEY_BYTES, MAX_BATCH_KEYS, MAX_TOLD_KEYS
+from ..proto.vocabulary import ClaimMode, DeleteStatus, MissReason, Presence
 from .benefit import MinBenefit
 from .counters import Counters
 from .failures import Failures
 from .hits import Hit, Reader
-from .results import (
-    NOT_FOUND,
-    ClaimMode,
-    DeleteStatus,
-    Entry,
-    Found,
-    MissReason,
-    Presence,
-)
+from .results import NOT_FOUND, Entry, Found
 from .wire.deadline import Deadline
 from .wire.link import Holding
 from .wire.transport import Transport
@@ -427,7 +420,7 @@ def checked_keys(keys: Sequence[Key]) -> list[Key]:
 
 
 def _wanted_tokens(token_counts: Sequence[int | None] | None, mode: ClaimMode) -> int:
-    """What a full hit would have: of the longest prefix, or of all blocks; 0: nobody said."""
+    """What a full hit would have: of the longest prefix, or of all blocks; 0: not known."""
     known = [count or 0 for count in token_counts or ()]
     if mode is ClaimMode.FIRST:
         return max(known, default=0)

@@ -7,7 +7,7 @@
 
 A connection that breaks is made again, and goes on behind the last event if the daemon still knows
 what came after it; if not, everything is told anew. Watching is the operators' and takes no
-session: whoever knows a key can read its entry.
+session: a client that knows a key can read its entry.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Final, NamedTuple, Self, TypeAlias
 
 import grpc
@@ -56,7 +56,7 @@ _OPTIONS: Final = [
     ("grpc.keepalive_time_ms", _PING_MS),
     ("grpc.keepalive_timeout_ms", _PING_MS),
     ("grpc.http2.max_pings_without_data", 0),
-    # A connection of its own: what this one does not read holds up nobody else.
+    # A connection of its own: what this one does not read delays no other.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 ]
@@ -168,12 +168,7 @@ class Watch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -288,12 +283,7 @@ class AsyncWatch:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -25,11 +25,10 @@ from typing import Any, Final, NoReturn, Protocol
 
 from ..client.client import Client
 from ..client.hits import Hit
-from ..client.results import ClaimMode
 from ..client.saves import SaveItem
 from ..proto.keys import Key, Namespace, prefix_key, prefix_keys
 from ..proto.limits import MAX_BATCH_KEYS
-from ..proto.vocabulary import SaveReason, Tier
+from ..proto.vocabulary import ClaimMode, SaveReason, Tier
 from .llama_cpp_context import LlamaContext, attach_to_server, block_sequences
 
 __all__ = ["PrefixdCache", "attach_to_server", "block_sequences"]

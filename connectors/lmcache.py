@@ -21,11 +21,10 @@ from typing import Any, Final, NamedTuple, TypeVar
 from ..client.buffers import flat_bytes
 from ..client.client import Client
 from ..client.hits import Hit
-from ..client.results import MissReason
 from ..client.saves import SaveItem
 from ..proto.errors import CallerError
 from ..proto.keys import ForeignNamespace, Key
-from ..proto.vocabulary import Tier
+from ..proto.vocabulary import MissReason, Tier
 from . import compat
 
 ENGINE: Final = "LMCache"

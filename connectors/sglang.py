@@ -16,11 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from ..client.client import Client
-from ..client.results import ClaimMode
 from ..client.saves import SaveItem
 from ..proto.errors import ConfigError
 from ..proto.keys import ForeignNamespace
-from ..proto.vocabulary import Tier
+from ..proto.vocabulary import ClaimMode, Tier
 from . import compat
 
 ENGINE: Final = "SGLang"

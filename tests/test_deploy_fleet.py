@@ -1,4 +1,4 @@
-"""The fleet of deploy/compose: its parts fit together, and a Cluster of real servers is formed."""
+"""The fleets of deploy/fleet: their parts fit together, and a Cluster of real servers is formed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from itertools import takewhile
 from pathlib import Path
 from time import monotonic
 
@@ -19,8 +20,12 @@ from prefixd.server.config.loading import load_config
 from tests.support.redis_servers import RedisServer, free_ports, needs_redis
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
-FLEET = (DEPLOY / "compose/fleet.yaml").read_text()
-SCRIPT = DEPLOY / "compose/form-cluster.sh"
+FLEET = (DEPLOY / "fleet/compose.yaml").read_text()
+BASE = (DEPLOY / "kubernetes/daemonset.yaml").read_text()
+NODES = (DEPLOY / "fleet/nodes.yaml").read_text()
+VALKEY = (DEPLOY / "fleet/valkey.yaml").read_text()
+KUSTOMIZATION = (DEPLOY / "fleet/kustomization.yaml").read_text()
+SCRIPT = DEPLOY / "fleet/form-cluster.sh"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 PATIENCE_S = 60.0
 
@@ -30,10 +35,11 @@ def services() -> list[str]:
     return re.findall(r"^  ([\w-]+):$", text, re.MULTILINE)
 
 
-def valkey_options() -> list[str]:
-    """As the file gives them, but for those that are a container's own."""
-    text = FLEET[FLEET.index("exec valkey-server") : FLEET.index("\nx-node:")]
-    options = re.findall(r"(--[\w-]+) (\S+)", text)
+def valkey_options(text: str) -> list[str]:
+    """As a file gives them, but for those that are a container's own."""
+    lines = text[text.index("exec valkey-server") :].splitlines()
+    given = list(takewhile(lambda line: "--" in line, lines[1:]))
+    options = re.findall(r"(--[\w-]+) (\S+)", "\n".join(given))
     own = ("--requirepass", "--cluster-announce-hostname", "--cluster-preferred-endpoint-type")
     return [word for name, value in options if name not in own for word in (name, value.strip('"'))]
 
@@ -66,8 +72,64 @@ def test_every_volume_is_of_one_node_and_declared() -> None:
     assert len(set(used)) == len(used)
 
 
-def test_it_is_written_in_steps_of_two_blanks() -> None:
-    for line in FLEET.splitlines():
+def test_kubernetes_daemons_are_configured_well_and_know_the_engine() -> None:
+    """As the base has them, with what is patched in."""
+    env = dict(re.findall(r"- name: (PREFIXD_\w+)\n +value: (\S+)", BASE + NODES))
+    assert len(env) == (BASE + NODES).count("- name: PREFIXD_")
+    config = load_config([], env)
+    (replicas,) = re.findall(r"replicas: (\d)\n  podManagement", VALKEY)
+    hosts = [f"valkey-{number}.valkey:6379" for number in range(int(replicas))]
+    assert config.shared.engine.split(",") == [f"redis://{host}" for host in hosts]
+    (listed,) = re.findall(r"form-cluster.sh\n +(valkey.*)", VALKEY)
+    assert listed.split() == hosts
+    assert 'announce-hostname "$(hostname).valkey"' in VALKEY
+    ((volume, path),) = re.findall(r"- name: (\w+)\n +mountPath: (\S+)", NODES)
+    assert re.findall(r"- name: (\w+)\n +secret:", NODES) == [volume]
+    assert config.shared.password_file == f"{path}/valkey-password"
+    (name,) = re.findall(r"^      app.kubernetes.io/name: (\w+)$", BASE, re.MULTILINE)
+    (allowed,) = re.findall(r"values: \[(.*)\]", VALKEY)
+    assert name in allowed.split(", ")
+
+
+@pytest.mark.parametrize("version", ["1.35", "1.29"])
+def test_kubernetes_takes_the_manifests(version: str) -> None:
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML, which comes with kubernetes-validate")
+    validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate")
+    patched, (patch,) = yaml.safe_load(BASE), yaml.safe_load_all(NODES)
+    pod, more = (each["spec"]["template"]["spec"] for each in (patched, patch))
+    pod["volumes"] += more["volumes"]
+    for field in ("env", "volumeMounts"):
+        pod["containers"][0][field] += more["containers"][0][field]
+    namespace = (DEPLOY / "fleet/namespace.yaml").read_text()
+    documents = [*yaml.safe_load_all(VALKEY), yaml.safe_load(namespace), patched]
+    assert len(documents) == 6
+    for document in documents:
+        validate.validate(document, version, strict=True)
+
+
+def test_both_fleets_have_the_same_engine_but_for_its_size() -> None:
+    ours, theirs = (
+        dict(zip(options[::2], options[1::2], strict=True))
+        for options in map(valkey_options, (FLEET, VALKEY))
+    )
+    sizes = [int(of.pop("--maxmemory").removesuffix("gb")) for of in (ours, theirs)]
+    assert ours == theirs
+    (limit,) = set(re.findall(r"memory: (\w+)Gi", VALKEY))
+    assert sizes[1] < int(limit), "replies and requests take something, too"
+
+
+def test_kustomize_has_what_it_names() -> None:
+    listed = re.findall(r"^ +- (?:path: )?([\w./-]+)$", KUSTOMIZATION, re.MULTILINE)
+    assert {"valkey.yaml", "nodes.yaml", "form-cluster.sh", "valkey-password"} <= {*listed}
+    for name in listed:
+        # The password is made on the spot, and never committed.
+        assert (DEPLOY / "fleet" / name).exists() or name == "valkey-password"
+    assert "deploy/fleet/valkey-password" in (DEPLOY.parent / ".gitignore").read_text()
+
+
+@pytest.mark.parametrize("text", [FLEET, NODES, VALKEY, KUSTOMIZATION])
+def test_it_is_written_in_steps_of_two_blanks(text: str) -> None:
+    for line in text.splitlines():
         assert "\t" not in line
         assert (len(line) - len(line.lstrip())) % 2 == 0
         assert line == line.rstrip()
@@ -82,7 +144,7 @@ def test_compose_takes_the_file() -> None:
         ).returncode
     ):
         pytest.skip("there is no docker compose here to read the file with")
-    command = [docker, "compose", "-f", DEPLOY / "compose/fleet.yaml", "config", "--quiet"]
+    command = [docker, "compose", "-f", DEPLOY / "fleet/compose.yaml", "config", "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -101,7 +163,7 @@ def test_the_script_is_posix() -> None:
 @pytest.fixture
 def masters(tmp_path: Path) -> Iterator[list[RedisServer]]:
     """Three that know nothing of each other, with the options of the file."""
-    options = valkey_options()
+    options = valkey_options(FLEET)
     assert "volatile-ttl" in options
     with ExitStack() as stack:
         servers = []

@@ -86,7 +86,7 @@ class Crowd:
     def restore(self, count: int) -> None:
         """The first `count` processes restore, all at once."""
         for pipe in self._pipes[:count]:
-            # Whoever died is missed when its answer is.
+            # A process that died is noticed when its answer does not come.
             with contextlib.suppress(OSError):
                 pipe.send(True)
         self._hear(self._pipes[:count])

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Final
 from ...proto.errors import PrefixdError
 from ...proto.keys import Key
 from ...proto.limits import MAX_BATCH_KEYS
-from ...proto.vocabulary import SaveReason, Tier
+from ...proto.vocabulary import SaveReason, SaveStatus, Tier
 from ..client import Client
-from ..results import SaveStatus
 from ..saves import SaveItem
 from .moving import new_keys
 from .samples import Case

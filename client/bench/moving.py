@@ -10,9 +10,8 @@ from typing import Final
 
 from ...proto.errors import PrefixdError
 from ...proto.keys import Key
-from ...proto.vocabulary import SaveReason, Tier
+from ...proto.vocabulary import SaveReason, SaveStatus, Tier
 from ..client import Client
-from ..results import SaveStatus
 from ..saves import SaveItem
 from .samples import Case
 
@@ -27,7 +26,7 @@ class Buffers:
 
     Tensors begin at multiples of 64 bytes. What malloc gives for a `bytearray` may begin 16 bytes
     behind a page: between that and an arena, where blocks begin with a page, memcpy has half of
-    its speed for anything below a MiB, whoever calls it.
+    its speed for anything below a MiB, in every program.
     """
 
     def __init__(self, blocks: int, block_bytes: int) -> None:
@@ -64,12 +63,12 @@ class Buffers:
 
 
 def private_memory(size_bytes: int) -> memoryview:
-    """Memory that is nobody else's and begins with a page."""
+    """Private memory that begins with a page."""
     return memoryview(mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def memcpy_case(buffers: Buffers, blocks: int) -> Case:
-    """The floor: a copy that nobody has to ask anybody for."""
+    """The floor: a copy without a call."""
     pairs = list(zip(buffers.rooms(blocks), buffers.sources(blocks), strict=True))
 
     def copy() -> None:
@@ -172,11 +171,11 @@ class Batch:
         if found < self._blocks:
             raise PrefixdError(
                 f"{self._subject.peer}: only {found} of {self._blocks} blocks are there; "
-                "is the tier large enough, and does nobody else use it?"
+                "is the tier large enough, and is it used by this alone?"
             )
 
 
 def new_keys(count: int) -> list[Key]:
-    """Keys that nobody has."""
+    """Keys that are in no cache."""
     raw = os.urandom(32 * count)
     return [Key(raw[start : start + 32]) for start in range(0, len(raw), 32)]

@@ -34,7 +34,7 @@ PARTS: Final = (*MOVERS, "walk", "many", "evict")
 _EVICTION_SAMPLES: Final = 4
 _SECURED_WITHIN_S: Final = 600.0
 _LOOK_EVERY_S: Final = 0.05
-#: However large the batch: whoever measures waits.
+#: However large the batch is, a measurement waits for it.
 _SAVE_WITHIN_MS: Final = 600_000
 
 

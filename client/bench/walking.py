@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from ...proto.errors import PrefixdError
 from ...proto.keys import Key, Namespace, block_keys, iter_block_keys, prefix_keys
-from ...proto.vocabulary import SaveReason, Tier
+from ...proto.vocabulary import SaveReason, SaveStatus, Tier
 from ..client import Client
-from ..results import SaveStatus
 from ..saves import SaveItem
 from ..search import boundaries
 from .samples import Case

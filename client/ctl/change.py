@@ -47,7 +47,7 @@ def delete(
 ) -> None:
     """Drop one entry.
 
-    Exits 1 when it stays, because somebody reads or saves it, or is not there.
+    Exits 1 when it stays, because it is being read or saved, or is not there.
     """
     from ...proto import prefixd_pb2 as pb
     from .messages import enum_label

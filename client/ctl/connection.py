@@ -47,7 +47,7 @@ class Health(Enum):
 
 class AdminConnection:
     """One daemon. Every call raises the error that the daemon raised (`proto.errors`), or
-    DaemonUnavailable with a sentence that says where nobody answered and what to do.
+    DaemonUnavailable with a sentence that says where no daemon answers and what to do.
 
     Connects with the first call. A context manager; may be used from several threads.
     """
@@ -121,9 +121,14 @@ class AdminConnection:
     def sessions(self) -> pb.ListSessionsResponse:
         return self._operate(self._admin.ListSessions, pb.ListSessionsRequest())
 
-    def preview(self, tier: Tier, payload_bytes: int, entries: int) -> pb.PreviewResponse:
+    def preview(
+        self, tier: Tier, payload_bytes: int, entries: int, namespace: str = ""
+    ) -> pb.PreviewResponse:
         request = pb.PreviewRequest(
-            tier=wire_tier(tier), payload_bytes=payload_bytes, entries=entries
+            tier=wire_tier(tier),
+            payload_bytes=payload_bytes,
+            entries=entries,
+            namespace=namespace,
         )
         return self._operate(self._admin.Preview, request)
 
@@ -295,7 +300,7 @@ def _forbidden(address: str) -> bool:
 
 
 def _starting(address: str) -> int:
-    """The process that has the socket's lock file while nobody listens; 0: there is none.
+    """The process that has the socket's lock file while no daemon listens; 0: there is none.
 
     Only read: to try the lock would keep a daemon from it that starts in this moment.
     """

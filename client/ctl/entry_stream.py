@@ -9,7 +9,7 @@ the payload, and the token ids. Integers are little-endian.
 | 0 | 4 | `pxe1`, or `pxe.` for the last one |
 | 4 | 4 | layers; 0: no layer table |
 | 8 | 8 | payload bytes; of the last one: how many records there were |
-| 16 | 8 | tokens; 0: nobody said. Of the last one: payload bytes of all records |
+| 16 | 8 | tokens; 0: not known. Of the last one: payload bytes of all records |
 | 24 | 4 | bytes of token ids |
 | 28 | 4 | save reason |
 | 32 | 4 | CRC32C of the payload, as it was when the entry was saved |

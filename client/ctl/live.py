@@ -98,7 +98,7 @@ def watch(daemon: AdminConnection, console: Console, interval_s: float) -> None:
     from ...proto.errors import DaemonUnavailable, DeadlineExceeded
 
     board = TierBoard()
-    board.take(daemon.stats(), time.monotonic())  # nobody there at all: say so and leave
+    board.take(daemon.stats(), time.monotonic())  # no daemon at all: raises, and the command ends
     note = Text()
 
     def view() -> RenderableType:

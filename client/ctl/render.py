@@ -353,7 +353,7 @@ def cleared_view(namespace: str, response: pb.ClearResponse) -> RenderableType:
     freed = size(response.freed_bytes)
     lines = [Text(f"{namespace}: {response.entries:,} entries dropped ({freed})")]
     if response.pinned_entries:
-        lines.append(Text(f"{response.pinned_entries:,} stay: somebody reads them", "yellow"))
+        lines.append(Text(f"{response.pinned_entries:,} stay: they are being read", "yellow"))
     if response.unknown_entries:
         unknown = f"{response.unknown_entries:,} entries came back from an earlier start"
         lines.append(Text(f"{unknown}: whose they are is not known", "yellow"))

@@ -269,7 +269,7 @@ def _input(file: str) -> Iterator[BinaryIO]:
 def _save(client: Client, batch: Sequence[Exported], tier: Tier, moved: Moved) -> None:
     """In the order of the stream. What the daemon has no room for now is asked for once more,
     alone: of a batch that is larger than a share of the tier single ones fit."""
-    from ..results import SaveStatus
+    from ...proto.vocabulary import SaveStatus
     from ..saves import SaveItem
 
     if not batch:

@@ -121,7 +121,7 @@ class LiveReplay:
                 break
 
     def _idle(self, ahead: int) -> Iterator[_Worker]:
-        """Whoever can take another request, the least busy first."""
+        """The workers that can take another request, the least busy first."""
         for dealt in range(ahead):
             for worker in list(self._workers):
                 if worker.dealt == dealt and not worker.finished:
@@ -217,7 +217,7 @@ class LiveReplay:
 
         try:
             before = signal.signal(signal.SIGINT, on_interrupt)
-        except ValueError:  # not in the main thread: whoever runs this calls stop() instead
+        except ValueError:  # not in the main thread: the caller uses stop() instead
             yield
             return
         try:

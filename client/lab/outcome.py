@@ -64,7 +64,7 @@ class Totals:
     reconnects: int = 0
     #: Workers that ended before their time, with the request that they had.
     workers_lost: int = 0
-    #: Stopped before the end of the trace: by the user, or because nobody answered for too long.
+    #: Stopped before the end of the trace: by the user, or because no daemon answered for too long.
     interrupted: bool = False
     gave_up: bool = False
 

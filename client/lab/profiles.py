@@ -198,7 +198,7 @@ class Rag(Profile):
         for rank in range(self.documents):
             same = same and random.random() < self.same_document_chance
             content = ("document", topic, rank) if same else ("other", number, rank)
-            # A document has one length, whoever asks.
+            # A document has the same length in every request.
             length_of = Random(f"{content}") if same else random
             prompt.append((content, self.document.draw(length_of)))
         for turn in range(turns):

@@ -197,7 +197,7 @@ class LineSource:
     def _open_raw(self) -> Stream:
         if self.path == STDIN:
             stdin = sys.stdin.buffer
-            # Whoever replaces standard input may give a stream without peek().
+            # Standard input may have been replaced by a stream without peek().
             raw: Stream = stdin if isinstance(stdin, io.BufferedReader) else _buffered(stdin)
         else:
             try:

@@ -15,10 +15,9 @@ from typing import Final, cast
 from ...proto.errors import CallerError
 from ...proto.keys import Key
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
-from ...proto.vocabulary import SaveReason, Tier
+from ...proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
 from ..client import Client
 from ..hits import Hit
-from ..results import MissReason, SaveStatus
 from ..saves import SaveItem
 from .blocks import BlockPayloads, keys_of_ids, replay_namespace
 from .outcome import Outcome
@@ -92,7 +91,7 @@ def work(pipe: Connection, options: LiveOptions, number: int) -> None:
     """The worker's process: takes requests from `pipe` until None, answers each by its Outcome."""
     # Ctrl-C goes to everybody on the terminal; the parent says what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The parent is gone, and nobody is left to answer to.
+    # The parent is gone: there is no process to answer to.
     with contextlib.suppress(EOFError, BrokenPipeError):
         _work(pipe, options, number)
 
@@ -102,7 +101,7 @@ def _work(pipe: Connection, options: LiveOptions, number: int) -> None:
     name = f"replay-{number}"
     with Client(options.address, name=name, local=options.in_place) as client:
         replayer = Replayer(client, options)
-        # Connecting is no part of the first request. Whoever is not there is missed by it.
+        # Connecting is no part of the first request, which notices a daemon that is not there.
         client.wait_connected()
         pipe.send(Ready())
         while not gave_up and (request := pipe.recv()) is not None:

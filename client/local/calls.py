@@ -1,28 +1,21 @@
-"""Calls to the daemon over its local socket (proto.local), which take a fraction of gRPC's time.
-
-One call at a time goes over a connection; there are as many connections as there were calls at
-once. A call that fails on its way closes its connection, so that no answer is taken for that of
-another call.
-"""
+"""Calls to the daemon over its local socket (proto.local), which take a fraction of gRPC's time."""
 
 from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final
+from typing import Any, Final
 
 from ...proto import local
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import DaemonUnavailable, DeadlineExceeded, MalformedMessage, from_name
-from ...proto.limits import MAX_BATCH_KEYS
 from ..wire.connection import Calls
+from ..wire.data_wire import NoLine
+from ..wire.lines import CONNECT_S, Lines
 
-#: A daemon that does not take a connection in this time is asked over gRPC.
-_CONNECT_S: Final = 0.5
 #: More than most answers need.
 _RECEIVE_BYTES: Final = 64 * 2**10
 
@@ -31,7 +24,7 @@ class Line:
     """One connection. Not thread-safe."""
 
     def __init__(self, path: str, session: pb.SessionRef, timeout_s: float) -> None:
-        """Says whose it is before anything else. Raises OSError when nobody listens there."""
+        """Says whose it is before anything else. Raises OSError if no daemon listens there."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._frames = local.Frames(pb.LocalResponse.FromString)
         try:
@@ -103,102 +96,25 @@ class Line:
         self._socket.close()
 
 
-class LocalCalls:
-    """`connection.Calls` over lines, or `instead` of them while none can be had. Thread-safe."""
+class LocalCalls(Lines[Line]):
+    """Calls over the local socket."""
 
     def __init__(self, path: str, session: pb.SessionRef, instead: Calls) -> None:
+        super().__init__(instead)
         self._path = path
         self._session = session
-        self._instead = instead
-        self._lock = threading.Lock()
-        self._idle: list[Line] = []
-        self._busy: set[Line] = set()
-        self._closed = False
 
-    @contextmanager
-    def line(self, timeout_s: float) -> Iterator[Line]:
-        """A line for one call, from its request to its last response. Raises OSError: no line
-        can be had, and nothing was asked."""
-        with self._lock:
-            if self._closed:
-                raise OSError("these connections were closed")
-            line = self._idle.pop() if self._idle else None
-        line = line or Line(self._path, self._session, min(timeout_s, _CONNECT_S))
-        with self._lock:
-            self._busy.add(line)
+    def _connect(self, timeout_s: float) -> Line:
         try:
-            yield line
-        except BaseException:
-            with self._lock:
-                self._busy.discard(line)
-            line.close()
-            raise
-        with self._lock:
-            self._busy.discard(line)
-            if not self._closed:
-                self._idle.append(line)
-                return
-        line.close()
+            return Line(self._path, self._session, min(timeout_s, CONNECT_S))
+        except OSError as problem:
+            raise NoLine(str(problem)) from None
 
-    def give_back(self, session: pb.SessionRef, claims: Sequence[int]) -> None:
-        """Release claims without waiting for the answer. Raises OSError, DaemonUnavailable."""
-        with self.line(_CONNECT_S) as line:
-            for start in range(0, len(claims), MAX_BATCH_KEYS):
-                batch = claims[start : start + MAX_BATCH_KEYS]
-                asked = pb.ReleaseRequest(session=session, claim_ids=batch)
-                line.send(pb.LocalRequest(give_back=asked), _CONNECT_S)
+    def _send(self, line: Line, kind: str, request: Any, timeout_s: float) -> None:
+        line.send(pb.LocalRequest(**{kind: request}), timeout_s)
 
-    def hang_up(self) -> None:
-        """The session has ended: calls under way fail, now."""
-        self.close()
-        with self._lock:
-            for line in self._busy:
-                line.shut_down()
-
-    def close(self) -> None:
-        """Hang up, now or when the calls under way have ended."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for line in idle:
-            line.close()
-
-    def _ask(self, request: pb.LocalRequest, timeout_s: float) -> pb.LocalResponse:
-        with self.line(timeout_s) as line:
-            line.send(request, timeout_s)
-            return line.receive(timeout_s)
-
-    # ---- connection.Calls
-
-    def Lookup(self, request: pb.LookupRequest, timeout: float) -> pb.LookupResponse:
-        try:
-            return self._ask(pb.LocalRequest(lookup=request), timeout).lookup
-        except OSError:
-            return self._instead.Lookup(request, timeout=timeout)
-
-    def Claim(self, request: pb.ClaimRequest, timeout: float) -> pb.ClaimResponse:
-        try:
-            return self._ask(pb.LocalRequest(claim=request), timeout).claim
-        except OSError:
-            return self._instead.Claim(request, timeout=timeout)
-
-    def Release(self, request: pb.ReleaseRequest, timeout: float) -> pb.ReleaseResponse:
-        try:
-            return self._ask(pb.LocalRequest(release=request), timeout).release
-        except OSError:
-            return self._instead.Release(request, timeout=timeout)
-
-    def Reserve(self, request: pb.ReserveRequest, timeout: float) -> pb.ReserveResponse:
-        try:
-            return self._ask(pb.LocalRequest(reserve=request), timeout).reserve
-        except OSError:
-            return self._instead.Reserve(request, timeout=timeout)
-
-    def Cancel(self, request: pb.CancelRequest, timeout: float) -> pb.CancelResponse:
-        try:
-            return self._ask(pb.LocalRequest(cancel=request), timeout).cancel
-        except OSError:
-            return self._instead.Cancel(request, timeout=timeout)
+    def _receive(self, line: Line, timeout_s: float) -> pb.LocalResponse:
+        return line.receive(timeout_s)
 
 
 @contextmanager

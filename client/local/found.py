@@ -9,8 +9,8 @@ from typing import Final
 from ...proto.index import Placed, entry_of
 from ...proto.index_columns import unpacked
 from ...proto.keys import Key
-from ...proto.vocabulary import SaveReason, Tier
-from ..results import ClaimMode, Entry
+from ...proto.vocabulary import ClaimMode, SaveReason, Tier
+from ..results import Entry
 from .node import InPlace, LocalNode
 
 #: Where a search for what a claim wants ends; see `IndexReader.find`.

@@ -207,7 +207,7 @@ def _filled(
     payloads: Sequence[FlatBytes],
 ) -> Generator[tuple[int | None, pb.SaveStagedRequest], None, None]:
     """Requests that say what was copied where, `request` first, each with the slot that nothing
-    more will be told of, if there is one. Whoever gets a slot gives it back."""
+    more will be told of, if there is one. The caller gives each slot back."""
     left_bytes = sum(map(len, payloads))
     slot: int | None = None
     used_bytes = told_bytes = 0

@@ -25,8 +25,8 @@ from ...proto.errors import (
 )
 from ...proto.keys import Key
 from ...proto.pieces import FlatBytes
-from ...proto.vocabulary import Tier
-from ..results import ClaimMode, DeleteStatus, Entry, Found, Presence, SaveOutcome
+from ...proto.vocabulary import ClaimMode, DeleteStatus, Presence, Tier
+from ..results import Entry, Found, SaveOutcome
 from ..wire.deadline import Deadline
 from ..wire.link import Holding, Link
 from ..wire.remote import RemoteTransport, Stage
@@ -71,7 +71,7 @@ class LocalTransport:
         #: The session that `_node` was handed over to.
         self._link: Link | None = None
         self._node: LocalNode | None = None
-        #: Before this moment, on the monotonic clock, nobody asks for a hand-over.
+        #: Before this moment, on the monotonic clock, no hand-over is asked for.
         self._not_before_s = 0.0
         #: The same for an index in place of one that was revoked.
         self._no_index_before_s = 0.0

@@ -162,7 +162,7 @@ class Connection:
             self._leave_alone(self.stub.Cancel.future(given))
 
     def _leave_alone(self, call: grpc.Future[Any]) -> None:
-        """Nobody waits for it. gRPC cancels what nobody refers to."""
+        """No thread waits for it. gRPC cancels a call that nothing refers to."""
         with self._lock:
             self._under_way.add(call)
         call.add_done_callback(self._ended)

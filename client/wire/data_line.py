@@ -1,20 +1,18 @@
 """The data socket of a daemon elsewhere (proto.data): small calls, and payloads without a copy of
 this side's own.
 
-One call at a time goes over a connection; there are as many connections as there were calls at
-once. A call that fails on its way closes its connection, so that no answer is taken for that of
-another call; the daemon gives back what that granted. Sockets block here, and the kernel keeps the
-deadlines: a payload of any size then takes few calls of it.
+Where a call fails on its way, its connection is closed, and the daemon gives back what it granted.
+Sockets block here, and the kernel keeps the deadlines: a payload of any size then takes few calls
+of it.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from ...proto import data
 from ...proto import prefixd_pb2 as pb
@@ -29,20 +27,17 @@ from ...proto.errors import (
     from_name,
 )
 from ...proto.layout import crc32c
-from ...proto.limits import MAX_BATCH_KEYS
 from ...proto.pieces import FlatBytes, views_of
 from ..counters import Counters
 from .connection import Calls
 from .data_wire import NoLine, Place, connected
-from .deadline import Deadline
+from .lines import CONNECT_S, Lines
 from .sinks import Rooms, Sink
 
 logger = logging.getLogger("prefixd.client")
 T = TypeVar("T")
 
-#: A daemon that does not take a connection in this time is asked over gRPC, and those that follow
-#: for so long, too.
-_CONNECT_S: Final = 0.5
+#: After a daemon took no connection, none is tried for so long.
 _AGAIN_AFTER_S: Final = 5.0
 #: What is read ahead, of messages and maybe of the bytes behind them.
 _AHEAD_BYTES: Final = 16 * 2**10
@@ -58,7 +53,7 @@ class DataLine:
     with."""
 
     def __init__(self, place: Place, timeout_s: float) -> None:
-        """Raises OSError when nobody listens there, or nobody whom it is to trust."""
+        """Raises OSError if no daemon listens there, or none that is to be trusted."""
         self._wire = connected(place, timeout_s)
         self._until_s = 0.0
         # With the first request.
@@ -206,60 +201,24 @@ class DataLine:
         self._wire.close()
 
 
-class DataCalls:
-    """`connection.Calls` over lines, or `instead` of them while none can be had; and what moves
-    payloads. Thread-safe."""
+class DataCalls(Lines[DataLine]):
+    """Calls over the data socket, and what moves payloads."""
 
     def __init__(self, place: Place, instead: Calls, counters: Counters) -> None:
         """`counters`: of calls that had to go over `instead`."""
+        super().__init__(instead)
         self._place = place
         self._counters = counters
-        self._instead = instead
-        self._lock = threading.Lock()
-        self._idle: list[DataLine] = []
-        self._busy: set[DataLine] = set()
-        self._closed = False
-        #: Before this moment, on the monotonic clock, nobody tries to connect.
+        #: Before this moment, on the monotonic clock, no connection is tried.
         self._not_before_s = 0.0
-
-    @contextmanager
-    def line(self, timeout_s: float) -> Iterator[DataLine]:
-        """A line for one call, from its request to its last response. Raises NoLine."""
-        with self._lock:
-            if self._closed:
-                raise NoLine("these connections were closed")
-            line = self._idle.pop() if self._idle else None
-        line = line or self._connect(timeout_s)
-        with self._lock:
-            closed = self._closed
-            if not closed:
-                self._busy.add(line)
-        if closed:
-            line.close()
-            raise NoLine("these connections were closed")
-        try:
-            yield line
-        except BaseException as problem:
-            with self._lock:
-                self._busy.discard(line)
-            line.close()
-            if isinstance(problem, NoLine):
-                self._refused(str(problem))
-            raise
-        with self._lock:
-            self._busy.discard(line)
-            if not self._closed:
-                self._idle.append(line)
-                return
-        line.close()
 
     def _connect(self, timeout_s: float) -> DataLine:
         if time.monotonic() < self._not_before_s:
             self._counters.add("data_fallbacks")
-            raise NoLine("nobody took the last connection")
+            raise NoLine("the daemon took no connection a moment ago")
         try:
             # Half of the time is left for asking over gRPC.
-            return DataLine(self._place, min(timeout_s / 2, _CONNECT_S))
+            return DataLine(self._place, min(timeout_s / 2, CONNECT_S))
         except OSError as problem:
             self._refused(str(problem))
             raise NoLine(str(problem)) from None
@@ -271,18 +230,11 @@ class DataCalls:
             logger.warning("no data connection with %s:%d: %s; over gRPC instead", host, port, why)
         self._not_before_s = time.monotonic() + _AGAIN_AFTER_S
 
-    def hang_up(self) -> None:
-        """The session has ended: calls under way fail, now."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-            for line in self._busy:
-                line.shut_down()
-        for line in idle:
-            line.close()
+    def _send(self, line: DataLine, kind: str, request: Any, timeout_s: float) -> None:
+        line.begin(pb.DataRequest(**{kind: request}), timeout_s)
 
-    def _ask(self, request: pb.DataRequest, timeout_s: float) -> pb.DataResponse:
-        return self._asked(request, timeout_s, DataLine.response)
+    def _receive(self, line: DataLine, timeout_s: float) -> pb.DataResponse:  # noqa: ARG002  # `begin` has it
+        return line.response()
 
     def _asked(self, request: pb.DataRequest, timeout_s: float, take: Callable[[DataLine], T]) -> T:
         """Send a request and `take` what answers it. Raises NoLine, PrefixdError."""
@@ -331,48 +283,3 @@ class DataCalls:
             return list(response.save.results)
 
         return self._asked(pb.DataRequest(save=request), timeout_s, move)
-
-    def give_back(self, session: pb.SessionRef, claims: Sequence[int]) -> None:
-        """Release claims without waiting for the answer. Raises NoLine, PrefixdError."""
-        with self.line(_CONNECT_S) as line:
-            for start in range(0, len(claims), MAX_BATCH_KEYS):
-                batch = claims[start : start + MAX_BATCH_KEYS]
-                asked = pb.ReleaseRequest(session=session, claim_ids=batch)
-                line.begin(pb.DataRequest(give_back=asked), _CONNECT_S)
-
-    # ---- connection.Calls
-
-    def Lookup(self, request: pb.LookupRequest, timeout: float) -> pb.LookupResponse:
-        deadline = Deadline(timeout * 1e3)
-        try:
-            return self._ask(pb.DataRequest(lookup=request), timeout).lookup
-        except NoLine:
-            return self._instead.Lookup(request, timeout=deadline.left_s())
-
-    def Claim(self, request: pb.ClaimRequest, timeout: float) -> pb.ClaimResponse:
-        deadline = Deadline(timeout * 1e3)
-        try:
-            return self._ask(pb.DataRequest(claim=request), timeout).claim
-        except NoLine:
-            return self._instead.Claim(request, timeout=deadline.left_s())
-
-    def Release(self, request: pb.ReleaseRequest, timeout: float) -> pb.ReleaseResponse:
-        deadline = Deadline(timeout * 1e3)
-        try:
-            return self._ask(pb.DataRequest(release=request), timeout).release
-        except NoLine:
-            return self._instead.Release(request, timeout=deadline.left_s())
-
-    def Reserve(self, request: pb.ReserveRequest, timeout: float) -> pb.ReserveResponse:
-        deadline = Deadline(timeout * 1e3)
-        try:
-            return self._ask(pb.DataRequest(reserve=request), timeout).reserve
-        except NoLine:
-            return self._instead.Reserve(request, timeout=deadline.left_s())
-
-    def Cancel(self, request: pb.CancelRequest, timeout: float) -> pb.CancelResponse:
-        deadline = Deadline(timeout * 1e3)
-        try:
-            return self._ask(pb.DataRequest(cancel=request), timeout).cancel
-        except NoLine:
-            return self._instead.Cancel(request, timeout=deadline.left_s())

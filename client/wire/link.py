@@ -59,7 +59,7 @@ class Holding:
 
 
 class Holdings:
-    """Those of one kind that somebody still refers to. Thread-safe."""
+    """Those of one kind that are still referred to. Thread-safe."""
 
     def __init__(self) -> None:
         # Re-entrant: a finalizer that closes a forgotten client may run while it is held.
@@ -75,7 +75,7 @@ class Holdings:
             return holding
 
     def lose(self, number: int, why: str) -> bool:
-        """The daemon took it away. False: nobody holds it."""
+        """The daemon took it away. False: it is not held here."""
         with self._lock:
             holding = self._held.pop(number, None)
             if holding is None:
@@ -155,7 +155,7 @@ class Link:
                 raise DaemonUnavailable(self.why_ended) from None
             raise from_grpc(problem) from None
         if first.WhichOneof("kind") != "welcome":
-            raise DaemonUnavailable("whoever answers did not begin with a welcome")
+            raise DaemonUnavailable("the answer did not begin with a welcome")
         self.welcome = first.welcome
         self.ref = pb.SessionRef(
             incarnation=first.welcome.incarnation,

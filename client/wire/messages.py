@@ -10,8 +10,8 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import PrefixdError
 from ...proto.keys import Key
 from ...proto.limits import MAX_BATCH_KEYS
-from ...proto.vocabulary import SaveReason, Tier
-from ..results import Entry, Found, Presence, ReserveStatus, SaveOutcome, SaveStatus
+from ...proto.vocabulary import Presence, SaveReason, SaveStatus, Tier
+from ..results import Entry, Found, ReserveStatus, SaveOutcome
 from .link import Link
 from .transport import Granted, Range, ReserveItem, SaveTerms
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from ...proto.keys import Key
 from ...proto.pieces import FlatBytes
-from ..results import ClaimMode, Entry
+from ...proto.vocabulary import ClaimMode
+from ..results import Entry
 from .deadline import Deadline
 from .link import Holding
 from .transport import Copied, Looked, Range, Sink

@@ -24,9 +24,9 @@ from ...proto.errors import (
 from ...proto.keys import Key
 from ...proto.limits import CHUNK_BYTES, MAX_BATCH_KEYS
 from ...proto.pieces import FlatBytes
-from ...proto.vocabulary import Tier
+from ...proto.vocabulary import ClaimMode, DeleteStatus, Tier
 from ..counters import Counters
-from ..results import ClaimMode, DeleteStatus, Entry, Found, SaveOutcome
+from ..results import Entry, Found, SaveOutcome
 from . import messages
 from .backoff import Backoff
 from .channel import Security
@@ -441,8 +441,7 @@ class RemoteTransport(NothingInPlace):
         if link.ref != ref:
             raise UnknownStaging("the session that it was handed to has ended")
         tokens = [holding.number for holding, _ in reservations]
-        reserved = pb.StagedReservations(session=ref, tokens=tokens)
-        opening = pb.SaveStagedRequest(reserved=reserved)
+        opening = pb.SaveStagedRequest(reserved=pb.StagedReservations(session=ref, tokens=tokens))
         results = self._call_held("SaveStaged", link, lambda: stage(opening, payloads, deadline))
         return messages.outcomes_of([key for _, key in reservations], results)
 

@@ -39,7 +39,7 @@ from .deadline import Deadline
 from .link import Link
 
 logger = logging.getLogger("prefixd.client")
-# A library: what nobody asked to see does not end up on somebody's terminal.
+# A library logs nothing to a terminal unless its program wants it to.
 logger.addHandler(logging.NullHandler())
 
 #: What connecting may take before the daemon counts as down.

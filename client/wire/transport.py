@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 from ...proto.entry import content_bytes
 from ...proto.keys import Key
 from ...proto.pieces import FlatBytes
-from ...proto.vocabulary import SaveReason, Tier
-from ..results import ClaimMode, DeleteStatus, Entry, Found, ReserveStatus, SaveOutcome
+from ...proto.vocabulary import ClaimMode, DeleteStatus, SaveReason, Tier
+from ..results import Entry, Found, ReserveStatus, SaveOutcome
 from .deadline import Deadline
 from .link import Holding
 from .sinks import Sink as Sink
@@ -27,7 +27,7 @@ class Claimed(NamedTuple):
     holding: Holding | None
     positions: Sequence[int]
     entries: list[Entry]
-    #: Is somebody saving one of the keys that are not there?
+    #: Is one of the keys that are not there being saved?
     in_flight: bool
 
 
@@ -45,7 +45,7 @@ class Range(NamedTuple):
 class ReserveItem(NamedTuple):
     """One key for which room is wanted.
 
-    `token_count`: at least 1; None: nobody says. `layer_count`: 0, or a divisor of
+    `token_count`: at least 1; None: not known. `layer_count`: 0, or a divisor of
     `payload_bytes`, for readers that take single layers. `token_ids`: optional, u32 little-endian
     (`keys.token_bytes`), for verifying reads.
     """
@@ -150,7 +150,7 @@ class Transport(Protocol):
     # ---- in place: without asking the daemon, where that is possible
 
     def find(self, keys: Iterable[Key], mode: ClaimMode, deadline: Deadline) -> Looked | None:
-        """What `mode` wants of the keys, pinned by nobody; None: this can't be said without
+        """What `mode` wants of the keys, not pinned; None: this can't be said without
         asking. Takes no more keys than it needs."""
 
     def copy(
@@ -203,8 +203,8 @@ class Transport(Protocol):
         """
 
     def fetch(self, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> bool:
-        """`read` of entries that nobody claimed, each in one range, under a claim for as long as it
-        takes: all in one trip. False: that can't be done here, or not of all of these entries, and
+        """`read` of entries that are not claimed, each in one range, under a claim while it lasts:
+        all in one trip. False: that can't be done here, or not of all of these entries, and
         nothing was handed over; claim and read them."""
 
     def release(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:

@@ -4,10 +4,12 @@ caller is told of a failure."""
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import structlog
 
@@ -24,6 +26,8 @@ from .access import Access
 
 log = structlog.get_logger("prefixd.calls")
 
+_CREDENTIALS: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
 
 class Process(NamedTuple):
     """The process at the other end of a Unix socket, as the kernel names it to the daemon. A
@@ -31,6 +35,13 @@ class Process(NamedTuple):
 
     pid: int
     uid: int
+
+    @classmethod
+    def behind(cls, sock: socket.socket) -> Process:
+        """The one that connected. Raises OSError."""
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(raw)
+        return cls(pid, uid)
 
 
 class Caller(Protocol):
@@ -57,10 +68,8 @@ class Connected(Protocol):
     """A connection, which belongs to one session at most."""
 
     process: Process | None
-
-    @property
-    def access(self) -> Access | None:
-        """What the token gives that its session was opened with."""
+    #: what the token gives that its session was opened with
+    access: Access | None
 
     def attach(self, session: int) -> None:
         """It is that session's from now on."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import struct
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -45,7 +44,6 @@ _PATIENCE_S: Final = 5.0
 _MAX_AHEAD: Final = 64
 _MAX_AHEAD_BYTES: Final = 64 * 2**10
 _RECEIVE_BYTES: Final = 64 * 2**10
-_CREDENTIALS: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 _Method = Callable[[Any, Caller], Awaitable[Any]]
 
@@ -152,6 +150,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._writable = asyncio.Event()
         self._writable.set()
         self._session: int | None = None
+        self.access: Access | None = None
         self._call = ConnectionCall(self)
         self.process: Process | None = None
 
@@ -160,17 +159,13 @@ class _Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         server = self._server
-        raw = transport.get_extra_info("socket").getsockopt(
-            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
-        )
-        pid, uid, _ = _CREDENTIALS.unpack(raw)
-        self.process = Process(pid, uid)
+        self.process = Process.behind(transport.get_extra_info("socket"))
         crowded = len(server.connections) >= server.config.max_connections
         server.connections.add(self)
         self._task = self._loop.create_task(self._serve())
         self._watch()
-        if uid not in (os.geteuid(), 0):
-            self._fail(CallerError(f"user {uid} is not the one that runs this daemon"))
+        if self.process.uid not in (os.geteuid(), 0):
+            self._fail(CallerError(f"user {self.process.uid} is not the one that runs this daemon"))
         elif crowded:
             server.refusals += 1
             self._fail(LimitReached(f"there are {len(server.connections) - 1} connections already"))
@@ -210,10 +205,6 @@ class _Connection(asyncio.BufferedProtocol):
         self._task.cancel()
         return self._task
 
-    @property
-    def access(self) -> Access | None:
-        return None if self._session is None else self._server.sessions.access_of(self._session)
-
     def attach(self, session: int) -> None:
         """A request on it has proved this session. Raises LimitReached."""
         if self._session is not None:
@@ -224,7 +215,7 @@ class _Connection(asyncio.BufferedProtocol):
             server.refusals += 1
             raise LimitReached(f"this session has {len(others)} connections already")
         others.add(self)
-        self._session = session
+        self._session, self.access = session, server.sessions.access_of(session)
         self._watch()
 
     def detach(self) -> None:
@@ -236,7 +227,7 @@ class _Connection(asyncio.BufferedProtocol):
             others.discard(self)
             if not others:
                 del self._server.attached[self._session]
-        self._session = None
+        self._session = self.access = None
         self._watch()
 
     # ---- taking requests

@@ -19,7 +19,7 @@ from ...proto.errors import (
     UnknownTier,
 )
 from ...proto.keys import Key
-from ...proto.vocabulary import SaveReason, Tier
+from ...proto.vocabulary import SaveReason, SaveStatus, Tier
 from ..core.answers import (
     ClaimAnswer,
     Closed,
@@ -32,7 +32,7 @@ from ..core.answers import (
 )
 from ..core.effects import SaveEnded
 from ..core.entries import Entry
-from ..core.events import SaveItem, SaveOutcome, TierState
+from ..core.events import SaveItem, TierState
 
 _KEY_BYTES = limits.KEY_BYTES
 
@@ -195,9 +195,9 @@ def brief_claim_response(answer: ClaimAnswer) -> pb.ClaimResponse:
 
 
 _RESERVE_STATUS = {
-    SaveOutcome.PRESENT: pb.RESERVE_STATUS_PRESENT,
-    SaveOutcome.TOO_LARGE: pb.RESERVE_STATUS_TOO_LARGE,
-    SaveOutcome.NO_ROOM: pb.RESERVE_STATUS_NO_ROOM,
+    SaveStatus.PRESENT: pb.RESERVE_STATUS_PRESENT,
+    SaveStatus.TOO_LARGE: pb.RESERVE_STATUS_TOO_LARGE,
+    SaveStatus.NO_ROOM: pb.RESERVE_STATUS_NO_ROOM,
 }
 
 
@@ -223,13 +223,13 @@ def reserve_result(reserved: Reserved) -> pb.ReserveResult:
 
 
 _WHY_NOT = {
-    SaveOutcome.PRESENT: "it is published already",
-    SaveOutcome.TOO_LARGE: "it is larger than the tier; retrying can't help",
-    SaveOutcome.NO_ROOM: "everything in the tier is pinned or reserved; retrying may help",
+    SaveStatus.PRESENT: "it is published already",
+    SaveStatus.TOO_LARGE: "it is larger than the tier; retrying can't help",
+    SaveStatus.NO_ROOM: "everything in the tier is pinned or reserved; retrying may help",
 }
 
 
-def refused_save(reserved: FlightInfo | SaveOutcome | Closed | OverShare) -> pb.SaveResult:
+def refused_save(reserved: FlightInfo | SaveStatus | Closed | OverShare) -> pb.SaveResult:
     """The result of an item that was not granted."""
     if isinstance(reserved, OverShare):
         option = f"{reserved.tier.label}.shares"
@@ -263,11 +263,11 @@ def refused_save(reserved: FlightInfo | SaveOutcome | Closed | OverShare) -> pb.
 
 #: What a caller can do about a save that was granted and came to nothing.
 _WHAT_NOW = {
-    SaveOutcome.CRC_MISMATCH: "send it again",
-    SaveOutcome.LENGTH_MISMATCH: "retrying the same can't help",
-    SaveOutcome.LOST: "retrying from the start may help",
-    SaveOutcome.DEVICE_FULL: "retrying may help",
-    SaveOutcome.FAILED: "retrying may help",
+    SaveStatus.CRC_MISMATCH: "send it again",
+    SaveStatus.LENGTH_MISMATCH: "retrying the same can't help",
+    SaveStatus.LOST: "retrying from the start may help",
+    SaveStatus.DEVICE_FULL: "retrying may help",
+    SaveStatus.FAILED: "retrying may help",
 }
 
 

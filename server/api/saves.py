@@ -17,9 +17,10 @@ from ...proto.errors import (
     UnknownReservation,
     UnknownSession,
 )
+from ...proto.vocabulary import SaveStatus
 from ..core.answers import CancelAnswer, ReserveAnswer, WriteOrder
 from ..core.effects import SaveEnded
-from ..core.events import CancelAsked, KeysTouched, ReserveAsked, SaveItem, SaveOutcome, WriteBegan
+from ..core.events import CancelAsked, KeysTouched, ReserveAsked, SaveItem, WriteBegan
 from ..runtime.incoming import MAX_WAITING_MESSAGES, Incoming, Piece, nothing
 from ..runtime.loop import Core
 from ..runtime.quota import Quota, Room
@@ -106,14 +107,15 @@ class Saves:
         now_ns = core.clock.now_ns()
         access, keys = membership.access, self._sessions.namespaces.keys
         touched = keys(access, messages.keys_of("touched", header.touched, may_be_empty=True))
-        ancestors = messages.keys_of("ancestors", header.ancestors, may_be_empty=True)
         question = ReserveAsked(
             request=core.next_request(),
             session=membership.number,
             tier=messages.tier_of(header.tier, core.stores),
             reason=messages.reason_of(header.reason),
             items=self._items(access, header),
-            ancestors=keys(access, ancestors),
+            ancestors=keys(
+                access, messages.keys_of("ancestors", header.ancestors, may_be_empty=True)
+            ),
             begin=begin,
             ttl_ns=messages.milliseconds(
                 "ttl_ms", header.ttl_ms, self._config.reservation_ttl_ms, limits.MAX_LEASE_MS
@@ -399,7 +401,7 @@ async def short_results(answer: type[S], refusals: Refusals, incoming: Incoming)
     """`results_of`, in few bytes if all were saved."""
     ended = await incoming.ended()
     if len(ended) == len(refusals):  # all of them were granted
-        saved = SaveOutcome.SAVED
+        saved = SaveStatus.SAVED
         if all(end.outcome is saved for end in ended.values()):
             return answer(all_saved=len(refusals))
     return answer(results=_results_of(refusals, ended))

@@ -29,17 +29,11 @@ from ...proto.errors import (
     UnknownSession,
 )
 from ...proto.keys import Key
+from ...proto.vocabulary import ClaimMode
 from ...tiers.store import Damaged, StoreError
 from ..core.answers import ClaimAnswer, DeleteAnswer, LookupAnswer, ReleaseAnswer
 from ..core.entries import Entry
-from ..core.events import (
-    BytesRead,
-    ClaimAsked,
-    ClaimMode,
-    DeleteAsked,
-    LookupAsked,
-    ReleaseAsked,
-)
+from ..core.events import BytesRead, ClaimAsked, DeleteAsked, LookupAsked, ReleaseAsked
 from ..runtime.loop import Core
 from ..runtime.quota import Quota
 from . import messages
@@ -185,8 +179,9 @@ class CacheService:
 
     async def delete(self, request: pb.DeleteRequest, caller: Caller) -> pb.DeleteResponse:
         core = self._core
+        named = messages.keys_of("keys", request.keys)
         membership = self.session_of(request.session, caller, Role.WRITE)
-        keys = self._keys(membership.access, request.keys)
+        keys = self._sessions.namespaces.keys(membership.access, named)
         response = pb.DeleteResponse()
         for start in range(0, len(keys), _DELETED_AT_ONCE):
             question = DeleteAsked(

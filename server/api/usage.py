@@ -20,21 +20,15 @@ from ...proto.limits import (
     MAX_TOLD_KEYS,
     MAX_TOLD_MISSES,
 )
-from ...proto.vocabulary import SaveReason, Tier
+from ...proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
 from ..core.journal import CAUSES, Happening, Journal
 
 DEFAULT_LABEL: Final = "default"
 OTHER_LABEL: Final = "other"
-#: Of the client: `client.results.MissReason`, `client.counters.PATHS`, `client.results.SaveStatus`.
-REASONS: Final = (
-    "absent", "in_flight", "unavailable", "deadline", "corrupt", "dropped", "unreadable", "lost",
-    "wrong_size", "slow", "refused", "unexpected",
-)  # fmt: skip
+REASONS: Final = tuple(reason.value for reason in MissReason)
+OUTCOMES: Final = tuple(status.label for status in SaveStatus)
+#: Of the client: `client.counters.PATHS`.
 PATHS: Final = ("view", "copy", "stream")
-OUTCOMES: Final = (
-    "saved", "present", "in_flight", "too_large", "no_room", "crc_mismatch", "length_mismatch",
-    "lost", "device_full", "failed", "dropped", "unavailable", "deadline",
-)  # fmt: skip
 #: What became of what is absent: `journal.Happening`, or nothing that is known.
 BECAUSE: Final = (
     "evicted", "deleted", "damaged", "replaced", "never_saved", "not_remembered",

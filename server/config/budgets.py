@@ -11,7 +11,8 @@ from ...proto.errors import ConfigError
 from ...proto.units import format_bytes
 from ...proto.vocabulary import Tier
 from .machine import Machine
-from .options import Config, Disk, Ram, Shm, parse_shares
+from .options import Config, Disk, Ram, Shm
+from .values import parse_shares
 
 _MIB: Final = 2**20
 #: What `auto` takes of the disk at most.

@@ -29,8 +29,9 @@ from ...tiers.arena import MIN_SLAB_BYTES
 from . import sources
 from .budgets import Plan, resolve
 from .machine import Machine
-from .options import Config, Disk, Ram, Shm, parse_shares
+from .options import Config, Disk, Ram, Shm
 from .sources import Given, Option
+from .values import parse_shares
 
 PROGRAM: Final = sources.Program(
     name="prefixd",

@@ -7,14 +7,10 @@ its docstring here says is what `--help` and `--print-config` say.
 
 from __future__ import annotations
 
-import os
-import re
-from pathlib import Path
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     ValidationInfo,
@@ -23,179 +19,32 @@ from pydantic import (
 
 from ...proto import limits
 from ...proto.endpoints import (
-    ADMIN_SUFFIX,
-    LOCAL_SUFFIX,
-    MAX_SOCKET_PATH_BYTES,
     admin_address,
-    normalize_address,
-    socket_path,
 )
-from ...proto.limits import MAX_NAMESPACES
-from ...proto.namespaces import NAME
-from ...proto.units import format_bytes, format_duration, parse_bytes, parse_duration_ns
-from ...proto.vocabulary import Tier
-from ...tiers.arena import DEFAULT_SLAB_BYTES, check_slab
-from ...tiers.eviction import POLICIES
+from ...tiers.arena import DEFAULT_SLAB_BYTES
 from ..core.tables import StateConfig
-from .sources import Kind
+from .values import (
+    AdminAddress,
+    Budget,
+    Count,
+    DataAddress,
+    Directory,
+    Duration,
+    EngineUrls,
+    File,
+    MemorySource,
+    Mode,
+    Policy,
+    Share,
+    Shares,
+    Size,
+    Slab,
+    TcpAddress,
+    Tiers,
+    UnixAddress,
+)
 
 _MS: Final = 1_000_000
-
-# ---- values as people write them
-
-
-def _size(value: object) -> object:
-    return parse_bytes(value) if isinstance(value, str) else value
-
-
-def _budget(value: object) -> object:
-    return value if value == "auto" else _size(value)
-
-
-def _duration(value: object) -> object:
-    if not isinstance(value, str):
-        raise ValueError("a duration is text with a unit, like '60s' or '500ms'")
-    return parse_duration_ns(value)
-
-
-def _slab(value: object) -> object:
-    size = _size(value)
-    if isinstance(size, int):
-        check_slab(size)
-    return size
-
-
-def _policy(value: object) -> object:
-    if not isinstance(value, str) or value not in POLICIES:
-        raise ValueError(f"should be one of {', '.join(POLICIES)}")
-    return value
-
-
-def _directory(value: object) -> object:
-    if not isinstance(value, str | Path) or not str(value):
-        raise ValueError("should be the name of a directory")
-    return Path(value).expanduser().absolute()
-
-
-def _file(value: object) -> object:
-    if not isinstance(value, str):
-        raise ValueError("should be the name of a file")
-    return str(Path(value).expanduser().absolute()) if value else ""
-
-
-def _unix_address(value: object) -> object:
-    address = normalize_address(str(value))
-    path = socket_path(address)
-    if path is None:
-        raise ValueError("should be a Unix socket; TCP is `server.tcp`")
-    longest_bytes = MAX_SOCKET_PATH_BYTES - max(len(LOCAL_SUFFIX), len(ADMIN_SUFFIX))
-    if len(os.fsencode(path)) > longest_bytes:
-        raise ValueError(
-            f"should be a path of at most {longest_bytes} bytes: with {LOCAL_SUFFIX} and "
-            f"{ADMIN_SUFFIX} behind it, it names two more sockets"
-        )
-    return address
-
-
-def _admin_address(value: object) -> object:
-    if value == "auto":
-        return value
-    address = normalize_address(str(value))
-    if socket_path(address) is None:
-        raise ValueError("should be a Unix socket: operators are served on this host only")
-    return address
-
-
-def _mode(value: object) -> object:
-    if not isinstance(value, str) or not re.fullmatch("0?[0-7]{3}", value):
-        raise ValueError("should be an octal mode in quotes, like '0600' or '0660'")
-    mode = int(value, 8)
-    if mode & 0o600 != 0o600:
-        raise ValueError("takes the socket from the daemon's own user")
-    return mode
-
-
-def _tcp_address(value: object) -> object:
-    address = normalize_address(str(value), listening=True) if value else ""
-    if address.startswith("unix:"):
-        raise ValueError("should be host:port; a Unix socket is `server.address`")
-    return address
-
-
-def _engine_urls(value: object) -> object:
-    for url in str(value).split(",") if value else ():
-        if not re.fullmatch(r"(rediss?|s3)://[^\s,]+", url):
-            raise ValueError("should be redis://host:port, rediss://host:port or s3://bucket")
-        if re.match(r"rediss?://[^/@]*:[^/@]*@", url):
-            raise ValueError("should have no password in it: use `shared.password_file`")
-    return value
-
-
-def parse_shares(text: str) -> dict[str, int]:
-    """The bytes that each namespace is sure of. Raises ValueError."""
-    shares: dict[str, int] = {}
-    for each in text.split(",") if text.strip() else ():
-        name, equals, size = (part.strip() for part in each.partition("="))
-        if not equals or not NAME.fullmatch(name):
-            raise ValueError(
-                f"should be NAMESPACE=SIZE, with commas between; {each.strip()!r} is not"
-            )
-        share_bytes = parse_bytes(size)
-        if not share_bytes:
-            raise ValueError(f"{name!r} has a share of nothing; leave it out")
-        if name in shares:
-            raise ValueError(f"{name!r} has two shares")
-        shares[name] = share_bytes
-    if len(shares) > MAX_NAMESPACES:
-        raise ValueError(f"has {len(shares)} namespaces, at most {MAX_NAMESPACES}")
-    return shares
-
-
-def _shares(value: object) -> object:
-    if not isinstance(value, str):
-        raise ValueError("should be text like 'team-a=4GiB, team-b=512MiB'")
-    shares = parse_shares(value)
-    return ", ".join(f"{name}={format_bytes(share)}" for name, share in shares.items())
-
-
-def _memory_source(value: object) -> object:
-    known = ("none", "system", "cgroup")
-    if value not in known and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", str(value)):
-        raise ValueError(f"should be {', '.join(known)} or module:function")
-    return value
-
-
-def _tiers(value: object) -> object:
-    names = str(value).split(",") if value else []
-    if len(set(names)) != len(names) or set(names) - {tier.label for tier in Tier}:
-        raise ValueError("should be ram, shm and disk, or some of them, with commas between")
-    return value
-
-
-def _data_address(value: object) -> object:
-    return value if value == "auto" else _tcp_address(value)
-
-
-File: TypeAlias = Annotated[str, BeforeValidator(_file), Kind("FILE")]
-Policy: TypeAlias = Annotated[str, BeforeValidator(_policy), Kind("|".join(POLICIES))]
-Budget: TypeAlias = Annotated[
-    Annotated[int, Field(ge=0)] | Literal["auto"],
-    BeforeValidator(_budget),
-    Kind("SIZE|auto", lambda value: value if value == "auto" else format_bytes(value)),
-]
-Size: TypeAlias = Annotated[int, BeforeValidator(_size), Kind("SIZE", format_bytes)]
-Slab: TypeAlias = Annotated[int, BeforeValidator(_slab), Kind("SIZE", format_bytes)]
-Duration: TypeAlias = Annotated[int, BeforeValidator(_duration), Kind("DURATION", format_duration)]
-Directory: TypeAlias = Annotated[Path, BeforeValidator(_directory), Kind("DIR|auto")]
-Mode: TypeAlias = Annotated[int, BeforeValidator(_mode), Kind("MODE", "{:04o}".format)]
-TcpAddress: TypeAlias = Annotated[str, BeforeValidator(_tcp_address), Kind("HOST:PORT")]
-EngineUrls: TypeAlias = Annotated[str, BeforeValidator(_engine_urls), Kind("URL,...")]
-DataAddress: TypeAlias = Annotated[str, BeforeValidator(_data_address), Kind("HOST:PORT|auto")]
-Shares: TypeAlias = Annotated[str, BeforeValidator(_shares), Kind("NAMESPACE=SIZE,...")]
-Count: TypeAlias = Annotated[int, Field(ge=0)]
-Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
-
-# ---- the model
 
 
 class Section(BaseModel):
@@ -214,14 +63,14 @@ class Section(BaseModel):
 
 
 class Server(Section):
-    address: Annotated[str, BeforeValidator(_unix_address), Kind("unix:PATH|auto")]
+    address: UnixAddress
     """The Unix socket to listen on; `auto`: $PREFIXD_ADDRESS, else prefixd.sock in
     $RUNTIME_DIRECTORY (systemd), $XDG_RUNTIME_DIR/prefixd, /run/prefixd (root) or
     /tmp/prefixd-<uid>."""
     socket_mode: Mode = 0o600
     """Who may connect to it: 0600 this user, 0660 its group too, 0666 everybody who reaches its
     directory. Whoever connects can read and replace what others have saved."""
-    admin_address: Annotated[str, BeforeValidator(_admin_address), Kind("unix:PATH|auto")] = "auto"
+    admin_address: AdminAddress = "auto"
     """The Unix socket for operators (prefixctl): who lists and evicts everybody's entries is served
     here only, and it is always for this user alone. `auto`: `address` with .admin behind it."""
     tcp: TcpAddress = ""
@@ -472,9 +321,7 @@ class Watch(Section):
 
 
 class Pressure(Section):
-    source: Annotated[
-        str, BeforeValidator(_memory_source), Kind("none|system|cgroup|MODULE:FUNCTION")
-    ] = "none"
+    source: MemorySource = "none"
     """Who says how much memory is used: the kernel of all of it (`system`: MemAvailable, PSI), of
     the cgroup with the least room, or a function that returns used bytes, bytes in all, and the
     part of the time that somebody waits for memory. `none`: nobody is asked, nothing is evicted."""
@@ -484,7 +331,7 @@ class Pressure(Section):
     """Down to this part: so many bytes are evicted, once, and then it is over."""
     max_stalled: Share = 0.2
     """Memory is short as well where somebody waited for it for so large a part of 10 s."""
-    tiers: Annotated[str, BeforeValidator(_tiers), Kind("TIER,...")] = "ram,shm"
+    tiers: Tiers = "ram,shm"
     """What evicts, in this order. The memory of the ram and shm tiers stays with the daemon; what
     they evict is room for what engines save and free. Empty: nothing, sessions are told only."""
     interval_ns: Duration = Field(1_000 * _MS, alias="interval", ge=10 * _MS)

@@ -12,10 +12,10 @@ from typing import NamedTuple, TypeAlias
 
 from ...proto.errors import PrefixdError
 from ...proto.keys import Key
-from ...proto.vocabulary import SaveReason, Tier
+from ...proto.vocabulary import DeleteStatus, SaveReason, SaveStatus, Tier
 from ...tiers.store import Location
 from .entries import Entry
-from .events import SaveOutcome, TierState
+from .events import TierState
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +71,9 @@ class ReleaseAnswer:
     results: tuple[ReleaseOutcome, ...]
 
 
-class DeleteOutcome(Enum):
-    """The values are those of the wire."""
-
-    DELETED = 1
-    ABSENT = 2
-    PINNED = 3
-    IN_FLIGHT = 4
-
-
 @dataclass(frozen=True, slots=True)
 class DeleteAnswer:
-    results: tuple[DeleteOutcome, ...]
+    results: tuple[DeleteStatus, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +113,7 @@ class OverShare:
 
 
 #: One item of a reservation: granted, or how it ended before it began.
-Reserved: TypeAlias = WriteOrder | FlightInfo | SaveOutcome | Closed | OverShare
+Reserved: TypeAlias = WriteOrder | FlightInfo | SaveStatus | Closed | OverShare
 
 
 @dataclass(frozen=True, slots=True)

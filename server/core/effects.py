@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from ...proto.keys import Key
-from ...proto.vocabulary import Tier
+from ...proto.vocabulary import SaveStatus, Tier
 from ...tiers.store import EntryRef, Usage
 from .answers import Answer
 from .entries import Entry
-from .events import SaveOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class SaveEnded(NamedTuple):
     """How the save of a reservation ended, for whoever sends its bytes."""
 
     token: int
-    outcome: SaveOutcome
+    outcome: SaveStatus
     why: str
 
 

@@ -13,32 +13,9 @@ from enum import Enum
 from typing import NamedTuple, TypeAlias
 
 from ...proto.keys import Key
-from ...proto.vocabulary import SaveReason, Tier
+from ...proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from ...tiers.store import Location, StoredEntry
 from .journal import EvictionCause
-
-
-class ClaimMode(Enum):
-    """Which of the keys of a claim are wanted."""
-
-    RUN = 0  # from the first on, up to the first absent
-    FIRST = 1  # the first that is present
-    ANY = 2  # all that are present
-
-
-class SaveOutcome(Enum):
-    """How the save of one key ended; the values are those of the wire."""
-
-    SAVED = 1
-    PRESENT = 2
-    IN_FLIGHT = 3
-    TOO_LARGE = 4
-    NO_ROOM = 5
-    CRC_MISMATCH = 6
-    LENGTH_MISMATCH = 7
-    LOST = 8
-    DEVICE_FULL = 9
-    FAILED = 10
 
 
 class TierState(Enum):
@@ -204,7 +181,7 @@ class WriteStopped:
     """The writer of a reservation gave up, or was told to; nobody touches its room any more."""
 
     token: int
-    outcome: SaveOutcome
+    outcome: SaveStatus
     why: str
     now_ns: int
 

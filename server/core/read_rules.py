@@ -7,11 +7,10 @@ from typing import Final
 
 from ...proto.errors import LimitReached
 from ...proto.keys import Key
-from ...proto.vocabulary import Tier
+from ...proto.vocabulary import ClaimMode, DeleteStatus, Tier
 from .answers import (
     ClaimAnswer,
     DeleteAnswer,
-    DeleteOutcome,
     FlightInfo,
     Found,
     LookupAnswer,
@@ -22,7 +21,6 @@ from .effects import Verify
 from .entries import Entry
 from .events import (
     ClaimAsked,
-    ClaimMode,
     DeleteAsked,
     KeysSuspected,
     KeysTouched,
@@ -240,26 +238,26 @@ def delete(transition: Transition, asked: DeleteAsked) -> DeleteAnswer:
     t = transition.tables
     if t.closed and len(t.deleted) + len(asked.keys) > MAX_DELETED:
         raise Refusal(LimitReached("too many deletes while a tier recovers or hangs"))
-    results: list[DeleteOutcome] = []
+    results: list[DeleteStatus] = []
     for key in asked.keys:
         entry = t.entries.find(key)
         if entry is None and key in t.in_flight:
-            results.append(DeleteOutcome.IN_FLIGHT)
+            results.append(DeleteStatus.IN_FLIGHT)
             continue
         if entry is not None and entry.pins:
-            results.append(DeleteOutcome.PINNED)
+            results.append(DeleteStatus.PINNED)
             continue
         if t.closed:
             # A recovery may find it later. It may hide behind a device that hangs.
             t.deleted.add(key)
         if entry is None:
-            results.append(DeleteOutcome.ABSENT)
+            results.append(DeleteStatus.ABSENT)
         else:
             t.ledgers[entry.tier].remove(entry)
             transition.forget(key)
             t.happened(Happening.DELETED, entry, transition.now_ns, asked.session or 0)
             t.counters.deletes += 1
-            results.append(DeleteOutcome.DELETED)
+            results.append(DeleteStatus.DELETED)
     return DeleteAnswer(tuple(results))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ...proto.errors import LimitReached, UnknownReservation, UnknownSession, UnknownTier
-from ...proto.vocabulary import Tier
+from ...proto.vocabulary import SaveStatus, Tier
 from ...tiers.ledger import Admission, Ledger
 from .answers import (
     Answer,
@@ -28,7 +28,6 @@ from .events import (
     CommitFailed,
     Committed,
     ReserveAsked,
-    SaveOutcome,
     WriteBegan,
     WriteSealed,
     WriteStopped,
@@ -51,7 +50,7 @@ from .transition import Refusal, Transition
 
 #: For every block: Enum attribute lookup is slow.
 _SEALED, _REFUSED, _COMMITTED = Signal.SEALED, Signal.REFUSED, Signal.COMMITTED
-_DOOMED, _GONE, _SAVED = Stage.DOOMED, Stage.GONE, SaveOutcome.SAVED
+_DOOMED, _GONE, _SAVED = Stage.DOOMED, Stage.GONE, SaveStatus.SAVED
 _NOTED = Happening.SAVED
 
 #: payload bytes, token id bytes -> what the tier's budget is charged
@@ -141,7 +140,7 @@ def _observe(
     missed = [
         (item.key, item.token_count, footprint(item.payload_bytes, len(item.token_ids)))
         for item, result in zip(asked.items, results, strict=True)
-        if isinstance(result, WriteOrder | Closed | OverShare) or result is SaveOutcome.NO_ROOM
+        if isinstance(result, WriteOrder | Closed | OverShare) or result is SaveStatus.NO_ROOM
     ]
     transition.observe(asked.tier, missed)
     transition.observe_entries(entries[item.key] for item in asked.items if item.key in entries)
@@ -169,7 +168,7 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
         if found is not None:
             if isinstance(found, Entry):
                 counters.duplicate_saves += 1
-                results.append(SaveOutcome.PRESENT)
+                results.append(SaveStatus.PRESENT)
             else:
                 counters.in_flight_refusals += 1
                 results.append(found)
@@ -232,7 +231,7 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
 
 def _over_share(
     transition: Transition, session: Session, coming: Entry, begin: bool
-) -> SaveOutcome | None:
+) -> SaveStatus | None:
     """One session does not reserve more than its share of a tier at once: that evicts what
     others use. A single entry whose bytes are on their way may be larger; it is reserved alone."""
     t = transition.tables
@@ -244,7 +243,7 @@ def _over_share(
         return None
     t.counters.quota_refusals += 1
     for_ever = coming.stored_bytes > int(ledger.arena_bytes * t.config.max_reserved_share)
-    return SaveOutcome.TOO_LARGE if for_ever and not begin else SaveOutcome.NO_ROOM
+    return SaveStatus.TOO_LARGE if for_ever and not begin else SaveStatus.NO_ROOM
 
 
 def most_reserved_bytes(config: StateConfig, ledger: Ledger) -> int:
@@ -254,7 +253,7 @@ def most_reserved_bytes(config: StateConfig, ledger: Ledger) -> int:
 
 def make_room(
     transition: Transition, session: Session, coming: Entry, begin: bool
-) -> SaveOutcome | Closed | OverShare | None:
+) -> SaveStatus | Closed | OverShare | None:
     """Evict exactly what an entry more needs; None when it fits, else why it doesn't.
 
     `begin`: its bytes are on their way, and not only announced.
@@ -264,7 +263,7 @@ def make_room(
     admission = ledger.admission(coming.stored_bytes, 1, coming.key)
     if admission is Admission.TOO_LARGE:
         t.counters.too_large_refusals += 1
-        return SaveOutcome.TOO_LARGE
+        return SaveStatus.TOO_LARGE
     if admission is Admission.ABOVE_SHARES:
         t.counters.too_large_refusals += 1
         return OverShare(coming.tier, for_ever=True)
@@ -273,7 +272,7 @@ def make_room(
         return Closed(coming.tier, t.closed[coming.tier])
     if admission is Admission.NO_ROOM:
         t.counters.no_room_refusals += 1
-        return SaveOutcome.NO_ROOM
+        return SaveStatus.NO_ROOM
     if admission is Admission.OVER_SHARE:
         t.counters.quota_refusals += 1
         return OverShare(coming.tier, for_ever=False)
@@ -340,11 +339,11 @@ def sealed(transition: Transition, event: WriteSealed, blocking: frozenset[Tier]
         signal = _SEALED if crc32c == expected else _REFUSED
         now = reservation.stage = NEXT_STAGE[was, signal]
         if was is _DOOMED:
-            _end(transition, reservation, SaveOutcome.LOST, "the reservation was lost meanwhile")
+            _end(transition, reservation, SaveStatus.LOST, "the reservation was lost meanwhile")
         elif now is _GONE:
             transition.tables.counters.crc_mismatches += 1
             why = f"the bytes that arrived have CRC32C {crc32c:08x}, {expected:08x} was sent"
-            _end(transition, reservation, SaveOutcome.CRC_MISMATCH, why)
+            _end(transition, reservation, SaveStatus.CRC_MISMATCH, why)
         else:
             entry = reservation.entry
             entry.payload_crc32c = crc32c
@@ -360,9 +359,9 @@ def stopped(transition: Transition, event: WriteStopped) -> None:
     """A writer gave up; its room is free again."""
     reservation = transition.tables.reservations[event.token]
     match event.outcome:
-        case SaveOutcome.LENGTH_MISMATCH:
+        case SaveStatus.LENGTH_MISMATCH:
             transition.tables.counters.length_mismatches += 1
-        case SaveOutcome.FAILED:
+        case SaveStatus.FAILED:
             transition.tables.counters.failed_saves += 1
     advance(reservation, Signal.STOPPED)
     _end(transition, reservation, event.outcome, event.why)
@@ -374,7 +373,7 @@ def committed(transition: Transition, event: Committed) -> None:
 
 
 def commit_failed(transition: Transition, event: CommitFailed) -> None:
-    outcome = SaveOutcome.DEVICE_FULL if event.device_full else SaveOutcome.FAILED
+    outcome = SaveStatus.DEVICE_FULL if event.device_full else SaveStatus.FAILED
     for token in event.tokens:
         reservation = transition.tables.reservations[token]
         advance(reservation, Signal.COMMIT_FAILED)
@@ -401,7 +400,7 @@ def _publish(transition: Transition, reservation: Reservation) -> None:
     _settle(transition, reservation, _SAVED, "")
 
 
-def _end(transition: Transition, reservation: Reservation, outcome: SaveOutcome, why: str) -> None:
+def _end(transition: Transition, reservation: Reservation, outcome: SaveStatus, why: str) -> None:
     """A reservation is gone without an entry."""
     entry = reservation.entry
     ledger = transition.tables.ledgers[entry.tier]
@@ -412,7 +411,7 @@ def _end(transition: Transition, reservation: Reservation, outcome: SaveOutcome,
 
 
 def _settle(
-    transition: Transition, reservation: Reservation, outcome: SaveOutcome, why: str
+    transition: Transition, reservation: Reservation, outcome: SaveStatus, why: str
 ) -> None:
     t = transition.tables
     entry, token = reservation.entry, reservation.token
@@ -453,7 +452,7 @@ def lose(transition: Transition, reservation: Reservation, why: str, *, tell: bo
             TellReservationLost(reservation.session, reservation.token, reservation.key, why)
         )
     if now is Stage.GONE:
-        _end(transition, reservation, SaveOutcome.LOST, why)
+        _end(transition, reservation, SaveStatus.LOST, why)
         return True
     # Its room is still being written into: the key is free for others, the room is not.
     del t.in_flight[reservation.key]

@@ -15,10 +15,10 @@ import structlog
 from ...proto import limits
 from ...proto.copying import RELEASE_BYTES
 from ...proto.errors import InvalidSize, MalformedMessage, PrefixdError
-from ...proto.vocabulary import Tier
+from ...proto.vocabulary import SaveStatus, Tier
 from ...tiers.store import Buffer, StoreError
 from ..core.effects import SaveEnded
-from ..core.events import SaveOutcome, WriteSealed
+from ..core.events import WriteSealed
 from .loop import Core
 from .writes import Write
 
@@ -77,7 +77,7 @@ class Feed:
     crc32c: int | None = None
     #: the state was told so, or is to be soon
     told: bool = False
-    problem: tuple[SaveOutcome, str] | None = None
+    problem: tuple[SaveStatus, str] | None = None
 
     def take(self, piece: Piece) -> None:
         """Copy one piece. On any thread, but one at a time.
@@ -97,7 +97,7 @@ class Feed:
             )
         if taken_bytes + len(piece.data) > meant_bytes:
             why = f"more than the {meant_bytes} bytes reserved came"
-            self.problem = (SaveOutcome.LENGTH_MISMATCH, why)
+            self.problem = (SaveStatus.LENGTH_MISMATCH, why)
             return
         writer.write(piece.data)
         if piece.last:
@@ -113,7 +113,7 @@ class Feed:
             case _:
                 why = f"the daemon failed: {problem!r}"
                 log.error("write_failed", key=self.write.order.key.hex(), exc_info=problem)
-        self.problem = (SaveOutcome.FAILED, why)
+        self.problem = (SaveStatus.FAILED, why)
 
     def finish(self, payload_crc32c: int | None) -> None:
         """The last byte came, of a payload meant to have this CRC32C; None: whichever it has.
@@ -130,7 +130,7 @@ class Feed:
     def mismatched(self, came_bytes: int) -> None:
         """Fewer or more bytes came than were reserved."""
         why = f"{came_bytes} bytes came, {self.write.order.payload_bytes} were reserved"
-        self.problem = (SaveOutcome.LENGTH_MISMATCH, why)
+        self.problem = (SaveStatus.LENGTH_MISMATCH, why)
 
 
 @dataclass(slots=True)
@@ -325,7 +325,7 @@ class Incoming:
                 continue
             if write.stopping:
                 if not write.busy:
-                    self._core.stop_write(write, SaveOutcome.LOST, "the reservation was lost")
+                    self._core.stop_write(write, SaveStatus.LOST, "the reservation was lost")
             elif feed.problem is not None:
                 self._core.stop_write(write, *feed.problem)
             elif feed.crc32c is not None and not feed.told:
@@ -363,14 +363,14 @@ class Incoming:
             if self.broken is not None:
                 raise self.broken
         except PrefixdError as error:
-            self._abandon(SaveOutcome.LOST, str(error))
+            self._abandon(SaveStatus.LOST, str(error))
             raise
         except BaseException:
-            self._abandon(SaveOutcome.LOST, "the connection broke while its bytes arrived")
+            self._abandon(SaveStatus.LOST, "the connection broke while its bytes arrived")
             raise
-        self._abandon(SaveOutcome.LENGTH_MISMATCH, "the stream ended before all bytes had come")
+        self._abandon(SaveStatus.LENGTH_MISMATCH, "the stream ended before all bytes had come")
 
-    def _abandon(self, outcome: SaveOutcome, why: str) -> None:
+    def _abandon(self, outcome: SaveStatus, why: str) -> None:
         """The stream is over: whatever is not complete never will be."""
         for feed in self._feeds.values():
             if not feed.complete and feed.write.ended is None:

@@ -26,8 +26,8 @@ class Listener(Protocol):
 class EntryListener(Protocol):
     """Who is told of entries that come and are used, on the event loop. Neither may raise."""
 
-    def published(self, entry: Entry) -> None:
-        """It can be found from now on."""
+    def published(self, entries: Sequence[Entry]) -> None:
+        """They can be found from now on: one or more, in the order in which they were saved."""
 
     def used(self, usages: Sequence[Usage]) -> None:
         """They were used since the last time; those used last come last."""
@@ -36,9 +36,9 @@ class EntryListener(Protocol):
 def tell_published(listener: EntryListener | None, effects: Sequence[Effect]) -> None:
     """Tell it of the entries that these effects made visible."""
     if listener is not None:
-        for effect in effects:
-            if isinstance(effect, IndexPut):
-                listener.published(effect.entry)
+        published = [effect.entry for effect in effects if isinstance(effect, IndexPut)]
+        if published:
+            listener.published(published)
 
 
 class ChangeListener:

@@ -24,7 +24,7 @@ from typing import Final, TypeVar, assert_never
 import structlog
 
 from ...proto.errors import PrefixdError, UnknownSession
-from ...proto.vocabulary import Tier
+from ...proto.vocabulary import SaveStatus, Tier
 from ...tiers.store import Store, StoreFull
 from ..core.answers import Answer, ClaimAnswer, Refused, ReserveAnswer, WriteOrder
 from ..core.effects import (
@@ -53,7 +53,6 @@ from ..core.events import (
     ReleaseAsked,
     RequestDropped,
     ReserveAsked,
-    SaveOutcome,
     Tick,
     WorkLeft,
     WriteBegan,
@@ -317,10 +316,10 @@ class Core:
             # Its room may be somebody else's by now: what still comes is not written there.
             write.stopping = True
             why = "the reservation was lost before its bytes came"
-            write.end(SaveEnded(order.token, SaveOutcome.LOST, why))
+            write.end(SaveEnded(order.token, SaveStatus.LOST, why))
         return write
 
-    def stop_write(self, write: Write, outcome: SaveOutcome, why: str) -> None:
+    def stop_write(self, write: Write, outcome: SaveStatus, why: str) -> None:
         """The bytes will not be complete, or are wrong."""
         if write.ended is None:
             self.post(WriteStopped(write.order.token, outcome, why, self.clock.now_ns()))
@@ -384,7 +383,7 @@ class Core:
                     # Nothing is being written at this moment, or ever was.
                     why = "the reservation was lost"
                     now_ns = self.clock.now_ns()
-                    self.post(WriteStopped(effect.token, SaveOutcome.LOST, why, now_ns))
+                    self.post(WriteStopped(effect.token, SaveStatus.LOST, why, now_ns))
             case SaveEnded():
                 ended = self.writes.pop(effect.token, None)
                 if ended is not None:

@@ -30,11 +30,10 @@ from typing import Final
 from prefixd.client.bench.run import wait_until_secured
 from prefixd.client.client import Client
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
-from prefixd.client.results import SaveStatus
 from prefixd.client.saves import SaveItem
 from prefixd.client.search import boundaries
 from prefixd.proto.keys import Key, Namespace, prefix_keys
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import SaveReason, SaveStatus, Tier
 
 TOKENS: Final = 30_000
 BLOCK_BYTES: Final = 2**20

@@ -34,10 +34,9 @@ from prefixd.client.client import Client
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
 from prefixd.client.hits import Hit
-from prefixd.client.results import SaveStatus
 from prefixd.client.saves import SaveItem
 from prefixd.proto.keys import Key
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import SaveReason, SaveStatus, Tier
 
 BATCH_KEYS: Final = 48
 SLAB_BYTES: Final = 4096

@@ -34,11 +34,10 @@ from prefixd.client.bench.run import wait_until_secured
 from prefixd.client.client import Client
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
-from prefixd.client.results import SaveStatus
 from prefixd.client.saves import SaveItem as ClientItem
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.api.admin import AdminService
 from prefixd.server.api.calls import Caller
 from prefixd.server.api.sessions import ServiceConfig
@@ -53,7 +52,6 @@ from prefixd.server.core.answers import (
 )
 from prefixd.server.core.events import (
     ClaimAsked,
-    ClaimMode,
     HeartbeatCame,
     LookupAsked,
     ReleaseAsked,

@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from prefixd.proto.keys import Key
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import ClaimMode, SaveReason, Tier
 from prefixd.server.core.answers import ClaimAnswer, Opened, ReserveAnswer, WriteOrder
 from prefixd.server.core.effects import Effect, Reply
 from prefixd.server.core.events import (
     ClaimAsked,
-    ClaimMode,
     EvictAsked,
     Question,
     ReleaseAsked,

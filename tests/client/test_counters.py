@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 
 from prefixd.client.counters import Counters
-from prefixd.client.results import Entry, MissReason, SaveOutcome, SaveStatus
+from prefixd.client.results import Entry, SaveOutcome
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
 
 KEY = Key(b"k" * 32)
 

@@ -21,10 +21,11 @@ from prefixd.client import (
     Tier,
 )
 from prefixd.client.failures import Failures, miss_reason
-from prefixd.client.results import MissReason, SaveOutcome, SaveStatus
+from prefixd.client.results import SaveOutcome
 from prefixd.proto import errors
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
+from prefixd.proto.vocabulary import MissReason, SaveStatus
 from tests.support.fakes import PATIENCE_S, FakeDaemon
 
 KEY, OTHER, ANOTHER = (Key(letter * 32) for letter in (b"k", b"o", b"a"))

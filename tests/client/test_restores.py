@@ -14,13 +14,13 @@ from prefixd.client import restores
 from prefixd.client.benefit import LoadSpeeds
 from prefixd.client.failures import Failures
 from prefixd.client.restores import Collect, Copier, Restore, Verify
-from prefixd.client.results import Entry, MissReason, RestoreResult, restore_result
+from prefixd.client.results import Entry, RestoreResult, restore_result
 from prefixd.client.wire.transport import Copied
 from prefixd.proto.errors import PrefixdError
 from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
 from prefixd.proto.pieces import FlatBytes
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import MissReason, SaveReason, Tier
 from tests.support.fakes import PATIENCE_S, keys, payloads
 
 

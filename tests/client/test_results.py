@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from prefixd.client.results import (
-    ClaimMode,
-    Found,
-    MissReason,
-    Presence,
-    ReserveStatus,
-    RestoreResult,
-    SaveOutcome,
-    SaveStatus,
-)
+from prefixd.client.results import Found, ReserveStatus, RestoreResult, SaveOutcome
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
+from prefixd.proto.vocabulary import ClaimMode, MissReason, Presence, SaveStatus
 
 KEY = Key(b"k" * 32)
 

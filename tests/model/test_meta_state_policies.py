@@ -7,9 +7,8 @@ import random
 import pytest
 
 from prefixd.proto.keys import Key
-from prefixd.proto.vocabulary import Tier
+from prefixd.proto.vocabulary import ClaimMode, SaveStatus, Tier
 from prefixd.server.core.answers import WriteOrder
-from prefixd.server.core.events import ClaimMode, SaveOutcome
 from prefixd.server.core.tables import Stage
 from prefixd.tiers.eviction import POLICIES, EvictionPolicy
 from prefixd.tiers.ledger import Admission
@@ -42,7 +41,7 @@ def act(driver: Driver, chance: random.Random, sessions: list[int]) -> None:
             answer = driver.reserve(session, some, tier=tier, payload_bytes=size, begin=True)
             tokens = [one.token for one in answer.results if isinstance(one, WriteOrder)]
             if before in (Admission.FITS, Admission.AFTER_EVICTION):
-                assert SaveOutcome.NO_ROOM not in answer.results[:1], "it was promised"
+                assert SaveStatus.NO_ROOM not in answer.results[:1], "it was promised"
             if tokens and chance.random() < 0.8:
                 driver.seal(*tokens)
         case 4 | 5:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, assert_never
 
 from prefixd.proto.keys import Key
-from prefixd.proto.vocabulary import Tier
+from prefixd.proto.vocabulary import SaveStatus, Tier
 from prefixd.server.core import answers as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
@@ -114,7 +114,7 @@ class Witness:
                 assert effect.token in self.orders
             case fx.SaveEnded():
                 order = self.orders.pop(effect.token)
-                if effect.outcome is not ev.SaveOutcome.SAVED:
+                if effect.outcome is not SaveStatus.SAVED:
                     self.free(order.tier, order.location, ("save", order.token))
             case fx.Verify(entry):
                 assert self.index[entry.key] is entry
@@ -243,6 +243,8 @@ def plain_answer(answer: an.Answer) -> tuple[Any, ...]:
             return plain_reserved(answer)
         case an.EvictAnswer(entries, freed_bytes, more):
             return ("evict", entries, freed_bytes, more)
+        case an.ResizeAnswer(entries, freed_bytes, retired, done):
+            return ("resize", entries, freed_bytes, sum(retired[1::2]), done)
         case _:
             assert_never(answer)
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from prefixd.client.local.node import LocalNode
 from prefixd.client.restores import Restore
-from prefixd.client.results import Entry, MissReason
+from prefixd.client.results import Entry
 from prefixd.proto import local
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import ClaimLost, StaleIncarnation, UnknownSession
 from prefixd.proto.index import unpack_row
 from prefixd.proto.keys import Key
 from prefixd.proto.pieces import FlatBytes, Pieces
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import MissReason, SaveReason, Tier
 from prefixd.server.api.calls import Process as CallerProcess
 from tests.sim import oracle as promises
 from tests.sim.daemon import HEARTBEAT_S, STAGING_BYTES, SimDaemon
@@ -375,6 +375,11 @@ class SimClient:
         session = self.connected()
         self.ask(session.daemon, "evict", (Tier[args["tier"].upper()], args["entries"]))
 
+    def _resize(self, args: dict[str, Any]) -> None:
+        session = self.connected()
+        self.ask(session.daemon, "resize", (Tier[args["tier"].upper()], args["part"]))
+        self.oracle.count("resized")
+
     def _delete(self, args: dict[str, Any]) -> None:
         session = self.connected()
         request = pb.DeleteRequest(session=session.ref, keys=[key_of(n) for n in args["keys"]])
@@ -420,6 +425,7 @@ class SimClient:
         "lookup": _lookup,
         "forge": _forge,
         "evict": _evict,
+        "resize": _resize,
         "gc": _gc,
         "delete": _delete,
         "scrub": _scrub,

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 from prefixd.proto.index import unpack_row
 from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
-from prefixd.proto.vocabulary import Tier
+from prefixd.proto.vocabulary import DeleteStatus, Tier
 from prefixd.server.core import events as ev
-from prefixd.server.core.answers import DeleteAnswer, DeleteOutcome
+from prefixd.server.core.answers import DeleteAnswer
 from prefixd.server.core.effects import Effect, Erase, IndexDelete, IndexPut, Reply
 from prefixd.server.core.entries import Entry
 from tests.sim.world import World
@@ -48,7 +48,7 @@ _RECOUNT_EVERY: Final = 8
 _INDEX_EVERY: Final = 2
 
 
-_GONE: Final = (DeleteOutcome.DELETED, DeleteOutcome.ABSENT)
+_GONE: Final = (DeleteStatus.DELETED, DeleteStatus.ABSENT)
 
 
 @dataclass(frozen=True)

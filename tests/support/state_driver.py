@@ -9,12 +9,12 @@ from typing import Any
 
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.core import answers as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from prefixd.server.core.entries import Entry
-from prefixd.server.core.events import ClaimMode, SaveItem, SaveOutcome
+from prefixd.server.core.events import SaveItem
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
 from prefixd.tiers.eviction.lru import LRU
@@ -260,7 +260,7 @@ class Driver:
         expected = (8,) * len(tokens) if wrong else crcs
         return self.happens(ev.WriteSealed(tokens, crcs, expected, self.now_ns))
 
-    def stop(self, token: int, outcome: SaveOutcome = SaveOutcome.LOST) -> list[fx.Effect]:
+    def stop(self, token: int, outcome: SaveStatus = SaveStatus.LOST) -> list[fx.Effect]:
         return self.happens(ev.WriteStopped(token, outcome, "it stopped", self.now_ns))
 
     def commit(self, *tokens: int) -> list[fx.Effect]:

@@ -17,13 +17,12 @@ from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.lab.blocks import BlockPayloads, keys_of_ids, replay_namespace
-from prefixd.client.results import SaveStatus
 from prefixd.client.saves import SaveItem
 from prefixd.client.wire.transport import ReserveItem
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import InvalidKey, UnknownEntry
 from prefixd.proto.keys import Key
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import SaveReason, SaveStatus, Tier
 from tests.support.daemon import private_daemon
 
 PAYLOADS = BlockPayloads(4096)

@@ -134,7 +134,7 @@ def test_what_a_namespace_saved_is_cleared(daemon: PrivateDaemon) -> None:
         with client.claim(keys["one"][3:4]) as hit:
             assert hit
             said = run(daemon, "clear", "--namespace", "one", code=ExitCode.PROBLEM)
-            assert said == "one: 4 entries dropped (16KiB)\n1 stay: somebody reads them\n"
+            assert said == "one: 4 entries dropped (16KiB)\n1 stay: they are being read\n"
         assert client.exists(keys["one"]) == [False] * 3 + [True, False]
         assert run(daemon, "clear", "--namespace", "one", "--tier", "ram").startswith("one: 0 ")
         assert run(daemon, "clear", "--namespace", "one").startswith("one: 1 ")

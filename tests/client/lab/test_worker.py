@@ -16,9 +16,9 @@ from prefixd.client.lab.blocks import BlockPayloads, keys_of_ids, replay_namespa
 from prefixd.client.lab.outcome import Outcome
 from prefixd.client.lab.trace import Request
 from prefixd.client.lab.worker import Finished, LiveOptions, Ready, Refused, Replayer, work
-from prefixd.client.results import MissReason, RestoreResult
+from prefixd.client.results import RestoreResult
 from prefixd.client.saves import SaveItem
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import MissReason, SaveReason, Tier
 from tests.support.daemon import eventually, private_daemon
 
 BLOCK_BYTES = 4096

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from prefixd.client.results import Presence, SaveStatus
 from prefixd.client.wire import messages
 from prefixd.client.wire.transport import ReserveItem, SaveTerms
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import PrefixdError
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import Presence, SaveReason, SaveStatus, Tier
 from tests.support.fakes import keys
 
 KEY, OTHER = keys(2)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prefixd.client.counters import Counters
-from prefixd.client.results import ClaimMode, Presence, ReserveStatus, SaveStatus
+from prefixd.client.results import ReserveStatus
 from prefixd.client.wire.backoff import Backoff
 from prefixd.client.wire.deadline import Deadline
 from prefixd.client.wire.remote import RemoteTransport
@@ -31,7 +31,7 @@ from prefixd.proto.errors import (
     UnknownTier,
 )
 from prefixd.proto.keys import Key
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import ClaimMode, Presence, SaveReason, SaveStatus, Tier
 from tests.support.fakes import PATIENCE_S, FakeDaemon, keys, payloads
 
 TERMS = SaveTerms(Tier.RAM, SaveReason.COLD)

@@ -13,13 +13,13 @@ from prefixd.proto.errors import (
     UnknownReason,
     UnknownTier,
 )
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.api import messages
 from prefixd.server.api.service import _CLAIM_MODES
 from prefixd.server.core.answers import ClaimAnswer, FlightInfo, LookupAnswer, WriteOrder
 from prefixd.server.core.effects import SaveEnded
 from prefixd.server.core.entries import Entry
-from prefixd.server.core.events import ClaimMode, SaveItem, SaveOutcome
+from prefixd.server.core.events import SaveItem
 from tests.support.running import key
 
 TIERS = {Tier.RAM, Tier.DISK}
@@ -48,6 +48,9 @@ def entry() -> Entry:
 
 # ---- the words are those of the wire
 
+#: What the daemon says of a save; the others only a client says.
+ENDINGS = [status for status in SaveStatus if status < 100]
+
 
 def labels(prefix: str, numbers: dict[str, int]) -> dict[str, int]:
     names = {name.removeprefix(prefix): number for name, number in numbers.items()}
@@ -64,21 +67,21 @@ def test_the_enums_are_those_of_the_contract() -> None:
         number: number for number in modes.values()
     }
     outcomes = labels("SAVE_STATUS_", dict(pb.SaveStatus.items()))
-    assert {outcome.name: outcome.value for outcome in SaveOutcome} == outcomes
+    assert {outcome.name: outcome.value for outcome in ENDINGS} == outcomes
 
 
-@pytest.mark.parametrize("outcome", SaveOutcome, ids=lambda outcome: outcome.name)
-def test_every_outcome_of_a_save_has_its_status_and_a_sentence(outcome: SaveOutcome) -> None:
+@pytest.mark.parametrize("outcome", ENDINGS, ids=lambda outcome: outcome.name)
+def test_every_outcome_of_a_save_has_its_status_and_a_sentence(outcome: SaveStatus) -> None:
     ended = messages.ended_save(SaveEnded(1, outcome, "something happened"))
     assert ended.status == outcome.value
     assert ended.message.startswith("something happened")
     tells_what_to_do = "; " in ended.message
     granted = outcome not in (
-        SaveOutcome.SAVED,
-        SaveOutcome.PRESENT,
-        SaveOutcome.IN_FLIGHT,
-        SaveOutcome.TOO_LARGE,
-        SaveOutcome.NO_ROOM,
+        SaveStatus.SAVED,
+        SaveStatus.PRESENT,
+        SaveStatus.IN_FLIGHT,
+        SaveStatus.TOO_LARGE,
+        SaveStatus.NO_ROOM,
     )
     assert tells_what_to_do == granted
 
@@ -86,15 +89,15 @@ def test_every_outcome_of_a_save_has_its_status_and_a_sentence(outcome: SaveOutc
 @pytest.mark.parametrize(
     ("refused", "reserve", "save", "words"),
     [
-        (SaveOutcome.PRESENT, pb.RESERVE_STATUS_PRESENT, pb.SAVE_STATUS_PRESENT, "already"),
-        (SaveOutcome.TOO_LARGE, pb.RESERVE_STATUS_TOO_LARGE, pb.SAVE_STATUS_TOO_LARGE, "can't"),
-        (SaveOutcome.NO_ROOM, pb.RESERVE_STATUS_NO_ROOM, pb.SAVE_STATUS_NO_ROOM, "may help"),
+        (SaveStatus.PRESENT, pb.RESERVE_STATUS_PRESENT, pb.SAVE_STATUS_PRESENT, "already"),
+        (SaveStatus.TOO_LARGE, pb.RESERVE_STATUS_TOO_LARGE, pb.SAVE_STATUS_TOO_LARGE, "can't"),
+        (SaveStatus.NO_ROOM, pb.RESERVE_STATUS_NO_ROOM, pb.SAVE_STATUS_NO_ROOM, "may help"),
         (FLIGHT, pb.RESERVE_STATUS_IN_FLIGHT, pb.SAVE_STATUS_IN_FLIGHT, "alice is saving it"),
     ],
     ids=["present", "too large", "no room", "in flight"],
 )
 def test_what_is_not_granted_says_why(
-    refused: SaveOutcome | FlightInfo, reserve: int, save: int, words: str
+    refused: SaveStatus | FlightInfo, reserve: int, save: int, words: str
 ) -> None:
     reserved, saved = messages.reserve_result(refused), messages.refused_save(refused)
     assert (reserved.status, reserved.token) == (reserve, 0)

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.api import metrics
 from prefixd.server.api.metrics import StateCollector, counters_dict
 from prefixd.server.core.answers import ClaimAnswer, Opened, ReserveAnswer, WriteOrder
@@ -21,7 +21,6 @@ from prefixd.server.core.effects import Reply
 from prefixd.server.core.events import (
     CancelAsked,
     ClaimAsked,
-    ClaimMode,
     CommitFailed,
     Committed,
     DeleteAsked,
@@ -34,7 +33,6 @@ from prefixd.server.core.events import (
     ReleaseAsked,
     ReserveAsked,
     SaveItem,
-    SaveOutcome,
     SessionLost,
     SessionOpened,
     Tick,
@@ -254,7 +252,7 @@ def wrong_bytes(daemon: Daemon) -> None:
     session = daemon.session()
     daemon.seal(daemon.begin(session, 1), meant_crc32c=8)
     token = daemon.begin(session, 2)
-    outcome = SaveOutcome.LENGTH_MISMATCH
+    outcome = SaveStatus.LENGTH_MISMATCH
     daemon.apply(WriteStopped(token, outcome, "too few", daemon.now_ns))
     token = daemon.begin(session, 3, tier=Tier.DISK)
     daemon.seal(token)

@@ -8,12 +8,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from prefixd.client.counters import PATHS, Counters
-from prefixd.client.results import Entry, MissReason, SaveOutcome, SaveStatus
+from prefixd.client.results import Entry, SaveOutcome
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import InvalidSize, MalformedMessage, PrefixdError
 from prefixd.proto.keys import Key
 from prefixd.proto.limits import MAX_LABELS, MAX_REPORTED, MAX_TOLD_MISSES
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
 from prefixd.server.api import usage as subject
 from prefixd.server.api.metrics import StateCollector
 from prefixd.server.api.usage import UsageBook, check_usage

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from prefixd.proto.errors import LimitReached
-from prefixd.proto.vocabulary import Tier
+from prefixd.proto.vocabulary import ClaimMode, DeleteStatus, Tier
 from prefixd.server.core import answers as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from prefixd.server.core import read_rules
-from prefixd.server.core.events import ClaimMode
 from tests.support.state_driver import Driver, key, keys, stored
 
 
@@ -312,7 +311,7 @@ def test_a_suspicion_is_looked_into_before_anything_is_dropped(driver: Driver) -
 # ---- deletes
 
 
-def delete(driver: Driver, session: int, words: str) -> list[an.DeleteOutcome]:
+def delete(driver: Driver, session: int, words: str) -> list[DeleteStatus]:
     answer = driver.ask(ev.DeleteAsked(driver.request(), session, tuple(keys(words)), 0))
     assert isinstance(answer, an.DeleteAnswer)
     return list(answer.results)
@@ -320,7 +319,7 @@ def delete(driver: Driver, session: int, words: str) -> list[an.DeleteOutcome]:
 
 def test_a_delete_takes_what_nobody_holds(driver: Driver) -> None:
     claim = driver.claim(2, "b").claim
-    out = an.DeleteOutcome
+    out = DeleteStatus
     said = [out.DELETED, out.PINNED, out.ABSENT, out.IN_FLIGHT, out.ABSENT]
     assert delete(driver, 1, "a b z x a") == said
     assert seen(driver.lookup("a b c x").results) == "-ppf"
@@ -349,9 +348,7 @@ def test_what_was_deleted_is_not_found_by_a_recovery(saved: bool) -> None:
     driver.happens(ev.TierChanged(Tier.DISK, ev.TierState.RECOVERING, 0))
     if saved:
         driver.save(session, "a")
-    assert delete(driver, session, "a") == [
-        an.DeleteOutcome.DELETED if saved else an.DeleteOutcome.ABSENT
-    ]
+    assert delete(driver, session, "a") == [DeleteStatus.DELETED if saved else DeleteStatus.ABSENT]
     for name in "ab":
         driver.happens(ev.TierRecovered(Tier.DISK, (stored(name, used_ns=1, generation=1),), 0, 0))
     assert key("a") not in driver.tables.entries
@@ -366,11 +363,11 @@ def test_deletes_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch
     driver = Driver()
     session = driver.open()
     driver.happens(ev.TierChanged(Tier.DISK, ev.TierState.RECOVERING, 0))
-    assert delete(driver, session, "a b") == [an.DeleteOutcome.ABSENT] * 2
+    assert delete(driver, session, "a b") == [DeleteStatus.ABSENT] * 2
     question = ev.DeleteAsked(driver.request(), session, keys("c"), 0)
     assert isinstance(driver.ask(question).error, LimitReached)
     driver.happens(ev.TierChanged(Tier.DISK, ev.TierState.SERVING, 0))
-    assert delete(driver, session, "c") == [an.DeleteOutcome.ABSENT]
+    assert delete(driver, session, "c") == [DeleteStatus.ABSENT]
 
 
 def test_a_session_that_ended_deletes_nothing(driver: Driver) -> None:

@@ -10,11 +10,11 @@ import pytest
 
 from prefixd.proto.errors import LimitReached, UnknownReservation, UnknownTier
 from prefixd.proto.keys import Key
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import SaveReason, SaveStatus, Tier
 from prefixd.server.core import answers as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
-from prefixd.server.core.events import SaveItem, SaveOutcome
+from prefixd.server.core.events import SaveItem
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import Stage, StateConfig
 from tests.support.state_driver import Driver, key, keys, ledger, names
@@ -29,7 +29,7 @@ def driver() -> Driver:
     return driver
 
 
-def ended(driver: Driver) -> dict[int, SaveOutcome]:
+def ended(driver: Driver) -> dict[int, SaveStatus]:
     return {effect.token: effect.outcome for effect in driver.of_kind(fx.SaveEnded)}
 
 
@@ -93,7 +93,7 @@ def test_only_so_many_wait() -> None:
 def test_what_is_present_is_a_use_of_it(driver: Driver) -> None:
     driver.save(1, "a b")
     answer = driver.reserve(2, "b")
-    assert answer.results == (SaveOutcome.PRESENT,)
+    assert answer.results == (SaveStatus.PRESENT,)
     assert driver.order() == "a b"
     assert driver.entry("b").hits == 1
     assert driver.counters.duplicate_saves == 1
@@ -101,7 +101,7 @@ def test_what_is_present_is_a_use_of_it(driver: Driver) -> None:
 
 def test_a_key_has_one_tier(driver: Driver) -> None:
     driver.save(1, "a")
-    assert driver.reserve(1, "a", tier=Tier.DISK).results == (SaveOutcome.PRESENT,)
+    assert driver.reserve(1, "a", tier=Tier.DISK).results == (SaveStatus.PRESENT,)
 
 
 def test_what_is_in_flight_is_somebodys(driver: Driver) -> None:
@@ -119,11 +119,11 @@ def test_a_key_that_a_batch_names_twice_is_granted_once(driver: Driver) -> None:
 
 
 def test_too_large_for_ever_and_no_room_for_now(driver: Driver) -> None:
-    assert driver.reserve(1, "a", payload_bytes=11).results == (SaveOutcome.TOO_LARGE,)
+    assert driver.reserve(1, "a", payload_bytes=11).results == (SaveStatus.TOO_LARGE,)
     driver.save(1, "b", payload_bytes=4)
     driver.claim(1, "b")
-    assert driver.reserve(1, "a", payload_bytes=7).results == (SaveOutcome.NO_ROOM,)
-    assert driver.reserve(1, "a", payload_bytes=10).results == (SaveOutcome.NO_ROOM,)
+    assert driver.reserve(1, "a", payload_bytes=7).results == (SaveStatus.NO_ROOM,)
+    assert driver.reserve(1, "a", payload_bytes=10).results == (SaveStatus.NO_ROOM,)
     assert driver.order() == "", "nothing was evicted in vain"
     assert "b" in names(driver.tables.entries)
     counters = driver.counters
@@ -133,7 +133,7 @@ def test_too_large_for_ever_and_no_room_for_now(driver: Driver) -> None:
 def test_a_refused_save_evicts_nothing(driver: Driver) -> None:
     driver.save(1, "a b", payload_bytes=3)
     driver.granted(1, "c", payload_bytes=4)
-    assert driver.reserve(1, "d", payload_bytes=7).results == (SaveOutcome.NO_ROOM,)
+    assert driver.reserve(1, "d", payload_bytes=7).results == (SaveStatus.NO_ROOM,)
     assert driver.order() == "b a"
 
 
@@ -152,7 +152,7 @@ def test_a_batch_does_not_evict_what_it_names(driver: Driver) -> None:
     """b is the least recent; it is made the most recent before room is made for x."""
     driver.save(1, "a b", payload_bytes=4)
     answer = driver.reserve(1, "b x", payload_bytes=4)
-    assert answer.results[0] is SaveOutcome.PRESENT
+    assert answer.results[0] is SaveStatus.PRESENT
     assert driver.order() == "b"
 
 
@@ -239,12 +239,12 @@ def test_wrong_bytes_are_never_seen(driver: Driver) -> None:
     driver.lookup("a", wait_ns=10)
     request = driver.last_request
     driver.seal(one, wrong=True)
-    assert ended(driver) == {one: SaveOutcome.CRC_MISMATCH}
+    assert ended(driver) == {one: SaveStatus.CRC_MISMATCH}
     assert "00000007" in driver.of_kind(fx.SaveEnded)[0].why
     assert driver.replies[request].results == (None,)
     assert driver.counters.crc_mismatches == 1
     driver.seal(two)
-    assert ended(driver) == {two: SaveOutcome.SAVED}
+    assert ended(driver) == {two: SaveStatus.SAVED}
     assert driver.tables.ledgers[Tier.RAM].published_bytes == 1
 
 
@@ -253,9 +253,9 @@ def test_every_write_of_a_batch_is_judged_by_itself(driver: Driver) -> None:
     driver.cancel(1, tokens[1])
     driver.happens(ev.WriteSealed(tuple(tokens), (7, 7, 7), (7, 7, 8), 0))
     assert list(ended(driver).values()) == [
-        SaveOutcome.SAVED,
-        SaveOutcome.LOST,
-        SaveOutcome.CRC_MISMATCH,
+        SaveStatus.SAVED,
+        SaveStatus.LOST,
+        SaveStatus.CRC_MISMATCH,
     ]
 
 
@@ -269,10 +269,10 @@ def test_a_publication_comes_before_anybody_hears_of_it(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "counted"), [(SaveOutcome.LENGTH_MISMATCH, 1), (SaveOutcome.FAILED, 0)]
+    ("outcome", "counted"), [(SaveStatus.LENGTH_MISMATCH, 1), (SaveStatus.FAILED, 0)]
 )
 def test_a_writer_that_gives_up_gives_its_room_back(
-    driver: Driver, outcome: SaveOutcome, counted: int
+    driver: Driver, outcome: SaveStatus, counted: int
 ) -> None:
     (token,) = driver.granted(1, "a", payload_bytes=10)
     driver.stop(token, outcome)
@@ -297,15 +297,15 @@ def test_one_message_may_seal_for_several_tiers(driver: Driver) -> None:
     (disk,) = driver.granted(1, "a", tier=Tier.DISK)
     (ram,) = driver.granted(1, "b")
     driver.seal(disk, ram)
-    assert ended(driver) == {ram: SaveOutcome.SAVED}
+    assert ended(driver) == {ram: SaveStatus.SAVED}
     assert driver.of_kind(fx.Commit) == [fx.Commit(Tier.DISK, (disk,))]
 
 
 @pytest.mark.parametrize(
-    ("full", "outcome"), [(True, SaveOutcome.DEVICE_FULL), (False, SaveOutcome.FAILED)]
+    ("full", "outcome"), [(True, SaveStatus.DEVICE_FULL), (False, SaveStatus.FAILED)]
 )
 def test_a_failed_commit_leaves_nothing_behind(
-    driver: Driver, full: bool, outcome: SaveOutcome
+    driver: Driver, full: bool, outcome: SaveStatus
 ) -> None:
     (token,) = driver.granted(1, "a", tier=Tier.DISK)
     assert driver.reserve(2, "a", tier=Tier.DISK, wait_ns=10) is None
@@ -327,7 +327,7 @@ def test_what_is_being_committed_is_not_lost_any_more(driver: Driver) -> None:
     assert driver.tick() == []
     driver.lose(1)
     driver.commit(token)
-    assert ended(driver) == {token: SaveOutcome.SAVED}
+    assert ended(driver) == {token: SaveStatus.SAVED}
     assert driver.counters.reservations_lost == 0
     assert driver.entry("a").tier is Tier.DISK
 
@@ -346,7 +346,7 @@ def test_a_reservation_runs_out(driver: Driver) -> None:
     why = "its time to live ran out"
     assert driver.effects == [
         fx.TellReservationLost(1, 1, key("a"), why),
-        fx.SaveEnded(1, SaveOutcome.LOST, why),
+        fx.SaveEnded(1, SaveStatus.LOST, why),
         fx.Reply(request, an.LookupAnswer((None,))),
     ]
     assert driver.counters.reservations_lost == 1
@@ -357,7 +357,7 @@ def test_a_lost_reservation_keeps_its_room_while_somebody_writes_into_it(driver:
     assert driver.cancel(1, token) == (True,)
     assert driver.effects[0] == fx.StopWriting(token)
     assert driver.lookup("a").results == (None,), "the key is free"
-    assert driver.reserve(2, "a", payload_bytes=6).results == (SaveOutcome.NO_ROOM,)
+    assert driver.reserve(2, "a", payload_bytes=6).results == (SaveStatus.NO_ROOM,)
     (again,) = driver.granted(2, "a", payload_bytes=4)
     driver.stop(token)
     assert driver.lookup("a").results == (an.FlightInfo("bob", 0),), "this one is another's"
@@ -372,7 +372,7 @@ def test_a_lost_reservation_is_not_published_however_good_its_bytes(
     (token,) = driver.granted(1, "a")
     driver.cancel(1, token)
     driver.seal(token, wrong=wrong)
-    assert ended(driver) == {token: SaveOutcome.LOST}
+    assert ended(driver) == {token: SaveStatus.LOST}
     assert driver.counters.crc_mismatches == 0
     assert not driver.tables.entries
 

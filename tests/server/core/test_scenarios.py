@@ -16,11 +16,11 @@ import pytest
 
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.core import answers as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
-from prefixd.server.core.events import ClaimMode, SaveItem, SaveOutcome
+from prefixd.server.core.events import SaveItem
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
 from prefixd.tiers.eviction.lru import LRU
@@ -255,7 +255,7 @@ class Scenario:
 
     def do_stop(self, a: Arguments) -> list[str]:
         """stop TOKEN OUTCOME"""
-        outcome = SaveOutcome[a.words[1].upper()]
+        outcome = SaveStatus[a.words[1].upper()]
         return self.apply(ev.WriteStopped(a.numbers[0], outcome, "it stopped", self.now_ns))
 
     def do_committed(self, a: Arguments) -> list[str]:
@@ -387,7 +387,7 @@ class Scenario:
             self.granted.append(one.token)
             place = f" at {one.location}" if one.location else ""
             return f"{name_of(one.key)} = {one.token}{place}"
-        return one.name.lower() if isinstance(one, SaveOutcome) else found(one)
+        return one.name.lower() if isinstance(one, SaveStatus) else found(one)
 
 
 def found(one: an.Found) -> str:

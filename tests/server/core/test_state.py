@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefixd.proto.errors import LimitReached, UnknownSession, UnknownTier
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.core import answers as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
@@ -127,7 +127,7 @@ def test_operators_evict_what_is_next_until_it_is_enough() -> None:
     session = driver.open()
     driver.save(session, "a b c", payload_bytes=2)
     driver.save(session, "d", tier=Tier.DISK, payload_bytes=3)
-    driver.claim(session, "c b", ev.ClaimMode.ANY)
+    driver.claim(session, "c b", ClaimMode.ANY)
     assert driver.evict(1) == an.EvictAnswer(1, 2, more=True)
     assert names(effect.key for effect in driver.of_kind(fx.IndexDelete)) == "a"
     assert driver.evict(1) == an.EvictAnswer(0, 0, more=False), "b, c are claimed"
@@ -208,7 +208,7 @@ def test_an_arena_grows() -> None:
     session = driver.open()
     ram = driver.tables.ledgers[Tier.RAM]
     ram.budget_bytes = ram.arena_bytes = 12
-    assert driver.reserve(session, "a", payload_bytes=12).results == (ev.SaveOutcome.NO_ROOM,)
+    assert driver.reserve(session, "a", payload_bytes=12).results == (SaveStatus.NO_ROOM,)
     driver.happens(ev.ArenaGrown(Tier.RAM, 12, 0))
     assert len(driver.granted(session, "a", payload_bytes=12)) == 1
 
@@ -306,7 +306,7 @@ def test_a_tier_that_recovers_is_read_and_not_saved_into() -> None:
     refused = an.Closed(Tier.DISK, ev.TierState.RECOVERING)
     assert driver.reserve(session, "b", tier=Tier.DISK).results == (refused,)
     too_large = driver.reserve(session, "b", tier=Tier.DISK, payload_bytes=11)
-    assert too_large.results == (ev.SaveOutcome.TOO_LARGE,)
+    assert too_large.results == (SaveStatus.TOO_LARGE,)
     assert driver.counters.closed_refusals == 1
     assert driver.claim(session, "a").claim
     # What is used meanwhile and what still comes make one order.
@@ -330,7 +330,7 @@ def test_a_tier_that_hangs_is_neither_read_nor_saved_into() -> None:
     assert driver.claim(session, "a").claim == 0
     assert driver.lookup("a").results == (None,)
     assert driver.claim(session, "r").claim, "the others go on"
-    assert driver.reserve(session, "a").results == (ev.SaveOutcome.PRESENT,), "it is not gone"
+    assert driver.reserve(session, "a").results == (SaveStatus.PRESENT,), "it is not gone"
     assert driver.release(session, held) == "released"
     driver.close_tier(Tier.DISK, ev.TierState.SERVING)
     assert driver.claim(session, "a").claim

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefixd.proto.vocabulary import Tier
+from prefixd.proto.vocabulary import ClaimMode, Tier
 from prefixd.server.core import answers as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
@@ -76,7 +76,7 @@ def test_timers_of_what_ended_do_not_pile_up() -> None:
     state = driver.state
     kept = driver.claim(session, "a", lease_ns=900).claim
     for number in range(kept + 1, kept + 2_001):
-        state.apply(ev.ClaimAsked(0, session, keys("a"), ev.ClaimMode.RUN, 900, 0, 0))
+        state.apply(ev.ClaimAsked(0, session, keys("a"), ClaimMode.RUN, 900, 0, 0))
         state.apply(ev.ReleaseAsked(0, session, (number,), 0))
         assert len(driver.tables.timers) <= 100
     assert state.check() == []
@@ -92,7 +92,7 @@ def test_a_wait_has_one_deadline_however_often_it_is_woken() -> None:
     driver = Driver()
     session = driver.open()
     driver.reserve(session, "a b", ttl_ns=900)
-    driver.claim(session, "a b", ev.ClaimMode.ANY, wait_ns=500)
+    driver.claim(session, "a b", ClaimMode.ANY, wait_ns=500)
     driver.cancel(session, 1)
     assert driver.counters.waits == 1
     assert len(driver.tables.timers) == 4, "a session, two reservations, one wait"
@@ -134,7 +134,7 @@ def test_the_stamps_of_entries_are_in_their_eviction_order() -> None:
     session = driver.open()
     (late,) = driver.granted(session, "a")
     driver.save(session, "b c")
-    driver.claim(session, "c b", ev.ClaimMode.ANY)
+    driver.claim(session, "c b", ClaimMode.ANY)
     driver.seal(late)
     driver.release(session, 1)
     driver.touch("c")

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from prefixd.proto.errors import LimitReached, UnknownSession
-from prefixd.proto.vocabulary import Tier
+from prefixd.proto.vocabulary import ClaimMode, SaveStatus, Tier
 from prefixd.server.core import answers as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
-from prefixd.server.core.events import ClaimMode
 from tests.support.state_driver import LOST_AFTER_NS, Driver, key, keys, names
 
 MINUTE_NS = 60_000_000_000
@@ -290,8 +289,8 @@ def test_a_session_reserves_no_more_than_its_share() -> None:
     driver = Driver(max_reserved_share=0.5)
     alice, bob = driver.open("alice"), driver.open("bob")
     assert len(driver.granted(alice, "a b", payload_bytes=2)) == 2
-    assert driver.reserve(alice, "c", payload_bytes=2).results == (ev.SaveOutcome.NO_ROOM,)
-    assert driver.reserve(alice, "c", payload_bytes=11).results == (ev.SaveOutcome.TOO_LARGE,)
+    assert driver.reserve(alice, "c", payload_bytes=2).results == (SaveStatus.NO_ROOM,)
+    assert driver.reserve(alice, "c", payload_bytes=11).results == (SaveStatus.TOO_LARGE,)
     assert driver.counters.quota_refusals == 1
     (token,) = driver.granted(bob, "c", payload_bytes=2)
     driver.cancel(bob, token)
@@ -308,10 +307,10 @@ def test_a_reservation_of_a_whole_tier_evicts_nothing(ttl_ns: int) -> None:
     saved(driver, alice, many(10))
     for asked_bytes in (10, 6):
         asked = driver.reserve(mallory, "all", payload_bytes=asked_bytes, ttl_ns=ttl_ns)
-        assert asked.results == (ev.SaveOutcome.TOO_LARGE,)
+        assert asked.results == (SaveStatus.TOO_LARGE,)
     assert len(driver.tables.entries) == 10
     assert driver.reserve(mallory, "half", payload_bytes=5, ttl_ns=ttl_ns).results[0].token
-    assert driver.reserve(mallory, "more", ttl_ns=ttl_ns).results == (ev.SaveOutcome.NO_ROOM,)
+    assert driver.reserve(mallory, "more", ttl_ns=ttl_ns).results == (SaveStatus.NO_ROOM,)
     assert len(driver.tables.entries) == 5
 
 
@@ -322,9 +321,9 @@ def test_shares_are_of_the_tier_as_large_as_it_is() -> None:
         ledger.budget_bytes = ledger.arena_bytes = 10_000
     alice, bob = driver.open("alice"), driver.open("bob")
     tokens = driver.granted(alice, "a b", payload_bytes=250)
-    assert driver.reserve(alice, "c").results == (ev.SaveOutcome.NO_ROOM,)
+    assert driver.reserve(alice, "c").results == (SaveStatus.NO_ROOM,)
     asked = driver.reserve(bob, "c", payload_bytes=501)
-    assert asked.results == (ev.SaveOutcome.NO_ROOM,), "there may be more room later"
+    assert asked.results == (SaveStatus.NO_ROOM,), "there may be more room later"
     driver.save(bob, "d", payload_bytes=300)
     driver.save(bob, "e", payload_bytes=200)
     assert driver.claim(bob, "d e", ClaimMode.ANY).claim

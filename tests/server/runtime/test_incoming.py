@@ -14,16 +14,9 @@ import pytest
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import InvalidSize, MalformedMessage
 from prefixd.proto.layout import crc32c
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import SaveReason, SaveStatus, Tier
 from prefixd.server.core.answers import ReserveAnswer, WriteOrder
-from prefixd.server.core.events import (
-    Event,
-    ReserveAsked,
-    SaveItem,
-    SaveOutcome,
-    SessionLost,
-    WriteSealed,
-)
+from prefixd.server.core.events import Event, ReserveAsked, SaveItem, SessionLost, WriteSealed
 from prefixd.server.runtime.incoming import Incoming, Piece, nothing
 from prefixd.tiers.store import Store
 from tests.contract.faulty import FaultyStore
@@ -104,7 +97,7 @@ def piece(data: bytes, number: int = 0, *, last: bool = False, offset: int | Non
     return Piece(number, data, last, crc32c(DATA), offset)
 
 
-async def outcome(incoming: Incoming) -> list[SaveOutcome]:
+async def outcome(incoming: Incoming) -> list[SaveStatus]:
     return [ended.outcome for ended in (await incoming.ended()).values()]
 
 
@@ -154,7 +147,7 @@ async def test_a_thread_copies_what_takes_longer_than_to_wake_it(
         async with incoming.to_the_end():
             parts = [Piece(n, data, True, crc32c(data)) for n in range(pieces)]
             await incoming.feed(parts)
-        assert await outcome(incoming) == [SaveOutcome.SAVED] * pieces
+        assert await outcome(incoming) == [SaveStatus.SAVED] * pieces
         assert (threads == {threading.get_ident()}) == on_loop
 
 
@@ -181,7 +174,7 @@ async def test_what_comes_at_once_is_sealed_in_one_event(
         async with incoming.to_the_end():
             for number in range(3):
                 incoming.begin([piece(DATA, number, last=True)], nothing)
-        assert await outcome(incoming) == [SaveOutcome.SAVED] * 3
+        assert await outcome(incoming) == [SaveStatus.SAVED] * 3
         assert [len(tokens) for tokens in sealed] == [3]
         await daemon.assert_idle()
 
@@ -195,7 +188,7 @@ async def test_a_save_that_is_lost_before_its_seal_is_told_stays_lost(tmp_path: 
             incoming.begin([piece(DATA, 0, last=True)], nothing)
             daemon.core.post(SessionLost(session.number, "it went", daemon.core.clock.now_ns()))
             incoming.begin([piece(DATA, 1, last=True)], nothing)
-        assert await outcome(incoming) == [SaveOutcome.LOST] * 2
+        assert await outcome(incoming) == [SaveStatus.LOST] * 2
         await daemon.assert_sound()
 
 
@@ -215,7 +208,7 @@ async def test_pieces_make_a_payload(tmp_path: Path, tier: Tier, cuts: tuple[int
                 await incoming.feed([piece(DATA[start:end], offset=start)])
                 start = end
             await incoming.feed([piece(DATA[start:], last=True, offset=start)])
-        assert await outcome(incoming) == [SaveOutcome.SAVED]
+        assert await outcome(incoming) == [SaveStatus.SAVED]
         assert await session.restore(key(0)) == DATA
         await daemon.assert_idle()
 
@@ -248,8 +241,8 @@ async def test_a_piece_out_of_order_breaks_the_stream(
 
         with pytest.raises(error):
             await send()
-        first = SaveOutcome.SAVED if "last" in what else SaveOutcome.LOST
-        assert await outcome(incoming) == [first, SaveOutcome.LOST]
+        first = SaveStatus.SAVED if "last" in what else SaveStatus.LOST
+        assert await outcome(incoming) == [first, SaveStatus.LOST]
         await daemon.assert_idle()
 
 
@@ -261,7 +254,7 @@ async def test_what_comes_after_a_write_ended_is_skipped(tmp_path: Path) -> None
         async with incoming.to_the_end():
             await incoming.feed([piece(DATA + b"too much", 0)])
             await incoming.feed([piece(b"more", 0, offset=77), piece(DATA, 1, last=True)])
-        assert await outcome(incoming) == [SaveOutcome.LENGTH_MISMATCH, SaveOutcome.SAVED]
+        assert await outcome(incoming) == [SaveStatus.LENGTH_MISMATCH, SaveStatus.SAVED]
         await daemon.assert_idle()
 
 
@@ -371,7 +364,7 @@ async def test_messages_follow_one_another_on_the_thread(tmp_path: Path) -> None
             gate.open()
             await incoming.idle()
             assert (told, incoming.waiting) == (list(range(11)), 0)
-        assert await outcome(incoming) == [SaveOutcome.SAVED]
+        assert await outcome(incoming) == [SaveStatus.SAVED]
         assert await session.restore(key(0)) == data
         await daemon.assert_idle()
 
@@ -394,7 +387,7 @@ async def test_room_stays_with_a_lost_write_until_its_last_message(tmp_path: Pat
             gate.open()
             await incoming.idle()
         assert reserved == [2 * len(LARGE), 0]
-        assert await outcome(incoming) == [SaveOutcome.LOST]
+        assert await outcome(incoming) == [SaveStatus.LOST]
         await daemon.assert_idle()
 
 

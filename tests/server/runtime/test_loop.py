@@ -14,7 +14,7 @@ from prefixd.proto.errors import Draining, PrefixdError
 from prefixd.proto.index import Listed
 from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import ClaimMode, SaveReason, Tier
 from prefixd.server.core.answers import (
     CancelAnswer,
     ClaimAnswer,
@@ -26,7 +26,6 @@ from prefixd.server.core.answers import (
 from prefixd.server.core.events import (
     CancelAsked,
     ClaimAsked,
-    ClaimMode,
     LookupAsked,
     ReleaseAsked,
     ReserveAsked,
