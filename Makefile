@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: dev demo test sim power engines docs check format proto clean
+.PHONY: dev demo test pictures sim power mutants fuzz soak s3 engines docs check format proto clean
 .DEFAULT_GOAL := dev
 
 # Runtime only: what a user has after `pip install 'prefixd[server]'`.
@@ -26,6 +26,9 @@ demo: $(VENV)/.runtime ## a private daemon, three tiers, real bytes, verified
 test: $(VENV)/.dev ## the whole test suite
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
+pictures: $(VENV)/.dev ## docs/top.svg and, with Chromium, docs/page*.png, of a daemon under load
+	$(BIN)/python -m tests.support.pictures docs
+
 SEED ?= 0
 RUNS ?= 1000
 STEPS ?= 30
@@ -35,6 +38,20 @@ sim: $(VENV)/.dev ## simulated daemons and clients: seeds SEED to SEED + RUNS, o
 LOSSES ?= 200
 power: $(VENV)/.dev ## power losses of a recorded daemon, and a start on each; takes a C compiler
 	$(BIN)/python -m tests.power --losses $(LOSSES)
+
+s3: $(VENV)/.dev ## the contract of shared stores on a real S3, Ceph's (Debian: radosgw ceph-mon ceph-osd ceph-common)
+	$(BIN)/python -m tests.contract.against_s3
+
+MUTANTS ?= 200
+mutants: $(VENV)/.dev ## random mistakes of one line, and which tests notice them; takes an hour or more
+	$(BIN)/python -m tests.mutants --mutants $(MUTANTS)
+
+MINUTES ?= 30
+fuzz: $(VENV)/.dev ## anything that may come from outside, for MINUTES
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
+
+soak: $(VENV)/.dev ## clients on one daemon for MINUTES, and what of it grew
+	$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 # The engines themselves, on models that the tests make. A C++ compiler builds llama.cpp.
 ENGINES := $(VENV)-engines
@@ -61,7 +78,7 @@ $(ENGINES)-%/.done: tests/engines/requirements-%.txt pyproject.toml
 
 engines-%: $(ENGINES)-%/.done ## engines-lmcache, -sglang, -vllm: their own code on CPU, and the figures beside what it brings along
 	@$(<D)/bin/python -W ignore -c 'import $*' # else its tests are skipped
-	$(<D)/bin/python -m pytest -q --timeout 600 tests/engines/test_$*.py
+	$(<D)/bin/python -m pytest -q --timeout 600 tests/engines/test_$**.py
 	$(<D)/bin/python -m tests.bench.bench_engines $*
 
 $(VENV)/.docs: pyproject.toml

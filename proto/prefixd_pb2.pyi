@@ -308,7 +308,9 @@ Global___WatchKind: typing_extensions.TypeAlias = WatchKind
 
 @typing.final
 class SessionRef(google.protobuf.message.Message):
-    """Whose call it is, and the proof: the secret that Welcome told. Every call that acts for a session
+    """Whose call it is, and the proof: the secret that Welcome told. A session that was opened with a
+    token has its role and its namespace, whatever the transport: PERMISSION_DENIED not_permitted for
+    what the role does not allow, and for a caller whose own token is of another namespace. Every call that acts for a session
     is refused without it, on every transport. Of another start of the daemon: FAILED_PRECONDITION
     stale_incarnation; of a session that ended or never was, and with another secret:
     FAILED_PRECONDITION unknown_session, which of these it was is not said. Open a new session and
@@ -2391,6 +2393,7 @@ class TierStats(google.protobuf.message.Message):
     OLDEST_IO_MS_FIELD_NUMBER: builtins.int
     SCRUB_FIELD_NUMBER: builtins.int
     KEPT_BYTES_FIELD_NUMBER: builtins.int
+    NAMESPACES_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     policy: builtins.str
     budget_bytes: builtins.int
@@ -2427,6 +2430,10 @@ class TierStats(google.protobuf.message.Message):
     def scrub(self) -> Global___ScrubStats:
         """not set: the tier is not scrubbed"""
 
+    @property
+    def namespaces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NamespaceStats]:
+        """Where namespaces have shares of it: what they take, and (of no name) all that has no share."""
+
     def __init__(
         self,
         *,
@@ -2457,11 +2464,42 @@ class TierStats(google.protobuf.message.Message):
         oldest_io_ms: builtins.int = ...,
         scrub: Global___ScrubStats | None = ...,
         kept_bytes: builtins.int = ...,
+        namespaces: collections.abc.Iterable[Global___NamespaceStats] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["scrub", b"scrub"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "corrupt", b"corrupt", "dropped_at_start", b"dropped_at_start", "entries", b"entries", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "hit_tokens", b"hit_tokens", "hits", b"hits", "kept_bytes", b"kept_bytes", "limit_bytes", b"limit_bytes", "max_entries", b"max_entries", "oldest_io_ms", b"oldest_io_ms", "payload_bytes", b"payload_bytes", "pinned_bytes", b"pinned_bytes", "pinned_entries", b"pinned_entries", "policy", b"policy", "published_bytes", b"published_bytes", "read_bytes", b"read_bytes", "recovered_bytes", b"recovered_bytes", "recovered_entries", b"recovered_entries", "reserved_bytes", b"reserved_bytes", "saved_bytes", b"saved_bytes", "saves", b"saves", "scrub", b"scrub", "secured_bytes", b"secured_bytes", "state", b"state", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "corrupt", b"corrupt", "dropped_at_start", b"dropped_at_start", "entries", b"entries", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "hit_tokens", b"hit_tokens", "hits", b"hits", "kept_bytes", b"kept_bytes", "limit_bytes", b"limit_bytes", "max_entries", b"max_entries", "namespaces", b"namespaces", "oldest_io_ms", b"oldest_io_ms", "payload_bytes", b"payload_bytes", "pinned_bytes", b"pinned_bytes", "pinned_entries", b"pinned_entries", "policy", b"policy", "published_bytes", b"published_bytes", "read_bytes", b"read_bytes", "recovered_bytes", b"recovered_bytes", "recovered_entries", b"recovered_entries", "reserved_bytes", b"reserved_bytes", "saved_bytes", b"saved_bytes", "saves", b"saves", "scrub", b"scrub", "secured_bytes", b"secured_bytes", "state", b"state", "tier", b"tier"]) -> None: ...
 
 Global___TierStats: typing_extensions.TypeAlias = TierStats
+
+@typing.final
+class NamespaceStats(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    SHARE_BYTES_FIELD_NUMBER: builtins.int
+    USED_BYTES_FIELD_NUMBER: builtins.int
+    FIXED_BYTES_FIELD_NUMBER: builtins.int
+    ENTRIES_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    share_bytes: builtins.int
+    """of this nothing leaves for another's save"""
+    used_bytes: builtins.int
+    """published and reserved"""
+    fixed_bytes: builtins.int
+    """of these, what can't leave now: pinned or reserved"""
+    entries: builtins.int
+    def __init__(
+        self,
+        *,
+        namespace: builtins.str = ...,
+        share_bytes: builtins.int = ...,
+        used_bytes: builtins.int = ...,
+        fixed_bytes: builtins.int = ...,
+        entries: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "fixed_bytes", b"fixed_bytes", "namespace", b"namespace", "share_bytes", b"share_bytes", "used_bytes", b"used_bytes"]) -> None: ...
+
+Global___NamespaceStats: typing_extensions.TypeAlias = NamespaceStats
 
 @typing.final
 class ScrubStats(google.protobuf.message.Message):
@@ -2604,6 +2642,7 @@ class StatsResponse(google.protobuf.message.Message):
     USAGE_FIELD_NUMBER: builtins.int
     OLDEST_CLAIM_MS_FIELD_NUMBER: builtins.int
     SHARED_FIELD_NUMBER: builtins.int
+    SHARED_NODES_FIELD_NUMBER: builtins.int
     STAGES_FIELD_NUMBER: builtins.int
     daemon_version: builtins.str
     incarnation: builtins.bytes
@@ -2640,6 +2679,10 @@ class StatsResponse(google.protobuf.message.Message):
         """what was brought from and offered to other nodes; empty: nothing is shared"""
 
     @property
+    def shared_nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SharedNode]:
+        """of the engine that nodes share"""
+
+    @property
     def stages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StageTimes]:
         """what clients wait for, and what may keep them waiting"""
 
@@ -2662,11 +2705,50 @@ class StatsResponse(google.protobuf.message.Message):
         usage: collections.abc.Mapping[builtins.str, Global___Usage] | None = ...,
         oldest_claim_ms: builtins.int = ...,
         shared: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        shared_nodes: collections.abc.Iterable[Global___SharedNode] | None = ...,
         stages: collections.abc.Iterable[Global___StageTimes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["claims", b"claims", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "in_flight", b"in_flight", "incarnation", b"incarnation", "notices", b"notices", "oldest_claim_ms", b"oldest_claim_ms", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "shared", b"shared", "stages", b"stages", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "usage", b"usage", "waiters", b"waiters"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claims", b"claims", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "in_flight", b"in_flight", "incarnation", b"incarnation", "notices", b"notices", "oldest_claim_ms", b"oldest_claim_ms", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "shared", b"shared", "shared_nodes", b"shared_nodes", "stages", b"stages", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "usage", b"usage", "waiters", b"waiters"]) -> None: ...
 
 Global___StatsResponse: typing_extensions.TypeAlias = StatsResponse
+
+@typing.final
+class SharedNode(google.protobuf.message.Message):
+    """A node of the engine that nodes share, as this daemon sees it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    WHY_FIELD_NUMBER: builtins.int
+    REQUESTS_FIELD_NUMBER: builtins.int
+    UNANSWERED_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """host:port"""
+    state: builtins.str
+    """"serving"; "resting": left alone for a while, it missed deadlines; "unreachable" """
+    why: builtins.str
+    """it is not serving"""
+    requests: builtins.int
+    """since the start, by key"""
+    unanswered: builtins.int
+    """of them"""
+    refused: builtins.int
+    """of them, answered with an error"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        state: builtins.str = ...,
+        why: builtins.str = ...,
+        requests: builtins.int = ...,
+        unanswered: builtins.int = ...,
+        refused: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "refused", b"refused", "requests", b"requests", "state", b"state", "unanswered", b"unanswered", "why", b"why"]) -> None: ...
+
+Global___SharedNode: typing_extensions.TypeAlias = SharedNode
 
 @typing.final
 class StageTimes(google.protobuf.message.Message):
@@ -3063,19 +3145,23 @@ class PreviewRequest(google.protobuf.message.Message):
     TIER_FIELD_NUMBER: builtins.int
     PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
     ENTRIES_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     payload_bytes: builtins.int
     """of one entry"""
     entries: builtins.int
     """0: 1"""
+    namespace: builtins.str
+    """whose save it would be; empty: of a client that is of none"""
     def __init__(
         self,
         *,
         tier: Global___Tier.ValueType = ...,
         payload_bytes: builtins.int = ...,
         entries: builtins.int = ...,
+        namespace: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["entries", b"entries", "payload_bytes", b"payload_bytes", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "namespace", b"namespace", "payload_bytes", b"payload_bytes", "tier", b"tier"]) -> None: ...
 
 Global___PreviewRequest: typing_extensions.TypeAlias = PreviewRequest
 
@@ -3726,10 +3812,39 @@ class KeyEvent(google.protobuf.message.Message):
 Global___KeyEvent: typing_extensions.TypeAlias = KeyEvent
 
 @typing.final
+class SharedEvent(google.protobuf.message.Message):
+    """What went between this daemon and the engine that nodes share."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    WHAT_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
+    AT_UNIX_NS_FIELD_NUMBER: builtins.int
+    key: builtins.bytes
+    what: builtins.str
+    """fetched, offered; not_fetched, damaged, refused, not_offered"""
+    node: builtins.str
+    """of the engine, or the other daemon that had it; empty: not known"""
+    at_unix_ns: builtins.int
+    def __init__(
+        self,
+        *,
+        key: builtins.bytes = ...,
+        what: builtins.str = ...,
+        node: builtins.str = ...,
+        at_unix_ns: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_unix_ns", b"at_unix_ns", "key", b"key", "node", b"node", "what", b"what"]) -> None: ...
+
+Global___SharedEvent: typing_extensions.TypeAlias = SharedEvent
+
+@typing.final
 class WhyResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EVENTS_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
     PRESENT_FIELD_NUMBER: builtins.int
     REMEMBERED_EVENTS_FIELD_NUMBER: builtins.int
     REMEMBERED_SINCE_UNIX_NS_FIELD_NUMBER: builtins.int
@@ -3742,6 +3857,10 @@ class WhyResponse(google.protobuf.message.Message):
         """the oldest first; the last 1,000"""
 
     @property
+    def shared(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SharedEvent]:
+        """the oldest first, of the last 16,384 of all keys; the last 1,000"""
+
+    @property
     def present(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EntryDetail]:
         """entries that are there and begin so; the first 100"""
 
@@ -3749,11 +3868,12 @@ class WhyResponse(google.protobuf.message.Message):
         self,
         *,
         events: collections.abc.Iterable[Global___KeyEvent] | None = ...,
+        shared: collections.abc.Iterable[Global___SharedEvent] | None = ...,
         present: collections.abc.Iterable[Global___EntryDetail] | None = ...,
         remembered_events: builtins.int = ...,
         remembered_since_unix_ns: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["events", b"events", "present", b"present", "remembered_events", b"remembered_events", "remembered_since_unix_ns", b"remembered_since_unix_ns"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["events", b"events", "present", b"present", "remembered_events", b"remembered_events", "remembered_since_unix_ns", b"remembered_since_unix_ns", "shared", b"shared"]) -> None: ...
 
 Global___WhyResponse: typing_extensions.TypeAlias = WhyResponse
 

@@ -106,6 +106,8 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
             stack.push_async_callback(sharing.close)
             front.service.fetcher = sharing.fetch
             front.admin.shared = sharing.counts
+            front.admin.shared_nodes = sharing.nodes
+            front.admin.shared_events = sharing.happened
         pressure = assembly.make_pressure(config, core, front.stagings)
         if pressure is not None:
             front.sessions.under_pressure = lambda: pressure.under
@@ -137,6 +139,7 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
         front.admin.configurer = reloader.configure
         front.admin.overridden = reloader.override
         reloader.read_files = front.read_tokens
+        reloader.files_read = front.end_revoked
         front.admin.stopper = stop.begin
         stop.when_reloaded(lambda: core.supervisor.task("reload", reloader.reload()))
         front.scrubber.start()

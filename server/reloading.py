@@ -51,6 +51,8 @@ class Reloader:
         self._running = values(config)
         #: reads again what files say that the configuration names; raises ConfigError
         self.read_files: Callable[[], None] = lambda: None
+        #: told on the loop when that is done
+        self.files_read: Callable[[], None] = lambda: None
 
     async def configure(self, apply: bool) -> pb.ConfigureResponse:
         """What is configured differently by now; with `apply`, what can be is changed. Raises
@@ -66,6 +68,7 @@ class Reloader:
                 response.changed.add(option=option, running=running, configured=shown, live=live)
         if apply:
             await asyncio.to_thread(self.read_files)
+            self.files_read()
             self._apply(new, [each.option for each in response.changed if each.live])
         response.running.update({option: shown for option, (shown, _) in self._running.items()})
         return response

@@ -11,11 +11,23 @@ import grpc
 from ..proto.errors import ConfigError
 from .api.access import Tokens
 from .config.options import Config
+from .config.values import parse_shares
 
 
 def tokens_of(config: Config) -> Tokens | None:
-    """Who may call over TCP; None: whoever connects. Raises ConfigError."""
-    return Tokens.from_file(Path(config.server.tokens)) if config.server.tokens else None
+    """Who may call over TCP; None: whoever connects. Raises ConfigError, also for shares of a
+    namespace that no token is of: they would be kept for nobody."""
+    if not config.server.tokens:
+        return None
+    tokens = Tokens.from_file(Path(config.server.tokens))
+    for tier in ("ram", "shm", "disk"):
+        for name in parse_shares(getattr(config, tier).shares):
+            if name not in tokens.namespaces:
+                raise ConfigError(
+                    f"{tier}.shares: no token in {config.server.tokens} is of the namespace "
+                    f"{name!r}"
+                )
+    return tokens
 
 
 def credentials_of(config: Config) -> grpc.ServerCredentials | None:

@@ -1,4 +1,4 @@
-"""The fleet of deploy/compose: its parts fit together, and a Cluster of real servers is formed."""
+"""The fleets of deploy/fleet: their parts fit together, and a Cluster of real servers is formed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from itertools import takewhile
 from pathlib import Path
 from time import monotonic
 
@@ -19,8 +20,11 @@ from prefixd.server.config.loading import load_config
 from tests.support.redis_servers import RedisServer, free_ports, needs_redis
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
-FLEET = (DEPLOY / "compose/fleet.yaml").read_text()
-SCRIPT = DEPLOY / "compose/form-cluster.sh"
+FLEET = (DEPLOY / "fleet/compose.yaml").read_text()
+NODES = (DEPLOY / "fleet/nodes.yaml").read_text()
+VALKEY = (DEPLOY / "fleet/valkey.yaml").read_text()
+KUSTOMIZATION = (DEPLOY / "fleet/kustomization.yaml").read_text()
+SCRIPT = DEPLOY / "fleet/form-cluster.sh"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 PATIENCE_S = 60.0
 
@@ -30,10 +34,11 @@ def services() -> list[str]:
     return re.findall(r"^  ([\w-]+):$", text, re.MULTILINE)
 
 
-def valkey_options() -> list[str]:
-    """As the file gives them, but for those that are a container's own."""
-    text = FLEET[FLEET.index("exec valkey-server") : FLEET.index("\nx-node:")]
-    options = re.findall(r"(--[\w-]+) (\S+)", text)
+def valkey_options(text: str) -> list[str]:
+    """As a file gives them, but for those that are a container's own."""
+    lines = text[text.index("exec valkey-server") :].splitlines()
+    given = list(takewhile(lambda line: "--" in line, lines[1:]))
+    options = re.findall(r"(--[\w-]+) (\S+)", "\n".join(given))
     own = ("--requirepass", "--cluster-announce-hostname", "--cluster-preferred-endpoint-type")
     return [word for name, value in options if name not in own for word in (name, value.strip('"'))]
 
@@ -66,8 +71,56 @@ def test_every_volume_is_of_one_node_and_declared() -> None:
     assert len(set(used)) == len(used)
 
 
-def test_it_is_written_in_steps_of_two_blanks() -> None:
-    for line in FLEET.splitlines():
+def test_kubernetes_daemons_are_configured_well_and_know_the_engine() -> None:
+    env = dict(re.findall(r"- name: (PREFIXD_\w+)\n +value: (\S+)", NODES))
+    assert len(env) == NODES.count("name: PREFIXD_")
+    config = load_config([], env)
+    (replicas,) = re.findall(r"replicas: (\d)\n  podManagement", VALKEY)
+    hosts = [f"valkey-{number}.valkey:6379" for number in range(int(replicas))]
+    assert config.shared.engine.split(",") == [f"redis://{host}" for host in hosts]
+    (listed,) = re.findall(r"form-cluster.sh\n +(valkey.*)", VALKEY)
+    assert listed.split() == hosts
+    assert 'announce-hostname "$(hostname).valkey"' in VALKEY
+    mounts = dict(re.findall(r"- name: (\w+)\n +mountPath: (\S+)", NODES))
+    volumes = re.findall(r"- name: (\w+)\n +(?:hostPath|emptyDir|secret):", NODES)
+    assert sorted(mounts) == sorted(volumes)
+    assert config.server.address.startswith(f"unix:{mounts['socket']}/")
+    assert config.shm.directory.is_relative_to(mounts["shm"])
+    assert config.disk.directory.is_relative_to(mounts["disk"])
+    assert config.shared.password_file == f"{mounts['secrets']}/valkey-password"
+    (port,) = re.findall(r"containerPort: (\d+)", NODES)
+    assert config.server.metrics.endswith(f":{port}")
+    assert f'prometheus.io/port: "{port}"' in NODES
+    (memory,) = set(re.findall(r"memory: (\w+)\n", NODES))
+    (shm,) = re.findall(r"sizeLimit: (\w+)", NODES)
+    ram_bytes, shm_bytes = int(config.ram.budget_bytes), int(config.shm.budget_bytes)
+    assert ram_bytes + shm_bytes + 2**30 <= parse_bytes(f"{memory}B")
+    assert shm_bytes < parse_bytes(f"{shm}B")
+
+
+def test_both_fleets_have_the_same_engine_but_for_its_size() -> None:
+    ours, theirs = (
+        dict(zip(options[::2], options[1::2], strict=True))
+        for options in map(valkey_options, (FLEET, VALKEY))
+    )
+    sizes = [int(of.pop("--maxmemory").removesuffix("gb")) for of in (ours, theirs)]
+    assert ours == theirs
+    (limit,) = set(re.findall(r"memory: (\w+)Gi", VALKEY))
+    assert sizes[1] < int(limit), "replies and requests take something, too"
+
+
+def test_kustomize_has_what_it_names() -> None:
+    listed = re.findall(r"^ +- ([\w.-]+)$", KUSTOMIZATION, re.MULTILINE)
+    assert {"valkey.yaml", "nodes.yaml", "form-cluster.sh", "valkey-password"} <= {*listed}
+    for name in listed:
+        # The password is made on the spot, and never committed.
+        assert (DEPLOY / "fleet" / name).exists() or name == "valkey-password"
+    assert "deploy/fleet/valkey-password" in (DEPLOY.parent / ".gitignore").read_text()
+
+
+@pytest.mark.parametrize("text", [FLEET, NODES, VALKEY, KUSTOMIZATION])
+def test_it_is_written_in_steps_of_two_blanks(text: str) -> None:
+    for line in text.splitlines():
         assert "\t" not in line
         assert (len(line) - len(line.lstrip())) % 2 == 0
         assert line == line.rstrip()
@@ -82,7 +135,7 @@ def test_compose_takes_the_file() -> None:
         ).returncode
     ):
         pytest.skip("there is no docker compose here to read the file with")
-    command = [docker, "compose", "-f", DEPLOY / "compose/fleet.yaml", "config", "--quiet"]
+    command = [docker, "compose", "-f", DEPLOY / "fleet/compose.yaml", "config", "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -101,7 +154,7 @@ def test_the_script_is_posix() -> None:
 @pytest.fixture
 def masters(tmp_path: Path) -> Iterator[list[RedisServer]]:
     """Three that know nothing of each other, with the options of the file."""
-    options = valkey_options()
+    options = valkey_options(FLEET)
     assert "volatile-ttl" in options
     with ExitStack() as stack:
         servers = []

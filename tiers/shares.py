@@ -79,6 +79,9 @@ class Shares(Order):
             *(Standing(share.namespace, share.share_bytes) for share in shares),
         ]
         self.share_bytes: Final = sum(share.share_bytes for share in shares)
+        #: what `_sure` answered last, and of what room
+        self._room = Room(-1, 0)
+        self._now: list[tuple[int, int]] = []
         self._numbers: Final = {
             tag_of(share.namespace): number for number, share in enumerate(shares, 1)
         }
@@ -115,17 +118,32 @@ class Shares(Order):
         more = {number: (more_bytes, entries) for number, more_bytes, entries in adding}
         left_bytes, left_entries = room
         over_bytes = over_entries = 0
-        for number, standing in enumerate(self.standings):
-            share_bytes, share_entries = self._share(standing, room)
-            more_bytes, entries = more.get(number, (0, 0))
+        # Asked for every block, of every part: without calls.
+        for number, (standing, sure) in enumerate(
+            zip(self.standings, self._sure(room), strict=True)
+        ):
+            share_bytes, share_entries = sure
             left_bytes -= share_bytes
             left_entries -= share_entries
-            over_bytes += max(0, standing.fixed_bytes + more_bytes - share_bytes)
-            over_entries += max(0, standing.fixed_entries + entries - share_entries)
+            fixed_bytes, fixed_entries = standing.fixed_bytes, standing.fixed_entries
+            if number in more:
+                more_bytes, entries = more[number]
+                fixed_bytes += more_bytes
+                fixed_entries += entries
+            if fixed_bytes > share_bytes:
+                over_bytes += fixed_bytes - share_bytes
+            if fixed_entries > share_entries:
+                over_entries += fixed_entries - share_entries
         return over_bytes <= left_bytes and (not room.max_entries or over_entries <= left_entries)
 
+    def _sure(self, room: Room) -> list[tuple[int, int]]:
+        """What each part is sure of now, in bytes and entries."""
+        if room != self._room:
+            self._room = room
+            self._now = [self._share(standing, room) for standing in self.standings]
+        return self._now
+
     def _share(self, standing: Standing, room: Room) -> tuple[int, int]:
-        """What a part is sure of now, in bytes and entries."""
         share_bytes, limit_bytes = standing.share_bytes, room.limit_bytes
         if self.share_bytes > limit_bytes:
             share_bytes = share_bytes * limit_bytes // self.share_bytes
@@ -145,14 +163,14 @@ class Shares(Order):
         """The part that gives: of those that can, the one furthest above its share; None: there is
         none above it. `coming`: the part that needs room, its bytes and entries. `by_entries`: it
         is entries that are too many. `below`: also one that is not above its share."""
-        found, most = None, 0
+        found, most, sure = None, 0, self._sure(room)
         for number, standing in enumerate(standings):
             if standing.used_entries <= standing.fixed_entries:
                 continue
             used = standing.used_entries if by_entries else standing.used_bytes
             if coming is not None and coming[0] == number:
                 used += coming[2] if by_entries else coming[1]
-            over = used - self._share(standing, room)[by_entries]
+            over = used - sure[number][by_entries]
             if over > most or (below and found is None):
                 found, most = number, over
         return found

@@ -250,6 +250,9 @@ def preview(
     entries: Annotated[
         int, typer.Option("--entries", min=1, max=4096, help="How many of that size.")
     ] = 1,
+    namespace: Annotated[
+        str, typer.Option("--namespace", help="Of whose token; without: of none.")
+    ] = "",
 ) -> None:
     """Say whether SIZE could be admitted, and what it would evict.
 
@@ -258,7 +261,7 @@ def preview(
     from . import messages, render
 
     with ctl.connect() as daemon:
-        response = daemon.preview(tier, payload, entries)
+        response = daemon.preview(tier, payload, entries, namespace)
     ctl.show(
         messages.as_dict(response),
         lambda: render.preview_view(response, tier.label, time.time_ns()),

@@ -29,7 +29,7 @@ P = ParamSpec("P")
 
 
 #: What can be asked of several daemons at once.
-FLEET_COMMANDS = ("stats", "check")
+FLEET_COMMANDS = ("stats", "check", "top")
 
 
 class ExitCode(IntEnum):
@@ -168,7 +168,7 @@ def command(
             merged = _merged(ctx, given)
             if merged.targets and (merged.address is not None or name not in FLEET_COMMANDS):
                 raise typer.BadParameter(
-                    f"--targets goes with {' and '.join(FLEET_COMMANDS)}, without --address"
+                    f"--targets goes with {', '.join(FLEET_COMMANDS)}, without --address"
                 )
             function(Ctl(merged), **given)  # type: ignore[call-arg]  # keywords only
 

@@ -121,9 +121,14 @@ class AdminConnection:
     def sessions(self) -> pb.ListSessionsResponse:
         return self._operate(self._admin.ListSessions, pb.ListSessionsRequest())
 
-    def preview(self, tier: Tier, payload_bytes: int, entries: int) -> pb.PreviewResponse:
+    def preview(
+        self, tier: Tier, payload_bytes: int, entries: int, namespace: str = ""
+    ) -> pb.PreviewResponse:
         request = pb.PreviewRequest(
-            tier=wire_tier(tier), payload_bytes=payload_bytes, entries=entries
+            tier=wire_tier(tier),
+            payload_bytes=payload_bytes,
+            entries=entries,
+            namespace=namespace,
         )
         return self._operate(self._admin.Preview, request)
 

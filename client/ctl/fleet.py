@@ -1,4 +1,4 @@
-"""Several daemons on one screen: `prefixctl --targets A,B,C stats|check`.
+"""Several daemons on one screen: `prefixctl --targets A,B,C stats|check|top`.
 
 They are asked at once, each within the deadline of one call; one that does not answer is a line
 that says so, and costs the others nothing. Operators are served on a daemon's own host: the
@@ -7,8 +7,10 @@ sockets of others have to be brought here, by `ssh -L` or a shared directory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Final, TypeAlias, TypeVar
 
@@ -19,12 +21,14 @@ from rich.text import Text
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import PrefixdError
 from . import messages
-from .command import Ctl, ExitCode
+from .command import Ctl, ExitCode, make_console
 from .connection import AdminConnection
+from .live import live_view
 from .messages import tier_label
 from .options import DEFAULT_TIMEOUT_S
 from .render import check_view, make_table, percent, size, used_bytes
 from .stats_view import hit_tokens, ratio_line, total_usage
+from .top_board import Board, Rates
 
 R = TypeVar("R")
 
@@ -67,6 +71,95 @@ def check(ctl: Ctl, timeout_s: float) -> None:
     _leave(answers, problems=any(response.problems for response in found))
 
 
+class FleetBoard:
+    """What each of several daemons did between the last two looks at it, and all of them."""
+
+    def __init__(self, targets: Iterable[str]) -> None:
+        self.boards: Final = {target: Board(target) for target in targets}
+        self.answers: Answers[pb.StatsResponse] = {}
+
+    def take(self, answers: Answers[pb.StatsResponse], at_s: float) -> None:
+        """A look, at `at_s` (monotonic)."""
+        self.answers = answers
+        for target, answer in answers.items():
+            if isinstance(answer, pb.StatsResponse):
+                self.boards[target].take(answer, (), at_s)
+
+    def between(self) -> dict[str, object]:
+        """By target, as `Board.between`; an error in the place of what was not said."""
+        return {
+            target: answer if isinstance(answer, PrefixdError) else self.boards[target].between()
+            for target, answer in self.answers.items()
+        }
+
+    def __rich__(self) -> RenderableType:
+        numbers = ("hit ratio", "look-ups/s", "restored/s", "saved/s", "evicted/s", "brought/s")
+        table = make_table("daemon", "health", *numbers, "full", right=numbers)
+        found: list[Rates] = []
+        for target, answer in self.answers.items():
+            if isinstance(answer, PrefixdError):
+                table.add_row(target, Text("no answer", "bold red"), *[""] * len(numbers), "")
+                continue
+            rates = self.boards[target].rates()
+            found.append(rates)
+            table.add_row(target, _health(answer), *_shown(rates), _full(answer))
+        if found:
+            table.add_row(Text("all of them", "bold"), "", *_shown(_sum(found)), "")
+        lines: list[RenderableType] = [table]
+        for target, answer in self.answers.items():
+            if isinstance(answer, pb.StatsResponse):
+                lines += _notices(target, answer)
+        return Group(*lines, *_silent(self.answers))
+
+
+def top(ctl: Ctl, every_s: float, *, once: bool) -> None:
+    """Exits 3 when a daemon does not answer, if it ends by itself."""
+    board = FleetBoard(ctl.common.targets)
+
+    def look() -> None:
+        board.take(ask_all(ctl, AdminConnection.stats), time.monotonic())
+
+    look()
+    if once or ctl.as_json:
+        time.sleep(every_s)
+        look()
+        ctl.show(_as_dict(board.between()), lambda: board)
+        _leave(board.answers, problems=False)
+        return
+    with suppress(KeyboardInterrupt), live_view(make_console(), board.__rich__) as refresh:
+        while True:
+            time.sleep(every_s)
+            look()
+            refresh()
+
+
+def _shown(rates: Rates) -> list[str]:
+    return [
+        percent(rates.hit_tokens, rates.lookup_tokens) if rates.lookup_tokens else "-",
+        f"{rates.lookups_per_s:,.0f}",
+        *(size(count) for count in rates[3:]),
+    ]
+
+
+def _sum(found: Sequence[Rates]) -> Rates:
+    return Rates(*map(sum, zip(*found, strict=True)))
+
+
+def _health(stats: pb.StatsResponse) -> Text:
+    return Text(stats.health or "unknown", "green" if stats.health == "serving" else "bold red")
+
+
+def _full(stats: pb.StatsResponse) -> str:
+    return " ".join(
+        f"{tier_label(tier.tier)} {percent(used_bytes(tier), tier.budget_bytes)}"
+        for tier in stats.tiers
+    )
+
+
+def _notices(target: str, stats: pb.StatsResponse) -> list[RenderableType]:
+    return [Text(f"{target}: {part}: {why}", "yellow") for part, why in stats.notices.items()]
+
+
 def _leave(answers: Mapping[str, object], *, problems: bool) -> None:
     if problems:
         raise typer.Exit(ExitCode.PROBLEM)
@@ -92,11 +185,10 @@ def _stats_view(answers: Answers[pb.StatsResponse]) -> RenderableType:
         if isinstance(answer, PrefixdError):
             table.add_row(target, Text("no answer", "bold red"), *[""] * len(numbers), "")
             continue
-        healthy = answer.health == "serving"
         usage = total_usage(answer.usage.values())
         table.add_row(
             target,
-            Text(answer.health or "unknown", "green" if healthy else "bold red"),
+            _health(answer),
             percent(hit_tokens(usage), usage.lookup_tokens) if usage.lookup_tokens else "-",
             f"{usage.lookups:,}",
             f"{sum(tier.entries for tier in answer.tiers):,}",
@@ -104,19 +196,14 @@ def _stats_view(answers: Answers[pb.StatsResponse]) -> RenderableType:
             size(sum(tier.budget_bytes for tier in answer.tiers)),
             f"{answer.sessions:,}",
             f"{answer.claims:,}",
-            " ".join(
-                f"{tier_label(tier.tier)} {percent(used_bytes(tier), tier.budget_bytes)}"
-                for tier in answer.tiers
-            ),
+            _full(answer),
         )
     lines: list[RenderableType] = [table]
     total = total_usage(usage for answer in found.values() for usage in answer.usage.values())
     if total.lookups:
         lines.append(Text.assemble("all of them: ", ratio_line(total)))
     for target, answer in found.items():
-        lines += [
-            Text(f"{target}: {part}: {why}", "yellow") for part, why in answer.notices.items()
-        ]
+        lines += _notices(target, answer)
     return Group(*lines, *_silent(answers))
 
 

@@ -11,7 +11,19 @@ from typing import Annotated
 
 import typer
 
-from . import admin, bench, change, lab, lab_curve, lab_fleet, replay, top, transfer, why
+from . import (
+    admin,
+    bench,
+    change,
+    lab,
+    lab_curve,
+    lab_fleet,
+    replay,
+    top,
+    transfer,
+    watch,
+    why,
+)
 from .command import (
     AddressOption,
     Common,
@@ -97,6 +109,7 @@ change.register(app)
 why.register(app)
 top.register(app)
 transfer.register(app)
+watch.register(app)
 command(app, "version", panel=admin.LOOK)(version)
 lab.register(app)
 lab_curve.register(app)

@@ -36,10 +36,13 @@ def stats_view(stats: pb.StatsResponse, address: str) -> RenderableType:
     lines += [Text(f"{part}: {what}", "yellow") for part, what in sorted(stats.notices.items())]
     lines += usage_view(stats)
     lines.append(budget_table(stats))
+    lines += [namespaces_table(t) for t in stats.tiers if t.namespaces]
     if any(t.saves or t.hits or t.recovered_entries for t in stats.tiers):
         lines.append(activity_table(stats))
     if stats.shared:
         lines.append(shared_line(stats))
+    if stats.shared_nodes:
+        lines.append(shared_nodes_table(stats.shared_nodes))
     oldest = f" (oldest {age(stats.oldest_claim_ms * NS_PER_MS)})" if stats.claims else ""
     lines.append(
         Text(
@@ -63,9 +66,26 @@ def shared_line(stats: pb.StatsResponse) -> Text:
         "damaged": s["damaged"],
         "refused": s["refused"],
         "dropped": s["offers_dropped"],
+        "requests without an answer": s["unanswered"],
     }
     said = [f"{count:,} {what}" for what, count in problems.items() if count]
     return Text("; ".join([line, *said]))
+
+
+def shared_nodes_table(nodes: Iterable[pb.SharedNode]) -> Table:
+    """The engine that nodes share, as the daemon sees it."""
+    numbers = ("requests", "unanswered", "refused")
+    table = make_table("engine", "state", *numbers, "why", right=numbers)
+    for node in nodes:
+        table.add_row(
+            node.name,
+            Text(node.state, "green" if node.state == "serving" else "yellow"),
+            f"{node.requests:,}",
+            f"{node.unanswered:,}",
+            f"{node.refused:,}",
+            node.why,
+        )
+    return table
 
 
 def headline(stats: pb.StatsResponse, address: str) -> Text:
@@ -102,6 +122,21 @@ def budget_table(stats: pb.StatsResponse) -> Table:
             size(t.pinned_bytes),
             size(t.reserved_bytes),
             f"{t.entries:,}{cap}",
+        )
+    return table
+
+
+def namespaces_table(tier: pb.TierStats) -> Table:
+    """What namespaces take of a tier that they have shares of."""
+    numbers = ("share", "used", "pinned", "entries")
+    table = make_table(f"{tier_label(tier.tier)} of", *numbers, right=numbers)
+    for each in tier.namespaces:
+        table.add_row(
+            each.namespace or Text("(no share)", style="dim"),
+            size(each.share_bytes),
+            size(each.used_bytes),
+            size(each.fixed_bytes),
+            f"{each.entries:,}",
         )
     return table
 

@@ -36,11 +36,17 @@ def top(
 ) -> None:
     """Show what the daemon does now: tiers, rates, hit ratios, slow stages, the oldest claims.
 
+    With --targets, several of them, a line each, and all together.
     Ends with Ctrl-C. Clients report with their heartbeats: what they do in place shows later.
     """
     from . import messages
     from .top_board import Board
 
+    if ctl.common.targets:
+        from . import fleet
+
+        fleet.top(ctl, every, once=once)
+        return
     with ctl.connect() as daemon:
         board = Board(daemon.address)
         _look(board, daemon)

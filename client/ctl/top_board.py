@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -13,6 +13,19 @@ from ...proto.units import format_duration
 from . import render, stats_view
 
 NAMESPACES: Final = 8
+
+
+class Rates(NamedTuple):
+    """What a daemon did between two looks: of its clients' look-ups, and in bytes a second."""
+
+    hit_tokens: int
+    lookup_tokens: int
+    lookups_per_s: float
+    restored_per_s: float
+    saved_per_s: float
+    evicted_per_s: float
+    #: brought from other nodes
+    fetched_per_s: float
 
 
 class Board:
@@ -48,6 +61,22 @@ class Board:
                 stage.times[:] = [max(0, n - o) for n, o in zip(stage.times, old, strict=True)]
         return found
 
+    def rates(self) -> Rates:
+        """Between the two samples."""
+        usage = stats_view.total_usage(self.between().usage.values())
+        before = {tier.tier: tier for tier in self._before.tiers}
+        pairs = [(tier, before.get(tier.tier, tier)) for tier in self._now.tiers]
+        fetched = [stats.shared.get("fetched_bytes", 0) for stats in (self._now, self._before)]
+        return Rates(
+            stats_view.hit_tokens(usage),
+            usage.lookup_tokens,
+            self._rate(usage.lookups),
+            self._rate(_restored_bytes(usage)),
+            self._rate(sum(now.saved_bytes - old.saved_bytes for now, old in pairs)),
+            self._rate(sum(now.evicted_bytes - old.evicted_bytes for now, old in pairs)),
+            self._rate(fetched[0] - fetched[1]),
+        )
+
     def _rate(self, count: float) -> float:
         return count / self._seconds if self._seconds > 0 else 0.0
 
@@ -59,6 +88,10 @@ class Board:
         lines.append(self._tiers_table())
         if between.usage:
             lines.append(self._namespaces_table(between))
+        if now.shared:
+            lines.append(self._shared_line())
+        if any(node.state != "serving" for node in now.shared_nodes):
+            lines.append(stats_view.shared_nodes_table(now.shared_nodes))
         lines.append(self._stages_table(between.stages))
         lines.append(
             Text(
@@ -87,6 +120,22 @@ class Board:
             f"   {render.size(self._rate(_restored_bytes(recent)))}/s restored"
         )
         return line.append(rates, style="not bold")
+
+    def _shared_line(self) -> Text:
+        """What comes from other nodes and goes to them."""
+        now, before = self._now.shared, self._before.shared
+
+        def rate(name: str) -> float:
+            return self._rate(max(0, now[name] - before.get(name, 0)))
+
+        serving, nodes = now["nodes_serving"], now["nodes"]
+        return Text.assemble(
+            ("shared     ", "bold"),
+            f"{render.size(rate('fetched_bytes'))}/s brought   "
+            f"{render.size(rate('offered_bytes'))}/s offered   "
+            f"{now['waiting_offers']:,} wait   {rate('offers_dropped'):,.0f}/s dropped   "
+            f"{rate('unanswered'):,.0f}/s unanswered   {serving:,} of {nodes:,} nodes",
+        )
 
     def _tiers_table(self) -> RenderableType:
         numbers = ("full", "budget", "entries", "hits/s", "saved/s", "evicted/s")

@@ -16,6 +16,17 @@ if TYPE_CHECKING:
     from ...proto import prefixd_pb2 as pb
 
 
+#: What a daemon says of a key and the engine that nodes share.
+SHARED_WORDS = {
+    "fetched": "brought from another node",
+    "not_fetched": "another node's, did not come in time",
+    "damaged": "another node's, damaged: dropped there",
+    "offered": "offered to other nodes",
+    "not_offered": "offered, no answer",
+    "refused": "offered, refused",
+}
+
+
 def register(app: typer.Typer) -> None:
     """Add the command."""
     command(app, "why", panel=LOOK)(why)
@@ -40,7 +51,7 @@ def why(
         response = daemon.why(beginning)
     if len(text) % 2:
         # Half a byte more than the daemon was asked for.
-        for listed in (response.events, response.present):
+        for listed in (response.events, response.present, response.shared):
             kept = [one for one in listed if one.key.hex().startswith(text[: 2 * len(one.key)])]
             del listed[:]
             listed.extend(kept)  # type: ignore[arg-type]
@@ -67,6 +78,16 @@ def why_view(text: str, response: pb.WhyResponse, now_unix_ns: int) -> Renderabl
                 _what(event),
                 _who(event),
                 event.label,
+            )
+        lines.append(table)
+    if response.shared:
+        table = make_table("key", "when", "what", "where", right=("when",))
+        for shared in response.shared:
+            table.add_row(
+                shared.key.hex()[:16],
+                f"{age(now_unix_ns - shared.at_unix_ns)} ago",
+                SHARED_WORDS.get(shared.what, shared.what),
+                shared.node,
             )
         lines.append(table)
     since = (

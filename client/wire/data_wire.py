@@ -76,10 +76,13 @@ class SecuredWire(Wire):
         self._socket = sock
 
     def send(self, buffers: Sequence[memoryview], until_s: float) -> int:
-        self._socket.settimeout(_left_s(until_s))
-        first = buffers[0]
+        first, sent_bytes = buffers[0], 0
         if len(first) >= _RECORD_BYTES or len(buffers) == 1:
-            return self._socket.send(first)
+            while sent_bytes < len(first):
+                self._socket.settimeout(_left_s(until_s))
+                sent_bytes += self._socket.send(first[sent_bytes:])
+            return sent_bytes
+        self._socket.settimeout(_left_s(until_s))
         record = bytearray()
         for buffer in buffers:
             record += buffer[: _RECORD_BYTES - len(record)]

@@ -10,7 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from hmac import compare_digest
 from pathlib import Path
@@ -75,9 +75,11 @@ MIN_TOKEN_CHARS: Final = 32
 MAX_TOKENS: Final = 1_000
 _MAX_FILE_BYTES: Final = 2**20
 _LINE: Final = re.compile(
-    rf"(watch|read|write|admin) ([\w.-]{{1,64}}) ([!-~]{{32,512}})(?: +({NAME.pattern}))?"
+    rf"(watch|read|write|admin) ([\w.-]{{1,64}}) ([!-~]{{32,512}})(?: +({NAME.pattern}|[*]))?"
 )
 _SCHEME: Final = "Bearer "
+#: In the place of a namespace: for nodes, which have to do with the entries of all.
+EVERY: Final = "*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,10 @@ class Access:
     role: Role
     #: nothing outside of it is there for whoever has the token; None: of none
     namespace: Namespace | None = None
+    #: of every one: the keys that it names are those that the daemon has
+    every: bool = False
+    #: the hash of the token, so that another one is another access
+    digest: bytes = field(default=b"", repr=False)
 
     def check(self, needed: Role) -> None:
         """Raises NotPermitted where the role does not allow what needs this one."""
@@ -103,7 +109,7 @@ class Tokens:
 
     def __init__(self, known: Iterable[tuple[Access, str]]) -> None:
         """`known`: what each gives, and the token itself."""
-        self._known = [(_digest(token), access) for access, token in known]
+        self._known = [replace(access, digest=_digest(token)) for access, token in known]
         self._path: Path | None = None
         #: calls that were refused for want of a token, or of a role
         self.refusals = 0
@@ -142,8 +148,9 @@ class Tokens:
                     f"server.tokens: line {number} of {path}: what operators and watchers do "
                     "concerns every namespace; a token that is of one is read or write"
                 )
-            access = Access(found[2], role, Namespace(namespace) if namespace else None)
-            known.append((access, found[3]))
+            every = namespace == EVERY or role is Role.ADMIN
+            its_own = Namespace(namespace) if namespace and not every else None
+            known.append((Access(found[2], role, its_own, every), found[3]))
         if not 0 < len(known) <= MAX_TOKENS:
             raise ConfigError(f"server.tokens: {path} has {len(known)} tokens, 1 to {MAX_TOKENS}")
         if len({token for _, token in known}) < len(known):
@@ -160,7 +167,11 @@ class Tokens:
     @property
     def namespaces(self) -> frozenset[str]:
         """The names of those that tokens are of."""
-        return frozenset(a.namespace.name for _, a in self._known if a.namespace is not None)
+        return frozenset(a.namespace.name for a in self._known if a.namespace is not None)
+
+    def accesses(self) -> frozenset[Access]:
+        """What all of them give."""
+        return frozenset(self._known)
 
     def read_again(self) -> None:
         """What the file says by now holds for every call from here on. Raises ConfigError, and then
@@ -179,9 +190,9 @@ class Tokens:
         one. As long for each that is wrong. Raises NotAuthenticated, NotPermitted."""
         given = _digest(authorization.removeprefix(_SCHEME))
         found = None
-        for digest, access in self._known:
+        for access in self._known:
             # All of them, whichever it is.
-            if compare_digest(digest, given):
+            if compare_digest(access.digest, given):
                 found = access
         if found is None or not authorization.startswith(_SCHEME):
             self.refusals += 1

@@ -18,6 +18,8 @@ from ...proto.errors import (
     UnknownEntry,
 )
 from ...proto.index import unpack_row
+from ...proto.keys import Key
+from ...proto.namespaces import Namespace
 from ...proto.vocabulary import Tier
 from ...tiers.ledger import Admission, Ledger
 from ..core.checking import MAX_PROBLEMS
@@ -67,6 +69,7 @@ class AdminService(Operations):
         self._started_ns = core.clock.now_ns()
         #: what was shared with other nodes, where anything is; set by the daemon
         self.shared: Callable[[], Mapping[str, int]] = dict
+        self.shared_nodes: Callable[[], Sequence[pb.SharedNode]] = list
 
     # ---- what there is
 
@@ -87,6 +90,7 @@ class AdminService(Operations):
             counters=counters_dict(core.state) | lag_dict(core.lag),
             in_flight=self._in_flight(),
             shared=self.shared(),
+            shared_nodes=self.shared_nodes(),
             notices=core.notices(),
             usage={label: sums.message() for label, sums in self._usage.items()},
             stages=self._stages(),
@@ -138,6 +142,16 @@ class AdminService(Operations):
             oldest_io_ms=self._core.devices.oldest_ns(ledger.tier) // 1_000_000,
             scrub=self._scrub_stats(ledger.tier),
             kept_bytes=self.resizing.kept_bytes(ledger.tier),
+            namespaces=[
+                pb.NamespaceStats(
+                    namespace=part.namespace,
+                    share_bytes=part.share_bytes,
+                    used_bytes=part.used_bytes,
+                    fixed_bytes=part.fixed_bytes,
+                    entries=part.used_entries,
+                )
+                for part in (ledger.shares.standings if ledger.shares is not None else ())
+            ],
         )
 
     def _scrub_stats(self, tier: Tier) -> pb.ScrubStats | None:
@@ -176,22 +190,23 @@ class AdminService(Operations):
         if not 0 < request.payload_bytes <= limits.MAX_PAYLOAD_BYTES:
             raise InvalidSize(f"payload_bytes is {request.payload_bytes}; ask for at least 1")
         ledger = t.ledgers[tier]
+        key = _key_of(request.namespace)
         count = request.entries or 1
         needed_bytes = count * self._core.stores[tier].stored_bytes(request.payload_bytes, 0)
         if needed_bytes >= 2**63:
             raise InvalidSize(f"{needed_bytes} bytes are more than any tier has")
-        admission = ledger.admission(needed_bytes, count)
+        admission = ledger.admission(needed_bytes, count, key)
         victims = []
         if admission is Admission.AFTER_EVICTION:
             # The first of them, where they are many.
             leaving = ledger.foretell(
-                needed_bytes // count, count, lambda key: t.entries[key].stored_bytes
+                needed_bytes // count, count, lambda key: t.entries[key].stored_bytes, key
             )
             victims = [t.entries[key] for key in islice(leaving, limits.MAX_PAGE_ENTRIES)]
         return pb.PreviewResponse(
             admissible=admission in (Admission.FITS, Admission.AFTER_EVICTION),
-            retryable=admission is Admission.NO_ROOM,
-            message=_ADMISSION_SENTENCES[admission],
+            retryable=admission in (Admission.NO_ROOM, Admission.OVER_SHARE),
+            message=_ADMISSION_SENTENCES[admission].format(option=f"{tier.label}.shares"),
             free_bytes=max(0, ledger.free_bytes),
             unpinned_bytes=ledger.unpinned_bytes,
             pinned_bytes=ledger.pinned_bytes,
@@ -303,6 +318,17 @@ class AdminService(Operations):
             )
 
 
+def _key_of(namespace: str) -> Key:
+    """Any key of a namespace; of none, if there is no name. Raises InvalidSize."""
+    key = Key(bytes(limits.KEY_BYTES))
+    if not namespace:
+        return key
+    try:
+        return Namespace(namespace).stored([key])[0]
+    except ValueError as problem:
+        raise InvalidSize(str(problem)) from None
+
+
 class _Verified:
     """What a Verify has found so far."""
 
@@ -368,4 +394,11 @@ _ADMISSION_SENTENCES = {
     Admission.AFTER_EVICTION: "it fits after evicting the victims",
     Admission.NO_ROOM: "everything that could go is pinned or reserved; retrying may help",
     Admission.TOO_LARGE: "it is larger than the tier; retrying can't help",
+    Admission.OVER_SHARE: (
+        "with what is pinned and reserved it would take what {option} gives to other namespaces; "
+        "retrying may help"
+    ),
+    Admission.ABOVE_SHARES: (
+        "it is larger than what {option} leaves to the namespace; retrying can't help"
+    ),
 }

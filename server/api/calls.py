@@ -68,10 +68,8 @@ class Connected(Protocol):
     """A connection, which belongs to one session at most."""
 
     process: Process | None
-
-    @property
-    def access(self) -> Access | None:
-        """What the token gives that its session was opened with."""
+    #: what the token gives that its session was opened with
+    access: Access | None
 
     def attach(self, session: int) -> None:
         """It is that session's from now on."""

@@ -34,6 +34,7 @@ from ..runtime.supervision import Supervisor
 from .access import DATA_ROLES, Access, Tokens, bearer
 from .calls import Process, error_of
 from .data_calls import DataCalls
+from .namespaces import check_same
 from .saves import Saves
 from .service import CacheService
 from .sessions import ServiceConfig, Sessions
@@ -197,7 +198,9 @@ class _Attaching:
     """The caller of `attach`."""
 
     process: Final[Process | None] = None
-    access: Final[Access | None] = None
+
+    def __init__(self, access: Access | None) -> None:
+        self.access: Final = access
 
     def proved(self, session: int) -> None:
         """The connection looks at it itself."""
@@ -285,8 +288,7 @@ class _Connection:
             raise MalformedMessage("the first request has to prove a session")
         server = self._server
         self._authorization = bearer(request.token)
-        self._permit("attach")
-        membership = server.sessions.prove(request.attach, _Attaching())
+        membership = server.sessions.prove(request.attach, _Attaching(self._permit("attach")))
         session = membership.number
         others = server.attached.setdefault(session, set())
         if len(others) >= server.config.max_connections_per_session:
@@ -295,10 +297,15 @@ class _Connection:
         self._session, self._access = session, membership.access
         server.forget_unproved(self)
 
-    def _permit(self, kind: str) -> None:
-        """Raises NotAuthenticated, NotPermitted: the token is looked at for each request."""
-        if self._server.tokens is not None:
-            self._server.tokens.permit(DATA_ROLES[kind], self._authorization)
+    def _permit(self, kind: str) -> Access | None:
+        """What the token gives, which is looked at for each request; None: none is asked for.
+        Raises NotAuthenticated, NotPermitted."""
+        if self._server.tokens is None:
+            return None
+        access = self._server.tokens.permit(DATA_ROLES[kind], self._authorization)
+        if self._session is not None:
+            check_same(access, self._access)
+        return access
 
     def _ended(self, _task: asyncio.Task[None]) -> None:
         """Also of a task that was cancelled before it began."""

@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
+from ...proto.errors import NotPermitted
 from ..runtime.loop import Core
 from ..runtime.scrubbing import Scrubber
 from ..runtime.staging import StagingPool
@@ -91,6 +92,16 @@ class Front:
         if self.tokens is not None:
             self.tokens.read_again()
             self.sessions.namespaces.learn(self.tokens.namespaces)
+
+    def end_revoked(self) -> None:
+        """After that: end the sessions that were opened with a token that is not there any more, or
+        gives something else. On the loop."""
+        if self.tokens is None:
+            return
+        for number in self.sessions.opened_with_others(self.tokens.accesses()):
+            listener = self._core.listener(number)
+            if listener is not None:
+                listener.ended(NotPermitted("the token of this session is not known any more"))
 
     def remote(self, tokens: Tokens | None) -> grpc.aio.Server:
         """gRPC over TCP. Operators are served there only with a token that says so."""

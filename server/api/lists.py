@@ -4,7 +4,7 @@ nothing in the daemon: where the next one begins stands in its cursor."""
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
 from ...proto import limits
@@ -36,6 +36,8 @@ class Lists:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        #: what went from and to other nodes, by the beginning of keys; set by the daemon
+        self.shared_events: Callable[[bytes], Sequence[pb.SharedEvent]] = lambda _: ()
 
     async def list_entries(
         self, request: pb.ListEntriesRequest, _caller: Caller
@@ -94,6 +96,7 @@ class Lists:
                 owner=owner,
                 label=label,
             )
+        response.shared.extend(self.shared_events(beginning)[-_MOST_EVENTS:])
         slices = Slices()
         for shard in t.entries.shards:
             there = [e for e in shard.values() if e.key.startswith(beginning)]

@@ -150,6 +150,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._writable = asyncio.Event()
         self._writable.set()
         self._session: int | None = None
+        self.access: Access | None = None
         self._call = ConnectionCall(self)
         self.process: Process | None = None
 
@@ -204,10 +205,6 @@ class _Connection(asyncio.BufferedProtocol):
         self._task.cancel()
         return self._task
 
-    @property
-    def access(self) -> Access | None:
-        return None if self._session is None else self._server.sessions.access_of(self._session)
-
     def attach(self, session: int) -> None:
         """A request on it has proved this session. Raises LimitReached."""
         if self._session is not None:
@@ -218,7 +215,7 @@ class _Connection(asyncio.BufferedProtocol):
             server.refusals += 1
             raise LimitReached(f"this session has {len(others)} connections already")
         others.add(self)
-        self._session = session
+        self._session, self.access = session, server.sessions.access_of(session)
         self._watch()
 
     def detach(self) -> None:
@@ -230,7 +227,7 @@ class _Connection(asyncio.BufferedProtocol):
             others.discard(self)
             if not others:
                 del self._server.attached[self._session]
-        self._session = None
+        self._session = self.access = None
         self._watch()
 
     # ---- taking requests

@@ -107,19 +107,24 @@ CLIENT_COUNTERS: Final = {
     "lookup_tokens": "Tokens that were searched for, as far as the callers said.",
     "restored_tokens": "Tokens whose state arrived whole in the engines.",
 }
-#: What was shared with other nodes: the fields of `sharing.common.SharingCounters`, and a gauge.
+#: What was shared with other nodes: what `Sharing.counts` says, one of it a gauge.
 SHARED: Final = {
     "fetches": "Searches that asked what other nodes have.",
     "fetched_entries": "Entries that came from the shared engine.",
     "fetched_bytes": "Payload bytes that came from the shared engine.",
     "unavailable": "Entries that the engine has and that did not come in time, or had no room.",
     "damaged": "Entries of the engine whose bytes were wrong; they were dropped there.",
+    "second_asked": "Entries that a second node was asked for: the first had not brought them.",
+    "second_came": "Entries that came from that second node.",
     "offered_entries": "Entries that were given to the shared engine.",
     "offered_bytes": "Payload bytes that were given to the shared engine.",
     "refused": "Entries that the engine did not take.",
     "offers_dropped": "Entries that were not offered: too many waited, they left, or it hung.",
     "touched": "Entries whose life in the engine was made longer.",
+    "unanswered": "Requests that no node of the engine answered in time.",
     "waiting_offers": "Entries that wait to be offered.",
+    "nodes": "Nodes of the engine that are known.",
+    "nodes_serving": "Nodes of the engine that are asked now.",
 }
 #: What `pressure.PressureCounts` has, where a source is asked: the first three are of this moment.
 PRESSURE: Final = {
@@ -132,7 +137,7 @@ PRESSURE: Final = {
     "source_failures": "Times that the source failed or did not answer.",
 }
 _PRESSURE_GAUGES: Final = ("under", "used_ratio", "stalled_ratio")
-SHARED_GAUGES: Final = ("waiting_offers",)
+SHARED_GAUGES: Final = ("waiting_offers", "nodes", "nodes_serving")
 #: What the tables hold at this moment.
 TABLE_SIZES: Final[dict[str, tuple[str, Callable[[Tables], int]]]] = {
     "open_sessions": ("Connected clients.", lambda t: len(t.sessions)),

@@ -36,10 +36,13 @@ class Namespaces:
         return self._names.get(key[-TAG_BYTES:], "")
 
     def keys(self, access: Access | None, keys: Sequence[Key]) -> tuple[Key, ...]:
-        """Under which keys the daemon has what a caller calls these. Raises NotPermitted."""
-        namespace = namespace_of(access)
-        if namespace is not None:
-            return namespace.stored(keys)
+        """Under which keys the daemon has what a caller calls these. Raises NotPermitted for those
+        of a namespace, where the caller's token is of none. On a Unix socket every key may be
+        named: whoever may open one is trusted with what is cached."""
+        if access is None or access.every:
+            return tuple(keys)
+        if access.namespace is not None:
+            return access.namespace.stored(keys)
         names = self._names
         if names:
             for number, key in enumerate(keys):
@@ -83,12 +86,16 @@ def namespace_of(access: Access | None) -> Namespace | None:
 
 def check_same(access: Access | None, of_session: Access | None) -> None:
     """Raises NotPermitted for a caller of one namespace with a session of another."""
-    mine, its = namespace_of(access), namespace_of(of_session)
+    if of_session is None and namespace_of(access) is None:
+        return  # it was opened on a Unix socket: whoever is of none may have been told of it
+    mine, its = _reach(access), _reach(of_session)
     if mine != its:
-        raise NotPermitted(
-            f"this caller is of {_shown(mine)}, and the session that it names of {_shown(its)}"
-        )
+        raise NotPermitted(f"this caller is of {mine}, and the session that it names of {its}")
 
 
-def _shown(namespace: Namespace | None) -> str:
+def _reach(access: Access | None) -> str:
+    """Whose keys it may name, in words."""
+    if access is None or access.every:
+        return "every namespace"
+    namespace = access.namespace
     return "no namespace" if namespace is None else f"the namespace {namespace.name!r}"

@@ -17,6 +17,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import InvalidSize, MalformedMessage, UnknownSession
 from ...proto.keys import Key
 from ...proto.labels import check_label
+from ...proto.namespaces import tag_of
 from ...proto.vocabulary import DeleteStatus
 from ..core.answers import DeleteAnswer
 from ..core.events import DeleteAsked
@@ -118,15 +119,18 @@ class Operations(Lists):
         core = self._core
         tiers = set(messages.tiers_of(request.tiers, core.stores) or core.stores)
         label = check_label(request.namespace)
+        # Of a token's namespace the keys say it, after a restart, too.
+        tag = tag_of(label)
         response = pb.ClearResponse()
         slices = Slices()
         for shard in core.state.tables.entries.shards:
             named: dict[Key, int] = {}
             for entry in shard.values():
                 if entry.tier in tiers:
-                    if entry.label == label:
+                    if entry.label == label or entry.key.endswith(tag):
                         named[entry.key] = entry.stored_bytes
-                    response.unknown_entries += not entry.label
+                    else:
+                        response.unknown_entries += not entry.label
             keys = tuple(named)
             for start in range(0, len(keys), EVICTED_AT_ONCE):
                 part = keys[start : start + EVICTED_AT_ONCE]

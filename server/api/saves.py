@@ -107,14 +107,15 @@ class Saves:
         now_ns = core.clock.now_ns()
         access, keys = membership.access, self._sessions.namespaces.keys
         touched = keys(access, messages.keys_of("touched", header.touched, may_be_empty=True))
-        ancestors = messages.keys_of("ancestors", header.ancestors, may_be_empty=True)
         question = ReserveAsked(
             request=core.next_request(),
             session=membership.number,
             tier=messages.tier_of(header.tier, core.stores),
             reason=messages.reason_of(header.reason),
             items=self._items(access, header),
-            ancestors=keys(access, ancestors),
+            ancestors=keys(
+                access, messages.keys_of("ancestors", header.ancestors, may_be_empty=True)
+            ),
             begin=begin,
             ttl_ns=messages.milliseconds(
                 "ttl_ms", header.ttl_ms, self._config.reservation_ttl_ms, limits.MAX_LEASE_MS

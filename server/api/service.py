@@ -179,8 +179,9 @@ class CacheService:
 
     async def delete(self, request: pb.DeleteRequest, caller: Caller) -> pb.DeleteResponse:
         core = self._core
+        named = messages.keys_of("keys", request.keys)
         membership = self.session_of(request.session, caller, Role.WRITE)
-        keys = self._keys(membership.access, request.keys)
+        keys = self._sessions.namespaces.keys(membership.access, named)
         response = pb.DeleteResponse()
         for start in range(0, len(keys), _DELETED_AT_ONCE):
             question = DeleteAsked(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Sequence
 from dataclasses import dataclass
 from hmac import compare_digest
 from typing import Final, TypeAlias, TypeVar
@@ -135,6 +135,14 @@ class Sessions:
         """What the token gives that this session was opened with, if one was."""
         membership = self._open.get(number)
         return None if membership is None else membership.access
+
+    def opened_with_others(self, tokens: Container[Access]) -> list[int]:
+        """Those that were opened with a token, and with none of these."""
+        return [
+            number
+            for number, membership in self._open.items()
+            if membership.access is not None and membership.access not in tokens
+        ]
 
     def close(self, number: int) -> None:
         """Its secret proves nothing any more."""
@@ -273,10 +281,15 @@ class SessionStream:
     def _tier_limits(self, ledger: Ledger) -> pb.TierLimits:
         core = self._core
         share_bytes = most_reserved_bytes(core.state.tables.config, ledger)
+        left_bytes = ledger.budget_bytes
+        if ledger.shares is not None:
+            (key,) = self._keys([bytes(limits.KEY_BYTES)])
+            left_bytes = ledger.shares.left_bytes(ledger.shares.number_of(key), left_bytes)
+            share_bytes = min(share_bytes, left_bytes)
         return pb.TierLimits(
             tier=ledger.tier.value,  # type: ignore[arg-type]
             budget_bytes=ledger.budget_bytes,
-            max_payload_bytes=min(ledger.budget_bytes, limits.MAX_PAYLOAD_BYTES),
+            max_payload_bytes=min(left_bytes, limits.MAX_PAYLOAD_BYTES),
             # The second is for all sessions together: more has no chance.
             max_reserved_bytes=min(share_bytes, ledger.max_reserved_bytes or share_bytes),
             slab_bytes=core.stores[ledger.tier].slab_bytes,

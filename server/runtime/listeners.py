@@ -26,8 +26,8 @@ class Listener(Protocol):
 class EntryListener(Protocol):
     """Who is told of entries that come and are used, on the event loop. Neither may raise."""
 
-    def published(self, entry: Entry) -> None:
-        """It can be found from now on."""
+    def published(self, entries: Sequence[Entry]) -> None:
+        """They can be found from now on: one or more, in the order in which they were saved."""
 
     def used(self, usages: Sequence[Usage]) -> None:
         """They were used since the last time; those used last come last."""

@@ -17,7 +17,7 @@ from ..core.answers import ReserveAnswer, WriteOrder
 from ..core.events import ReserveAsked, SaveItem
 from ..runtime.incoming import Incoming, Piece
 from ..runtime.loop import Core
-from .common import BATCH_BYTES, Link
+from .common import BATCH_BYTES, Link, What
 from .store import Outcome, SharedEntry, Wanted
 
 log = structlog.get_logger("prefixd.sharing")
@@ -78,6 +78,9 @@ class Fetcher:
     async def _fetch(self, keys: Sequence[Key], mode: ClaimMode, deadline_s: float) -> int:
         deadline_s, find_by_s = _deadlines_of_the_engine(monotonic(), deadline_s)
         found = await self._link.call(lambda: self._link.store.find(keys, find_by_s))
+        for key, entry in zip(keys, found, strict=True):
+            if entry is None:  # evicted there, or lost: what is saved here now is offered again
+                self._link.known.forget(key)
         brought = 0
         before: list[Key] = []
         for batch in _batches(_found(found, mode), self._link.config.memory_bytes):
@@ -150,6 +153,10 @@ class Fetcher:
         ended = await incoming.ended()
         self._link.counters.damaged += outcomes.count(Outcome.DAMAGED)
         saved = [granted[n][0] for n, end in ended.items() if end.outcome is SaveStatus.SAVED]
+        for number, outcome in enumerate(outcomes):
+            what = What.DAMAGED if outcome is Outcome.DAMAGED else What.NOT_FETCHED
+            came = ended[number].outcome is SaveStatus.SAVED
+            self._link.note(What.FETCHED if came else what, granted[number][0])
         self._link.counters.unavailable += len(granted) - len(saved)
         self._link.counters.fetched_entries += len(saved)
         self._link.counters.fetched_bytes += sum(entry.payload_bytes for entry in saved)

@@ -22,7 +22,7 @@ from obstore.store import from_url
 from ...proto.keys import Key
 from ...proto.layout import crc32c
 from .record import HEADER_BYTES, decode_header, encode_header
-from .store import Offer, Outcome, SharedEntry, SharedStore, Wanted
+from .store import NodeState, NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 
 T = TypeVar("T")
 
@@ -45,7 +45,11 @@ class ObjectStore(SharedStore):
         try:
             self._store: Final = store or from_url(
                 url,
-                client_options={"timeout": timedelta(seconds=REQUEST_TIMEOUT_S)},
+                # Without TLS only where the address says so.
+                client_options={
+                    "timeout": timedelta(seconds=REQUEST_TIMEOUT_S),
+                    "allow_http": True,
+                },
                 retry_config={"max_retries": 0},
             )
         except (BaseError, OSError) as problem:
@@ -53,6 +57,8 @@ class ObjectStore(SharedStore):
         self._threads: Final = ThreadPoolExecutor(THREADS, "prefixd-objects")
         self._lock = threading.Lock()
         self._unanswered = 0
+        self._missed_requests = 0
+        self._requests = 0
         self._rests_until_s = 0.0
         self._problem = ""
         self._closed = False
@@ -103,8 +109,9 @@ class ObjectStore(SharedStore):
             for result in self._each(write, offers, deadline_s)
         ]
 
-    def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> None:
+    def touch(self, _expiries_ms: Sequence[tuple[Key, int]], _deadline_s: float) -> list[Key]:
         """Does nothing: an object's age can't be changed without writing it anew."""
+        return []
 
     def drop(self, keys: Sequence[Key], deadline_s: float) -> None:
         self._each(lambda key: obstore.delete(self._store, self._path(key)), keys, deadline_s)
@@ -115,6 +122,16 @@ class ObjectStore(SharedStore):
     def health(self) -> dict[str, str]:
         with self._lock:
             return {"objects": self._problem} if self._problem else {}
+
+    def statuses(self) -> list[NodeStatus]:
+        with self._lock:
+            resting = monotonic() < self._rests_until_s
+            state = NodeState.RESTING if resting else NodeState.SERVING
+            why = self._problem if resting else ""
+            return [NodeStatus("objects", state, why, self._requests, self._missed_requests)]
+
+    def node_of(self, _entry: SharedEntry) -> str:
+        return "objects"
 
     def close(self) -> None:
         self._closed = True
@@ -135,13 +152,21 @@ class ObjectStore(SharedStore):
     ) -> list[T | Outcome]:
         """What `call` makes of each, on threads; ABSENT or UNAVAILABLE where it makes nothing."""
         if self._closed or monotonic() < self._rests_until_s:
+            self._count(len(things), len(things))
             return [Outcome.UNAVAILABLE] * len(things)
         try:
             futures = [self._threads.submit(call, thing) for thing in things]
         except RuntimeError:  # closed meanwhile
             return [Outcome.UNAVAILABLE] * len(things)
         wait(futures, max(0.0, deadline_s - monotonic()))
-        return [self._result(future) for future in futures]
+        results = [self._result(future) for future in futures]
+        self._count(len(things), results.count(Outcome.UNAVAILABLE))
+        return results
+
+    def _count(self, requests: int, missed: int) -> None:
+        with self._lock:
+            self._requests += requests
+            self._missed_requests += missed
 
     def _result(self, future: Future[Any]) -> Any:
         if not future.done():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from time import monotonic
 from typing import Final, NamedTuple
 
@@ -16,7 +16,7 @@ from ...proto.vocabulary import Tier
 from ...tiers.store import Damaged, StoreError, Usage
 from ..core.entries import Entry
 from ..runtime.loop import Core
-from .common import BATCH_BYTES, Link, WritePolicy, expiries_ms
+from .common import BATCH_BYTES, TOUCH_EVERY_MS, Link, What, WritePolicy, expiries_ms
 from .fetching import Fetcher
 from .store import Offer, Outcome, SharedEntry
 
@@ -24,16 +24,19 @@ log = structlog.get_logger("prefixd.sharing")
 
 #: Offers that wait, in entries: each is a reference.
 MAX_WAITING_OFFERS: Final = 65_536
-#: An entry that is used lives on in the engine: it is told so again after this part of its life.
-_TOUCHES_A_LIFE: Final = 8
 #: What the engine may take for a batch of offers, or of touches.
 _OFFER_TIMEOUT_S: Final = 10.0
+_BECAME: Final = {
+    Outcome.DONE: What.OFFERED,
+    Outcome.REFUSED: What.REFUSED,
+    Outcome.UNAVAILABLE: What.NOT_OFFERED,
+}
 
 
 class _Waiting(NamedTuple):
     entry: Entry
     generation: int
-    last_used_ns: int
+    expires_at_ms: int
 
 
 class Offers:
@@ -43,10 +46,12 @@ class Offers:
         self._core = core
         self._link = link
         self._fetcher = fetcher
-        self._offers: deque[_Waiting] = deque()
+        #: By key, in the order in which they go.
+        self._offers: dict[Key, _Waiting] = {}
         #: Offers that are on their way.
         self._sending = 0
-        self._touches: list[tuple[Key, int]] = []
+        #: Until when entries shall live that the engine has.
+        self._touches: dict[Key, int] = {}
         self._work = asyncio.Event()
 
     @property
@@ -54,38 +59,45 @@ class Offers:
         """Entries that wait or are on their way. On any thread."""
         return len(self._offers) + self._sending
 
-    def published(self, entry: Entry) -> None:
+    def published(self, entries: Sequence[Entry]) -> None:
         """`EntryListener`: offered at once, if everything is."""
         if self._link.config.write is not WritePolicy.ALL:
             return
-        # What comes from the engine is there. What comes from a node is at two nodes now.
-        if entry.key not in self._fetcher or not self._link.store.holds_payloads:
-            self._offer(entry, entry.last_used_ns)
+        # They come root first, and are used as a chain once the last of them is there.
+        uses = [(entries[0].last_used_ns - depth, 0) for depth in range(len(entries))]
+        for entry, until_ms in zip(entries, self._expiries(uses), strict=True):
+            # What comes from the engine is there. What comes from a node is at two nodes now.
+            if entry.key not in self._fetcher or not self._link.store.holds_payloads:
+                self._offer(entry, until_ms)
 
     def used(self, usages: Sequence[Usage]) -> None:
         """`EntryListener`: what was used is offered, or lives on in the engine."""
         if self._link.config.write is WritePolicy.NONE:
             return
-        stale_ms = self._link.known.now_ms() - self._link.config.life_ms // _TOUCHES_A_LIFE
-        for usage in usages:
+        known = self._link.known
+        expiries = self._expiries([(usage.last_used_ns, usage.hits) for usage in usages])
+        for usage, until_ms in zip(usages, expiries, strict=True):
             entry = usage.entry
             assert isinstance(entry, Entry)
-            said_ms = self._link.known.said_ms(entry.key)
-            if said_ms is None:
-                if usage.hits:
-                    self._offer(entry, usage.last_used_ns)
-            elif said_ms < stale_ms:
-                self._touches.append((entry.key, usage.last_used_ns))
-                self._link.known.remember(entry.key)
+            told_ms = known.until_ms(entry.key)
+            if told_ms is None:
+                if usage.hits or entry.key in self._offers:
+                    self._offer(entry, until_ms)
+            elif until_ms - told_ms >= TOUCH_EVERY_MS:
+                self._touches[entry.key] = until_ms
+                known.remember(entry.key, until_ms)
                 self._work.set()
 
-    def _offer(self, entry: Entry, last_used_ns: int) -> None:
+    def _expiries(self, uses: Sequence[tuple[int, int]]) -> list[int]:
+        return expiries_ms(uses, self._link.config.life_ms)
+
+    def _offer(self, entry: Entry, until_ms: int) -> None:
         if self._room_of(entry) > self._link.config.memory_bytes:
             return
-        if len(self._offers) >= MAX_WAITING_OFFERS:
+        if len(self._offers) >= MAX_WAITING_OFFERS and entry.key not in self._offers:
             self._link.counters.offers_dropped += 1
             return
-        self._offers.append(_Waiting(entry, entry.generation, last_used_ns))
+        self._offers[entry.key] = _Waiting(entry, entry.generation, until_ms)
         self._work.set()
 
     def _room_of(self, entry: Entry) -> int:
@@ -101,22 +113,25 @@ class Offers:
                 await self._offer_some()
 
     async def _touch_some(self) -> None:
-        some, self._touches = self._touches[:MAX_BATCH_KEYS], self._touches[MAX_BATCH_KEYS:]
+        some = list(islice(self._touches.items(), MAX_BATCH_KEYS))
+        for key, _ in some:
+            del self._touches[key]
         if some:
-            expiries = expiries_ms([used_ns for _, used_ns in some], self._until_ms())
-            pairs = [(key, until) for (key, _), until in zip(some, expiries, strict=True)]
             deadline_s = monotonic() + _OFFER_TIMEOUT_S
-            await self._link.call(lambda: self._link.store.touch(pairs, deadline_s))
-            self._link.counters.touched += len(some)
+            gone = await self._link.call(lambda: self._link.store.touch(some, deadline_s))
+            for key in gone:
+                self._link.known.forget(key)
+            self._link.counters.touched += len(some) - len(gone)
 
     async def _offer_some(self) -> None:
         some: list[_Waiting] = []
         total_bytes = 0
         while self._offers and len(some) < MAX_BATCH_KEYS:
-            entry = self._offers[0].entry
+            offer = next(iter(self._offers.values()))
+            entry = offer.entry
             if some and total_bytes + self._room_of(entry) > BATCH_BYTES:
                 break
-            offer = self._offers.popleft()
+            del self._offers[entry.key]
             if _unchanged(offer) and entry.key not in self._link.known:
                 some.append(offer)
                 total_bytes += self._room_of(entry)
@@ -143,26 +158,22 @@ class Offers:
             for offer, copy in zip(some, copies, strict=True)
             if copy is not None and _unchanged(offer)
         ]
-        expiries = expiries_ms([offer.last_used_ns for offer, _ in ready], self._until_ms())
         offers = [
-            Offer(_shared(offer.entry), [memoryview(copy)], until_ms)
-            for (offer, copy), until_ms in zip(ready, expiries, strict=True)
+            Offer(_shared(offer.entry), [memoryview(copy)], offer.expires_at_ms)
+            for offer, copy in ready
         ]
         deadline_s = monotonic() + _OFFER_TIMEOUT_S
         outcomes = await self._link.call(lambda: self._link.store.put(offers, deadline_s))
         for offer_, outcome in zip(offers, outcomes, strict=True):
+            self._link.note(_BECAME[outcome], offer_.entry)
             if outcome is Outcome.DONE:
                 self._link.counters.offered_entries += 1
                 self._link.counters.offered_bytes += offer_.entry.payload_bytes
-                self._link.known.remember(offer_.entry.key)
+                self._link.known.remember(offer_.entry.key, offer_.expires_at_ms)
             elif outcome is Outcome.REFUSED:
                 self._link.counters.refused += 1
         unsent = len(some) - len(offers) + outcomes.count(Outcome.UNAVAILABLE)
         self._link.counters.offers_dropped += unsent
-
-    def _until_ms(self) -> int:
-        """When the engine may drop what is used now."""
-        return self._link.known.now_ms() + self._link.config.life_ms
 
     async def _copies(self, some: Sequence[_Waiting]) -> list[bytes | None]:
         """Payloads, each as it was while it was copied; tier by tier, on the threads of its

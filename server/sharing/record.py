@@ -1,9 +1,11 @@
 """What lies in a shared engine under the name of an entry.
 
-The value under `px1:<epoch>:{<64 hex digits of the key>}` is a header, and behind it the first
-`PART_BYTES` of the payload. The rest lies under the same name with `:1`, `:2` ... behind it; the
-braces keep all of it on one node of a Cluster. The head is written last, so that who finds it may
-expect the rest. Nothing here is trusted: the header has a checksum of its own and names its key,
+The value under `px1:<epoch>:{<64 hex digits of the key>}` is a header, and behind it the beginning
+of the payload. The rest lies under the same name with `:1`, `:2` ... behind it; the braces keep all
+of it on one node of a Cluster. The values are as few as `MAX_VALUE_BYTES` allows, and as long as
+each other: Redis receives a large value into the room that it made for the one before, and copies
+if that was of another length. The head is written last, so that who finds it may expect the rest.
+Nothing here is trusted: the header has a checksum of its own and names its key,
 and the payload is held against its CRC32C, over all parts.
 
 | offset | bytes | what |
@@ -20,6 +22,7 @@ and the payload is held against its CRC32C, over all parts.
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -35,7 +38,9 @@ _CHECK: Final = struct.Struct("<I")
 _MAX_TOKENS: Final = 2**32 - 1
 HEADER_BYTES: Final = _FIELDS.size + _CHECK.size
 #: Larger values make an engine's event loop wait for each of them, and spread badly.
-PART_BYTES: Final = 4 * 2**20
+MAX_VALUE_BYTES: Final = HEADER_BYTES + 4 * 2**20
+#: Parts begin at a multiple of this, for the copies; so long is the header.
+_ALIGNED_BYTES: Final = 64
 
 
 def encode_header(entry: SharedEntry) -> bytes:
@@ -68,9 +73,17 @@ def decode_header(key: Key, header: bytes | bytearray | memoryview) -> SharedEnt
     return SharedEntry(key, payload_bytes, tokens, layers, payload_crc32c)
 
 
-def parts_of(payload_bytes: int) -> int:
-    """How many values the payload lies in; at least one."""
-    return -(-payload_bytes // PART_BYTES)
+def parts_of(payload_bytes: int) -> list[slice]:
+    """Which part of the payload lies in each value; at least one."""
+    total_bytes = HEADER_BYTES + payload_bytes
+    count = -(-total_bytes // MAX_VALUE_BYTES)
+    value_bytes = -(-total_bytes // (count * _ALIGNED_BYTES)) * _ALIGNED_BYTES
+    ends = [*range(value_bytes, total_bytes, value_bytes), total_bytes]
+    begins = [HEADER_BYTES, *ends]
+    return [
+        slice(begin - HEADER_BYTES, end - HEADER_BYTES)
+        for begin, end in zip(begins, ends, strict=False)
+    ]
 
 
 def checksum_of(pieces: Iterable[memoryview]) -> int:
@@ -81,16 +94,18 @@ def checksum_of(pieces: Iterable[memoryview]) -> int:
     return value
 
 
-def cut(pieces: Sequence[memoryview], part_bytes: int = PART_BYTES) -> list[list[memoryview]]:
-    """The bytes of `pieces` in parts of `part_bytes`, the last one shorter; nothing is copied."""
-    parts: list[list[memoryview]] = [[]]
-    room = part_bytes
-    for piece in pieces:
-        while len(piece):
-            if not room:
-                parts.append([])
-                room = part_bytes
-            taken = piece[:room]
-            parts[-1].append(taken)
-            piece, room = piece[len(taken) :], room - len(taken)
+def cut(pieces: Sequence[memoryview]) -> list[list[memoryview]]:
+    """The bytes of `pieces` in the parts of their payload; nothing is copied."""
+    parts: list[list[memoryview]] = []
+    rest = deque(pieces)
+    for part in parts_of(sum(map(len, pieces))):
+        parts.append([])
+        room = part.stop - part.start
+        while room:
+            piece = rest.popleft()
+            if len(piece) > room:
+                rest.appendleft(piece[room:])
+                piece = piece[:room]
+            room -= len(piece)
+            parts[-1].append(piece)
     return parts

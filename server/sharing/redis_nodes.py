@@ -22,6 +22,7 @@ from redis.connection import ConnectionPool
 from redis.crc import key_slot
 
 from .resp import Connection
+from .store import NodeState, NodeStatus
 
 Address: TypeAlias = tuple[str, int]
 
@@ -52,6 +53,21 @@ class Node:
     missed_deadlines: int = 0
     rests_until_s: float = 0.0
     closed: bool = False
+    #: Since it is known.
+    requests: int = 0
+    unanswered: int = 0
+    refused: int = 0
+
+    def status(self) -> NodeStatus:
+        """As it is now."""
+        state = NodeState.SERVING
+        if monotonic() < self.rests_until_s:
+            state = NodeState.RESTING
+        elif not self.connections:
+            state = NodeState.UNREACHABLE
+        why = "" if state is NodeState.SERVING else self.problem
+        name = f"{self.address[0]}:{self.address[1]}"
+        return NodeStatus(name, state, why, self.requests, self.unanswered, self.refused)
 
 
 class Nodes:
@@ -168,17 +184,30 @@ class Nodes:
             self._topology_due_s = 0.0
             self._changed.notify_all()
 
+    def count(self, address: Address, requests: int, unanswered: int, refused: int) -> None:
+        """What became of requests to a node: of so many so many had no answer, or an error."""
+        with self._changed:
+            node = self._nodes.get(address)
+            if node is not None:
+                node.requests += requests
+                node.unanswered += unanswered
+                node.refused += refused
+
+    def statuses(self) -> list[NodeStatus]:
+        """Each node, by address. What hung up since it was used last is noticed here."""
+        with self._changed:
+            for node in self._nodes.values():
+                for connection in [each for each in node.idle if not each.usable]:
+                    node.idle.remove(connection)
+                    self._lose(node, connection, "it closed the connection")
+            return [self._nodes[address].status() for address in sorted(self._nodes)]
+
     def problems(self) -> dict[str, str]:
         """What is not available now, and why."""
-        with self._changed:
-            found = {
-                f"{host}:{port}": node.problem
-                for (host, port), node in self._nodes.items()
-                if not node.connections or monotonic() < node.rests_until_s
-            }
-            if not self._known:
-                found["slots"] = self._problem
-            return found
+        found = {node.name: node.why for node in self.statuses() if node.why}
+        if not self._known:
+            found["slots"] = self._problem
+        return found
 
     def client(self, address: Address) -> Any:
         """redis-py's own client of one node (`redis.Redis`, whose types say little), for what

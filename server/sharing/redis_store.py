@@ -8,8 +8,10 @@ is evicted is never what others need to be reached.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Final
 
 import redis
@@ -17,7 +19,6 @@ import redis
 from ...proto.keys import Key
 from .record import (
     HEADER_BYTES,
-    PART_BYTES,
     checksum_of,
     cut,
     decode_header,
@@ -25,11 +26,15 @@ from .record import (
     parts_of,
 )
 from .redis_nodes import Address, Nodes
-from .resp import Piece, Refused, Request, Result, exchange
-from .store import Offer, Outcome, SharedEntry, SharedStore, Wanted
+from .resp import Piece, Refused, Request, Result, Work, exchange
+from .store import NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 
 #: Connections to each node: so many calls use one at the same time, others find it unavailable.
 CONNECTIONS_PER_NODE: Final = 4
+#: A node that so much goes to or comes from has a thread of its own ...
+_THREAD_BYTES: Final = 2**20
+#: ... of so many; without one it shares the caller's.
+_THREADS: Final = 16
 _HEADER_END: Final = str(HEADER_BYTES - 1).encode()
 _MAX_NODE_TIMEOUT_MS: Final = 2_000
 _MIN_SAMPLES: Final = 10
@@ -52,6 +57,8 @@ class RedisStore(SharedStore):
         for values of another form. Raises ValueError."""
         self._prefix: Final = b"%b:%b:" % (prefix, epoch.encode())
         self.nodes: Final = Nodes(urls, connections_per_node, password)
+        self._threads: Final = ThreadPoolExecutor(_THREADS, "prefixd-shared-node")
+        self._idle: Final = threading.Semaphore(_THREADS)
         self.nodes.start()
 
     def find(self, keys: Sequence[Key], deadline_s: float) -> list[SharedEntry | None]:
@@ -67,22 +74,24 @@ class RedisStore(SharedStore):
     def get(self, wanted: Sequence[Wanted], deadline_s: float) -> list[Outcome]:
         requests: list[tuple[bytes, Request]] = []
         headers = bytearray(HEADER_BYTES * len(wanted))
-        firsts = []
+        spans = []
         for number, want in enumerate(wanted):
             name = self.name(want.entry.key)
             header = memoryview(headers)[number * HEADER_BYTES :][:HEADER_BYTES]
-            firsts.append(len(requests))
-            for part in range(parts_of(want.entry.payload_bytes)):
-                room = want.room[part * PART_BYTES :][:PART_BYTES]
+            begin = len(requests)
+            for part, where in enumerate(parts_of(want.entry.payload_bytes)):
+                room = want.room[where]
                 part_name = _part_name(name, part)
                 into = [room] if part else [header, room]
                 requests.append((part_name, Request(b"GET", part_name, into=into)))
+            spans.append(slice(begin, len(requests)))
         self.do(requests, deadline_s)
         outcomes = []
-        for number, (want, first) in enumerate(zip(wanted, firsts, strict=True)):
-            parts = requests[first : first + parts_of(want.entry.payload_bytes)]
+        for number, (want, span) in enumerate(zip(wanted, spans, strict=True)):
             header = memoryview(headers)[number * HEADER_BYTES :][:HEADER_BYTES]
-            outcomes.append(_fetched(want, header, [request.result for _, request in parts]))
+            outcomes.append(
+                _fetched(want, header, [request.result for _, request in requests[span]])
+            )
         damaged = [
             want.entry.key
             for want, outcome in zip(wanted, outcomes, strict=True)
@@ -128,14 +137,18 @@ class RedisStore(SharedStore):
         self.do(requests, deadline_s)
         return [_stored(request) for _, request in requests]
 
-    def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> None:
-        self.do(
-            [
-                (name, Request(b"PEXPIREAT", name, str(until_ms).encode(), b"GT"))
-                for name, until_ms in ((self.name(key), until) for key, until in expiries_ms)
-            ],
-            deadline_s,
-        )
+    def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> list[Key]:
+        touches = [
+            Request(b"PEXPIREAT", self.name(key), str(until_ms).encode(), b"GT")
+            for key, until_ms in expiries_ms
+        ]
+        keys = [key for key, _ in expiries_ms]
+        self.do(zip(map(self.name, keys), touches, strict=True), deadline_s)
+        # 0: it is not there, or lives longer already.
+        unsure = [key for key, touch in zip(keys, touches, strict=True) if touch.result == 0]
+        looks = [(key, Request(b"EXISTS", self.name(key))) for key in unsure]
+        self.do(((self.name(key), look) for key, look in looks), deadline_s)
+        return [key for key, look in looks if look.result == 0]
 
     def drop(self, keys: Sequence[Key], deadline_s: float) -> None:
         """The head goes; parts behind it can't be found any more, and expire."""
@@ -157,8 +170,16 @@ class RedisStore(SharedStore):
     def health(self) -> dict[str, str]:
         return self.nodes.problems()
 
+    def statuses(self) -> list[NodeStatus]:
+        return self.nodes.statuses()
+
+    def node_of(self, entry: SharedEntry) -> str:
+        address = self.nodes.of(self.name(entry.key))
+        return "" if address is None else _text(address)
+
     def close(self) -> None:
         self.nodes.close()
+        self._threads.shutdown()
 
     # ---- the engine, for other stores on top of it
 
@@ -178,13 +199,39 @@ class RedisStore(SharedStore):
             for address, asked in by_node.items()
             if (connection := self.nodes.lend(address)) is not None
         }
-        exchange(list(work.values()), deadline_s)
-        moved = False
-        for address, (connection, asked) in work.items():
+        self._exchange(list(work.values()), deadline_s)
+        for address, (connection, _) in work.items():
             self.nodes.give_back(address, connection, in_time=not connection.broken)
-            moved = moved or any(_moved(request) for request in asked)
+        moved = False
+        for address, asked in by_node.items():
+            results = [request.result for request in asked]
+            refused = sum(isinstance(result, Refused) for result in results)
+            self.nodes.count(address, len(asked), results.count(Result.UNANSWERED), refused)
+            moved = moved or (refused > 0 and any(map(_moved, asked)))
         if moved:
             self.nodes.moved()
+
+    def _exchange(self, work: Sequence[Work], deadline_s: float) -> None:
+        """`exchange`, much of it on threads, so that more than one processor copies."""
+        alone = []
+        threads: list[Future[None]] = []
+        for each in work[1:]:
+            if _moved_bytes(each[1]) < _THREAD_BYTES or not self._idle.acquire(blocking=False):
+                alone.append(each)
+                continue
+            try:
+                threads.append(self._threads.submit(exchange, [each], deadline_s))
+            except RuntimeError:  # closed meanwhile
+                self._idle.release()
+                alone.append(each)
+            else:
+                threads[-1].add_done_callback(lambda _: self._idle.release())
+        exchange([*work[:1], *alone], deadline_s)
+        wait(threads)  # each ends by the deadline
+
+
+def _moved_bytes(requests: Iterable[Request]) -> int:
+    return sum(sum(map(len, each.pieces)) + each.reply_bytes for each in requests)
 
 
 def _part_name(name: bytes, part: int) -> bytes:

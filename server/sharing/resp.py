@@ -283,7 +283,10 @@ def _number(text: bytes) -> int:
         raise ProtocolError(f"{text!r} is not a number") from None
 
 
-def exchange(work: Sequence[tuple[Connection, Sequence[Request]]], deadline_s: float) -> None:
+Work: TypeAlias = tuple[Connection, Sequence[Request]]
+
+
+def exchange(work: Sequence[Work], deadline_s: float) -> None:
     """Send all requests, each list in order on its connection, and wait for the answers.
 
     Returns when all are there, or at `deadline_s` (`time.monotonic()`). What is not answered then

@@ -22,6 +22,7 @@ from typing import Final
 
 import structlog
 
+from ...proto import prefixd_pb2 as pb
 from ...proto.errors import PrefixdError
 from ...proto.keys import Key
 from ...proto.vocabulary import ClaimMode
@@ -29,10 +30,10 @@ from ..core.answers import Opened
 from ..core.events import HeartbeatCame, SessionLost, SessionOpened
 from ..runtime.loop import Core
 from ..runtime.threads import ended_within
-from .common import Known, Link, Memory, SharingConfig
+from .common import History, Known, Link, Memory, SharingConfig
 from .fetching import Fetcher
 from .offering import Offers
-from .store import SharedStore
+from .store import NodeState, SharedStore
 
 log = structlog.get_logger("prefixd.sharing")
 
@@ -55,7 +56,8 @@ class Sharing:
     async def begin(cls, core: Core, store: SharedStore, config: SharingConfig) -> Sharing:
         """Open the session, and begin to offer. Owns `store` from now on."""
         session = await _opened(core)
-        link = Link(store, config, Known(core.clock), Memory(config.memory_bytes))
+        history = History(core.clock)
+        link = Link(store, config, Known(), Memory(config.memory_bytes), history)
         sharing = cls(core, link, session)
         core.entry_listener = sharing._offers
         work = {
@@ -85,8 +87,38 @@ class Sharing:
         return await self._fetcher.fetch(keys, mode, deadline_s)
 
     def counts(self) -> dict[str, int]:
-        """The counters by name, and how many offers wait. On any thread."""
-        return {**asdict(self._link.counters), "waiting_offers": self._offers.waiting}
+        """The counters by name, how many offers wait, and how many nodes there are. On any
+        thread."""
+        nodes = self._link.store.statuses()
+        return {
+            **asdict(self._link.counters),
+            **self._link.store.counts(),
+            "waiting_offers": self._offers.waiting,
+            "unanswered": sum(node.unanswered for node in nodes),
+            "nodes": len(nodes),
+            "nodes_serving": sum(node.state is NodeState.SERVING for node in nodes),
+        }
+
+    def nodes(self) -> list[pb.SharedNode]:
+        """The nodes of the engine. On any thread."""
+        return [
+            pb.SharedNode(
+                name=node.name,
+                state=node.state.value,
+                why=node.why,
+                requests=node.requests,
+                unanswered=node.unanswered,
+                refused=node.refused,
+            )
+            for node in self._link.store.statuses()
+        ]
+
+    def happened(self, beginning: bytes) -> list[pb.SharedEvent]:
+        """What is remembered of keys that begin so, the oldest first. On the loop."""
+        return [
+            pb.SharedEvent(key=key, what=what.value, node=node, at_unix_ns=at_ns)
+            for key, what, node, at_ns in self._link.history.of(beginning)
+        ]
 
     async def _beat(self) -> None:
         core, fetcher = self._core, self._fetcher

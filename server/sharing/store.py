@@ -44,7 +44,7 @@ class SharedEntry:
     #: 0: the payload has no layer table.
     layer_count: int
     payload_crc32c: int
-    #: The node that has the payload, `host:port`; empty: the engine itself.
+    #: The nodes that have the payload, `host:port`, with a blank between; empty: the engine itself.
     location: str = ""
 
 
@@ -68,6 +68,29 @@ class Offer:
     expires_at_ms: int
 
 
+class NodeState(Enum):
+    """Is a node of an engine asked?"""
+
+    SERVING = "serving"
+    RESTING = "resting"
+    """It missed deadlines, and is left alone for a moment."""
+    UNREACHABLE = "unreachable"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """A node of an engine, as it is seen from here."""
+
+    name: str
+    state: NodeState
+    #: It is not serving.
+    why: str = ""
+    #: Since the start; of them those without an answer, and those answered with an error.
+    requests: int = 0
+    unanswered: int = 0
+    refused: int = 0
+
+
 class SharedStore(ABC):
     """An engine that other nodes use as well."""
 
@@ -87,8 +110,9 @@ class SharedStore(ABC):
         """Keep entries for others. DONE, UNAVAILABLE or REFUSED each."""
 
     @abstractmethod
-    def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> None:
-        """Let entries live until then (wall clock, ms since 1970), if that is later than now."""
+    def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> list[Key]:
+        """Let entries live until then (wall clock, ms since 1970), if that is later than now.
+        Returns those that the engine said it has not."""
 
     @abstractmethod
     def drop(self, keys: Sequence[Key], deadline_s: float) -> None:
@@ -102,6 +126,21 @@ class SharedStore(ABC):
     @abstractmethod
     def health(self) -> dict[str, str]:
         """Nodes that are not used now, and why. Never blocks."""
+
+    def counts(self) -> dict[str, int]:
+        """What else is counted, since the start. Never blocks."""
+        return {"second_asked": 0, "second_came": 0}
+
+    def statuses(self) -> list[NodeStatus]:
+        """Every node that is known, by name. Never blocks."""
+        return [
+            NodeStatus(name, NodeState.UNREACHABLE, why)
+            for name, why in sorted(self.health().items())
+        ]
+
+    def node_of(self, entry: SharedEntry) -> str:
+        """Where its payload is; empty: that is not known. Never blocks."""
+        return entry.location
 
     @abstractmethod
     def close(self) -> None:

@@ -5,9 +5,17 @@ fleet's (`prefixctl simulate`).
     python tests/bench/bench_fleet.py --trace conversation_trace.jsonl --requests 2000
 
 Needs redis-server. With `--kill-master N` and `--kill-daemon N` so many masters and daemons are
-killed at even distances, and started anew (masters come back empty); then there is nothing to be
-held against, and only the bytes count. Prints one JSON object. Exit status 1: wrong bytes, or more
-than 1 % away from the simulation.
+killed at even distances, and started anew (masters come back empty).
+
+With `--hosts` each of them is a host of its own, a network namespace, which takes root. There
+`--cut N` cuts a master or a daemon off from everything, `--part N` a daemon from a master, for
+twenty requests each and without a word; `--slow-ms 50 --slow-mbit 20` is how the last master is
+reached. `--payloads nodes`: nodes read from each other. `--engine-dead`: instead of all that, what
+local calls take while no master can be reached, beside a daemon that shares nothing, by turns.
+
+With faults there is nothing to be held against, and only the bytes and the longest calls count.
+Prints one JSON object. Exit status 1: wrong bytes, a call that took 50 ms more than its deadline,
+or more than 1 % away from the simulation.
 """
 
 from __future__ import annotations
@@ -16,12 +24,15 @@ import argparse
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
-from time import perf_counter
+from time import monotonic, perf_counter
+from typing import Any
 
-from prefixd.client import Client
+from prefixd.client import Client, Key, SaveItem, Tier
 from prefixd.client.lab.columns import TraceColumns
 from prefixd.client.lab.fleet import Fleet, simulate_fleet
 from prefixd.client.lab.trace import Request, read_trace
@@ -29,113 +40,262 @@ from prefixd.client.lab.worker import LiveOptions, Replayer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.support.namespaces import Host, network
 from tests.support.outside import DaemonProcess, daemon_process
-from tests.support.redis_servers import redis_servers
+from tests.support.redis_servers import RedisServer, redis_hosts, redis_servers
 
 BLOCK_BYTES = 4096
 #: More than a trace has: the engine's own eviction is not the simulation's.
 SHARED_BLOCKS = 1_000_000
+ENGINE = (
+    *("--maxmemory", "2gb", "--maxmemory-policy", "volatile-ttl"),
+    *("--maxmemory-samples", "10"),
+)
+#: What a call may take beyond its deadline.
+SLACK_MS = 50
+#: Requests after which what was cut is mended.
+CUT_FOR = 20
+PORT = 7070
 
 
-def settle(daemon: DaemonProcess) -> None:
-    """Until what was saved there is in the engine: in a real fleet seconds pass between two
-    requests, here microseconds."""
-    with daemon.admin() as admin:
-        while admin.stats().shared["waiting_offers"]:
-            pass
+class Nodes:
+    """Daemons, masters and a client of each daemon."""
+
+    def __init__(self, options: argparse.Namespace, stack: ExitStack) -> None:
+        self.faults = any(getattr(options, name) for name in FAULTS)
+        self.deadline_ms = options.deadline_ms or (500 if self.faults else 60_000)
+        self.hosts: list[Host] = []
+        self.far: list[Host] = []
+        directory = Path(stack.enter_context(TemporaryDirectory(dir="/tmp")))
+        if options.hosts:
+            net = stack.enter_context(network())
+            self.hosts = [net.host() for _ in range(options.nodes)]
+            self.far = [net.host() for _ in range(options.masters - 1)]
+            slow = {"delay_ms": options.slow_ms / 2, "rate_mbit": options.slow_mbit}
+            self.far.append(net.host(**slow))
+            servers = redis_hosts(directory, net, self.far, *ENGINE)
+        else:
+            servers = redis_servers(directory, options.masters, *ENGINE)
+        self.masters: list[RedisServer] = stack.enter_context(servers)
+        self.daemons = [self._daemon(options, number, stack) for number in range(options.nodes)]
+        wait_ms = 300 if self.faults else 10_000
+        self.clients = [
+            stack.enter_context(
+                Client(daemon.address, shared_wait_ms=wait_ms, deadline_ms=self.deadline_ms)
+            )
+            for daemon in self.daemons
+        ]
+
+    def _daemon(self, options: argparse.Namespace, number: int, stack: ExitStack) -> DaemonProcess:
+        flags = [
+            "--ram.slab=4KiB",
+            f"--ram.max_entries={options.capacity_blocks}",
+            f"--ram.budget={(options.capacity_blocks + 64) * BLOCK_BYTES}",
+            "--sessions.max_pinned_share=1",
+            "--sessions.max_reserved_share=1",
+        ]
+        # Of those with a dead engine the last is what it is compared with.
+        if not options.engine_dead or number < options.nodes - 1:
+            urls = ",".join(master.url for master in self.masters)
+            flags += [f"--shared.engine={urls}", "--shared.write=all"]
+        if options.payloads == "nodes":
+            at = f"{self.hosts[number].address}:{PORT}"
+            flags += ["--shared.payloads=nodes", f"--shared.address={at}", f"--server.tcp={at}"]
+            flags += ["--server.allow_remote=true"]
+        daemon = stack.enter_context(daemon_process(*flags))
+        if self.hosts:
+            daemon.run_on(self.hosts[number])
+        daemon.start()
+        return daemon
+
+    def settle(self, number: int) -> None:
+        """Until what was saved there is in the engine: in a real fleet seconds pass between two
+        requests, here microseconds. With faults for a moment at most."""
+        ends_s = monotonic() + (0.1 if self.faults else 60.0)
+        with self.daemons[number].admin() as admin:
+            while admin.stats().shared["waiting_offers"] and monotonic() < ends_s:
+                pass
+
+
+#: Options that make a run one with faults.
+FAULTS = ("kill_master", "kill_daemon", "cut", "part", "slow_ms", "engine_dead")
+
+
+class Trouble:
+    """What is done to the fleet after which request."""
+
+    def __init__(self, nodes: Nodes, options: argparse.Namespace, length: int) -> None:
+        self._due: dict[int, list[Callable[[], None]]] = {}
+        self.done: Counter[str] = Counter()
+        masters, daemons = nodes.masters, nodes.daemons
+        for fault in ("kill_master", "kill_daemon", "cut", "part"):
+            times = getattr(options, fault)
+            for n in range(times):
+                # No two at the same moment.
+                at = (n + 1) * length // (times + 1) + list(FAULTS).index(fault)
+                master, daemon = n % len(masters), n % len(daemons)
+                hosts = nodes.far + nodes.hosts
+                match fault:
+                    case "kill_master":
+                        self._at(at, fault, masters[master].restart)
+                    case "kill_daemon":
+                        self._at(at, fault, lambda killed=daemons[daemon]: restart(killed))
+                    case "cut":
+                        host = hosts[n % len(hosts)]
+                        self._at(at, fault, host.cut)
+                        self._at(at + CUT_FOR, "mend", host.mend)
+                    case "part":
+                        host, far = nodes.hosts[daemon], nodes.far[(n + 1) % len(nodes.far)]
+                        self._at(at, fault, lambda a=host, b=far: a.cut_from(b))
+                        self._at(at + CUT_FOR, "mend", lambda a=host, b=far: a.mend_to(b))
+
+    def _at(self, request: int, what: str, do: Callable[[], None]) -> None:
+        def did() -> None:
+            self.done[what] += 1
+            do()
+
+        self._due.setdefault(request, []).append(did)
+
+    def after(self, request: int) -> None:
+        for do in self._due.get(request, ()):
+            do()
+
+
+def restart(daemon: DaemonProcess) -> None:
+    daemon.kill()
+    daemon.start()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--trace", type=Path)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--masters", type=int, default=3)
     parser.add_argument("--capacity-blocks", type=int, default=4096)
     parser.add_argument("--kill-master", type=int, default=0)
     parser.add_argument("--kill-daemon", type=int, default=0)
+    parser.add_argument("--hosts", action="store_true")
+    parser.add_argument("--cut", type=int, default=0)
+    parser.add_argument("--part", type=int, default=0)
+    parser.add_argument("--slow-ms", type=float, default=0)
+    parser.add_argument("--slow-mbit", type=float, default=0)
+    parser.add_argument("--payloads", choices=["engine", "nodes"], default="engine")
+    parser.add_argument("--deadline-ms", type=int, default=0)
+    parser.add_argument("--engine-dead", action="store_true")
     options = parser.parse_args()
+    needs_hosts = options.cut or options.part or options.slow_ms or options.payloads == "nodes"
+    if (needs_hosts or options.engine_dead) and not options.hosts:
+        parser.error("this takes --hosts")
+    if options.engine_dead:
+        print(json.dumps(engine_dead(options)))
+        return
+    if options.trace is None:
+        parser.error("this takes a --trace")
     requests = []
     for request in read_trace(options.trace):
         requests.append(request)
         if len(requests) == options.requests:
             break
-    fleet = Fleet(options.nodes, options.capacity_blocks, shared_blocks=SHARED_BLOCKS)
-    expected = simulate_fleet(TraceColumns.load(requests), fleet).total_hit_tokens
     found = replay(requests, options)
-    kills = options.kill_master + options.kill_daemon
-    off = found["hit_tokens"] / expected - 1 if expected else 0.0
-    print(json.dumps({**found, "simulated_hit_tokens": expected, "off": round(off, 5)}))
-    sys.exit(bool(found["mismatches"] or (not kills and abs(off) > 0.01)))
+    bad = bool(found["mismatches"]) or found["longest_ms"] > found["deadline_ms"] + SLACK_MS
+    if not found["faults"]:
+        fleet = Fleet(options.nodes, options.capacity_blocks, shared_blocks=SHARED_BLOCKS)
+        expected = simulate_fleet(TraceColumns.load(requests), fleet).total_hit_tokens
+        off = found["hit_tokens"] / expected - 1 if expected else 0.0
+        found |= {"simulated_hit_tokens": expected, "off": round(off, 5)}
+        bad = bad or abs(off) > 0.01
+    print(json.dumps(found))
+    sys.exit(bad)
 
 
-def replay(requests: list[Request], options: argparse.Namespace) -> dict[str, object]:
-    kill_masters = at_even_distances(options.kill_master, len(requests))
-    kill_daemons = at_even_distances(options.kill_daemon, len(requests))
-    hit_tokens, mismatches, verified_bytes = 0, [], 0
-    longest_s = 0.0
+def replay(requests: list[Request], options: argparse.Namespace) -> dict[str, Any]:
+    hit_tokens, mismatches, verified_bytes, unavailable = 0, [], 0, 0
+    steps_ms: dict[str, list[float]] = {}
     shared: Counter[str] = Counter()
     with ExitStack() as stack:
-        directory = Path(stack.enter_context(TemporaryDirectory(dir="/tmp")))
-        engine = ("--maxmemory", "2gb", "--maxmemory-policy", "volatile-ttl")
-        samples = ("--maxmemory-samples", "10")
-        masters = stack.enter_context(redis_servers(directory, options.masters, *engine, *samples))
-        daemons, replayers = [], []
-        for _ in range(options.nodes):
-            daemon = stack.enter_context(
-                daemon_process(
-                    "--ram.slab=4KiB",
-                    f"--ram.max_entries={options.capacity_blocks}",
-                    f"--ram.budget={(options.capacity_blocks + 64) * BLOCK_BYTES}",
-                    "--sessions.max_pinned_share=1",
-                    "--sessions.max_reserved_share=1",
-                    f"--shared.engine={','.join(master.url for master in masters)}",
-                    "--shared.write=all",
-                )
-            )
-            daemon.start()
-            daemons.append(daemon)
-            client = stack.enter_context(Client(daemon.address, shared_wait_ms=10_000))
-            live = LiveOptions(daemon.address, block_bytes=BLOCK_BYTES, in_place=True)
-            replayers.append(Replayer(client, live))
+        nodes = Nodes(options, stack)
+        trouble = Trouble(nodes, options, len(requests))
+        replayers = [
+            Replayer(client, LiveOptions(daemon.address, block_bytes=BLOCK_BYTES, in_place=True))
+            for client, daemon in zip(nodes.clients, nodes.daemons, strict=True)
+        ]
+        for client in nodes.clients:
+            client.wait_connected()
         started_s = perf_counter()
         for number, request in enumerate(requests):
-            node = number % len(daemons)
-            began_s = perf_counter()
+            node = number % len(replayers)
             outcome = replayers[node].replay(request)
-            longest_s = max(longest_s, perf_counter() - began_s)
             hit_tokens += outcome.hit_tokens
             verified_bytes += outcome.verified_bytes
             mismatches += outcome.mismatches
-            settle(daemons[node])
-            if number in kill_masters:
-                masters[kill_masters[number] % len(masters)].restart()
-            if number in kill_daemons:
-                killed = daemons[kill_daemons[number] % len(daemons)]
-                killed.kill()
-                killed.start()
+            unavailable += outcome.unavailable
+            for step, taken_ns in outcome.durations_ns.items():
+                steps_ms.setdefault(step, []).append(taken_ns / 1e6)
+            nodes.settle(node)
+            trouble.after(number)
         seconds = perf_counter() - started_s
-        for daemon in daemons:
+        for daemon in nodes.daemons:
             with daemon.admin() as admin:
                 shared.update(admin.stats().shared)
+    longest_ms = {step: round(max(taken), 1) for step, taken in steps_ms.items()}
     return {
         "requests": len(requests),
         "hit_tokens": hit_tokens,
         "mismatches": mismatches,
         "verified_bytes": verified_bytes,
+        "unavailable_requests": unavailable,
         "seconds": round(seconds, 1),
-        "longest_request_s": round(longest_s, 3),
-        "masters_killed": len(kill_masters),
-        "daemons_killed": len(kill_daemons),
+        "deadline_ms": nodes.deadline_ms,
+        # A save has a deadline of its own, and never asks the engine.
+        "longest_ms": max(longest_ms.get("claim", 0.0), longest_ms.get("restore", 0.0)),
+        "longest_by_step_ms": longest_ms,
+        "p50_by_step_ms": {step: round(median(taken), 2) for step, taken in steps_ms.items()},
+        "faults": dict(trouble.done) if nodes.faults else {},
+        "slow_ms": options.slow_ms,
         "shared": dict(shared),
     }
 
 
-def at_even_distances(times: int, length: int) -> dict[int, int]:
-    """After which request, and which time it is."""
-    return {(n + 1) * length // (times + 1): n for n in range(times)}
+def engine_dead(options: argparse.Namespace) -> dict[str, object]:
+    """What a local hit, and a miss, take beside a daemon that shares nothing."""
+    options.nodes = 2
+    taken_us: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        nodes = Nodes(options, stack)
+        here = [Key(bytes([n]) * 32) for n in range(16)]
+        rooms = [bytearray(BLOCK_BYTES) for _ in here]
+        for client in nodes.clients:
+            items = [SaveItem(key, bytes(BLOCK_BYTES), 16) for key in here]
+            assert all(client.save_many(items, tier=Tier.RAM))
+        for far in nodes.far:
+            far.cut()
+        names = ("engine dead", "no engine")
+        missing = [Key(bytes([n]) * 31 + b"-") for n in range(16)]
+        for turn in range(options.requests):
+            for name, client in zip(names, nodes.clients, strict=True):
+                for what, keys in (("hit", here), ("miss", missing)):
+                    began_s = perf_counter()
+                    with client.longest_run(keys, claim=False) as hit:
+                        if what == "hit":
+                            assert client.restore_into(hit, rooms)
+                        else:
+                            assert not hit
+                    if turn >= options.requests // 10:
+                        taken = taken_us.setdefault(f"{what}, {name}", [])
+                        taken.append(1e6 * (perf_counter() - began_s))
+    p50_us = {what: round(median(taken), 1) for what, taken in taken_us.items()}
+    ratio = {
+        what: p50_us[f"{what}, engine dead"] / p50_us[f"{what}, no engine"]
+        for what in ("hit", "miss")
+    }
+    return {
+        "p50_us": p50_us,
+        "longest_ms": {what: round(max(taken) / 1e3, 1) for what, taken in taken_us.items()},
+        "ratio": {what: round(value, 3) for what, value in ratio.items()},
+    }
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def test_an_engine_hears_it_and_it_ends(tmp_path: Path, monkeypatch: pytest.Monk
     flags = (
         "--pressure.source=memory_of_the_test:read",
         "--pressure.interval=10ms",
-        "--sessions.heartbeat=50ms",
+        "--sessions.heartbeat=500ms",
         "--server.metrics=127.0.0.1:0",
     )
     with private_daemon(*flags) as daemon, Client(daemon.address) as client:
@@ -55,7 +55,7 @@ def test_an_engine_hears_it_and_it_ends(tmp_path: Path, monkeypatch: pytest.Monk
             assert "memory is short" in admin.stats().notices["pressure"]
 
         async def asks() -> bool:
-            async with AsyncClient(daemon.address) as other:
+            async with AsyncClient(Client(daemon.address)) as other:
                 await other.wait_connected()
                 await asyncio.to_thread(eventually, lambda: other.under_pressure)
                 return other.under_pressure

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, time
+from typing import Any
 
 import obstore
 import pytest
-from obstore.store import MemoryStore
+from obstore.store import MemoryStore, from_url
 
 from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
 from prefixd.server.sharing.object_store import ObjectStore
-from prefixd.server.sharing.record import HEADER_BYTES, PART_BYTES
+from prefixd.server.sharing.record import HEADER_BYTES, MAX_VALUE_BYTES
 from prefixd.server.sharing.redis_store import RedisStore
 from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, SharedStore, Wanted
 
 from ..support.fake_redis import fake_redis
 from ..support.redis_servers import needs_redis, redis_servers
+from ..support.s3 import S3_URL, moto_s3
 
 PATIENCE_S = 30.0
 HOUR_MS = 3_600_000
@@ -36,35 +39,55 @@ class Engine:
     spoil: Callable[[Key, bytes], None]
     #: False: by rules of its own.
     expires: bool = True
+    #: How often a test does what it does often.
+    often: int = 1000
 
 
 def head_of(key: Key) -> bytes:
     return b"px1:test:{%b}" % key.hex().encode()
 
 
-def of_objects() -> Iterator[Engine]:
-    memory = MemoryStore()
-
+def of_objects(store: ObjectStore, bucket: Any, often: int) -> Iterator[Engine]:
     def path(key: Key) -> str:
         return f"test/{key.hex()[:2]}/{key.hex()}"
 
     def raw(key: Key) -> bytes | None:
         try:
-            return bytes(obstore.get(memory, path(key)).bytes())
+            return bytes(obstore.get(bucket, path(key)).bytes())
         except FileNotFoundError:
             return None
 
     def spoil(key: Key, value: bytes) -> None:
-        obstore.put(memory, path(key), value)
+        obstore.put(bucket, path(key), value)
 
-    with closing(ObjectStore("", "test", memory)) as store:
-        yield Engine(store, raw, spoil, expires=False)
+    with closing(store):
+        yield Engine(store, raw, spoil, expires=False, often=often)
 
 
-@pytest.fixture(params=["fake", "fake cluster", "objects"])
+def of_s3(url: str) -> Iterator[Engine]:
+    """As the daemon makes it: where it is stands in the environment. Left empty."""
+    bucket = from_url(url, client_options={"allow_http": True})
+    yield from of_objects(ObjectStore(url, "test"), bucket, often=100)
+    for some in obstore.list(bucket):
+        obstore.delete(bucket, [each["path"] for each in some])
+
+
+#: `s3`: whatever server `python -m tests.contract.against_s3` started.
+ENGINES = ["fake", "fake cluster", "objects", "moto", *(["s3"] if S3_URL in os.environ else [])]
+
+
+@pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     if request.param == "objects":
-        yield from of_objects()
+        memory = MemoryStore()
+        yield from of_objects(ObjectStore("", "test", memory), memory, often=1000)
+        return
+    if request.param == "moto":
+        with moto_s3() as url:
+            yield from of_s3(url)
+        return
+    if request.param == "s3":
+        yield from of_s3(os.environ[S3_URL])
         return
     with fake_redis(3 if "cluster" in request.param else 1) as nodes:
 
@@ -124,6 +147,7 @@ def fetch(store: SharedStore, entries: list[SharedEntry]) -> tuple[list[Outcome]
     return store.get(wanted, soon()), [bytes(room) for room in rooms]
 
 
+PART_BYTES = MAX_VALUE_BYTES - HEADER_BYTES
 SIZES = [1, HEADER_BYTES, 65_536, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES + 5]
 
 
@@ -160,10 +184,10 @@ def test_a_payload_in_pieces_is_one(engine: Engine) -> None:
 
 
 def test_many_small_ones_in_one_call(engine: Engine) -> None:
-    data = [payload(number, 100 + number) for number in range(1000)]
+    data = [payload(number, 100 + number) for number in range(engine.often)]
     offers = [offer(number, each) for number, each in enumerate(data)]
     assert set(engine.store.put(offers, soon())) == {Outcome.DONE}
-    assert None not in engine.store.find([key(number) for number in range(1000)], soon())
+    assert None not in engine.store.find([each.entry.key for each in offers], soon())
     outcomes, bytes_ = fetch(engine.store, [each.entry for each in offers])
     assert set(outcomes) == {Outcome.DONE}
     assert bytes_ == data
@@ -212,7 +236,7 @@ def flips(engine: Engine, count: int) -> None:
 
 def test_no_flipped_bit_is_served(engine: Engine) -> None:
     """In the header or the payload; of parts beyond the first the checksum is the same."""
-    flips(engine, 1000)
+    flips(engine, engine.often)
 
 
 @pytest.mark.parametrize("length", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 299])

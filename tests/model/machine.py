@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from prefixd.proto.entry import EntryRecord
-from prefixd.proto.namespaces import TAG_BYTES
 from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
@@ -19,12 +18,18 @@ from prefixd.server.core.checking import Recount
 from prefixd.server.core.events import SaveItem
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
-from prefixd.tiers.eviction.lru import LRU
-from prefixd.tiers.extents import ExtentAllocator
-from prefixd.tiers.ledger import Admission, Ledger
-from prefixd.tiers.shares import Share
+from prefixd.tiers.ledger import Admission
 from prefixd.tiers.store import StoredEntry
-from tests.model.twin import Twin, TwinLimits, TwinTier
+from tests.model import tiers
+from tests.model.tiers import (
+    RAM_BYTES,
+    RAM_SLAB_BYTES,
+    SHM_BYTES,
+    SHM_ENTRIES,
+    SHM_HEADER_BYTES,
+    shm_cost,
+)
+from tests.model.twin import Twin, TwinLimits
 from tests.model.witness import NAMES, Witness, facts_of, key_of, keys_of, name_of
 
 LIMITS = TwinLimits(
@@ -37,29 +42,8 @@ LIMITS = TwinLimits(
     waited_of_one=4,
     unwritten=30,
 )
-RAM_BYTES, RAM_SECURED_BYTES, RAM_SLAB_BYTES = 40, 24, 4
-SHM_BYTES, SHM_SLAB_BYTES, SHM_ENTRIES = 40, 2, 2
-#: In front of what entries can have: the header of the arena.
-SHM_HEADER_BYTES = SHM_SLAB_BYTES
-DISK_BYTES, DISK_IN_FLIGHT_BYTES = 30, 20
 #: Of these some are exactly, and some just above, what a tier can take.
 PAYLOADS = st.sampled_from([1, 1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 12, 14, 28, 29, 37, 38, 40, 41])
-
-
-def whole(size: int, slab: int) -> int:
-    return -(-size // slab) * slab
-
-
-def ram_cost(payload: int, ids: int) -> int:
-    return whole(payload + ids, RAM_SLAB_BYTES)
-
-
-def shm_cost(payload: int, ids: int) -> int:
-    return whole(payload + ids + 3, SHM_SLAB_BYTES)
-
-
-def disk_cost(payload: int, ids: int) -> int:
-    return payload + ids + 2
 
 
 KEY = st.sampled_from(NAMES)
@@ -106,44 +90,7 @@ class MetaStateMachine(RuleBasedStateMachine):
         self.requests = 0
         self.commits: list[tuple[int, ...]] = []
         self.found = self.found_bytes = 0
-        ledgers = {
-            Tier.RAM: Ledger(
-                Tier.RAM,
-                RAM_BYTES,
-                LRU(RAM_BYTES),
-                extents=ExtentAllocator(RAM_SECURED_BYTES, RAM_SLAB_BYTES),
-                shares=self.shares_of("ram"),
-            ),
-            Tier.SHM: Ledger(
-                Tier.SHM,
-                SHM_HEADER_BYTES + SHM_BYTES,
-                LRU(SHM_BYTES),
-                max_entries=SHM_ENTRIES,
-                extents=ExtentAllocator(
-                    SHM_HEADER_BYTES + SHM_BYTES, SHM_SLAB_BYTES, SHM_HEADER_BYTES
-                ),
-                shares=self.shares_of("shm"),
-            ),
-            Tier.DISK: Ledger(
-                Tier.DISK,
-                DISK_BYTES,
-                LRU(DISK_BYTES),
-                max_reserved_bytes=DISK_IN_FLIGHT_BYTES,
-                shares=self.shares_of("disk"),
-            ),
-        }
-        for ledger in ledgers.values():
-            if ledger.shares is not None:
-                # Keys go by a letter here, and end in eight of it.
-                numbers = {name: n for n, name in enumerate(ledger.shares.namespaces, 1)}
-                ledger.shares._numbers.clear()
-                ledger.shares._numbers.update(
-                    {
-                        key_of(letter)[-TAG_BYTES:]: numbers[part]
-                        for letter, part in self.parts.items()
-                        if part in numbers
-                    }
-                )
+        ledgers = tiers.ledgers(self.shares, self.parts)
         self.state = MetaState(
             StateConfig(
                 session_lost_after_ns=LIMITS.lost_after,
@@ -157,36 +104,16 @@ class MetaStateMachine(RuleBasedStateMachine):
                 max_steps=self.max_steps,
             ),
             ledgers,
-            {Tier.RAM: ram_cost, Tier.SHM: shm_cost, Tier.DISK: disk_cost},
+            tiers.COSTS,
             frozenset({Tier.DISK}),
             stamp_ns=500,
         )
         self.twin = Twin(
-            {
-                "ram": TwinTier(
-                    RAM_BYTES, RAM_SECURED_BYTES, 0, ram_cost, False, 0, self.shares["ram"]
-                ),
-                "shm": TwinTier(
-                    SHM_BYTES, SHM_BYTES, SHM_ENTRIES, shm_cost, False, 0, self.shares["shm"]
-                ),
-                "disk": TwinTier(
-                    DISK_BYTES,
-                    DISK_BYTES,
-                    0,
-                    disk_cost,
-                    True,
-                    DISK_IN_FLIGHT_BYTES,
-                    self.shares["disk"],
-                ),
-            },
+            tiers.twins(self.shares),
             LIMITS,
             self.parts,
         )
         self.witness = Witness(self.state)
-
-    def shares_of(self, tier: str) -> list[Share]:
-        shares = self.shares[tier].items()
-        return [Share(name, share_bytes, LRU(share_bytes)) for name, share_bytes in shares]
 
     # ---- both at once
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from hypothesis import HealthCheck, settings
 
 from tests.model.closing import ClosingMachine
 from tests.model.machine import MetaStateMachine
+from tests.model.resizing import ResizingMachine
+from tests.model.sharing import SharesMachine
 
 
 class SmallStepsMachine(MetaStateMachine):
@@ -26,23 +26,13 @@ SETTINGS = settings(
 )
 
 
-class SharesMachine(ClosingMachine):
-    """Two namespaces and some of none, with shares of each tier: more than all of what RAM has so
-    far, and such that not much is left of the others."""
-
-    shares: ClassVar[dict[str, dict[str, int]]] = {
-        "ram": {"one": 16, "two": 12},
-        "shm": {"one": 20},
-        "disk": {"one": 12, "two": 9},
-    }
-    parts: ClassVar[dict[str, str]] = {"a": "one", "b": "one", "c": "two", "d": "two"}
-
-
 TestMetaState = MetaStateMachine.TestCase
 TestMetaState.settings = SETTINGS
 TestMetaStateInSmallSteps = SmallStepsMachine.TestCase
 TestMetaStateInSmallSteps.settings = SETTINGS
 TestMetaStateWhoseTiersClose = ClosingMachine.TestCase
 TestMetaStateWhoseTiersClose.settings = SETTINGS
+TestMetaStateWhoseTiersAreResized = ResizingMachine.TestCase
+TestMetaStateWhoseTiersAreResized.settings = SETTINGS
 TestMetaStateWithShares = SharesMachine.TestCase
 TestMetaStateWithShares.settings = SETTINGS

@@ -243,6 +243,8 @@ def plain_answer(answer: an.Answer) -> tuple[Any, ...]:
             return plain_reserved(answer)
         case an.EvictAnswer(entries, freed_bytes, more):
             return ("evict", entries, freed_bytes, more)
+        case an.ResizeAnswer(entries, freed_bytes, retired, done):
+            return ("resize", entries, freed_bytes, sum(retired[1::2]), done)
         case _:
             assert_never(answer)
 

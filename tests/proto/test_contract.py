@@ -68,6 +68,9 @@ COUNTS = {
     "remembered_events",
     "unknown_entries",
     "pieces",
+    "requests",
+    "unanswered",
+    "refused",
 }
 NAMES = {
     "token_address",

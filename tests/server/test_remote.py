@@ -204,6 +204,15 @@ def test_a_client_and_an_operator_over_tls(
         refused = CliRunner().invoke(app, stats)
         assert refused.exit_code == 1
         assert "has the role read" in refused.output
+        watch = ["watch", "--once", "--address", address]
+        refused = CliRunner().invoke(app, watch)
+        assert refused.exit_code == 1
+        assert "has the role read, this takes watch" in refused.output
+        token.write_text(TOKENS[Role.WATCH])
+        watched = CliRunner().invoke(app, watch)
+        assert watched.exit_code == 0
+        assert f"+ {KEY.hex()} ram" in watched.output
+        assert CliRunner().invoke(app, stats).exit_code == 1, "a router is no operator"
         token.write_text("wrong-" * 10)
         with Client(address) as client:
             assert not client.wait_connected(deadline_ms=500)
@@ -254,3 +263,15 @@ def test_files_that_are_wrong_are_refused_at_the_start(
     assert "no PEM" in said
     (said,) = refused(*both, f"--server.tls_client_ca={tmp_path / 'nothing'}")
     assert "server.tls_client_ca: can't read" in said
+
+
+def test_shares_are_for_namespaces_that_tokens_are_of(flags: list[str], tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"read one {'x' * 32} team-a\n")
+    tokens.chmod(0o600)
+    over = [*flags, f"--server.tokens={tokens}", "--ram=8MiB"]
+    found = tokens_of(load_config([*over, "--ram.shares=team-a=1MiB"], {}))
+    assert found is not None
+    assert found.namespaces == {"team-a"}
+    with pytest.raises(ConfigError, match=r"^ram\.shares: no token in .* 'team-b'$"):
+        tokens_of(load_config([*over, "--ram.shares=team-b=1MiB"], {}))

@@ -285,8 +285,8 @@ class Call:
     async def _hand_over(self) -> None:
         """Descriptors by name, the client's own from here on."""
         request = await self._requests.get()
-        session = self.daemon.sessions.prove(request.session, self._caller).number
-        package = self.daemon.handoff.pack(session)
+        membership = self.daemon.sessions.prove(request.session, self._caller)
+        package = self.daemon.handoff.pack(membership)
         try:
             self._in(Handed(package), over=False)
         finally:

@@ -17,17 +17,8 @@ from prefixd.proto import limits
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.runtime.quota import Quota
-from tests.support.running import (
-    OpenSession,
-    Running,
-    answer,
-    item,
-    key,
-    next_of,
-    part,
-    payload,
-    stream,
-)
+from tests.support.running import OpenSession, Running, answer, item, key, part, payload, stream
+from tests.support.watchers import watch_in_crowds
 
 Code = grpc.StatusCode
 Attempt = Callable[[Running, OpenSession], Awaitable[Any]]
@@ -461,16 +452,6 @@ def _crowds() -> Iterator[Mistake]:
     yield Mistake("no memory for its bytes", "Read", "limit_reached", attempt)
 
 
-async def _watch_in_crowds(daemon: Running, _session: OpenSession) -> None:
-    calls = [daemon.admin.Watch(pb.WatchRequest()) for _ in range(daemon.config.max_watchers + 1)]
-    try:
-        for call in calls:
-            await next_of(call)
-    finally:
-        for call in calls:
-            call.cancel()
-
-
 def _operators() -> Iterator[Mistake]:
     def admin(what: str, rpc: str, error: str, request: Any) -> Mistake:
         return Mistake(
@@ -497,7 +478,7 @@ def _operators() -> Iterator[Mistake]:
     yield admin("a clear of no tier", "Clear", "unknown_tier", nowhere_clear)
     nowhere_watch = pb.WatchRequest(tiers=[9])  # type: ignore[list-item]
     yield admin("a watch of no tier", "Watch", "unknown_tier", nowhere_watch)
-    yield Mistake("one watcher too many", "Watch", "limit_reached", _watch_in_crowds)
+    yield Mistake("one watcher too many", "Watch", "limit_reached", watch_in_crowds)
     loud = pb.SetLogLevelRequest(level="loud")
     yield admin("a log level that there is not", "SetLogLevel", "malformed_message", loud)
     for beginning in (b"", b"a", bytes(33)):

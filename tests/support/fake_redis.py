@@ -120,6 +120,8 @@ class FakeRedis:
                     return b":0\r\n"
                 self.values[name] = (self.values[name][0], int(until_ms))
                 return b":1\r\n"
+            case b"EXISTS", [name]:
+                return b":%d\r\n" % (self._value(name) is not None)
             case b"UNLINK", names:
                 return b":%d\r\n" % sum(self.values.pop(name, None) is not None for name in names)
             case _:

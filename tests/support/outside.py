@@ -15,6 +15,7 @@ from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.endpoints import admin_address
 from tests.support.daemon import SMALL_SLABS, WITHIN_S, temporary_directories
+from tests.support.namespaces import Host
 from tests.support.running import Outside, answer
 
 FLAGS: Final = (
@@ -34,6 +35,10 @@ class DaemonProcess(PrivateDaemon):
         """From the next start on."""
         end_of_interpreter = self._command.index("--server.address")
         self._command[1:end_of_interpreter] = ["-c", script]
+
+    def run_on(self, host: Host) -> None:
+        """From the next start on."""
+        self._command[:0] = host.prefix
 
     def attempt(self, *flags: str, before: Sequence[str] = ()) -> Ended:
         """Start it in a way that makes it end by itself. `before`: a command that runs it."""

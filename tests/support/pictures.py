@@ -99,7 +99,7 @@ def draw_page(daemon: PrivateDaemon, chromium: str, directory: Path) -> None:
         for name, dark in (("page.png", False), ("page-dark.png", True)):
             tab.size(1080, 700, dark=dark)
             tab.open(f"http://{json.loads(line)['address']}/")
-            tab.until(f"Number(document.documentElement.dataset.looks) >= {LOOKS}")
+            tab.until(f"Number(document.documentElement?.dataset.looks) >= {LOOKS}")
             tab.draw(directory / name)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from time import monotonic
@@ -14,6 +15,9 @@ from typing import Final
 
 import pytest
 
+from tests.support.namespaces import Host, Network
+
+FORM_CLUSTER: Final = Path(__file__).parents[2] / "deploy/fleet/form-cluster.sh"
 SLOTS: Final = 16_384
 START_S: Final = 30.0
 needs_redis = pytest.mark.skipif(
@@ -36,22 +40,30 @@ class RedisServer:
     def __init__(self, directory: Path, *options: str, cluster: bool = False) -> None:
         self.directory, self.options, self.cluster = directory, options, cluster
         self.port, self.bus_port = free_ports(2)
+        self.address = "127.0.0.1"
+        self._before: tuple[str, ...] = ()
         self._process: subprocess.Popen[bytes] | None = None
+
+    def move_to(self, host: Host) -> None:
+        """From the next start on, on a host of its own, where every port is free."""
+        self.address, self._before = host.address, host.prefix
+        self.port, self.bus_port = 7000, 17_000
+        self.options = (*self.options, "--protected-mode", "no")
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}"
+        return f"redis://{self.address}:{self.port}"
 
     def start(self) -> None:
-        self.directory.mkdir(exist_ok=True)
-        arguments = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", *self.options]
+        self.directory.mkdir(parents=True, exist_ok=True)
+        arguments = ["--port", str(self.port), "--bind", self.address, "--save", "", *self.options]
         if self.cluster:
             arguments += ["--cluster-enabled", "yes", "--cluster-port", str(self.bus_port)]
             arguments += ["--cluster-require-full-coverage", "no", "--cluster-node-timeout", "500"]
         log = self.directory / "log"
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                ["redis-server", *arguments, "--dir", str(self.directory)],
+                [*self._before, "redis-server", *arguments, "--dir", str(self.directory)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -90,6 +102,30 @@ def redis_servers(directory: Path, masters: int, *options: str) -> Iterator[list
             servers.append(server)
         if masters > 1:
             join(servers)
+        yield servers
+
+
+@contextmanager
+def redis_hosts(
+    directory: Path, network: Network, hosts: Sequence[Host], *options: str
+) -> Iterator[list[RedisServer]]:
+    """A Cluster of masters, each on its host."""
+    with ExitStack() as stack:
+        servers = []
+        for number, host in enumerate(hosts):
+            server = RedisServer(directory / str(number), *options, cluster=True)
+            server.move_to(host)
+            stack.callback(server.kill)
+            server.start()
+            servers.append(server)
+        names = [f"{server.address}:{server.port}" for server in servers]
+        environment = {**os.environ, "CLI": "redis-cli"}
+        subprocess.run(
+            [*network.prefix, FORM_CLUSTER, *names],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
         yield servers
 
 

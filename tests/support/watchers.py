@@ -9,7 +9,7 @@ from prefixd.client import ResidentKeys, Synced, Tier, WatchPosition
 from prefixd.client.watch import WatchEvent, event_of
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
-from tests.support.running import Running, next_of
+from tests.support.running import OpenSession, Running, next_of
 
 
 class Watcher:
@@ -74,3 +74,14 @@ def there(daemon: Running, *tiers: Tier) -> dict[Tier, set[Key]]:
 def known(keys: ResidentKeys, *tiers: Tier) -> dict[Tier, set[Key]]:
     """The same, as a watcher knows it."""
     return {tier: keys.of_tier(tier) for tier in tiers or Tier}
+
+
+async def watch_in_crowds(daemon: Running, _session: OpenSession) -> None:
+    """One more than may. Raises Refused."""
+    watchers = [Watcher(daemon) for _ in range(daemon.config.max_watchers + 1)]
+    try:
+        for watcher in watchers:
+            await watcher.read()
+    finally:
+        for watcher in watchers:
+            watcher.call.cancel()

@@ -12,9 +12,11 @@ from typer.testing import CliRunner, Result
 
 from prefixd.client import Client, SaveReason, Tier
 from prefixd.client.ctl.connection import AdminConnection
+from prefixd.client.ctl.fleet import FleetBoard
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.errors import DaemonUnavailable, PrefixdError
 from prefixd.proto.keys import Key
 from tests.support.daemon import eventually, private_daemon
 
@@ -84,11 +86,46 @@ def test_what_is_wrong_with_one_counts_more(
     assert "everything adds up" in result.stdout
 
 
+def test_top_is_a_line_each_and_a_sum(daemons: list[PrivateDaemon]) -> None:
+    wide = CliRunner(env={"COLUMNS": "160"})
+    addresses = ",".join([*(daemon.address for daemon in daemons), NOWHERE])
+    looked = ["--targets", addresses, "top", "--once", "--every", "10ms"]
+    shown = wide.invoke(app, looked)
+    assert shown.exit_code == 3
+    for words in (*(daemon.address for daemon in daemons), "all of them", "no answer", "brought/s"):
+        assert words in shown.stdout
+    said = json.loads(wide.invoke(app, ["--json", *looked]).stdout)
+    assert said[NOWHERE]["error"] == "daemon_unavailable"
+    assert all(said[daemon.address]["health"] == "serving" for daemon in daemons)
+
+
+def test_rates_are_of_what_came_between_two_looks(daemons: list[PrivateDaemon]) -> None:
+    board = FleetBoard([daemon.address for daemon in daemons])
+    first, second = daemons
+
+    def look(at_s: float) -> None:
+        answers: dict[str, pb.StatsResponse | PrefixdError] = {}
+        for daemon in daemons:
+            with daemon.admin() as admin:
+                answers[daemon.address] = admin.stats()
+        board.take(answers, at_s)
+
+    look(0.0)
+    with Client(first.address) as client:
+        key = Key(b"\x77" * 32)
+        client.save(key, bytes(4000), tier=Tier.RAM, reason=SaveReason.EVICT, token_count=10)
+    look(2.0)
+    assert board.boards[first.address].rates().saved_per_s >= 2000
+    assert not board.boards[second.address].rates().saved_per_s
+    board.take({first.address: DaemonUnavailable("it is gone")}, 3.0)
+    assert isinstance(board.between()[first.address], PrefixdError)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--targets", "/a,b", "stats"], "'b' is no address"),
-        (["--targets", "/a,/b", "ls"], "--targets goes with stats and check"),
+        (["--targets", "/a,/b", "ls"], "--targets goes with stats, check, top"),
         (["--targets", "/a,/b", "stats", "--address", "/c"], "without --address"),
         (["--targets", "/a,/b", "stats", "--watch", "1"], "are of one daemon"),
     ],

@@ -239,3 +239,18 @@ def test_a_verification_says_how_far_it_came_and_what_is_wrong() -> None:
     assert "3 problems in 3 entries (0B) verified, 2 damaged and dropped, 1 could not be" in text
     assert "- entry 12: bad" in text
     assert "... and 2 more" in text
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_what_namespaces_take_is_shown(width: int) -> None:
+    stats = pb.StatsResponse()
+    tier = stats.tiers.add(tier=pb.TIER_RAM, policy="lru", budget_bytes=2**30)
+    tier.namespaces.add(used_bytes=2**20, entries=12_345)
+    tier.namespaces.add(
+        namespace="n" * 32, share_bytes=2**29, used_bytes=2**28, fixed_bytes=2**20, entries=7
+    )
+    text = drawn(stats_view(stats, "unix:/x"), width)
+    assert "(no share)" in text
+    assert "n" * 32 in text
+    for number in ("512MiB", "256MiB", "12,345"):
+        assert number in text

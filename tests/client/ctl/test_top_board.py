@@ -105,3 +105,37 @@ def test_quantiles_are_bounds_of_buckets() -> None:
     assert [quantile_ns(stage, part) for part in (0.5, 0.51, 0.9, 0.99)] == [
         10, 20, 20, float("inf"),
     ]  # fmt: skip
+
+
+def test_what_is_shared_is_shown_where_anything_is() -> None:
+    def shared(scale: int, state: str) -> pb.StatsResponse:
+        stats = sample(scale)
+        stats.shared.update(
+            {
+                "fetched_bytes": 2**20 * scale,
+                "offered_bytes": 2**21 * scale,
+                "waiting_offers": 7,
+                "offers_dropped": scale,
+                "unanswered": 3 * scale,
+                "nodes": 2,
+                "nodes_serving": 1,
+            }
+        )
+        stats.shared_nodes.add(name="10.0.0.1:6379", state="serving")
+        stats.shared_nodes.add(name="10.0.0.2:6379", state=state, why="it missed 3 deadlines")
+        return stats
+
+    board = Board("unix:/x")
+    board.take(sample(1), [], 10.0)
+    assert "brought" not in shown(board, 200)
+    board.take(shared(1, "resting"), [], 12.0)
+    board.take(shared(3, "resting"), [], 14.0)
+    text = shown(board, 200)
+    assert "1MiB/s brought" in text
+    assert "2MiB/s offered" in text
+    assert "7 wait" in text
+    assert "3/s unanswered" in text
+    assert "1 of 2 nodes" in text
+    assert "it missed 3 deadlines" in text
+    board.take(shared(4, "serving"), [], 15.0)
+    assert "10.0.0.1" not in shown(board, 200), "only if something is wrong"

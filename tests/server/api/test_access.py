@@ -40,7 +40,9 @@ def test_each_may_what_its_role_may(tmp_path: Path) -> None:
     for role, token in TOKENS.items():
         for needed in Role:
             if role.allows(needed):
-                assert tokens.permit(needed, f"Bearer {token}") == Access(f"its-{role.name}", role)
+                access = tokens.permit(needed, f"Bearer {token}")
+                assert (access.token, access.role) == (f"its-{role.name}", role)
+                assert access.namespace is None
             else:
                 with pytest.raises(NotPermitted, match=f"has the role {role.name.lower()}"):
                     tokens.permit(needed, f"Bearer {token}")
@@ -54,6 +56,10 @@ def test_a_token_may_be_of_a_namespace(tmp_path: Path) -> None:
     found = [tokens.permit(Role.READ, f"Bearer {c * 32}") for c in "xyz"]
     assert [access.namespace for access in found] == [Namespace("team-a"), None, Namespace("b.c")]
     assert tokens.namespaces == {"team-a", "b.c"}
+    path = written(tmp_path / "u", f"read nodes {'x' * 32} *\nadmin two {'y' * 32}\n")
+    every = [Tokens.from_file(path).permit(Role.READ, f"Bearer {c * 32}") for c in "xy"]
+    assert [(access.every, access.namespace) for access in every] == [(True, None)] * 2
+    assert not any(access.every for access in found)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +110,8 @@ def test_tokens_are_shown_nowhere(tmp_path: Path) -> None:
         (f"write b {'y' * 32} no/name", 0o600, "line 1 .*NAMESPACE"),
         (f"write b {'y' * 32} -a", 0o600, "line 1 .*NAMESPACE"),
         (f"admin b {'y' * 32} team-a", 0o600, "line 1 .*operators.*every namespace"),
+        (f"watch b {'y' * 32} team-a", 0o600, "line 1 .*watchers.*every namespace"),
+        (f"watch b {'y' * 32} *", 0o600, "line 1 .*watchers.*every namespace"),
         ("".join(f"read n {n:040} team-{n}\n" for n in range(33)), 0o600, "33 namespaces"),
     ],
 )
@@ -137,7 +145,10 @@ def test_the_file_is_read_again_whole_or_not_at_all(tmp_path: Path) -> None:
         tokens.read_again()
     assert tokens.permit(Role.READ, f"Bearer {TOKENS[Role.READ]}").token == "its-READ"
     path.write_text(f"admin new {'n' * 32}\n")
+    before = tokens.permit(Role.READ, f"Bearer {TOKENS[Role.READ]}")
+    assert before in tokens.accesses()
     tokens.read_again()
+    assert before not in tokens.accesses(), "it is known that it was taken out"
     assert tokens.permit(Role.ADMIN, f"Bearer {'n' * 32}").token == "new"
     with pytest.raises(NotAuthenticated):
         tokens.permit(Role.READ, f"Bearer {TOKENS[Role.READ]}")

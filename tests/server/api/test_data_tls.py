@@ -169,7 +169,11 @@ async def test_each_request_takes_its_role(tmp_path: Path, authority: Authority)
                     await line.response()
                 assert refused.value.name == "not_authenticated"
                 await line.hung_up()
-        for role in Role:
+        async with secured_connection(port, trusted, session, TOKENS[Role.WATCH]) as line:
+            with pytest.raises(Refused, match="has the role watch"):
+                await line.response()
+            await line.hung_up()
+        for role in (Role.READ, Role.WRITE, Role.ADMIN):
             async with secured_connection(port, trusted, session, TOKENS[role]) as line:
                 for kind, needed in DATA_ROLES.items():
                     if kind in ("attach", "give_back"):

@@ -178,7 +178,7 @@ def test_no_key_and_no_secret_is_in_a_sample() -> None:
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[tuple[PrivateDaemon, str]]:
     """One that has something to show: hits, misses, evictions, a claim, and odd names."""
-    flags = ("--server.metrics=127.0.0.1:0", "--sessions.heartbeat=100ms")
+    flags = ("--server.metrics=127.0.0.1:0", "--sessions.heartbeat=2s")
     with private_daemon(*flags, ram="1MiB") as made:
         (line,) = (line for line in made.log.read_text().splitlines() if '"metrics"' in line)
         with Client(made.address, name=NASTY, label="a-" + "long" * 12) as client:
@@ -220,7 +220,7 @@ def test_the_page_in_chromium(
     tab.logged.clear()
     tab.size(width, 900, dark=dark)
     tab.open(f"http://{address}/")
-    tab.until("Number(document.documentElement.dataset.looks) >= 2")
+    tab.until("Number(document.documentElement?.dataset.looks) >= 2")
     assert tab.logged == []
     measured: dict[str, Any] = tab.evaluate(
         "({page: document.documentElement.scrollWidth, seen: innerWidth, "
@@ -244,7 +244,7 @@ def test_the_page_says_that_nothing_answers(tab: Browser) -> None:
         board = Board(cast(AdminService, Looked()))
         with serve_metrics(ANYWHERE, collector(), board) as address:
             tab.open(f"http://{address}/")
-            await asyncio.to_thread(tab.until, "document.documentElement.dataset.looks > 0")
+            await asyncio.to_thread(tab.until, "document.documentElement?.dataset.looks > 0")
             assert texts(tab, "#problem") == [""]
 
     asyncio.run(page_of_a_daemon_that_ends())

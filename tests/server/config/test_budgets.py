@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from prefixd.proto.errors import ConfigError
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.config.budgets import Plan, resolve
 from prefixd.server.config.loading import load_config
@@ -108,3 +109,25 @@ def test_budgets_beyond_the_machine_are_warned_of() -> None:
         "shm.budget is 130GiB, more than the 120GiB that /dev/shm/p has room for",
         "disk.budget is 2TiB, more than the 1TiB that /d/p has room for",
     )
+
+
+SECURED = (
+    "--tcp=127.0.0.1:1",
+    "--server.tls_cert=/c",
+    "--server.tls_key=/k",
+    "--server.tokens=/t",
+)
+
+
+def test_shares_are_no_more_than_the_machine_gives() -> None:
+    made = plan(BIG, *SECURED, "--shm.shares=a=1GiB,b=2GiB")
+    assert made.tiers[Tier.SHM].shares == {"a": 2**30, "b": 2**31}
+    assert made.tiers[Tier.RAM].shares == {}
+    assert made.warnings == ()
+    with pytest.raises(ConfigError, match=r"ram\.shares add up to 1TiB, and the tier has .*auto"):
+        plan(BIG, *SECURED, "--ram.shares=a=1TiB")
+
+
+def test_shares_that_leave_nothing_are_warned_of() -> None:
+    (warning,) = plan(BIG, *SECURED, "--ram=3GiB", "--ram.shares=a=1GiB,b=2GiB").warnings
+    assert warning.startswith("ram.shares leave nothing of the tier")

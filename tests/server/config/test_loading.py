@@ -217,6 +217,15 @@ def test_everything_wrong_is_said_at_once_and_where_it_came_from(tmp_path: Path)
     ]
 
 
+#: With TLS and tokens.
+SECURED = (
+    "--tcp=127.0.0.1:1",
+    "--server.tls_cert=/c",
+    "--server.tls_key=/k",
+    "--server.tokens=/t",
+)
+
+
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
@@ -237,6 +246,13 @@ def test_everything_wrong_is_said_at_once_and_where_it_came_from(tmp_path: Path)
         (["--sessions.claim_lease", "2h"], "should be at most 1h"),
         (["--sessions.heartbeat", "5"], "is not a duration"),
         (["--server.worker_threads", "many"], "should be a valid integer"),
+        (["--ram.shares", "a"], "should be NAMESPACE=SIZE, with commas between; 'a' is not"),
+        (["--ram.shares", "a/b=1GiB"], "'a/b=1GiB' is not"),
+        (["--shm.shares", "a=1GiB,,b=1GiB"], "'' is not"),
+        (["--disk.shares", "a=1GB"], "unknown unit"),
+        (["--ram.shares", "a=0"], "'a' has a share of nothing"),
+        (["--ram.shares", "a=1GiB, a=2GiB"], "'a' has two shares"),
+        (["--ram.shares", ",".join(f"n{n}=1MiB" for n in range(33))], "33 namespaces, at most 32"),
     ],
 )
 def test_values_out_of_range(argv: list[str], why: str) -> None:
@@ -282,6 +298,9 @@ def test_a_flag_that_takes_no_value() -> None:
         (["--ram=64KiB", "--ram.slab=128KiB"], "ram.budget and ram.slab"),
         (["--shm=4096"], "shm.budget and shm.slab"),
         (["--disk=5"], "disk.budget"),
+        (["--shm.shares=a=1MiB"], "shm.shares and server.tokens"),
+        ([*SECURED, "--ram=4MiB", "--ram.shares=a=3MiB,b=2MiB"], "ram.shares and ram.budget"),
+        ([*SECURED, "--disk=0", "--disk.shares=a=1MiB"], "disk.shares and disk.budget"),
         (["--ram=0", "--shm=0", "--disk=0"], "ram.budget and shm.budget and disk.budget"),
         (["--shm.directory=/x/y", "--disk.directory=/x/./y"], "shm.directory and disk.directory"),
         (

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from prefixd.proto.errors import LimitReached
-from prefixd.proto.vocabulary import Tier
+from prefixd.proto.namespaces import Namespace
+from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.core import answers as an
 from prefixd.server.core import events as ev
 from prefixd.server.core.journal import EvictionCause
 from prefixd.tiers.eviction import POLICIES, make_policy
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.ledger import Ledger
-from tests.support.state_driver import Driver, names
+from tests.support.state_driver import Driver, key, names
 
 
 def resize(driver: Driver, budget_bytes: int, max_entries: int = 1_000) -> Any:
@@ -151,3 +152,28 @@ def test_the_order_of_any_policy_says_who_leaves(policy: str) -> None:
                 assert not freed or sum(freed[:-1]) < excess, "none too many"
                 restore_all(driver, target)
                 assert ledger.limit_bytes == ledger.budget_bytes == target
+
+
+def test_a_tier_is_not_made_smaller_than_its_shares() -> None:
+    driver = Driver(shares={"team-a": 4, "team-b": 2})
+    alice = driver.open()
+    ledger = driver.tables.ledgers[Tier.RAM]
+    for name in "abcd":
+        driver.save(alice, name)
+    refused = resize(driver, 5)
+    assert isinstance(refused.error, LimitReached)
+    assert "ram.shares gives 6 bytes" in str(refused.error)
+    assert (ledger.limit_bytes, len(driver.tables.entries)) == (10, 4)
+    for of in Namespace("team-a").stored(map(key, "abcd")):
+        item = ev.SaveItem(of, 1, 10)
+        asked = ev.ReserveAsked(
+            driver.request(), alice, Tier.RAM, SaveReason.COLD, (item,), (), True, 100, 0, 0
+        )
+        (order,) = driver.ask(asked).results
+        driver.seal(order.token)
+    assert ledger.shares.standings[1].used_bytes == 4
+    answer = resize(driver, 6)
+    assert (answer.done, answer.entries) == (True, 2)
+    assert ledger.shares.standings[1].used_bytes == 4, "what has no share gives"
+    # An operator asks for room, whoever's it is.
+    assert driver.evict(6).freed_bytes == 6

@@ -10,7 +10,7 @@ from prefixd.proto.keys import Key
 from prefixd.proto.limits import MAX_LAYERS, MAX_PAYLOAD_BYTES
 from prefixd.server.sharing.record import (
     HEADER_BYTES,
-    PART_BYTES,
+    MAX_VALUE_BYTES,
     cut,
     decode_header,
     encode_header,
@@ -62,12 +62,19 @@ def test_what_no_entry_can_be_is_refused_whole_as_it_is(fields: dict[str, int]) 
     assert decode_header(KEY, encode_header(replace(ENTRY, **fields))) is None
 
 
-@pytest.mark.parametrize("length", [1, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES])
+WHOLE = MAX_VALUE_BYTES - HEADER_BYTES
+
+
+@pytest.mark.parametrize("length", [1, 63, WHOLE - 1, WHOLE, WHOLE + 1, 5 * 2**20, 3 * WHOLE])
 def test_parts_are_all_of_the_bytes_in_order(length: int) -> None:
     data = bytes(range(251)) * (length // 251 + 1)
     whole = memoryview(data)[:length]
     pieces = [whole[:1], whole[1 : length // 2], whole[length // 2 :]] if length > 2 else [whole]
     parts = cut(pieces)
-    assert len(parts) == parts_of(length)
-    assert all(sum(map(len, part)) == PART_BYTES for part in parts[:-1])
+    assert [b"".join(part) for part in parts] == [bytes(whole[part]) for part in parts_of(length)]
     assert b"".join(piece for part in parts for piece in part) == whole
+    values = [sum(map(len, part)) for part in parts]
+    values[0] += HEADER_BYTES
+    assert max(values) <= MAX_VALUE_BYTES
+    assert len(values) == -(-(HEADER_BYTES + length) // MAX_VALUE_BYTES)
+    assert max(values) - min(values) < 64 * len(values), "as long as each other"

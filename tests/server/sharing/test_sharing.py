@@ -35,8 +35,8 @@ class Elsewhere(SharedStore):
     def put(self, offers: Sequence[Offer], _deadline_s: float) -> list[Outcome]:
         return [Outcome.REFUSED] * len(offers)
 
-    def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> None:
-        pass
+    def touch(self, _expiries_ms: Sequence[tuple[Key, int]], _deadline_s: float) -> list[Key]:
+        return []
 
     def drop(self, keys: Sequence[Key], deadline_s: float) -> None:
         pass

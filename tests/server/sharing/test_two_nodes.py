@@ -8,8 +8,10 @@ from contextlib import ExitStack, contextmanager
 from time import monotonic
 
 import pytest
+from typer.testing import CliRunner
 
 from prefixd.client import Client, Hit, Key, MissReason, Namespace, SaveItem, Tier, prefix_key
+from prefixd.client.ctl.main import app
 
 from ...support.fake_redis import FakeRedis
 from ...support.outside import DaemonProcess, daemon_process
@@ -121,6 +123,41 @@ def test_what_one_node_saved_another_restores(
     assert [c for c in engine.commands[asked:] if c[0] in (b"GET", b"GETRANGE")] == []
 
 
+def said(daemon: DaemonProcess, *arguments: str) -> str:
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(
+        app, [*arguments, "--address", daemon.address]
+    )
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_operators_see_what_came_from_where_and_how_the_engine_is(
+    everything: tuple[FakeRedis, list[DaemonProcess], list[Client]],
+) -> None:
+    engine, daemons, (here, there) = everything
+    node = f"127.0.0.1:{engine.port}"
+    save(here, range(12))
+    eventually(lambda: len(engine.values) == 12)
+    assert run_of(there) == 12
+    key = keys_of(here)[3].hex()
+    eventually(lambda: "offered to other nodes" in said(daemons[0], "why", key))
+    why = said(daemons[1], "why", key)
+    assert "brought from another node" in why
+    assert node in why
+    stats = said(daemons[1], "stats").splitlines()
+    assert any("12 entries" in line for line in stats)
+    assert any(node in line and "serving" in line for line in stats), stats
+    engine.close()
+    assert run_of(there) == 12
+    eventually(lambda: "unreachable" in said(daemons[1], "stats"))
+    with daemons[1].admin() as admin:
+        found = admin.stats().shared
+        assert (found["nodes"], found["nodes_serving"]) == (1, 0)
+    assert not there.longest_run(there.chain(NAMESPACE, [7] * 64, BLOCK_TOKENS))
+    with daemons[1].admin() as admin:
+        assert admin.stats().shared["unanswered"] > 0
+
+
 def test_a_look_without_a_claim_brings_it_as_well(
     everything: tuple[FakeRedis, list[DaemonProcess], list[Client]],
 ) -> None:
@@ -180,6 +217,31 @@ def test_what_was_read_twice_is_offered_by_default() -> None:
         assert len(set(lives)) == 12
         by_key = [engine.values[name_of(key)][1] for key in keys_of(here)]
         assert by_key == sorted(by_key, reverse=True), "the root lives longest"
+
+
+def test_an_engine_that_lost_everything_is_filled_again_by_use(
+    everything: tuple[FakeRedis, list[DaemonProcess], list[Client]],
+) -> None:
+    engine, _, (here, _there) = everything
+    save(here, range(12))
+    eventually(lambda: len(engine.values) == 12)
+    engine.values.clear()
+    eventually(lambda: run_of(here) == 12 and len(engine.values) == 12)
+
+
+def test_what_the_engine_evicted_is_offered_again_when_it_is_saved_again(
+    everything: tuple[FakeRedis, list[DaemonProcess], list[Client]],
+) -> None:
+    engine, daemons, (here, there) = everything
+    save(here, range(12))
+    with daemons[0].admin() as admin:
+        eventually(lambda: admin.stats().shared["offered_entries"] == 12)
+    here.delete(keys_of(here)[7:])
+    del engine.values[name_of(keys_of(here)[7])]
+    assert run_of(here) == 7
+    save(here, range(7, 8))
+    eventually(lambda: len(engine.values) == 12)
+    assert run_of(there) == 12
 
 
 def test_a_flipped_bit_in_the_engine_is_a_miss(

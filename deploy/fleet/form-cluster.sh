@@ -19,7 +19,7 @@ ask() { # HOST:PORT COMMAND...
 }
 
 address_of() { # HOST:PORT; a Cluster meets addresses, not names
-    getent hosts "${1%:*}" | awk '{ print $1; exit }'
+    getent ahosts "${1%:*}" | awk '{ print $1; exit }'
 }
 
 form() {

@@ -1,0 +1,262 @@
+"""Bytes from sockets, files and engines, in any state: what they mean, or the error that says they
+mean nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from prefixd.client.wire import messages as client_messages
+from prefixd.client.wire.messages import understanding
+from prefixd.proto import arena_header, data, index, local
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.entry import EntryRecord
+from prefixd.proto.errors import MalformedMessage, PrefixdError, RecordError
+from prefixd.proto.index_columns import columns_of
+from prefixd.proto.keys import Key
+from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.server.sharing.record import HEADER_BYTES, decode_header, encode_header
+from prefixd.server.sharing.resp import Connection, Request, Result, exchange
+from prefixd.server.sharing.resp import Refused as EngineRefused
+from prefixd.server.sharing.store import SharedEntry
+from prefixd.tiers import lmdb_wire
+from prefixd.tiers.records import decode_usage, encode_usage
+from prefixd.tiers.rows import ROW_BYTES, RowRefused, decode_entry, encode_rows
+from prefixd.tiers.survivors import Survivors
+
+from .messages import damaged, messages, pieces
+
+FUZZ = settings.get_profile("fuzz")
+SLAB = 4096
+KEY = Key(bytes(range(32)))
+ENTRY = EntryRecord(
+    key=KEY,
+    tier=Tier.DISK,
+    reason=SaveReason.EVICT,
+    generation=3,
+    created_ns=5,
+    payload_bytes=3 * SLAB,
+    token_count=16,
+    layer_count=0,
+    token_ids_bytes=0,
+    location=(2 * SLAB, 3 * SLAB),
+    payload_crc32c=77,
+)
+
+
+def entries() -> st.SearchStrategy[EntryRecord]:
+    """With one extent, or with so many that their row is not enough."""
+
+    def scattered(many: int) -> EntryRecord:
+        location = tuple(part for n in range(many) for part in ((2 + 2 * n) * SLAB, SLAB))
+        return replace(ENTRY, location=location, payload_bytes=many * SLAB)
+
+    return st.one_of(st.just(ENTRY), st.integers(2, 30).map(scattered))
+
+
+# ---- frames
+
+
+@FUZZ
+@given(st.data(), st.lists(messages(pb.LocalRequest.DESCRIPTOR, 2), max_size=3))
+def test_frames_come_out_as_they_went_in_however_they_are_cut(
+    draw: st.DataObject, sent: list[Any]
+) -> None:
+    stream = b"".join(map(local.frame, sent))
+    frames = local.Frames(pb.LocalRequest.FromString)
+    found = []
+    for piece in draw.draw(pieces(stream)):
+        frames.feed(piece)
+        while (message := frames.next()) is not None:
+            found.append(message)
+    assert found == [pb.LocalRequest.FromString(one.SerializeToString()) for one in sent]
+    assert not frames.buffered_bytes
+
+
+@FUZZ
+@given(st.data(), messages(pb.LocalRequest.DESCRIPTOR, 2))
+def test_no_bytes_are_more_than_a_message_or_a_mistake(draw: st.DataObject, sent: Any) -> None:
+    stream = draw.draw(damaged(local.frame(sent)))
+    frames = local.Frames(pb.LocalRequest.FromString)
+    try:
+        for at in range(len(stream)):
+            frames.feed(stream[at : at + 1])
+            frames.next()
+    except MalformedMessage:
+        return
+    assert frames.buffered_bytes <= len(stream)
+
+
+@FUZZ
+@given(st.data(), messages(pb.DataRequest.DESCRIPTOR, 2))
+def test_no_bytes_are_more_than_a_request_or_a_mistake(draw: st.DataObject, sent: Any) -> None:
+    raw = draw.draw(damaged(sent.SerializeToString()))
+    for parse in (data.request_of, data.response_of):
+        with contextlib.suppress(MalformedMessage):
+            parse(raw)
+
+
+# ---- what a client is told
+
+
+@FUZZ
+@given(st.data())
+def test_no_answer_of_a_daemon_is_more_than_an_answer_or_an_error(draw: st.DataObject) -> None:
+    """Of any version, and with a bug: it becomes what the library means, or one of its errors."""
+    kinds: list[tuple[Any, Any]] = [
+        (pb.EntryInfo, lambda told: client_messages.entry_of(KEY, told)),
+        (pb.LookupResult, lambda told: client_messages.found_of(KEY, told)),
+        (pb.LookupResponse, lambda told: client_messages.present_of([KEY] * 3, told)),
+        (pb.SaveResult, lambda told: client_messages.outcome_of(KEY, told)),
+        (pb.SaveStagedResponse, client_messages.results_of),
+    ]
+    kind, understand = draw.draw(st.sampled_from(kinds))
+    told = draw.draw(messages(kind.DESCRIPTOR))
+    try:
+        with understanding():
+            understand(told)
+    except PrefixdError:
+        pass
+
+
+# ---- records
+
+
+@FUZZ
+@given(st.data(), entries())
+def test_a_damaged_record_is_refused(draw: st.DataObject, entry: EntryRecord) -> None:
+    rows = dict(encode_rows(entry, SLAB))
+    good = decode_entry(rows[2], 2, SLAB, lambda slab: rows.get(slab, b""))
+    assert good == entry
+    slab = draw.draw(st.sampled_from(sorted(rows)))
+    # A table gives rows of their length, whatever is in them.
+    rows[slab] = draw.draw(damaged(rows[slab]))[:ROW_BYTES].ljust(ROW_BYTES, b"\0")
+    try:
+        found = decode_entry(rows[2], 2, SLAB, lambda slab: rows.get(slab, b""))
+    except RowRefused:
+        return
+    assert found == entry
+
+
+@FUZZ
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 63), st.binary(min_size=ROW_BYTES, max_size=ROW_BYTES)),
+        max_size=6,
+        unique_by=lambda row: row[0],
+    ),
+    st.data(),
+    entries(),
+)
+def test_a_table_with_anything_in_it_is_recovered(
+    noise: list[tuple[int, bytes]], draw: st.DataObject, entry: EntryRecord
+) -> None:
+    rows = dict(encode_rows(entry, SLAB))
+    for slab, row in noise:
+        rows[slab] = draw.draw(st.sampled_from([row, b"PFXE\1" + row[5:], b"PFXC\1" + row[5:]]))
+    survivors = Survivors(Tier.DISK, 64, SLAB, 64, lambda slab: rows.get(slab, b""))
+    survivors.read(sorted(rows.items()), lambda _slab, _generation: None)
+    survivors.settle()
+    found = [one.record for batch in survivors.batches(4) for one in batch]
+    assert found in ([], [entry])
+
+
+@FUZZ
+@given(st.data())
+def test_a_cell_or_a_usage_row_is_what_it_was_or_nothing(draw: st.DataObject) -> None:
+    row = encode_rows(ENTRY, SLAB)[0][1]
+    cell = lmdb_wire.encode_cell(9, 2, row)
+    assert lmdb_wire.whole_cell(draw.draw(damaged(cell))) in (cell, None)
+    usage = encode_usage(3, 11, 12)
+    assert decode_usage(draw.draw(damaged(usage)), 3) in ((11, 12), None)
+
+
+@FUZZ
+@given(st.data())
+def test_the_header_of_an_arena_is_what_it_was_or_an_error(draw: st.DataObject) -> None:
+    header = arena_header.encode_arena_header(bytes(range(16)), SLAB)
+    raw = draw.draw(damaged(header))
+    with contextlib.suppress(RecordError):
+        assert arena_header.decode_arena_header(raw) == (bytes(range(16)), SLAB)
+
+
+# ---- rows of the index
+
+
+@FUZZ
+@given(st.data(), entries())
+def test_a_row_of_the_index_is_a_row_or_an_error(draw: st.DataObject, entry: EntryRecord) -> None:
+    """Its checksum is looked at where it is found (proto/test_index.py)."""
+    row = index.pack_row(entry)
+    with contextlib.suppress(RecordError):
+        found = index.unpack_row(draw.draw(damaged(row)))
+        assert index.unpack_row(row).key == KEY
+        assert len(found.key) == len(KEY)
+
+
+@FUZZ
+@given(st.lists(st.binary(max_size=200), max_size=4), st.integers(0, 3), st.data())
+def test_rows_that_are_unpacked_together_are_all_good_or_none(
+    noise: list[bytes], good: int, draw: st.DataObject
+) -> None:
+    rows = [index.pack_row(ENTRY)] * good + noise
+    rows = draw.draw(st.permutations(rows))
+    with contextlib.suppress(RecordError):
+        columns_of(rows)
+
+
+# ---- a shared engine
+
+
+@FUZZ
+@given(st.data())
+def test_the_header_of_a_shared_value_is_what_it_was_or_nothing(draw: st.DataObject) -> None:
+    entry = SharedEntry(KEY, 4096, 16, 4, 77)
+    raw = draw.draw(damaged(encode_header(entry)))
+    assert len(encode_header(entry)) == HEADER_BYTES
+    assert decode_header(KEY, raw) in (entry, None)
+    assert decode_header(Key(bytes(32)), raw) is None
+
+
+REPLY = b"$5\r\nhello\r\n:7\r\n+OK\r\n-ERR no\r\n$-1\r\n"
+
+
+@FUZZ
+@given(st.data())
+@example(draw=None)
+def test_an_engine_may_answer_anything(draw: st.DataObject | None) -> None:
+    """What it says right is taken, until it says something wrong or nothing more."""
+    raw = REPLY if draw is None else draw.draw(st.one_of(damaged(REPLY), st.binary(max_size=99)))
+    parts = [REPLY] if draw is None else draw.draw(pieces(raw))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        connection = Connection(ours)
+        for part in parts:
+            theirs.sendall(part)
+        theirs.shutdown(socket.SHUT_WR)
+        room = bytearray(5)
+        requests = [Request(b"GET", into=[memoryview(room)]), *(Request(b"GET") for _ in range(4))]
+        exchange([(connection, requests)], time.monotonic() + 30)
+        if raw == REPLY:
+            assert bytes(room) == b"hello"
+            assert [one.result for one in requests[:3]] == [Result.FILLED, 7, b"OK"]
+            assert isinstance(requests[3].result, EngineRefused)
+            assert requests[4].result is Result.NOTHING
+        for one in requests:
+            assert isinstance(one.result, Result | EngineRefused | bytes | int)
+        assert connection.broken or all(r.result is not Result.UNANSWERED for r in requests)
+
+
+def test_damage_is_damage() -> None:
+    """Of what the strategies give, most is not what it was."""
+    row = encode_rows(ENTRY, SLAB)[0][1]
+    flipped = bytes([row[0] ^ 1]) + row[1:]
+    with pytest.raises(RowRefused):
+        decode_entry(flipped, 2, SLAB, lambda _: b"")

@@ -1,0 +1,214 @@
+"""Anything that clients may send, over every way and in every order: it is answered or refused as
+the contract says, others notice nothing, and nothing is left of it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+from google.protobuf.descriptor import MethodDescriptor
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from prefixd.proto import data, local
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.vocabulary import Tier
+from tests.proto.test_contract import METHODS
+from tests.server.api.test_grpc_adapter import raw_call
+from tests.support.bad_input import ERRORS
+from tests.support.data_client import HOST
+from tests.support.running import OpenSession, Refused, answer, key, payload, running
+
+from .messages import damaged, pieces, requests
+
+#: No call takes longer, whatever it says: none of them may wait for more than a minute, and these
+#: ask for next to nothing.
+BOUND_S: Final = 30.0
+#: An operator's, who can stop the daemon, or change what the machine next asks for.
+_NOT_ASKED: Final = ("Drain", "Resize", "SetLogLevel", "Configure")
+ASKED: Final = [method for method in METHODS if method.name not in _NOT_ASKED]
+#: What is never to be logged because of anything that a client sends.
+_GRAVE: Final = ("error", "critical", "exception")
+WITNESS: Final = key(1000)
+
+
+class Daemon(RuleBasedStateMachine):
+    """A daemon for each example, with a session that behaves and connections that don't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._directory = Path(tempfile.mkdtemp(prefix="pd-", dir="/tmp"))
+        self._loop = asyncio.new_event_loop()
+        self._logged: list[dict[str, Any]] = []
+        structlog.configure(processors=[self._log], cache_logger_on_first_use=False)
+        self._context = running(self._directory, tiers=(Tier.RAM,))
+        self._daemon = self._do(self._context.__aenter__())
+        self._session = self._witness = self._do(self._open())
+        self._do(self._save_witness())
+        self._port = self._daemon.front.data.start(HOST, 0)
+        self._local: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._remote: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    def _log(self, _logger: Any, method: str, event: Any) -> Any:
+        if method in _GRAVE:
+            self._logged.append(dict(event))
+        raise structlog.DropEvent
+
+    def _do(self, what: Any) -> Any:
+        async def bounded() -> Any:
+            async with asyncio.timeout(BOUND_S):
+                return await what
+
+        return self._loop.run_until_complete(bounded())
+
+    async def _open(self) -> OpenSession:
+        return await self._daemon.open()
+
+    async def _save_witness(self) -> None:
+        statuses = await self._witness.save({WITNESS: payload(1)})
+        assert statuses == [pb.SAVE_STATUS_SAVED]
+
+    # ---- over gRPC
+
+    @rule(data=st.data(), method=st.sampled_from(ASKED))
+    def call(self, data: st.DataObject, method: MethodDescriptor) -> None:
+        self._do(self._answered(data, method))
+
+    async def _answered(self, data: st.DataObject, method: MethodDescriptor) -> None:
+        many = data.draw(st.integers(1, 3)) if method.client_streaming else 1
+        sent = []
+        for _ in range(many):
+            request = data.draw(requests(method.input_type, self._session.ref))
+            sent.append(data.draw(damaged(request.SerializeToString())))
+        unknown = None
+        try:
+            await answer(raw_call(self._daemon.channel_of(method), method, sent))
+        except Refused as refused:
+            unknown = None if refused.name in ERRORS else str(refused)
+        assert unknown is None
+
+    # ---- over the sockets
+
+    @rule()
+    def connect(self) -> None:
+        path = self._daemon.config.local_socket
+        self._local.append(self._do(asyncio.open_unix_connection(path)))
+
+    @precondition(lambda self: self._local)
+    @rule(data=st.data())
+    def send(self, data: st.DataObject) -> None:
+        """To the local socket: a frame in pieces, whole or not, behind whatever came before."""
+        reader, writer = data.draw(st.sampled_from(self._local))
+        request = data.draw(requests(pb.LocalRequest.DESCRIPTOR, self._session.ref))
+        raw = data.draw(damaged(local.frame(request)))  # type: ignore[arg-type]
+        self._do(self._sent(reader, writer, data.draw(pieces(raw))))
+
+    @rule()
+    def connect_to_data(self) -> None:
+        self._remote.append(self._do(asyncio.open_connection(HOST, self._port)))
+
+    @precondition(lambda self: self._remote)
+    @rule(data=st.data(), attach=st.booleans())
+    def send_data(self, data: st.DataObject, attach: bool) -> None:
+        """To the data socket. Payloads are bytes among the frames."""
+        reader, writer = data.draw(st.sampled_from(self._remote))
+        request = data.draw(requests(pb.DataRequest.DESCRIPTOR, self._session.ref))
+        if attach:
+            request = pb.DataRequest(attach=self._session.ref)
+        raw = data.draw(damaged(_framed(request)))
+        raw += data.draw(st.sampled_from([b"", b"", b"a" * 104, b"b" * 5004]))
+        self._do(self._sent(reader, writer, data.draw(pieces(raw))))
+
+    async def _sent(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, parts: list[bytes]
+    ) -> None:
+        """What is answered is not waited for: a frame may not be whole yet."""
+        with suppress(ConnectionError):
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+                await asyncio.sleep(0)
+        with suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(0.01):
+                await reader.read(2**20)
+
+    @rule(data=st.data())
+    def hang_up(self, data: st.DataObject) -> None:
+        lines = self._local + self._remote
+        if lines:
+            line = data.draw(st.sampled_from(lines))
+            line[1].transport.abort()
+            for some in (self._local, self._remote):
+                if line in some:
+                    some.remove(line)
+
+    # ---- who behaves
+
+    @rule(number=st.integers(1, 5))
+    def save_and_restore(self, number: int) -> None:
+        self._do(self._saved_and_restored(key(100 + number), payload(number)))
+
+    async def _saved_and_restored(self, of: Any, content: bytes) -> None:
+        (status,) = await self._witness.save({of: content})
+        assert status in (pb.SAVE_STATUS_SAVED, pb.SAVE_STATUS_PRESENT)
+        assert await self._witness.restore(of) == content
+
+    @rule()
+    def another_session(self) -> None:
+        """That is attacked from now on; the one that behaves stays."""
+        self._session = self._do(self._open())
+
+    @rule(seconds=st.sampled_from([0.1, 1.0]))
+    def time_passes(self, seconds: float) -> None:
+        async def passes() -> None:
+            self._daemon.forward(seconds)
+
+        self._do(passes())
+
+    @invariant()
+    def the_accounting_holds(self) -> None:
+        assert self._daemon.core.state.check() == []
+        assert self._logged == []
+
+    def teardown(self) -> None:
+        try:
+            for _, writer in self._local + self._remote:
+                writer.transport.abort()
+            self._do(self._ended())
+        finally:
+            self._do(self._context.__aexit__(None, None, None))
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+            structlog.reset_defaults()
+            shutil.rmtree(self._directory)
+
+    async def _ended(self) -> None:
+        tables = self._daemon.tables
+        if WITNESS in tables.entries:  # an operator's call may have dropped it
+            again = await self._daemon.open()
+            assert await again.restore(WITNESS) == payload(1)
+        # Sessions that say nothing end, with what they hold.
+        self._daemon.forward(100_000)
+        await self._daemon.assert_idle()
+        assert not tables.claims
+        assert self._logged == []
+
+
+def _framed(request: Any) -> bytes:
+    return data.frame(request)
+
+
+#: An example takes a daemon: to make one smaller takes longer than to read it.
+Daemon.TestCase.settings = settings(
+    settings.get_profile("fuzz"),
+    max_examples=settings.get_profile("fuzz").max_examples // 4,
+    stateful_step_count=25,
+    phases=[Phase.explicit, Phase.generate],
+)
+TestDaemon = Daemon.TestCase

@@ -1,0 +1,80 @@
+"""A fleet whose nodes and masters are hosts of their own, while they are killed and cut off:
+nothing wrong is served, and no call takes longer than it may. `bench_fleet.py --hosts` is its long
+form."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.namespaces import Host, network, why_not
+from tests.support.redis_servers import needs_redis
+
+BENCH = Path(__file__).parents[2] / "bench/bench_fleet.py"
+BLOCKS = 6
+#: Each of these is dealt to another node than the request before, and begins with what that had.
+REQUESTS = 21
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+
+
+def reaches(here: Host, there: Host) -> bool:
+    """Is a connection to where nobody listens refused, which takes somebody who is there?"""
+    script = (
+        f"import socket\ntry: socket.create_connection(('{there.address}', 9), 0.5)\n"
+        "except ConnectionRefusedError: print('refused')\nexcept OSError: pass"
+    )
+    command = [*here.prefix, sys.executable, "-S", "-c", script]
+    return bool(subprocess.run(command, capture_output=True, check=True).stdout)
+
+
+def test_links_are_cut_and_mended() -> None:
+    with network() as net:
+        one, other, third = net.host(), net.host(), net.host(delay_ms=1, rate_mbit=100)
+        assert reaches(one, other)
+        assert reaches(one, third)
+        one.cut_from(other)
+        assert not reaches(one, other)
+        assert reaches(one, third)
+        one.mend_to(other)
+        assert reaches(one, other)
+        third.cut()
+        assert not reaches(one, third)
+        third.mend()
+        assert reaches(one, third)
+
+
+@needs_redis
+@pytest.mark.parametrize("payloads", ["engine", "nodes"])
+def test_a_fleet_in_trouble_serves_nothing_wrong(tmp_path: Path, payloads: str) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {
+            "timestamp": number,
+            "input_length": 512 * BLOCKS,
+            "output_length": 1,
+            "hash_ids": [*range(BLOCKS - 1), 1000 + number],
+        }
+        for number in range(REQUESTS)
+    ]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    done = subprocess.run(
+        [
+            *(sys.executable, BENCH, "--hosts", "--trace", trace, "--payloads", payloads),
+            *("--cut", "1", "--part", "1", "--kill-master", "1", "--kill-daemon", "1"),
+            *("--slow-ms", "20", "--slow-mbit", "50", "--deadline-ms", "5000"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert not found["mismatches"]
+    assert found["verified_bytes"]
+    assert {"cut", "part", "kill_master", "kill_daemon"} <= found["faults"].keys()
+    assert found["shared"]["fetched_entries"], "it was of use beside all that"

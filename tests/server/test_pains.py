@@ -1,0 +1,69 @@
+"""What users of other caches suffered (RELIABILITY.md lists it), where no other test shows that it
+can't happen here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.vocabulary import Tier
+from tests.support.running import in_loop, key, payload, running
+
+PAYLOAD_BYTES = 20_000
+
+
+@pytest.mark.parametrize("tier", [Tier.SHM, Tier.DISK])
+@in_loop
+async def test_what_a_restart_finds_counts_against_the_budget(tmp_path: Path, tier: Tier) -> None:
+    """LMCache#4564: usage began at zero with each start, and the disk filled beyond its budget."""
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        number = 0
+        while not daemon.tables.tier_counters[tier].evictions:
+            number += 1
+            await session.save({key(number): payload(number, PAYLOAD_BYTES)}, tier)
+        before = daemon.tables.ledgers[tier].published_bytes
+        assert before > 0
+    async with running(tmp_path) as daemon:
+        ledger = daemon.tables.ledgers[tier]
+        assert ledger.published_bytes == before
+        session = await daemon.open()
+        (status,) = await session.save({key(1000): payload(1, PAYLOAD_BYTES)}, tier)
+        assert status == pb.SAVE_STATUS_SAVED
+        assert daemon.tables.tier_counters[tier].evictions == 1, "it was full, and knew it"
+        assert ledger.published_bytes <= ledger.limit_bytes
+        await daemon.assert_sound()
+
+
+@in_loop
+async def test_entries_are_counted_as_well_as_their_bytes(tmp_path: Path) -> None:
+    """Mooncake#3452: payloads had a budget, but what was remembered of each of them had none."""
+    async with running(tmp_path, "--ram.max_entries=4", tiers=(Tier.RAM,)) as daemon:
+        session = await daemon.open()
+        for number in range(10):
+            (status,) = await session.save({key(number): payload(number, 100)})
+            assert status == pb.SAVE_STATUS_SAVED
+            assert len(daemon.tables.entries) <= 4
+        there = await daemon.presence(*(key(number) for number in range(10)))
+        assert there == [pb.PRESENCE_ABSENT] * 6 + [pb.PRESENCE_PRESENT] * 4
+        await daemon.assert_sound()
+
+
+@in_loop
+async def test_asking_for_what_is_there_keeps_nothing_there(tmp_path: Path) -> None:
+    """Mooncake#2187: probes renewed leases, and nothing could be evicted while anybody asked."""
+    async with running(tmp_path, tiers=(Tier.RAM,)) as daemon:
+        session = await daemon.open()
+        number = 0
+        while not daemon.tables.tier_counters[Tier.RAM].evictions:
+            number += 1
+            await session.save({key(number): payload(number, PAYLOAD_BYTES)})
+        oldest = [key(2), key(3)]
+        for _ in range(5):
+            assert await daemon.presence(*oldest) == [pb.PRESENCE_PRESENT] * 2
+        for more in (1001, 1002):
+            await session.save({key(more): payload(more, PAYLOAD_BYTES)})
+        assert await daemon.presence(*oldest) == [pb.PRESENCE_ABSENT] * 2
+        await daemon.assert_sound()

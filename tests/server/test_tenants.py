@@ -1,0 +1,382 @@
+"""Tenants share a daemon: what one does another never sees, and nobody takes another's share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from prefixd.client.wire.channel import Security
+from prefixd.proto import local
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.keys import Key
+from prefixd.proto.namespaces import Namespace
+from prefixd.proto.vocabulary import Tier
+from prefixd.server.api.access import Role
+from prefixd.server.config.loading import load_config
+from prefixd.server.remote import tls_context_of, tokens_of
+from tests.support.certificates import Authority
+from tests.support.data_client import HOST, secured_connection
+from tests.support.running import (
+    OpenSession,
+    Outside,
+    Refused,
+    answer,
+    in_loop,
+    item,
+    key,
+    part,
+    running,
+    stream,
+)
+from tests.support.tenants import (
+    COMMON,
+    DATA,
+    EVERYBODY,
+    OWN,
+    ROOM,
+    Who,
+    flags_of,
+    stored,
+    tenants,
+)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls") / "ours")
+
+
+@pytest.fixture(scope="module")
+def flags(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return flags_of(tmp_path_factory.mktemp("tokens"), authority)
+
+
+async def filled(session: OpenSession, count: int, start: int, name: str) -> list[Key]:
+    """What a tenant saves, one after the other: those that were taken."""
+    keys = [key(start + number) for number in range(count)]
+    saved = [await session.save({of: DATA[name]}) for of in keys]
+    return [of for of, (status,) in zip(keys, saved, strict=True) if status == SAVED]
+
+
+SAVED = pb.SAVE_STATUS_SAVED
+#: Entries of 4 KiB.
+SHARE, OTHER_SHARE, BUDGET = 20, 10, 40
+SMALL = (
+    f"--ram.budget={4 * BUDGET}KiB",
+    f"--ram.shares=a={4 * SHARE}KiB, b={4 * OTHER_SHARE}KiB",
+)
+
+
+@in_loop
+async def test_a_flood_leaves_another_its_share(
+    tmp_path: Path, authority: Authority, flags: list[str]
+) -> None:
+    """And what is evicted is what `preview` said."""
+    async with (
+        running(tmp_path, *flags, *SMALL, tiers=[Tier.RAM]) as daemon,
+        tenants(daemon, authority, flags) as clients,
+    ):
+        a = await clients[Who(Role.WRITE, "a")].open()
+        b = await clients[Who(Role.WRITE, "b")].open()
+        nobody = await daemon.open()
+        mine = await filled(a, SHARE, 100, "a")
+        assert len(mine) == SHARE
+        for flood, name, start in ((b, "b", 1000), (nobody, "", 2000)):
+            for number in range(100):
+                preview = await daemon.admin.Preview(
+                    pb.PreviewRequest(tier=pb.TIER_RAM, payload_bytes=4096, namespace=name)
+                )
+                foretold = [bytes(victim.key) for victim in preview.victims]
+                there = set(daemon.tables.entries)
+                assert await flood.save({key(start + number): DATA[name]}) == [SAVED]
+                assert sorted(there - set(daemon.tables.entries)) == sorted(foretold)
+                assert not any(Namespace("a").has(of) for of in foretold)
+        assert await clients[Who(Role.READ, "a")].presence(*mine) == [pb.PRESENCE_PRESENT] * SHARE
+        stats = await daemon.admin.Stats(pb.StatsRequest())
+        taken = {n.namespace: n.entries for n in stats.tiers[0].namespaces}
+        assert taken == {"a": SHARE, "b": OTHER_SHARE + 5, "": 5}, "the rest is divided evenly"
+        # Whoever comes late gets its share all the same.
+        await daemon.admin.Clear(pb.ClearRequest(namespace="a"))
+        assert await clients[Who(Role.READ, "a")].presence(mine[0]) == [pb.PRESENCE_ABSENT]
+        await filled(b, 100, 3000, "b")
+        again = await filled(a, SHARE, 100, "a")
+        assert await clients[Who(Role.READ, "a")].presence(*again) == [pb.PRESENCE_PRESENT] * SHARE
+        await daemon.assert_sound()
+
+
+@in_loop
+async def test_what_others_are_sure_of_can_not_be_pinned_or_reserved(
+    tmp_path: Path, authority: Authority, flags: list[str]
+) -> None:
+    async with (
+        running(tmp_path, *flags, *SMALL, tiers=[Tier.RAM]) as daemon,
+        tenants(daemon, authority, flags) as clients,
+    ):
+        b = await clients[Who(Role.WRITE, "b")].open()
+        most = BUDGET - SHARE  # its own share, and what is of nobody
+        told = b.welcome.tiers[0]
+        assert (told.max_payload_bytes, told.max_reserved_bytes) == (4096 * most, 4096 * most)
+        await filled(b, most, 100, "b")
+        await b.claim([key(100 + number) for number in range(most)], mode=pb.CLAIM_MODE_ANY)
+        refused = await daemon_says(b, [item(key(500), DATA["b"])], DATA["b"])
+        assert refused.status == pb.SAVE_STATUS_NO_ROOM
+        assert "ram.shares" in refused.message
+        # Nor may anybody else: the room that is free is a's.
+        nobody = await daemon.open()
+        assert await nobody.save({key(501): DATA[""]}) == [pb.SAVE_STATUS_NO_ROOM]
+        a = await clients[Who(Role.WRITE, "a")].open()
+        mine = await filled(a, SHARE, 600, "a")
+        assert len(mine) == SHARE
+        large = item(key(700), bytes(4096 * (most + 1)))
+        refused = await daemon_says(b, [large], b"")
+        assert refused.status == pb.SAVE_STATUS_TOO_LARGE
+        assert "ram.shares" in refused.message
+        assert len(daemon.tables.entries) == BUDGET, "nothing left for what was refused"
+        await daemon.assert_sound()
+
+
+async def daemon_says(session: OpenSession, items: list[pb.SaveItem], data: bytes) -> pb.SaveResult:
+    """The result of the first item."""
+    parts = [part(0, data)] if data else []
+    first = pb.SaveRequest(header=session.header(items), parts=parts)
+    result: pb.SaveResult = (await answer(session.daemon.cache.Save(stream([first])))).results[0]
+    return result
+
+
+@in_loop
+async def test_claims_do_not_take_what_others_are_sure_of(
+    tmp_path: Path, authority: Authority, flags: list[str]
+) -> None:
+    """What was saved while there was room may be more than a namespace can pin."""
+    async with (
+        running(tmp_path, *flags, *SMALL, tiers=[Tier.RAM]) as daemon,
+        tenants(daemon, authority, flags) as clients,
+    ):
+        b = await clients[Who(Role.WRITE, "b")].open()
+        saved = await filled(b, BUDGET, 100, "b")
+        assert len(saved) == BUDGET, "what nobody uses is there for all"
+        most = BUDGET - SHARE
+        with pytest.raises(Refused, match=r"limit_reached.*ram\.shares"):
+            await b.claim(saved[: most + 1], mode=pb.CLAIM_MODE_ANY)
+        assert (await b.claim(saved[:most], mode=pb.CLAIM_MODE_ANY)).claim_id
+        a = await clients[Who(Role.WRITE, "a")].open()
+        assert len(await filled(a, SHARE, 600, "a")) == SHARE
+        await daemon.assert_sound()
+
+
+@in_loop
+async def test_what_a_session_says_is_of_its_namespace(
+    tmp_path: Path, authority: Authority, flags: list[str]
+) -> None:
+    """Touches, suspicions, reasons of misses and labels."""
+    async with (
+        running(tmp_path, *flags, *ROOM, tiers=[Tier.RAM]) as daemon,
+        tenants(daemon, authority, flags) as clients,
+    ):
+        a = await clients[Who(Role.WRITE, "a")].open()
+        b = await clients[Who(Role.WRITE, "b")].open()
+        await a.save({COMMON: DATA["a"], OWN["a"]: DATA["a"]})
+        await b.save({COMMON: DATA["b"]})
+        entries = daemon.tables.entries
+        theirs = entries[stored("a", COMMON)]
+        before = theirs.hits, theirs.last_used_ns
+        # By its own name, by the name that another knows, and as the daemon has it.
+        for of in (COMMON, OWN["a"], stored("a", COMMON), stored("a", OWN["a"])):
+            await b.say(touch=pb.Touch(keys=[of]))
+            await b.say(suspect=pb.Suspect(keys=[of]))
+            miss = pb.AbsentMiss(keys=[of])
+            usage = pb.Usage(lookups=1, misses={"absent": 1}, absent=[miss])
+            await b.say(heartbeat=pb.Heartbeat(sequence=9, usage=usage))
+        await b.beat(10)
+        assert (theirs.hits, theirs.last_used_ns) == before
+        assert entries[stored("b", COMMON)].hits == 1
+        assert daemon.tables.counters.suspects == 1
+        stats = await daemon.admin.Stats(pb.StatsRequest())
+        assert set(stats.usage) == {"a", "b"}
+        # Once it is known why: its own entry came, and the others never were.
+        assert dict(stats.usage["b"].absent_because) == {"never_saved": 4}
+        assert {e.label for e in entries.values()} == {"a", "b"}
+
+
+@in_loop
+async def test_labels_are_of_the_namespace(
+    tmp_path: Path, authority: Authority, flags: list[str]
+) -> None:
+    async def label(client: Outside, asked: str) -> str:
+        call = client.cache.Session()
+        await call.write(pb.SessionRequest(hello=pb.Hello(client_name="x", label=asked)))
+        first = await answer_of_stream(call)
+        return str(daemon.tables.sessions[first.welcome.session_id].label)
+
+    async with (
+        running(tmp_path, *flags, *ROOM, tiers=[Tier.RAM]) as daemon,
+        tenants(daemon, authority, flags) as clients,
+    ):
+        tenant = clients[Who(Role.READ, "a")]
+        assert await label(tenant, "") == "a"
+        assert await label(tenant, "a") == "a"
+        assert await label(tenant, "a/llama") == "a/llama"
+        for foreign in ("b", "b/llama", "ab", "default"):
+            with pytest.raises(Refused, match=r"not_permitted.*namespace"):
+                await label(tenant, foreign)
+        for outside in (daemon, clients[Who(Role.WRITE, "")]):
+            assert await label(outside, "llama") == "llama"
+            for foreign in ("a", "b/llama"):
+                with pytest.raises(Refused, match=r"not_permitted.*namespace"):
+                    await label(outside, foreign)
+
+
+async def answer_of_stream(call: Any) -> Any:
+    try:
+        return await call.read()
+    except grpc.aio.AioRpcError as error:
+        raise Refused(error) from None
+
+
+@in_loop
+async def test_whoever_is_of_none_can_not_name_what_is_of_one(
+    tmp_path: Path, authority: Authority, flags: list[str]
+) -> None:
+    async with (
+        running(tmp_path, *flags, *ROOM, tiers=[Tier.RAM]) as daemon,
+        tenants(daemon, authority, flags) as clients,
+    ):
+        a = await clients[Who(Role.WRITE, "a")].open()
+        await a.save({COMMON: DATA["a"]})
+        theirs = stored("a", COMMON)
+        nobody = clients[Who(Role.WRITE, "")]
+        session = await nobody.open()
+        for attempt in (
+            lambda: session.claim([theirs]),
+            lambda: session.save({theirs: DATA[""]}),
+            lambda: nobody.lookup(theirs),
+            lambda: session.reserve([item(key(5), DATA[""])], ancestors=[theirs]),
+        ):
+            with pytest.raises(Refused, match=r"not_permitted.*namespace 'a'"):
+                await attempt()
+        # Nodes and operators have to do with the entries of all, and this host is trusted.
+        for client in (clients[Who(Role.WRITE, "*")], clients[Who(Role.ADMIN, "")], daemon):
+            assert await client.presence(theirs) == [pb.PRESENCE_PRESENT]
+            assert await (await client.open()).restore(theirs) == DATA["a"]
+
+
+@in_loop
+async def test_a_session_with_a_token_is_given_nothing_in_place(
+    tmp_path: Path, authority: Authority, flags: list[str]
+) -> None:
+    async with (
+        running(tmp_path, *flags, *ROOM, tiers=[Tier.RAM, Tier.SHM]) as daemon,
+        tenants(daemon, authority, flags) as clients,
+    ):
+        for who in EVERYBODY:
+            session = await clients[who].open()
+            assert session.welcome.local_socket == ""
+            # Whoever knows the socket's path all the same, and may open it.
+            membership = daemon.front.sessions._open[session.number]
+            package = daemon.local_server.hand_over.pack(membership)
+            try:
+                handed = {each.name for each in package.response.descriptors}
+            finally:
+                package.close()
+            if who.of:
+                assert handed == {local.STAGING}
+                assert "of all namespaces" in package.response.refused[local.INDEX]
+            else:
+                assert {local.INDEX, local.RAM, local.SHM} <= handed
+
+
+@in_loop
+async def test_after_a_restart_they_are_whose_they_were(
+    tmp_path: Path, authority: Authority, flags: list[str]
+) -> None:
+    over = (*flags, "--shm.shares=a=64KiB", "--shm.budget=256KiB")
+    async with (
+        running(tmp_path, *over, tiers=[Tier.SHM]) as daemon,
+        tenants(daemon, authority, flags) as clients,
+    ):
+        for name in ("a", "b"):
+            session = await clients[Who(Role.WRITE, name)].open()
+            assert await session.save({COMMON: DATA[name]}, Tier.SHM) == [SAVED]
+    async with (
+        running(tmp_path, *over, tiers=[Tier.SHM]) as daemon,
+        tenants(daemon, authority, flags) as clients,
+    ):
+        for name in ("a", "b"):
+            session = await clients[Who(Role.READ, name)].open()
+            assert await session.restore(COMMON) == DATA[name]
+        assert await daemon.presence(COMMON) == [pb.PRESENCE_ABSENT]
+        stats = await daemon.admin.Stats(pb.StatsRequest())
+        taken = {n.namespace: n.entries for n in stats.tiers[0].namespaces}
+        assert taken == {"": 1, "a": 1}
+        nobody = await daemon.open()
+        for number in range(100):
+            await nobody.save({key(100 + number): DATA[""]}, Tier.SHM)
+        assert await clients[Who(Role.READ, "a")].presence(COMMON) == [pb.PRESENCE_PRESENT]
+        cleared = await daemon.admin.Clear(pb.ClearRequest(namespace="a"))
+        assert (cleared.entries, cleared.unknown_entries) == (1, 0)
+        await daemon.assert_sound()
+
+
+@in_loop
+async def test_a_token_that_is_taken_out_ends_its_sessions(
+    tmp_path: Path, authority: Authority
+) -> None:
+    """With the reload that reads its file again; the others go on."""
+    flags = flags_of(tmp_path, authority)
+    async with (
+        running(tmp_path, *flags, *ROOM, tiers=[Tier.RAM]) as daemon,
+        tenants(daemon, authority, flags) as clients,
+    ):
+        gone, moved, kept = Who(Role.WRITE, "a"), Who(Role.READ, "a"), Who(Role.WRITE, "b")
+        sessions = {who: await clients[who].open() for who in (gone, moved, kept)}
+        lines = [who.line for who in EVERYBODY if who not in (gone, moved)]
+        (tmp_path / "tokens").write_text("\n".join([*lines, f"{moved.line[:-1]}b"]))
+        daemon.front.read_tokens()
+        daemon.front.end_revoked()
+        for who in (gone, moved):
+            with pytest.raises(Refused, match=r"not_permitted.*not known any more"):
+                await sessions[who].event()
+        await sessions[kept].beat()
+        with pytest.raises(Refused, match="not_authenticated"):
+            await clients[gone].presence(COMMON)
+        again = await clients[moved].open()
+        assert daemon.tables.sessions[again.number].label == "b", "the token is of another now"
+
+
+@in_loop
+async def test_on_the_data_socket_the_token_is_of_the_sessions_namespace(
+    tmp_path: Path, authority: Authority, flags: list[str]
+) -> None:
+    """Each connection shows a token of its own, and the lower role of the two holds."""
+    config = load_config(flags, {})
+    context = Security(str(authority.certificate), "", "").context()
+    assert context is not None
+    async with (
+        running(tmp_path, *flags, *ROOM, tiers=[Tier.RAM]) as daemon,
+        tenants(daemon, authority, flags) as clients,
+    ):
+        port = daemon.front.data.start(HOST, 0, tls_context_of(config), tokens_of(config))
+        writer = await clients[Who(Role.WRITE, "a")].open()
+        reader = await clients[Who(Role.READ, "a")].open()
+        assert writer.welcome.data_port == port
+        await writer.save({COMMON: DATA["a"]})
+        look = pb.LookupRequest(keys=[COMMON])
+        new = [item(key(77), DATA["a"])]
+        for who in EVERYBODY:
+            for session in (reader, writer):
+                async with secured_connection(port, context, session, who.token) as line:
+                    if who.name != "a":
+                        with pytest.raises(Refused, match=r"not_permitted.*the namespace 'a'"):
+                            await line.ask(lookup=look)
+                        continue
+                    found = (await line.ask(lookup=look)).lookup.results
+                    assert [each.presence for each in found] == [pb.PRESENCE_PRESENT]
+                    ask = line.ask(reserve=pb.ReserveRequest(header=session.header(new)))
+                    if who.role is Role.WRITE and session is writer:
+                        assert (await ask).reserve.results
+                    else:
+                        with pytest.raises(Refused, match=r"not_permitted.*the role read"):
+                            await ask

@@ -1,0 +1,271 @@
+"""A thousand combinations of transport, token, session and rpc, as SECURITY.md has them."""
+
+from __future__ import annotations
+
+import random
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.vocabulary import Tier
+from prefixd.server.api.access import Role
+from tests.support.certificates import Authority
+from tests.support.data_client import DataConnection, data_connection
+from tests.support.running import (
+    LocalConnection,
+    OpenSession,
+    Refused,
+    Running,
+    answer,
+    in_loop,
+    item,
+    key,
+    part,
+    running,
+    stream,
+)
+from tests.support.tenants import (
+    COMMON,
+    DATA,
+    EVERYBODY,
+    MARKS,
+    NAMESPACES,
+    NOTHING,
+    OWN,
+    ROOM,
+    Tenant,
+    Who,
+    flags_of,
+    stored,
+    tenants,
+)
+from tests.test_security import section
+
+CASES = 1_000
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls") / "ours")
+
+
+@pytest.fixture(scope="module")
+def flags(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return flags_of(tmp_path_factory.mktemp("tokens"), authority)
+
+
+def needed() -> dict[str, Role]:
+    """Of each rpc, as SECURITY.md says it."""
+    rows = {role: rpcs.split(", ") for role, rpcs in section("Roles")}
+    found = dict.fromkeys(rows["read"], Role.READ) | dict.fromkeys(rows["write"], Role.WRITE)
+    admin = pb.DESCRIPTOR.services_by_name["Admin"].methods
+    return found | {method.name: Role.ADMIN for method in admin}
+
+
+class World:
+    """The daemon, a session of each kind, and what each is allowed."""
+
+    def __init__(self, daemon: Running, clients: dict[Who, Tenant]) -> None:
+        self.daemon = daemon
+        self.clients = clients
+        self.sessions: dict[Who, OpenSession] = {}
+        self.claims: dict[Who, int] = {}
+        self.locals: dict[Who, LocalConnection] = {}
+        self.datas: dict[Who, DataConnection] = {}
+        self.needed = needed()
+        self.fresh = 100
+
+    async def open(self, stack: AsyncExitStack) -> None:
+        for name in NAMESPACES:
+            writer = await self.clients[Who(Role.WRITE, name)].open()
+            saved = await writer.save({COMMON: DATA[name], OWN[name]: DATA[name]})
+            assert saved == [pb.SAVE_STATUS_SAVED] * 2
+        for who, client in self.clients.items():
+            session = self.sessions[who] = await client.open()
+            self.claims[who] = (await session.claim([COMMON])).claim_id
+            self.locals[who] = await self.daemon.connect_locally()
+            await self.locals[who].send(attach=session.ref)
+            data = data_connection(self.daemon, session)
+            self.datas[who] = await stack.enter_async_context(data)
+
+    def entries(self, but: str = "-") -> set[tuple[str, bytes, int]]:
+        """What there is of all namespaces but one: whose, key, generation."""
+        of = self.daemon.front.sessions.namespaces.name_of
+        there = self.daemon.tables.entries.values()
+        return {(of(e.key), e.key, e.generation) for e in there if of(e.key) != but}
+
+    def request(self, call: str, who: Who) -> Any:
+        """One that says whose it is by the session of `who`, and names what others have, too."""
+        ref, claim = self.sessions[who].ref, self.claims[who]
+        self.fresh += 1
+        new, data = key(self.fresh), DATA[who.of]
+        header = pb.SaveHeader(
+            session=ref,
+            tier=pb.TIER_RAM,
+            reason=pb.SAVE_REASON_COLD,
+            items=[item(new, data)],
+            touched=[] if who.of == "" else [*OWN.values()],
+            ancestors=[COMMON],
+        )
+        everything = [COMMON, *OWN.values()]
+        others = [of for name, of in OWN.items() if name != who.of]
+        ranges = [pb.ReadRange(index=0)]
+        entry = self.daemon.tables.entries[stored(who.of, COMMON)]
+        return {
+            "Lookup": lambda: pb.LookupRequest(keys=everything),
+            "Claim": lambda: pb.ClaimRequest(session=ref, keys=everything, mode=pb.CLAIM_MODE_ANY),
+            "Release": lambda: pb.ReleaseRequest(session=ref, claim_ids=[2**40]),
+            "Read": lambda: pb.ReadRequest(session=ref, claim_id=claim, ranges=ranges),
+            "Reserve": lambda: pb.ReserveRequest(header=header),
+            "Write": lambda: pb.WriteRequest(
+                session=ref, parts=[pb.WritePart(token=2**40, data=data, last=True)]
+            ),
+            "Save": lambda: pb.SaveRequest(header=header, parts=[part(0, data)]),
+            "SaveWhole": lambda: pb.SaveWholeRequest(header=header, parts=[part(0, data)]),
+            "Cancel": lambda: pb.CancelRequest(session=ref, tokens=[2**40]),
+            "Delete": lambda: pb.DeleteRequest(session=ref, keys=[NOTHING, *others]),
+            "Pull": lambda: pb.PullRequest(session=ref, keys=everything),
+            "HandOver": lambda: pb.HandOverRequest(session=ref),
+            "Fetch": lambda: pb.FetchRequest(
+                session=ref, keys=[COMMON], generations=[entry.generation], ranges=ranges
+            ),
+        }[call]()
+
+    async def by_grpc(self, caller: Who, call: str, session: Who) -> Any:
+        client = self.clients[caller]
+        if call not in CACHE:
+            return await answer(getattr(client.admin, call)(ADMIN[call]()))
+        request = self.request(call, session)
+        method = getattr(client.cache, call)
+        streamed = call in ("Save", "Write")
+        return await answer(method(stream([request]) if streamed else request))
+
+    async def by_local_socket(self, call: str, session: Who) -> Any:
+        kind = LOCAL[call]
+        return await self.locals[session].ask(**{kind: self.request(call, session)})
+
+    async def by_data_socket(self, call: str, session: Who) -> Any:
+        connection = self.datas[session]
+        response = await connection.ask(**{DATA_CALLS[call]: self.request(call, session)})
+        if call not in ("Read", "Fetch"):
+            return response
+        payload = await connection.exactly(response.part.length_bytes)
+        assert await connection.part() is None
+        return payload
+
+    async def tried(
+        self, transport: str, caller: Who, call: str, session: Who
+    ) -> tuple[Any, Refused | None]:
+        """The answer, or how it was refused."""
+        try:
+            if transport == "grpc":
+                return await self.by_grpc(caller, call, session), None
+            if transport == "local":
+                return await self.by_local_socket(call, session), None
+            return await self.by_data_socket(call, session), None
+        except Refused as refused:
+            return None, refused
+
+    def expected(self, transport: str, caller: Who, call: str, session: Who) -> str:
+        """The error that it ends with; empty: none."""
+        needed = self.needed[ROLE_OF.get(call, call)]
+        if transport == "grpc":
+            if caller.role < needed:
+                return "not_permitted"
+            if needed is Role.ADMIN or call == "Lookup":
+                return ""  # they name no session
+            if caller.reach != session.reach:
+                return "not_permitted"
+        return "not_permitted" if session.role < needed else ""
+
+
+CACHE = [
+    method.name
+    for method in pb.DESCRIPTOR.services_by_name["Cache"].methods
+    if method.name != "Session"
+]
+#: Of the operators' calls, as many as do no harm; all the others are for the same role.
+ADMIN: dict[str, Any] = {
+    "Stats": pb.StatsRequest,
+    "ListSessions": pb.ListSessionsRequest,
+    "ListEntries": lambda: pb.ListEntriesRequest(tier=pb.TIER_RAM),
+    "Clear": lambda: pb.ClearRequest(namespace="nothing-of-that-name"),
+    "Inspect": lambda: pb.InspectRequest(key=COMMON),
+    "Drop": lambda: pb.DropRequest(keys=[NOTHING]),
+    "Why": lambda: pb.WhyRequest(key=COMMON),
+}
+LOCAL = {
+    "Lookup": "lookup",
+    "Claim": "claim",
+    "Release": "release",
+    "Reserve": "reserve",
+    "Cancel": "cancel",
+}
+DATA_CALLS = {**LOCAL, "Read": "read", "Fetch": "fetch"}
+#: What the sockets have beside the rpcs: as the rpc that it does the same as.
+ROLE_OF = {"Fetch": "Read"}
+
+
+@in_loop
+async def test_a_thousand_combinations_are_as_the_table_says(
+    tmp_path: Path, authority: Authority, flags: list[str]
+) -> None:
+    """Of transport, token, session and rpc. What is refused changes nothing; what is not says and
+    does nothing of another namespace."""
+    chance = random.Random(12)
+    async with (
+        running(tmp_path, *flags, *ROOM, tiers=[Tier.RAM]) as daemon,
+        tenants(daemon, authority, flags) as clients,
+        AsyncExitStack() as stack,
+    ):
+        world = World(daemon, clients)
+        await world.open(stack)
+        seen: dict[tuple[str, str], int] = {}
+        for _ in range(CASES):
+            transport = chance.choice(["grpc", "grpc", "local", "data"])
+            caller, session = chance.choice(EVERYBODY), chance.choice(EVERYBODY)
+            calls = {"grpc": [*CACHE, *ADMIN], "local": [*LOCAL], "data": [*DATA_CALLS]}
+            call = chance.choice(calls[transport])
+            if transport != "grpc" or chance.random() < 0.5:
+                caller = session  # else nearly all are of another namespace
+            acting = caller if call == "Lookup" else session
+            expected = world.expected(transport, caller, call, session)
+            before, others = world.entries(), world.entries(but=acting.of)
+            where = transport, caller, call, session
+            got, refused = await world.tried(transport, caller, call, acting)
+            assert (refused.name if refused else "") == expected, (where, refused)
+            seen[transport, expected] = seen.get((transport, expected), 0) + 1
+            if refused is not None:
+                assert world.entries() == before
+                assert all(who.token not in str(refused) for who in EVERYBODY)
+                continue
+            if call in ADMIN:
+                continue
+            assert others <= world.entries(), (where, "it took something from another")
+            assert others == world.entries(but=acting.of), where
+            said = got if isinstance(got, bytes) else repr(got).encode()
+            for name, mark in MARKS.items():
+                assert name == acting.of or mark not in said, where
+            assert_its_own(world, call, acting, got)
+        for transport in ("grpc", "local", "data"):
+            assert min(seen[transport, ""], seen[transport, "not_permitted"]) > 15
+        await daemon.assert_sound()
+
+
+def assert_its_own(world: World, call: str, who: Who, got: Any) -> None:
+    """What is said to be there is that of this namespace: by generation."""
+    entries = world.daemon.tables.entries
+    if call in ("Read", "Fetch"):
+        payload = got if isinstance(got, bytes) else b"".join(p.data for m in got for p in m.parts)
+        assert payload == DATA[who.of]
+    if call not in ("Lookup", "Claim"):
+        return
+    results = (got if hasattr(got, "results") else getattr(got, call.lower())).results
+    found = [result.entry.generation for result in results]
+    named = [COMMON, *OWN.values()]
+    mine = [entries.get(stored(who.of, of)) for of in named]
+    assert found == [entry.generation if entry is not None else 0 for entry in mine]
+    assert sum(map(bool, found)) == 2

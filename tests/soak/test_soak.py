@@ -1,0 +1,51 @@
+"""A soak of seconds works and reads nothing wrong; what grows is called so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .__main__ import soak
+from .samples import TENTHS, Sample, Tenth, growth
+
+FLAT = Sample(50 * 2**20, 40, 20, 10 * 2**20)
+
+
+def tenths(last: Sample = FLAT, took_s: float = 0.001) -> list[Tenth]:
+    made = [Tenth([FLAT] * 3, {"save": [0.001] * 9}) for _ in range(TENTHS - 1)]
+    return [*made, Tenth([last] * 3, {"save": [took_s] * 9})]
+
+
+def test_seconds_of_it() -> None:
+    report: Any = soak(0.05, workers=2, pause_s=0.0, samples=2)
+    assert report["wrong"] == []
+    assert report["problems"] == []
+    assert report["operations"]["restored"]
+    assert all(tenth["memory_bytes"] > 2**20 for tenth in report["tenths"])
+    assert all(tenth["descriptors"] > 10 for tenth in report["tenths"])
+    assert report["tenths"][-1]["file_bytes"] > 16 * 2**20
+
+
+def test_what_stays_is_flat() -> None:
+    assert growth(tenths()) == []
+    assert growth(tenths(Sample(54 * 2**20, 45, 22, 10 * 2**20), 0.0015)) == []
+
+
+@pytest.mark.parametrize(
+    ("last", "name"),
+    [
+        (Sample(60 * 2**20, 40, 20, 10 * 2**20), "memory_bytes"),
+        (Sample(50 * 2**20, 90, 20, 10 * 2**20), "descriptors"),
+        (Sample(50 * 2**20, 40, 40, 10 * 2**20), "threads"),
+        (Sample(50 * 2**20, 40, 20, 12 * 2**20), "file_bytes"),
+    ],
+)
+def test_what_grows_is_named(last: Sample, name: str) -> None:
+    (sentence,) = growth(tenths(last))
+    assert name in sentence
+
+
+def test_what_gets_slower_is_named() -> None:
+    (sentence,) = growth(tenths(took_s=0.003))
+    assert "save" in sentence

@@ -1,0 +1,94 @@
+"""What clients do in a soak: everything that an engine does, and what engines do when they die."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+from prefixd.client import Client, SaveReason, Tier
+from prefixd.proto.endpoints import LOCAL_SUFFIX, UNIX_SCHEME
+from tests.support.entries import items_of, key_of, payload_of
+
+_ENTRIES: Final = 400
+_MOST_BYTES: Final = 200_000
+_DEADLINE_MS: Final = 10_000
+#: A client is closed, and another one opened, after so many operations.
+_LIFE: Final = 300
+
+
+class Worker(threading.Thread):
+    """One client after the other, until it is stopped."""
+
+    def __init__(
+        self, address: str, seed: int, pause_s: float, took: Callable[[str, float], None]
+    ) -> None:
+        super().__init__(name=f"soak {seed}", daemon=True)
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self._address = address
+        self._random = random.Random(seed)
+        self._pause_s = pause_s
+        self._took = took
+        self._stopping = threading.Event()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self.join()
+
+    def run(self) -> None:
+        operations = [self.save, self.restore, self.restore, self.probe, self.delete]
+        while not self._stopping.is_set():
+            with Client(self._address, name=self.name, deadline_ms=_DEADLINE_MS) as client:
+                client.wait_connected()
+                for _ in range(_LIFE):
+                    operation = self._random.choice(operations)
+                    begun_s = time.monotonic()
+                    operation(client)
+                    name = operation.__name__
+                    self._took(name, time.monotonic() - begun_s)
+                    self.counts[name] += 1
+                    if self._stopping.wait(self._pause_s):
+                        break
+            self._break_in()
+
+    def _names(self) -> list[str]:
+        first = self._random.randrange(_ENTRIES)
+        return [f"soak {first + number}" for number in range(self._random.choice((1, 4, 16)))]
+
+    def _payload_bytes(self, name: str) -> int:
+        return 1 + int.from_bytes(key_of(name)[:4]) % _MOST_BYTES
+
+    def save(self, client: Client) -> None:
+        tier = self._random.choice(list(Tier))
+        items = [items_of([name], self._payload_bytes(name))[0] for name in self._names()]
+        for outcome in client.save_many(items, tier=tier, reason=SaveReason.EVICT):
+            self.counts[outcome.status.label] += 1
+
+    def restore(self, client: Client) -> None:
+        with client.claim([key_of(name) for name in self._names()]) as hit:
+            buffers = [bytearray(entry.payload_bytes) for entry in hit.entries]
+            result = hit.restore_into(buffers)
+            for entry, buffer, good in zip(hit.entries, buffers, result.restored, strict=True):
+                self.counts["restored"] += good
+                if good and buffer != payload_of(entry.key, entry.payload_bytes):
+                    self.wrong.append(entry.key.hex())
+
+    def probe(self, client: Client) -> None:
+        client.probe([key_of(name) for name in self._names()])
+
+    def delete(self, client: Client) -> None:
+        client.delete([key_of(name) for name in self._names()[:2]])
+
+    def _break_in(self) -> None:
+        """A connection that says half of something and hangs up."""
+        path = self._address.removeprefix(UNIX_SCHEME) + LOCAL_SUFFIX
+        with socket.socket(socket.AF_UNIX) as sock, suppress(OSError):
+            sock.connect(path)
+            sock.sendall(b"\x40\0\0\0half")
+        self.counts["hung up"] += 1

@@ -1,0 +1,118 @@
+"""Clients with tokens, of two namespaces and of none, and a daemon that they reach over TLS."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+
+from prefixd.proto import prefixd_pb2_grpc as rpc
+from prefixd.proto.keys import Key
+from prefixd.proto.namespaces import Namespace
+from prefixd.server.api.access import Role
+from prefixd.server.config.loading import load_config
+from prefixd.server.remote import credentials_of, tokens_of
+from tests.support.certificates import Authority
+from tests.support.running import (
+    Outside,
+    Running,
+    key,
+)
+
+NAMESPACES = ("a", "b", "")
+#: What all of them call the same, and what one of them has alone.
+COMMON = key(1)
+OWN = {"a": key(11), "b": key(12), "": key(13)}
+#: Nobody has it: it is deleted.
+NOTHING = key(14)
+#: 4 KiB that say whose they are.
+MARKS = {name: f"<of {name or 'nobody'}>".encode() for name in NAMESPACES}
+DATA = {name: mark.ljust(4096, b".") for name, mark in MARKS.items()}
+
+
+class Who(NamedTuple):
+    role: Role
+    name: str  # of the namespace; empty: of none, *: of all
+
+    @property
+    def token(self) -> str:
+        return f"{self.role.name}-{self.reach}-".lower().ljust(40, "x")
+
+    @property
+    def line(self) -> str:
+        role = self.role.name.lower()
+        return f"{role} {role}-{self.reach} {self.token} {self.name}".strip()
+
+    @property
+    def of(self) -> str:
+        """Of which namespace the keys are that it names, as it names them."""
+        return "" if self.name == "*" else self.name
+
+    @property
+    def reach(self) -> str:
+        return "every" if self.name == "*" or self.role is Role.ADMIN else self.name or "none"
+
+
+EVERYBODY = [Who(role, name) for role in (Role.READ, Role.WRITE) for name in NAMESPACES]
+EVERYBODY += [Who(Role.ADMIN, ""), Who(Role.WRITE, "*")]
+
+
+def flags_of(directory: Path, authority: Authority) -> list[str]:
+    """Of a daemon with TLS that knows everybody's token."""
+    certificate, private = authority.sign("daemon")
+    tokens = directory / "tokens"
+    tokens.write_text("".join(f"{who.line}\n" for who in EVERYBODY))
+    tokens.chmod(0o600)
+    return [
+        "--server.tcp=127.0.0.1:0",
+        f"--server.tls_cert={certificate}",
+        f"--server.tls_key={private}",
+        f"--server.tokens={tokens}",
+    ]
+
+
+class Tenant(Outside):
+    """A client with a token, over TCP."""
+
+    def __init__(self, who: Who, channel: grpc.aio.Channel) -> None:
+        self.who = who
+        self.address, self.told = "", []
+        self.channel = self.admin_channel = channel
+        self.cache: Any = rpc.CacheStub(channel)
+        self.admin: Any = rpc.AdminStub(channel)
+
+
+@asynccontextmanager
+async def tenants(
+    daemon: Running, authority: Authority, flags: list[str]
+) -> AsyncIterator[dict[Who, Tenant]]:
+    """One of each kind, over TLS."""
+    config = load_config(flags, {})
+    server = daemon.front.remote(tokens_of(config))
+    secured = credentials_of(config)
+    assert secured is not None
+    port = server.add_secure_port("127.0.0.1:0", secured)
+    await server.start()
+    root = grpc.ssl_channel_credentials(authority.certificate.read_bytes())
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(server.stop, grace=0)
+        found = {}
+        for who in EVERYBODY:
+            credentials = grpc.composite_channel_credentials(
+                root, grpc.access_token_call_credentials(who.token)
+            )
+            channel = grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials)
+            stack.push_async_callback(channel.close)
+            found[who] = Tenant(who, channel)
+        yield found
+
+
+def stored(name: str, of: Key) -> Key:
+    return Namespace(name).stored([of])[0] if name else of
+
+
+#: Room for all that a test saves, most of it shared out.
+ROOM = ("--ram.budget=16MiB", "--ram.shares=a=4MiB, b=4MiB")

@@ -1,0 +1,130 @@
+"""The manifests of deploy/kubernetes: as Kubernetes' own schemas want them, and in agreement with
+the daemon that they start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixd import __version__
+from prefixd.proto.units import parse_bytes
+from prefixd.server.config.loading import load_config
+from prefixd.server.config.options import Config
+
+yaml = pytest.importorskip("yaml", reason="needs PyYAML, which comes with kubernetes-validate")
+
+ROOT = Path(__file__).resolve().parent.parent
+MANIFESTS = ROOT / "deploy/kubernetes"
+#: One of the newest, and the first that has sidecars switched on.
+VERSIONS = ("1.35", "1.29")
+USER = 10001
+
+
+def read(name: str) -> dict[str, Any]:
+    (document,) = yaml.safe_load_all((MANIFESTS / name).read_text())
+    assert isinstance(document, dict)
+    return document
+
+
+def pod_of(name: str) -> dict[str, Any]:
+    document = read(name)
+    if document["kind"] == "DaemonSet":
+        document = document["spec"]["template"]
+    pod: dict[str, Any] = document["spec"]
+    return pod
+
+
+def daemon_of(name: str) -> dict[str, Any]:
+    pod = pod_of(name)
+    everything = [*pod.get("initContainers", ()), *pod["containers"]]
+    (container,) = (one for one in everything if one["name"] == "prefixd")
+    found: dict[str, Any] = container
+    return found
+
+
+def config_of(name: str) -> Config:
+    return load_config([], {one["name"]: one["value"] for one in daemon_of(name)["env"]})
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", ["daemonset.yaml", "sidecar.yaml"])
+def test_kubernetes_takes_the_manifest(name: str, version: str) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate")
+    validate.validate(read(name), version, strict=True)
+
+
+def test_the_schemas_would_notice() -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate")
+    wrong = read("daemonset.yaml")
+    wrong["spec"]["template"]["spec"]["containers"][0]["redinessProbe"] = {}
+    with pytest.raises(validate.ValidationError):
+        validate.validate(wrong, VERSIONS[0], strict=True)
+
+
+@pytest.mark.parametrize("name", ["daemonset.yaml", "sidecar.yaml"])
+def test_budgets_paths_and_ports_fit_together(name: str) -> None:
+    pod, daemon, config = pod_of(name), daemon_of(name), config_of(name)
+    mounts = {mount["name"]: mount["mountPath"] for mount in daemon["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert mounts.keys() == volumes.keys()
+    assert config.server.address == f"unix:{mounts['socket']}/prefixd.sock"
+    assert config.shm.directory.is_relative_to(mounts["shm"])
+    assert config.disk.directory.is_relative_to(mounts["disk"])
+    memory = parse_bytes(f"{daemon['resources']['limits']['memory']}B")
+    shm_room = parse_bytes(f"{volumes['shm']['emptyDir']['sizeLimit']}B")
+    ram, shm = config.ram.budget_bytes, config.shm.budget_bytes
+    assert isinstance(ram, int)
+    assert isinstance(shm, int)
+    assert ram + shm + 2**30 <= memory
+    assert shm < shm_room
+    (port,) = (one["containerPort"] for one in daemon["ports"] if one["name"] == "metrics")
+    assert config.server.metrics.endswith(f":{port}")
+
+
+@pytest.mark.parametrize("name", ["daemonset.yaml", "sidecar.yaml"])
+def test_the_daemon_is_nobody_special(name: str) -> None:
+    pod, daemon = pod_of(name), daemon_of(name)
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] == USER
+    own = daemon["securityContext"]
+    assert own["capabilities"] == {"drop": ["ALL"]}
+    assert (own["allowPrivilegeEscalation"], own["readOnlyRootFilesystem"]) == (False, True)
+    assert not {"hostPID", "hostIPC", "hostNetwork", "shareProcessNamespace"} & pod.keys()
+
+
+def test_what_prepares_a_node_may_do_that_alone() -> None:
+    pod = pod_of("daemonset.yaml")
+    (prepares,) = pod["initContainers"]
+    assert prepares["securityContext"]["capabilities"] == {
+        "drop": ["ALL"],
+        "add": ["CHOWN", "FOWNER"],
+    }
+    made = [word for word in prepares["command"] if word.startswith("/")]
+    on_the_node = {v["name"]: v["hostPath"]["path"] for v in pod["volumes"] if "hostPath" in v}
+    assert sorted(made) == sorted(on_the_node.values())
+    assert str(USER) in prepares["command"]
+
+
+def test_an_engine_needs_the_socket_and_nothing_else() -> None:
+    """As the manifest's comment says it to whoever writes one."""
+    text = (MANIFESTS / "daemonset.yaml").read_text()
+    said = yaml.safe_load("\n".join(line[4:] for line in text.splitlines() if line[:4] == "#   "))
+    (volume,) = said["volumes"]
+    (mount,) = said["volumeMounts"]
+    (address,) = said["env"]
+    (socket,) = (v for v in pod_of("daemonset.yaml")["volumes"] if v["name"] == "socket")
+    assert volume["hostPath"]["path"] == socket["hostPath"]["path"]
+    assert address["value"] == config_of("daemonset.yaml").server.address
+    assert address["value"].startswith(f"unix:{mount['mountPath']}/")
+
+
+def test_the_base_has_what_it_names() -> None:
+    base = read("kustomization.yaml")
+    assert (base["kind"], base["resources"]) == ("Kustomization", ["daemonset.yaml"])
+    (image,) = base["images"]
+    images = {one["image"] for one in (daemon_of("daemonset.yaml"), daemon_of("sidecar.yaml"))}
+    assert images == {f"{image['name']}:{image['newTag']}"}
+    if "unknown" not in __version__:
+        assert image["newTag"] == __version__
