@@ -36,9 +36,9 @@ class EntryListener(Protocol):
 def tell_published(listener: EntryListener | None, effects: Sequence[Effect]) -> None:
     """Tell it of the entries that these effects made visible."""
     if listener is not None:
-        for effect in effects:
-            if isinstance(effect, IndexPut):
-                listener.published(effect.entry)
+        published = [effect.entry for effect in effects if isinstance(effect, IndexPut)]
+        if published:
+            listener.published(published)
 
 
 class ChangeListener:
