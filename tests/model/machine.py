@@ -554,7 +554,8 @@ class MetaStateMachine(RuleBasedStateMachine):
             self.commit(0, 10)
         while self.tokens("doomed"):
             self.stop(0, SaveStatus.LOST)
-        self.tick(200, flush=True)
+        # Longer than any lease, and the lateness that a heartbeat before a tick is credited with.
+        self.tick(1_000, flush=True)
         tables = self.state.tables
         held = [tables.claims, tables.reservations, tables.in_flight, tables.waiting]
         held += [tables.ending, tables.condemned, tables.unpinning]
