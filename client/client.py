@@ -277,7 +277,7 @@ class Client(Saves, KeyCalls):
         *,
         include_partial: bool = False,
     ) -> BlockChain:
-        """The keys of `tokens` cut into blocks, root first. No rpc; see `walk.BlockChain`."""
+        """The keys of `tokens` cut into blocks, root first. No rpc; see `BlockChain`."""
         return BlockChain(namespace, tokens, block_tokens, include_partial=include_partial)
 
     def longest_run(

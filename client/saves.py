@@ -73,7 +73,7 @@ class Reservation:
         self._used = False
         self.item = item
         self.status = granted.status
-        self.holding = granted.holding
+        self._holding = granted.holding
         #: Who saves the key at this moment, and for how long (IN_FLIGHT).
         self.owner = granted.owner
         self.age_ms = granted.age_ms
@@ -92,7 +92,7 @@ class Reservation:
     @property
     def lost(self) -> bool:
         """Did it expire, or end with its session, before it was used?"""
-        return self.holding is not None and self.holding.why_lost is not None
+        return self._holding is not None and self._holding.why_lost is not None
 
     def write(self, payload: Payload, *, deadline_ms: int | None = None) -> SaveOutcome:
         """Save the payload, which has exactly the reserved size, and wait until it is published.
@@ -110,7 +110,7 @@ class Reservation:
         if not self.granted:
             return None
         self._used = True
-        return self.holding
+        return self._holding
 
     def __repr__(self) -> str:
         return f"<Reservation: {self.status.name.lower()} {self.key.hex()[:16]}>"

@@ -94,7 +94,7 @@ class Locks:
         return lock
 
     def landed(self, lock: Lock, hit: Hit) -> bool:
-        """The claim is there. False: nobody needs it any more."""
+        """The claim is there. False: it is not needed any more."""
         with self._lock:
             if self._closed or not lock.open:
                 return False
@@ -110,7 +110,7 @@ class Locks:
             return None
 
     def drop(self, keys: Iterable[Key]) -> list[Hit]:
-        """Each key once less. Returns the hits that nobody needs any more."""
+        """Each key once less. Returns the hits that are not needed any more."""
         done: list[Hit] = []
         with self._lock:
             for key in keys:
@@ -145,7 +145,7 @@ class Event:
         self._closed = False
 
     def ring(self) -> None:
-        # A descriptor that was closed may be somebody else's by now.
+        # A descriptor that was closed may belong to something else by now.
         with self._lock:
             if not self._closed:
                 os.eventfd_write(self.fd, 1)

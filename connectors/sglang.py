@@ -330,7 +330,7 @@ def _backend() -> type:
             return all(self.set(key, page) for key, page in zip(keys, pages, strict=True))
 
         def clear(self) -> None:
-            """Nothing: the daemon is shared, and keys tell nobody whose they are."""
+            """Nothing: the daemon is shared, and keys do not say whose they are."""
             logger.warning("prefixd keeps what it has: evict it with prefixctl")
 
         def get_stats(self) -> None:

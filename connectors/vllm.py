@@ -89,7 +89,7 @@ class TierCore:
     # ---- lookups
 
     def look_up(self, block_hash: bytes) -> bool | None:
-        """Is it there? None: ask again, somebody is finding out. Never blocks."""
+        """Is it there? None: ask again, a look-up is under way. Never blocks."""
         key = self.key(block_hash)
         if self._failed and monotonic() < self._failed.get(key, 0.0):
             return False
@@ -334,7 +334,7 @@ def _tier() -> type:
             ]
 
         def _event(self, ended: Ended) -> None:
-            """What was stored. What the daemon evicts it tells nobody."""
+            """What was stored. The daemon does not report what it evicts."""
             if ended.job in self._stores:
                 self._stores.discard(ended.job)
                 if self._events is not None and ended.good_hashes:

@@ -59,7 +59,7 @@ _new_bytearray.restype = ctypes.py_object
 
 
 def unset_bytearray(length_bytes: int) -> bytearray:
-    """A bytearray for somebody who writes all of it before anybody reads it.
+    """A bytearray to be written before any of it is read.
 
     What `bytearray(length_bytes)` does besides, zeroing it, takes as long as the copy into it.
     """

@@ -35,7 +35,7 @@ SOCKET_BYTES: Final = 2 * 2**20
 
 
 def frame(message: pb.DataRequest | pb.DataResponse) -> bytes:
-    """A message as it goes through the socket. Raises InvalidSize for one that nobody takes."""
+    """A message as it goes through the socket. Raises InvalidSize for one that is too large."""
     data = message.SerializeToString()
     if len(data) > MAX_MESSAGE_BYTES:
         raise InvalidSize(f"a message of {len(data)} bytes, {MAX_MESSAGE_BYTES} is the most")

@@ -161,7 +161,7 @@ class NotPermitted(PrefixdError, code=Code.PERMISSION_DENIED):
 
 
 class DaemonUnavailable(PrefixdError, code=Code.UNAVAILABLE, retryable=True):
-    """Nobody answers at the address, or the connection broke."""
+    """No daemon answers at the address, or the connection broke."""
 
 
 class DeadlineExceeded(PrefixdError, code=Code.DEADLINE_EXCEEDED, retryable=True):

@@ -4,7 +4,7 @@ The socket is a Unix stream beside the gRPC one; the contract is in prefixd.prot
 costs a fraction here of what it costs over gRPC (tests/bench/bench_local.py), and descriptors can
 travel with an answer (SCM_RIGHTS). Those of a hand-over are named
 
-    ram       the RAM arena: a sealed memfd that the kernel lets nobody but the daemon write
+    ram       the RAM arena: a sealed memfd that the kernel lets only the daemon write
     shm       the shm arena, opened read-only
     index     the index (proto.index): a sealed memfd, opened read-only
     disk      the arena of the disk tier, opened read-only
@@ -41,7 +41,7 @@ M = TypeVar("M", pb.LocalRequest, pb.LocalResponse)
 
 
 def frame(message: pb.LocalRequest | pb.LocalResponse) -> bytes:
-    """A message as it goes through the socket. Raises InvalidSize for one that nobody takes."""
+    """A message as it goes through the socket. Raises InvalidSize for one that is too large."""
     data = message.SerializeToString()
     if len(data) > MAX_MESSAGE_BYTES:
         raise InvalidSize(f"a message of {len(data)} bytes, {MAX_MESSAGE_BYTES} is the most")

@@ -83,9 +83,9 @@ class DeleteStatus(IntEnum):
     ABSENT = 2
     """It was not there."""
     PINNED = 3
-    """Somebody reads it at this moment, maybe this client; nothing happened."""
+    """It is being read, maybe by this client; nothing happened."""
     IN_FLIGHT = 4
-    """Somebody is saving it at this moment; nothing happened."""
+    """It is being saved; nothing happened."""
     FAILED = 100
     """The daemon could not be asked, or refused the whole call."""
 
@@ -94,9 +94,9 @@ class MissReason(StrEnum):
     """Why something was not served from the cache."""
 
     ABSENT = "absent"
-    """Nobody saved it, or it was evicted."""
+    """It was never saved, or it was evicted."""
     IN_FLIGHT = "in_flight"
-    """Somebody is saving it at this moment."""
+    """It is being saved."""
     UNAVAILABLE = "unavailable"
     """No daemon answers, or it is stopping."""
     DEADLINE = "deadline"

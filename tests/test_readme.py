@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.client import Client, Tier
+from prefixd.client import Client, Namespace, SaveItem, Tier
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto.endpoints import ADDRESS_VARIABLE
 from tests.support.daemon import private_daemon
@@ -94,3 +95,22 @@ def test_the_example_computes_what_could_not_be_restored(
 
 def test_there_is_a_client_to_begin_with() -> None:
     assert Client.__name__ in example()
+
+
+def test_the_session_on_the_first_screen_is_a_real_one(daemon: PrivateDaemon) -> None:
+    (session,) = re.findall(r"^```pycon\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    model = Namespace(b"w" * 32, "q4_k_m", b"c" * 32)
+    tokens = list(range(2048))
+    with Client(daemon.address) as cache:
+        chain = cache.chain(model, tokens)
+        names = {
+            "cache": cache,
+            "chain": chain,
+            "blocks": [SaveItem(key, bytes(4096), token_count=512) for key in chain],
+            "chain_of_another_prompt": cache.chain(model, tokens[:1536] + tokens[:512]),
+            "buffers": [bytearray(4096) for _ in range(3)],
+            "Tier": Tier,
+        }
+        test = doctest.DocTestParser().get_doctest(session, names, "README.md", None, None)
+        assert len(test.examples) == 3
+        assert doctest.DocTestRunner().run(test).failed == 0

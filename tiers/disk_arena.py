@@ -151,7 +151,7 @@ class DiskArena(BaseArena):
                 raise StoreError(f"can't sync {self.path}: {problem}") from None
 
     def give_back(self, location: Location) -> bool:
-        """The file gets holes: who reads one reads zeros, and nobody faults."""
+        """The file gets holes: a read of one gives zeros, and no process faults."""
         with write_errors(f"give room of {self.path} back"):
             return all(
                 punch_hole(self.fd, start, length_bytes)

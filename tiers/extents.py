@@ -170,7 +170,7 @@ class ExtentAllocator:
             pass
 
     def copy(self) -> ExtentAllocator:
-        """The same slabs, for whoever has to look at them for long: 13 bytes a slab are copied."""
+        """A copy of the same slabs, 13 bytes each, to be looked at for long."""
         copy = ExtentAllocator(0, self.slab_bytes)
         copy._slabs, copy._free_slabs = self._slabs, self._free_slabs
         copy._used, copy._classes = self._used[:], self._classes

@@ -63,6 +63,6 @@ def free_heap_bytes() -> int:
 
 def give_back_free_heap() -> None:
     """Let the kernel have the pages under what is free. Takes 0.2 to 0.4 ms a MiB (measured), and
-    whoever asks for a block of more than 512 bytes meanwhile waits."""
+    a request for a block of more than 512 bytes waits meanwhile."""
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

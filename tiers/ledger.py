@@ -74,12 +74,12 @@ class Ledger:
         self.extents = extents
         self.published_bytes = 0
         self.reserved_bytes = 0
-        #: stored bytes of published entries that somebody holds a claim on
+        #: stored bytes of published entries that are claimed
         self.pinned_bytes = 0
         self.entries = 0
         self.reservations = 0
         self.pinned_entries = 0
-        #: slabs that nobody gets, so that the tier is as small as it was told to be
+        #: slabs that are not given out, so that the tier is as small as it was told to be
         self.retired: list[Location] = []
         self.retired_bytes = 0
 

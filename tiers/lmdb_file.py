@@ -146,7 +146,7 @@ class CellFile:
             with self._env.begin(write=True) as transaction:
                 # Where the next page goes comes from the file.
                 if self._state() != self._mark:
-                    raise Damage("the environment was changed by somebody else")
+                    raise Damage("the environment was changed by another process")
                 items = [(_KEY.pack(slab), cell) for slab, cell in cells]
                 transaction.cursor().putmulti(items, append=append)
         except lmdb.MapFullError:

@@ -184,7 +184,7 @@ class Recency(Order):
             self.pin(resident)
 
     def pin(self, resident: Resident) -> None:
-        """Out of the ring: nobody meets it."""
+        """Out of the ring, so that no eviction meets it."""
         before, after = resident.before, resident.after
         assert before is not None
         assert after is not None

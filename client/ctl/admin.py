@@ -52,7 +52,7 @@ def stats(
     watch: Annotated[
         float | None,
         typer.Option(
-            "--watch", metavar="TIME", parser=parse_seconds, help="Repeat every TIME: 1, 500ms."
+            "--watch", metavar="TIME", parser=parse_seconds, help="As `top --every TIME`."
         ),
     ] = None,
     counters: Annotated[
@@ -83,14 +83,14 @@ def stats(
 
 def _watch(ctl: Ctl, daemon: AdminConnection, interval_s: float) -> None:
     from . import messages
-    from .live import watch
+    from .top import follow
 
     try:
         if ctl.as_json:
             while True:
                 print_json(messages.as_dict(daemon.stats()), indent=None)
                 time.sleep(interval_s)
-        watch(daemon, make_console(), interval_s)
+        follow(daemon, make_console(), interval_s)
     except KeyboardInterrupt:
         pass
 

@@ -222,7 +222,7 @@ def convert(
         "source": source,
         "output": output,
         "shapes": dict(converter.shapes),
-        "bad_records": converter.bad_records,
+        "bad_records": converter.bad,
         **summary.to_json(),
     }
     warn(converter.warnings())
@@ -251,7 +251,7 @@ def analyze(
     with bad_input():
         reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
         found = analysis.analyze(reading(reader, "analysing"), block_tokens=block_tokens)
-    data = {"path": trace, "bad_lines": reader.bad_lines, **found.to_json()}
+    data = {"path": trace, "bad_lines": reader.bad, **found.to_json()}
     warn(reader.warnings())
     show(data, target, lambda: views.analysis(data))
 

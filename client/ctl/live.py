@@ -1,22 +1,20 @@
-"""The tiers as they fill: what `stats --watch` and `demo` show."""
+"""The tiers as they fill, which `demo` shows, and views that are redrawn."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.text import Text
 
 from ...proto import prefixd_pb2 as pb
-from . import messages, render, stats_view
+from . import messages, render
 
 if TYPE_CHECKING:
-    from .connection import AdminConnection
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,36 +88,6 @@ def _rates(old: pb.TierStats, new: pb.TierStats, seconds: float) -> Rates:
         (new.saved_bytes - old.saved_bytes) / seconds,
         (new.evictions - old.evictions) / seconds,
     )
-
-
-def watch(daemon: AdminConnection, console: Console, interval_s: float) -> None:
-    """Show the tiers every `interval_s` until interrupted. A daemon that is restarted is found
-    again."""
-    from ...proto.errors import DaemonUnavailable, DeadlineExceeded
-
-    board = TierBoard()
-    board.take(daemon.stats(), time.monotonic())  # no daemon at all: raises, and the command ends
-    note = Text()
-
-    def view() -> RenderableType:
-        if board.stats is None:
-            return note
-        stats = board.stats
-        counts = Text(
-            f"sessions {stats.sessions:,}   claims {stats.claims:,}   "
-            f"reservations {stats.reservations:,}   waiters {stats.waiters:,}"
-        )
-        return Group(stats_view.headline(stats, daemon.address), board, counts, note)
-
-    with live_view(console, view) as refresh:
-        while True:
-            time.sleep(interval_s)
-            try:
-                board.take(daemon.stats(), time.monotonic())
-                note = Text()
-            except (DaemonUnavailable, DeadlineExceeded):
-                note = Text("the daemon does not answer; trying again", style="bold red")
-            refresh()
 
 
 @contextmanager

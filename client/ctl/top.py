@@ -13,6 +13,8 @@ from .command import Ctl, command, make_console
 from .options import parse_seconds
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from .connection import AdminConnection
     from .top_board import Board
 
@@ -48,26 +50,31 @@ def top(
         fleet.top(ctl, every, once=once)
         return
     with ctl.connect() as daemon:
+        if not once and not ctl.as_json:
+            with suppress(KeyboardInterrupt):
+                follow(daemon, make_console(), every)
+            return
         board = Board(daemon.address)
         _look(board, daemon)
-        if once or ctl.as_json:
-            time.sleep(every)
-            _look(board, daemon)
-            ctl.show(messages.as_dict(board.between()), lambda: board)
-            return
-        with suppress(KeyboardInterrupt):
-            _follow(board, daemon, every)
+        time.sleep(every)
+        _look(board, daemon)
+    ctl.show(messages.as_dict(board.between()), lambda: board)
 
 
 def _look(board: Board, daemon: AdminConnection) -> None:
     board.take(daemon.stats(), daemon.oldest_claims(OLDEST_CLAIMS), time.monotonic())
 
 
-def _follow(board: Board, daemon: AdminConnection, every_s: float) -> None:
+def follow(daemon: AdminConnection, console: Console, every_s: float) -> None:
+    """Show what a daemon does until interrupted. One that is restarted is found again; raises
+    DaemonUnavailable if there is none at first."""
     from ...proto.errors import DaemonUnavailable, DeadlineExceeded
     from .live import live_view
+    from .top_board import Board
 
-    with live_view(make_console(), board.__rich__) as refresh:
+    board = Board(daemon.address)
+    _look(board, daemon)
+    with live_view(console, board.__rich__) as refresh:
         while True:
             time.sleep(every_s)
             try:

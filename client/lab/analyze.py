@@ -1,7 +1,7 @@
 """What a trace offers a prefix cache, in one pass: sharing, reuse, popularity, sessions.
 
 Everything is as a cache without limits would see it; what a real size keeps of it is the
-curve's answer (`client.replay.curve`). Memory grows with the number of different blocks and
+curve's answer (`client.lab.curve`). Memory grows with the number of different blocks and
 of different prompt ends, not with the trace.
 """
 

@@ -43,7 +43,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from .shapes import ConvertOptions, Prompt, prompts, time_ms
-from .source import MAX_LINE_BYTES, LineSource, Stream, TraceError, display_name
+from .source import MAX_LINE_BYTES, RequestReader, Stream, TraceError, display_name
 from .trace import Request
 
 __all__ = ["ConvertOptions", "Converter"]
@@ -74,15 +74,17 @@ class ChainedIds:
         return tuple(ids)
 
 
-class Converter:
+class Converter(RequestReader):
     """The requests of a file in another shape, streamed.
 
-    Iterating counts, from zero each time: `requests`; `bad_records` (with `first_bad`) if
+    Iterating counts, from zero each time: `requests`; `bad` (with `first_bad`) if
     `skip_bad`; `shapes`, records by the field that their prompts came from; `backwards`,
     requests with a time before an earlier one's, which they get instead.
 
     Raises `TraceError` like `TraceReader`.
     """
+
+    UNIT = "record"
 
     def __init__(
         self,
@@ -92,32 +94,17 @@ class Converter:
         limit: int | None = None,
         skip_bad: bool = False,
     ) -> None:
-        if limit is not None and limit < 0:
-            raise ValueError(f"the limit must not be negative, got {limit}")
-        self.path = str(path)
+        super().__init__(path, limit, skip_bad)
         self.options = options or ConvertOptions()
-        self.limit = limit
-        self.skip_bad = skip_bad
-        self._source = LineSource(path)
         self._reset()
 
     def _reset(self) -> None:
-        self.requests = self.bad_records = self.backwards = 0
-        self.first_bad: TraceError | None = None
+        self._begin()
+        self.backwards = 0
         self.shapes: Counter[str] = Counter()
         self._ids = ChainedIds()
         self._start_ms: float | None = None
         self._last_ms = 0
-
-    @property
-    def consumed_bytes(self) -> int:
-        """Bytes of the file (as stored, compressed or not) read so far."""
-        return self._source.consumed_bytes
-
-    @property
-    def total_bytes(self) -> int | None:
-        """Size of the file as stored; None for standard input."""
-        return self._source.total_bytes
 
     @property
     def unique_blocks(self) -> int:
@@ -135,18 +122,10 @@ class Converter:
             yield Request(arrival, prompt.input_length, prompt.output_length, ids)
             if self.requests == self.limit:
                 return
-        if not self.requests:
-            problem = "no request in it"
-            if self.first_bad is not None:
-                problem += f", all records are bad; the first: {self.first_bad}"
-            raise TraceError(self.path, 0, problem)
+        self._end()
 
     def warnings(self) -> list[str]:
-        """What a user of the result should know about the input, one sentence each."""
-        notes = []
-        if self.first_bad is not None:
-            records = "record" if self.bad_records == 1 else "records"
-            notes.append(f"{self.bad_records:,} bad {records} skipped; the first: {self.first_bad}")
+        notes = super().warnings()
         if self.backwards:
             notes.append(
                 f"{display_name(self.path)}: {self.backwards:,} of {self.requests:,} requests "
@@ -249,12 +228,6 @@ class Converter:
             raise TraceError(self.path, self._source.line_number, problem) from None
         finally:
             text.detach()  # the stream is closed by who opened it
-
-    def _bad(self, error: TraceError) -> None:
-        if not self.skip_bad:
-            raise error
-        self.bad_records += 1
-        self.first_bad = self.first_bad or error
 
 
 def _next_turn(waiting: deque[deque[Prompt]]) -> Prompt:

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -222,3 +222,57 @@ class LineSource:
                 problem = "is zstd-compressed; reading it needs `pip install 'prefixd[zstd]'`"
                 raise TraceError(self.path, 0, problem) from None
         return raw
+
+
+class RequestReader:
+    """What the readers of request files have in common: how far they are, and what was bad."""
+
+    #: what one bad piece of the file is called
+    UNIT: ClassVar[str]
+
+    def __init__(self, path: Path | str, limit: int | None, skip_bad: bool) -> None:
+        if limit is not None and limit < 0:
+            raise ValueError(f"the limit must not be negative, got {limit}")
+        self.path = str(path)
+        self.limit = limit
+        self.skip_bad = skip_bad
+        self.requests = 0
+        #: pieces skipped because of `skip_bad`, and what the first of them would have raised
+        self.bad = 0
+        self.first_bad: TraceError | None = None
+        self._source = LineSource(path)
+
+    @property
+    def consumed_bytes(self) -> int:
+        """Bytes of the file (as stored, compressed or not) read so far."""
+        return self._source.consumed_bytes
+
+    @property
+    def total_bytes(self) -> int | None:
+        """Size of the file as stored; None for standard input."""
+        return self._source.total_bytes
+
+    def warnings(self) -> list[str]:
+        """What a user of the result should know about the input, one sentence each."""
+        if self.first_bad is None:
+            return []
+        units = self.UNIT if self.bad == 1 else f"{self.UNIT}s"
+        return [f"{self.bad:,} bad {units} skipped; the first: {self.first_bad}"]
+
+    def _begin(self) -> None:
+        self.requests = self.bad = 0
+        self.first_bad = None
+
+    def _end(self) -> None:
+        """Raises TraceError for a file without any request."""
+        if not self.requests:
+            problem = "no request in it"
+            if self.first_bad is not None:
+                problem += f", all {self.UNIT}s are bad; the first: {self.first_bad}"
+            raise TraceError(self.path, 0, problem)
+
+    def _bad(self, error: TraceError) -> None:
+        if not self.skip_bad:
+            raise error
+        self.bad += 1
+        self.first_bad = self.first_bad or error

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
-from .source import STDIN, LineSource, TraceError, display_name
+from .source import STDIN, RequestReader, TraceError, display_name
 
 __all__ = [
     "Request",
@@ -44,13 +44,13 @@ class Request:
     hash_ids: tuple[int, ...]
 
 
-class TraceReader:
+class TraceReader(RequestReader):
     """The requests of a trace file, streamed: memory does not grow with the file.
 
     Iterating counts, from zero each time:
 
     - `requests`: what was yielded;
-    - `bad_lines`: lines skipped because of `skip_bad` (a compressed file that is cut short
+    - `bad`: lines skipped because of `skip_bad` (a compressed file that is cut short
       counts as one); `first_bad` is the error that the first of them would have raised;
     - `length_mismatches`: requests whose `input_length` does not need exactly as many blocks
       as they have ids. Legal: `warnings()` says it once.
@@ -58,6 +58,8 @@ class TraceReader:
     Raises `TraceError` at the first bad line unless `skip_bad`, and always when the file
     cannot be opened or holds no request at all.
     """
+
+    UNIT = "line"
 
     def __init__(
         self,
@@ -67,33 +69,15 @@ class TraceReader:
         skip_bad: bool = False,
         block_tokens: int = DEFAULT_BLOCK_TOKENS,
     ) -> None:
-        if limit is not None and limit < 0:
-            raise ValueError(f"the limit must not be negative, got {limit}")
+        super().__init__(path, limit, skip_bad)
         if block_tokens < 1:
             raise ValueError(f"a block must have at least one token, got {block_tokens}")
-        self.path = str(path)
-        self.limit = limit
-        self.skip_bad = skip_bad
         self.block_tokens = block_tokens
-        self.requests = 0
-        self.bad_lines = 0
-        self.first_bad: TraceError | None = None
         self.length_mismatches = 0
-        self._source = LineSource(path)
-
-    @property
-    def consumed_bytes(self) -> int:
-        """Bytes of the file (as stored, compressed or not) read so far."""
-        return self._source.consumed_bytes
-
-    @property
-    def total_bytes(self) -> int | None:
-        """Size of the file as stored; None for standard input."""
-        return self._source.total_bytes
 
     def __iter__(self) -> Iterator[Request]:
-        self.requests = self.bad_lines = self.length_mismatches = 0
-        self.first_bad = None
+        self._begin()
+        self.length_mismatches = 0
         if self.limit == 0:
             return
         block_tokens = self.block_tokens
@@ -105,18 +89,10 @@ class TraceReader:
                 yield request
                 if self.requests == self.limit:
                     return
-        if not self.requests:
-            problem = "no request in it"
-            if self.first_bad is not None:
-                problem += f", all lines are bad; the first: {self.first_bad}"
-            raise TraceError(self.path, 0, problem)
+        self._end()
 
     def warnings(self) -> list[str]:
-        """What a reader of the results should know about the input, one sentence each."""
-        notes = []
-        if self.first_bad is not None:
-            lines = "line" if self.bad_lines == 1 else "lines"
-            notes.append(f"{self.bad_lines:,} bad {lines} skipped; the first: {self.first_bad}")
+        notes = super().warnings()
         if self.length_mismatches:
             notes.append(
                 f"{display_name(self.path)}: input_length disagrees with the number of ids at "
@@ -145,12 +121,6 @@ class TraceReader:
                     self._bad(TraceError(self.path, number, str(error)))
                 else:
                     yield request
-
-    def _bad(self, error: TraceError) -> None:
-        if not self.skip_bad:
-            raise error
-        self.bad_lines += 1
-        self.first_bad = self.first_bad or error
 
 
 def read_trace(

@@ -116,7 +116,7 @@ class EvictionPolicy(ABC, Generic[K]):
     def evict(self, incoming: K | None = None) -> K | None:
         """Remove the next victim and return it; None when every resident key is pinned.
 
-        `incoming` is the prepared key that the room is for (None: nobody in particular).
+        `incoming` is the prepared key that the room is for (None: for no key in particular).
         """
 
     @abstractmethod

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import io
-import time
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from rich.text import Text
 
-from prefixd.client.ctl.connection import AdminConnection
-from prefixd.client.ctl.live import Rates, TierBoard, live_view, watch
+from prefixd.client.ctl.live import Rates, TierBoard, live_view
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.proto.errors import DaemonUnavailable
-from tests.support.daemon import eventually, private_daemon
 
 
 def sample(saved_bytes: int = 0, evictions: int = 0, incarnation: bytes = b"1") -> pb.StatsResponse:
@@ -87,51 +82,3 @@ def test_a_terminal_is_drawn_over_and_a_pipe_gets_every_view() -> None:
             refresh()
         assert all(text in file.getvalue() for text in texts)
         assert ("\x1b[" in file.getvalue()) is terminal
-
-
-class Interrupted(Exception):
-    """Stands for the Ctrl-C that ends watching."""
-
-
-def answers(admin: AdminConnection) -> bool:
-    try:
-        admin.stats()
-    except DaemonUnavailable:
-        return False
-    return True
-
-
-def test_watching_finds_a_daemon_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    with private_daemon() as daemon, daemon.admin(timeout_s=20) as admin:
-        happens = iter(["nothing", "kill", "start", "nothing", "stop"])
-
-        def sleep(_seconds: float) -> None:
-            match next(happens):
-                case "kill":
-                    daemon.kill()
-                case "start":
-                    daemon.start()
-                    # The channel waits up to half a second before it connects again.
-                    eventually(lambda: answers(admin))
-                case "stop":
-                    raise Interrupted
-
-        clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
-        monkeypatch.setattr("prefixd.client.ctl.live.time", clock)
-        to, file = console(terminal=False)
-        with pytest.raises(Interrupted):
-            watch(admin, to, 1.0)
-    views = file.getvalue().split("prefixd 0.")[1:]
-    missed = [view for view in views if "does not answer; trying again" in view]
-    assert len(views) == 5
-    assert len(missed) == 1
-    assert missed[0] is views[2]
-
-
-def test_watching_nobody_says_so_at_once(tmp_path: object) -> None:
-    to, _ = console(terminal=False)
-    with (
-        AdminConnection(f"unix:{tmp_path}/nobody", 5) as admin,
-        pytest.raises(DaemonUnavailable),
-    ):
-        watch(admin, to, 1.0)

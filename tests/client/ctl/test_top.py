@@ -1,20 +1,24 @@
-"""`prefixctl top --once`, on a real daemon."""
+"""`prefixctl top` and `stats --watch`, on a real daemon."""
 
 from __future__ import annotations
 
+import io
 import json
-import threading
-from contextlib import suppress
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from prefixd.client import Client, SaveItem, Tier
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.main import app
-from prefixd.client.ctl.top import _follow
-from prefixd.client.ctl.top_board import Board
+from prefixd.client.ctl.top import follow
+from prefixd.proto.errors import DaemonUnavailable
 from prefixd.proto.keys import Key
-from tests.support.daemon import private_daemon
+from tests.support.daemon import eventually, private_daemon
 
 KEY = Key(b"\xab" * 32)
 
@@ -42,25 +46,50 @@ def test_once() -> None:
             assert stages["claim"] == 0, "none in between"
 
 
-def test_it_goes_on_when_the_daemon_comes_back() -> None:
-    with private_daemon() as daemon:
-        board = Board(daemon.address)
-        looks = []
+class Interrupted(Exception):
+    """Stands for the Ctrl-C that ends watching."""
 
-        class Watched(AdminConnection):
-            def oldest_claims(self, count: int) -> list:  # type: ignore[type-arg]
-                looks.append(board.note)
-                if len(looks) > 3:
-                    raise KeyboardInterrupt
-                return super().oldest_claims(count)
 
-        def follow() -> None:
-            with Watched(daemon.address, 1.0) as admin, suppress(KeyboardInterrupt):
-                _follow(board, admin, 0.01)
+def answers(admin: AdminConnection) -> bool:
+    try:
+        admin.stats()
+    except DaemonUnavailable:
+        return False
+    return True
 
-        thread = threading.Thread(target=follow)
-        thread.start()
-        daemon.kill()
-        daemon.start()
-        thread.join()
-        assert len(looks) == 4
+
+def test_watching_finds_a_daemon_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with private_daemon() as daemon, daemon.admin(timeout_s=20) as admin:
+        happens = iter(["nothing", "kill", "start", "nothing", "stop"])
+
+        def sleep(_seconds: float) -> None:
+            match next(happens):
+                case "kill":
+                    daemon.kill()
+                case "start":
+                    daemon.start()
+                    # The channel waits up to half a second before it connects again.
+                    eventually(lambda: answers(admin))
+                case "stop":
+                    raise Interrupted
+
+        clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+        monkeypatch.setattr("prefixd.client.ctl.top.time", clock)
+        file = io.StringIO()
+        to = Console(file=file, width=120)
+        with pytest.raises(Interrupted):
+            follow(admin, to, 1.0)
+    views = file.getvalue().split("hit ratio  ")[1:]
+    missed = [view for view in views if "does not answer; trying again" in view]
+    assert len(views) == 5
+    assert len(missed) == 1
+    assert missed[0] is views[2]
+
+
+def test_watching_nobody_says_so_at_once(tmp_path: Path) -> None:
+    to = Console(file=io.StringIO(), width=120)
+    with (
+        AdminConnection(f"unix:{tmp_path}/nobody", 5) as admin,
+        pytest.raises(DaemonUnavailable),
+    ):
+        follow(admin, to, 1.0)

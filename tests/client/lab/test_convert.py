@@ -266,7 +266,7 @@ def test_counts_of_what_was_read(tmp_path: Path) -> None:
     converter = Converter(path, skip_bad=True)
     for _ in range(2):
         assert len(list(converter)) == converter.requests == 3
-        assert converter.bad_records == 2
+        assert converter.bad == 2
         assert converter.shapes == {"prompt": 2, "token_ids": 1}
         assert converter.unique_blocks == 3
     assert converter.consumed_bytes == converter.total_bytes == path.stat().st_size
@@ -312,4 +312,4 @@ def test_what_came_before_the_damage_is_kept_on_request(tmp_path: Path) -> None:
         list(Converter(path))
     converter = Converter(path, skip_bad=True)
     assert len(list(converter)) > 1000
-    assert converter.bad_records == 1
+    assert converter.bad == 1

@@ -45,7 +45,7 @@ def test_the_conversation_trace_reads_and_writes_back_byte_for_byte(tmp_path: Pa
     assert sum(len(r.hash_ids) for r in requests) == 288_500
     assert len({i for r in requests for i in r.hash_ids}) == 182_790
     assert sum(r.input_length for r in requests) == 144_793_823
-    assert (reader.bad_lines, reader.length_mismatches) == (0, 0)
+    assert (reader.bad, reader.length_mismatches) == (0, 0)
     assert reader.consumed_bytes == reader.total_bytes == path.stat().st_size
     assert write_trace(tmp_path / "copy.jsonl", requests) == 12_031
     assert (tmp_path / "copy.jsonl").read_bytes() == path.read_bytes()
@@ -150,7 +150,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
     assert str(caught.value).startswith(f"{path}:3: {problem}")
     reader = read_trace(path, skip_bad=True)
     assert len(list(reader)) == 3
-    assert reader.bad_lines == 1
+    assert reader.bad == 1
     assert str(reader.first_bad) == str(caught.value)
     assert reader.warnings() == [f"1 bad line skipped; the first: {caught.value}"]
 
@@ -196,7 +196,7 @@ def test_compressed_data_that_is_cut_short(tmp_path: Path, compress: object) -> 
     assert caught.value.line_number > 1
     reader = read_trace(path, skip_bad=True)
     assert len(list(reader)) == caught.value.line_number - 1
-    assert reader.bad_lines == 1
+    assert reader.bad == 1
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])
@@ -260,7 +260,7 @@ def test_reading_again_counts_again(tmp_path: Path) -> None:
     reader = read_trace(written(tmp_path, GOOD, "bad", GOOD.replace("700", "1")), skip_bad=True)
     for _ in range(2):
         assert len(list(reader)) == reader.requests == 2
-        assert (reader.bad_lines, reader.length_mismatches) == (1, 1)
+        assert (reader.bad, reader.length_mismatches) == (1, 1)
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_a_line_without_end_is_bad_and_not_kept(
         list(read_trace(path))
     reader = read_trace(path, skip_bad=True)
     assert list(reader) == [GOOD_REQUEST]
-    assert reader.bad_lines == 3
+    assert reader.bad == 3
 
 
 def test_a_trace_error_survives_a_process_boundary() -> None:
