@@ -21,6 +21,7 @@ from tests.support.redis_servers import RedisServer, free_ports, needs_redis
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 FLEET = (DEPLOY / "fleet/compose.yaml").read_text()
+BASE = (DEPLOY / "kubernetes/daemonset.yaml").read_text()
 NODES = (DEPLOY / "fleet/nodes.yaml").read_text()
 VALKEY = (DEPLOY / "fleet/valkey.yaml").read_text()
 KUSTOMIZATION = (DEPLOY / "fleet/kustomization.yaml").read_text()
@@ -72,8 +73,9 @@ def test_every_volume_is_of_one_node_and_declared() -> None:
 
 
 def test_kubernetes_daemons_are_configured_well_and_know_the_engine() -> None:
-    env = dict(re.findall(r"- name: (PREFIXD_\w+)\n +value: (\S+)", NODES))
-    assert len(env) == NODES.count("name: PREFIXD_")
+    """As the base has them, with what is patched in."""
+    env = dict(re.findall(r"- name: (PREFIXD_\w+)\n +value: (\S+)", BASE + NODES))
+    assert len(env) == (BASE + NODES).count("- name: PREFIXD_")
     config = load_config([], env)
     (replicas,) = re.findall(r"replicas: (\d)\n  podManagement", VALKEY)
     hosts = [f"valkey-{number}.valkey:6379" for number in range(int(replicas))]
@@ -81,21 +83,28 @@ def test_kubernetes_daemons_are_configured_well_and_know_the_engine() -> None:
     (listed,) = re.findall(r"form-cluster.sh\n +(valkey.*)", VALKEY)
     assert listed.split() == hosts
     assert 'announce-hostname "$(hostname).valkey"' in VALKEY
-    mounts = dict(re.findall(r"- name: (\w+)\n +mountPath: (\S+)", NODES))
-    volumes = re.findall(r"- name: (\w+)\n +(?:hostPath|emptyDir|secret):", NODES)
-    assert sorted(mounts) == sorted(volumes)
-    assert config.server.address.startswith(f"unix:{mounts['socket']}/")
-    assert config.shm.directory.is_relative_to(mounts["shm"])
-    assert config.disk.directory.is_relative_to(mounts["disk"])
-    assert config.shared.password_file == f"{mounts['secrets']}/valkey-password"
-    (port,) = re.findall(r"containerPort: (\d+)", NODES)
-    assert config.server.metrics.endswith(f":{port}")
-    assert f'prometheus.io/port: "{port}"' in NODES
-    (memory,) = set(re.findall(r"memory: (\w+)\n", NODES))
-    (shm,) = re.findall(r"sizeLimit: (\w+)", NODES)
-    ram_bytes, shm_bytes = int(config.ram.budget_bytes), int(config.shm.budget_bytes)
-    assert ram_bytes + shm_bytes + 2**30 <= parse_bytes(f"{memory}B")
-    assert shm_bytes < parse_bytes(f"{shm}B")
+    ((volume, path),) = re.findall(r"- name: (\w+)\n +mountPath: (\S+)", NODES)
+    assert re.findall(r"- name: (\w+)\n +secret:", NODES) == [volume]
+    assert config.shared.password_file == f"{path}/valkey-password"
+    (name,) = re.findall(r"^      app.kubernetes.io/name: (\w+)$", BASE, re.MULTILINE)
+    (allowed,) = re.findall(r"values: \[(.*)\]", VALKEY)
+    assert name in allowed.split(", ")
+
+
+@pytest.mark.parametrize("version", ["1.35", "1.29"])
+def test_kubernetes_takes_the_manifests(version: str) -> None:
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML, which comes with kubernetes-validate")
+    validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate")
+    patched, (patch,) = yaml.safe_load(BASE), yaml.safe_load_all(NODES)
+    pod, more = (each["spec"]["template"]["spec"] for each in (patched, patch))
+    pod["volumes"] += more["volumes"]
+    for field in ("env", "volumeMounts"):
+        pod["containers"][0][field] += more["containers"][0][field]
+    namespace = (DEPLOY / "fleet/namespace.yaml").read_text()
+    documents = [*yaml.safe_load_all(VALKEY), yaml.safe_load(namespace), patched]
+    assert len(documents) == 6
+    for document in documents:
+        validate.validate(document, version, strict=True)
 
 
 def test_both_fleets_have_the_same_engine_but_for_its_size() -> None:
@@ -110,7 +119,7 @@ def test_both_fleets_have_the_same_engine_but_for_its_size() -> None:
 
 
 def test_kustomize_has_what_it_names() -> None:
-    listed = re.findall(r"^ +- ([\w.-]+)$", KUSTOMIZATION, re.MULTILINE)
+    listed = re.findall(r"^ +- (?:path: )?([\w./-]+)$", KUSTOMIZATION, re.MULTILINE)
     assert {"valkey.yaml", "nodes.yaml", "form-cluster.sh", "valkey-password"} <= {*listed}
     for name in listed:
         # The password is made on the spot, and never committed.

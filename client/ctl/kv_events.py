@@ -70,8 +70,9 @@ KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 def hash_of(key: bytes) -> int:
-    """What an indexer calls the block: as vLLM does by default, the last 8 bytes of its hash."""
-    return int.from_bytes(key[-8:], "big")
+    """What an indexer calls the block: 64 bits, as vLLM's do by default. Of the beginning of its
+    key: the ends are alike where clients are of a namespace."""
+    return int.from_bytes(key[:8], "big")
 
 
 class Blocks:

@@ -295,6 +295,9 @@ class Nodes:
             except (redis.RedisError, OSError) as error:
                 with self._changed:
                     node.problem = str(error)
+                    # Another one may have taken its slots over.
+                    self._topology_due_s = min(self._topology_due_s, monotonic())
+                    self._changed.notify_all()
                     self._changed.wait_for(lambda: node.closed, retry_s)
                 retry_s = min(2 * retry_s, RETRY_S[1])
                 continue

@@ -18,6 +18,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from time import monotonic
 from typing import Final
 
 import structlog
@@ -39,6 +40,8 @@ log = structlog.get_logger("prefixd.sharing")
 
 _HEARTBEAT_S: Final = 1.0
 _CLOSED_WITHIN_S: Final = 2.0
+#: Between two looks at the engine's settings.
+_SETTINGS_EVERY_S: Final = 60.0
 
 
 class Sharing:
@@ -131,16 +134,15 @@ class Sharing:
             await asyncio.sleep(_HEARTBEAT_S)
 
     async def _look_at_engine(self) -> None:
-        """Say what is wrong with the engine: its settings once, its nodes all the time."""
+        """Say what is wrong with the engine: its settings now and then, its nodes all the time."""
         notices = self._core.health.notices
         told: dict[str, str] = {}
-        asked = False
+        ask_at_s = 0.0
         while not self._link.closed:
-            if not asked and not self._link.store.health():
-                asked = True
-                for problem in await self._link.call(self._link.store.problems):
-                    log.warning("shared_engine_setting", problem=problem)
-                    told[problem.partition(" is ")[0]] = problem
+            if monotonic() >= ask_at_s and not self._link.store.health():
+                ask_at_s = monotonic() + _SETTINGS_EVERY_S
+                found = await self._link.call(self._link.store.problems)
+                told = {problem.partition(" is ")[0]: problem for problem in found}
             now = {
                 f"shared {name}": why for name, why in (told | self._link.store.health()).items()
             }

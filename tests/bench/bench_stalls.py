@@ -293,6 +293,7 @@ class _Operator:
     """Who calls from this process."""
 
     process = None
+    access = None
 
 
 CALLER: Final = cast(Caller, _Operator())

@@ -136,6 +136,34 @@ def test_an_entry_may_lie_in_many_extents(store: Harness) -> None:
     assert not store.reopen().dropped
 
 
+@pytest.mark.parametrize("most_bytes", [700, SLAB, 100 * SLAB])
+def test_bytes_may_be_written_where_they_belong(store: Harness, most_bytes: int) -> None:
+    """By the caller, into the store's own room; a store that has none says so, and writes them."""
+    for number in range(64):
+        store.save(key(number), noise(SLAB - 200, number))
+    store.erase(*(key(number) for number in range(0, 64, 2)))
+    payload = noise(9 * SLAB + 7)
+    writer = store.begin(key(100), payload, b"wxyz" * 50)
+    while left := payload[writer.written_bytes :]:
+        before_bytes = writer.written_bytes
+        room = writer.room(most_bytes)
+        if room is None:
+            writer.write(left[:most_bytes])
+            continue
+        assert 0 < len(room) <= min(most_bytes, len(left))
+        # Not all of it may have come: the rest is asked for again.
+        came_bytes = -(-len(room) // 2)
+        room[:came_bytes] = left[:came_bytes]
+        writer.filled(came_bytes)
+        assert writer.written_bytes == before_bytes + came_bytes
+    assert writer.seal() == crc32c(payload)
+    store.store.apply([writer])
+    saved = store.remember(writer, payload, b"wxyz" * 50)
+    assert len(saved.entry.location) > 2
+    assert store.read(saved) == payload
+    store.check()
+
+
 @pytest.mark.parametrize("payload_bytes", SIZES)
 @pytest.mark.parametrize("token_ids_bytes", [0, 4, 4000])
 @pytest.mark.parametrize("kind", KINDS)
@@ -248,10 +276,16 @@ def test_room_is_not_written_before_its_old_record_is_erased(surviving: Harness)
     writer.write(noise(SLAB, 100)[:100])
     assert surviving.store.unerased == 0
     surviving.give_up(writer)
+    surviving.forget(key(9))
+    writer = surviving.begin(key(101), noise(SLAB, 101))
+    writer.room(100)
+    assert surviving.store.unerased == 0, "nor is room given out before"
+    surviving.give_up(writer)
     recovery = surviving.reopen()
     assert not recovery.dropped
+    assert key(9) not in {entry.record.key for entry in recovery.entries}
     assert key(7) not in {entry.record.key for entry in recovery.entries}
-    assert len(recovery.entries) == 63
+    assert len(recovery.entries) == 62
 
 
 def test_the_first_write_erases_what_was_forgotten(new: Callable[..., Harness]) -> None:

@@ -20,7 +20,7 @@ from prefixd.client.ctl.kv_events import _END, Blocks, encode  # noqa: E402  # n
 
 
 def key(number: int) -> Key:
-    return Key(number.to_bytes(32, "big"))
+    return Key(number.to_bytes(8, "big") + bytes(24))
 
 
 def events() -> list[Any]:

@@ -12,14 +12,14 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.server.core import answers as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
-from tests.model.machine import (
+from tests.model.machine import MetaStateMachine
+from tests.model.tiers import (
     RAM_BYTES,
     RAM_SECURED_BYTES,
     RAM_SLAB_BYTES,
     SHM_BYTES,
     SHM_HEADER_BYTES,
     SHM_SLAB_BYTES,
-    MetaStateMachine,
 )
 
 HEADERS = {"ram": 0, "shm": SHM_HEADER_BYTES}

@@ -375,6 +375,11 @@ class SimClient:
         session = self.connected()
         self.ask(session.daemon, "evict", (Tier[args["tier"].upper()], args["entries"]))
 
+    def _resize(self, args: dict[str, Any]) -> None:
+        session = self.connected()
+        self.ask(session.daemon, "resize", (Tier[args["tier"].upper()], args["part"]))
+        self.oracle.count("resized")
+
     def _delete(self, args: dict[str, Any]) -> None:
         session = self.connected()
         request = pb.DeleteRequest(session=session.ref, keys=[key_of(n) for n in args["keys"]])
@@ -420,6 +425,7 @@ class SimClient:
         "lookup": _lookup,
         "forge": _forge,
         "evict": _evict,
+        "resize": _resize,
         "gc": _gc,
         "delete": _delete,
         "scrub": _scrub,

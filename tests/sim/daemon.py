@@ -21,6 +21,7 @@ from prefixd.server.config.loading import load_config
 from prefixd.server.config.machine import Machine
 from prefixd.server.runtime import clock as clocks
 from prefixd.server.runtime.loop import Core
+from prefixd.server.runtime.resizing import Resizing
 from prefixd.server.runtime.staging import StagingPool
 from prefixd.tiers.disk import DiskStore
 from prefixd.tiers.row_table import RowFile
@@ -152,6 +153,7 @@ class SimDaemon:
         self.stagings: StagingPool
         self.sessions: Sessions
         self.handoff: Handoff
+        self.resizing: Resizing
         self.loop: SimLoop
         #: calls that are being served
         self.calls: set[asyncio.Task[None]] = set()
@@ -168,6 +170,10 @@ class SimDaemon:
     @property
     def alive(self) -> bool:
         return not (self.process.dead or self.ended)
+
+    def configured_bytes(self, tier: Tier) -> int:
+        """The budget that each start begins with."""
+        return self._plan.tiers[tier].budget_bytes
 
     def stop(self) -> None:
         """SIGTERM."""
@@ -238,6 +244,7 @@ class SimDaemon:
         self.service = CacheService(core, self.sessions, config)
         self.saves = Saves(core, self.sessions, self.stagings, config)
         self.handoff = Handoff(core, self.stagings)
+        self.resizing = Resizing(core)
         try:
             starts = daemon.begin_tiers(core, self.incarnation)
             await asyncio.wait(starts, timeout=self._head_start_s)

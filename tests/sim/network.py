@@ -268,6 +268,13 @@ class Call:
         question = EvictAsked(core.next_request(), tier, 2**40, entries, core.clock.now_ns())
         self._in(await core.ask(question, EvictAnswer), over=False)
 
+    async def _resize(self) -> None:
+        """As an operator asks for it: a part of what the tier began with."""
+        tier, part = await self._requests.get()
+        budget_bytes = self.daemon.configured_bytes(tier)
+        resized = await self.daemon.resizing.resize(tier, int(part * budget_bytes))
+        self._in(resized.budget_bytes, over=False)
+
     async def _scrub(self) -> None:
         """As an operator asks for it, or the daemon itself in the background."""
         tier = await self._requests.get()
@@ -366,6 +373,7 @@ _SERVED: Final[dict[str, Callable[[Call], Any]]] = {
     "session": Call._session,
     "read": Call._read,
     "evict": Call._evict,
+    "resize": Call._resize,
     "gc": Call._gc,
     "scrub": Call._scrub,
     "hand_over": Call._hand_over,

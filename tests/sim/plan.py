@@ -17,6 +17,7 @@ STEPS: Final = 12
 NEMESIS: Final = "nemesis"
 #: Of all runs, see `plan_of`.
 _RESTARTS_RATE: Final = 0.15
+_RESIZES_RATE: Final = 0.25
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,22 @@ def plan_of(seed: int, steps: int = STEPS) -> Plan:
             args = {"keys": list(range(keys)), "claim": False, "check": False, "stale": True}
             step = replace(step, args=step.args | args | {"place": True, "hold_ms": 0})
         made.append(step)
+    # Drawn apart, so that every other seed stays what it is. The disk gives its slabs back to a
+    # file system that is no part of the simulation: `runtime/test_resizing.py` resizes it.
+    resizes = random.Random(f"resizes {seed}")
+    if resizes.random() < _RESIZES_RATE:
+        for number in range(resizes.choice([1, 2, 4])):
+            step = Step(
+                500 + number,
+                f"client{resizes.randrange(clients)}",
+                "resize",
+                {
+                    "pause_ms": resizes.choice([0, 0, 20, 300]),
+                    "tier": resizes.choice(["ram", "shm"]),
+                    "part": resizes.choice([0.4, 0.6, 0.8, 1.0]),
+                },
+            )
+            made.insert(resizes.randrange(len(made) + 1), step)
     harm = range(draw.choice([2, 4, 6] if restarts else [0, 2, 4, 6]))
     made += [_nemesis_step(draw, 1000 + number, kinds, flips=flips) for number in harm]
     return Plan(

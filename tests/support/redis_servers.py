@@ -151,3 +151,28 @@ def join(servers: list[RedisServer]) -> None:
                 if info["cluster_state"] == "ok" and info["cluster_slots_assigned"] == str(SLOTS):
                     break
                 assert monotonic() < ends_s, info
+
+
+def add_replica(master: RedisServer, directory: Path, stack: ExitStack) -> RedisServer:
+    """One more process of a master's Cluster, which has what it has."""
+    import redis
+
+    replica = RedisServer(directory, *master.options, cluster=True)
+    stack.callback(replica.kill)
+    replica.start()
+    with (
+        closing(redis.Redis.from_url(master.url)) as of_master,
+        closing(redis.Redis.from_url(replica.url)) as client,
+    ):
+        identity = of_master.execute_command("CLUSTER MYID")
+        of_master.execute_command("CLUSTER MEET", "127.0.0.1", replica.port, replica.bus_port)
+        ends_s = monotonic() + START_S
+        while True:
+            try:
+                client.execute_command("CLUSTER REPLICATE", identity)
+                break
+            except redis.ResponseError:  # it has not heard of its master
+                assert monotonic() < ends_s
+        while client.info("replication").get("master_link_status") != "up":
+            assert monotonic() < ends_s
+    return replica

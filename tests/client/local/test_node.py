@@ -264,6 +264,30 @@ def test_a_range_of_a_payload(made: Made) -> None:
     assert made.node.read(entry, 0, 1) is None
 
 
+def test_a_range_of_a_payload_that_lies_in_one_piece(made: Made) -> None:
+    payload = payload_of(2 * SLAB)
+    entry = made.put(1, (SLAB, 2 * SLAB), payload)
+    data = made.node.read(entry, SLAB - 3, 10)
+    assert data == (None if made.tier is Tier.DISK else payload[SLAB - 3 : SLAB + 7])
+    short = made.put(2, (SLAB * (SLABS - 1), 2 * SLAB), payload_of(2 * SLAB))
+    assert made.node.read(short, SLAB - 3, 10) is None, "the arena ends within it"
+
+
+def test_views_of_entries_in_one_piece_and_in_several(made: Made) -> None:
+    payloads = [payload_of(2 * SLAB), payload_of(2 * SLAB - 1)]
+    entries = [
+        made.put(1, (SLAB, 2 * SLAB), payloads[0]),
+        made.put(2, (4 * SLAB, SLAB, 6 * SLAB, SLAB), payloads[1]),
+    ]
+    found = made.node.views(entries, {})
+    if made.tier is Tier.DISK:
+        assert found is None
+        return
+    assert found is not None
+    assert [b"".join(views) for views in found[0]] == payloads
+    assert [len(views) for views in found[0]] == [1, 2]
+
+
 def test_views_are_good_as_long_as_their_rows_stand(made: Made) -> None:
     payload = payload_of(2 * SLAB - 1)
     entry = made.put(1, (SLAB, SLAB, 3 * SLAB, SLAB), payload)

@@ -73,6 +73,7 @@ async def test_an_operator_ends_a_session(tmp_path: Path) -> None:
 def test_the_process_is_named_where_the_kernel_tells_it() -> None:
     class Known:
         process = Process(pid=7, uid=1000)
+        access = None
 
     caller: Any = Known()
     with capture_logs() as logs:

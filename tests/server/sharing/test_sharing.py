@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
 
+import pytest
+
 from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import ClaimMode, Tier
 from prefixd.server.core.events import SessionLost
+from prefixd.server.sharing import sharing as sharing_module
 from prefixd.server.sharing.common import SharingConfig, WritePolicy
 from prefixd.server.sharing.sharing import Sharing
 from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, SharedStore, Wanted
@@ -107,3 +110,30 @@ async def test_a_session_that_ended_is_followed_by_another(tmp_path: Path) -> No
         finally:
             await sharing.close()
         await daemon.until(lambda: not daemon.tables.sessions)
+
+
+class Misconfigured(Elsewhere):
+    """Until somebody mends it."""
+
+    mended = False
+
+    def problems(self) -> list[str]:
+        return [] if self.mended else ["10.0.0.1:6379: maxmemory-policy is noeviction: bad"]
+
+
+@in_loop
+async def test_settings_are_said_until_they_are_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing_module, "_SETTINGS_EVERY_S", 0.0)
+    monkeypatch.setattr(sharing_module, "_HEARTBEAT_S", 0.01)
+    store = Misconfigured()
+    async with running(tmp_path) as daemon:
+        sharing = await Sharing.begin(daemon.core, store, CONFIG)
+        try:
+            notices = daemon.core.health.notices
+            await daemon.until(lambda: any("noeviction" in why for why in notices.values()))
+            store.mended = True
+            await daemon.until(lambda: not notices)
+        finally:
+            await sharing.close()
