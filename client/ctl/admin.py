@@ -83,7 +83,7 @@ def stats(
 
 def _watch(ctl: Ctl, daemon: AdminConnection, interval_s: float) -> None:
     from . import messages
-    from .top import follow
+    from .top_board import follow
 
     try:
         if ctl.as_json:

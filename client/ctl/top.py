@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated
 
 import typer
 
 from .admin import LOOK
 from .command import Ctl, command, make_console
 from .options import parse_seconds
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from .connection import AdminConnection
-    from .top_board import Board
-
-OLDEST_CLAIMS: Final = 5
 
 
 def register(app: typer.Typer) -> None:
@@ -42,7 +34,7 @@ def top(
     Ends with Ctrl-C. Clients report with their heartbeats: what they do in place shows later.
     """
     from . import messages
-    from .top_board import Board
+    from .top_board import Board, follow, look
 
     if ctl.common.targets:
         from . import fleet
@@ -55,31 +47,7 @@ def top(
                 follow(daemon, make_console(), every)
             return
         board = Board(daemon.address)
-        _look(board, daemon)
+        look(board, daemon)
         time.sleep(every)
-        _look(board, daemon)
+        look(board, daemon)
     ctl.show(messages.as_dict(board.between()), lambda: board)
-
-
-def _look(board: Board, daemon: AdminConnection) -> None:
-    board.take(daemon.stats(), daemon.oldest_claims(OLDEST_CLAIMS), time.monotonic())
-
-
-def follow(daemon: AdminConnection, console: Console, every_s: float) -> None:
-    """Show what a daemon does until interrupted. One that is restarted is found again; raises
-    DaemonUnavailable if there is none at first."""
-    from ...proto.errors import DaemonUnavailable, DeadlineExceeded
-    from .live import live_view
-    from .top_board import Board
-
-    board = Board(daemon.address)
-    _look(board, daemon)
-    with live_view(console, board.__rich__) as refresh:
-        while True:
-            time.sleep(every_s)
-            try:
-                _look(board, daemon)
-                board.note = ""
-            except (DaemonUnavailable, DeadlineExceeded):
-                board.note = "the daemon does not answer; trying again"
-            refresh()

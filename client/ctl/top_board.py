@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.units import format_duration
 from . import render, stats_view
 
+if TYPE_CHECKING:
+    from .connection import AdminConnection
+
 NAMESPACES: Final = 8
+#: Claims that are shown.
+OLDEST_CLAIMS: Final = 5
 
 
 class Rates(NamedTuple):
@@ -229,3 +235,27 @@ def _subtract(usage: pb.Usage, before: pb.Usage) -> None:
             for path in list(tier.restored_bytes):
                 old_bytes = was.restored_bytes.get(path, 0)
                 tier.restored_bytes[path] = max(0, tier.restored_bytes[path] - old_bytes)
+
+
+def look(board: Board, daemon: AdminConnection) -> None:
+    """Give the board a sample of now."""
+    board.take(daemon.stats(), daemon.oldest_claims(OLDEST_CLAIMS), time.monotonic())
+
+
+def follow(daemon: AdminConnection, console: Console, every_s: float) -> None:
+    """Show what a daemon does until interrupted. One that is restarted is found again; raises
+    DaemonUnavailable if there is none at first."""
+    from ...proto.errors import DaemonUnavailable, DeadlineExceeded
+    from .live import live_view
+
+    board = Board(daemon.address)
+    look(board, daemon)
+    with live_view(console, board.__rich__) as refresh:
+        while True:
+            time.sleep(every_s)
+            try:
+                look(board, daemon)
+                board.note = ""
+            except (DaemonUnavailable, DeadlineExceeded):
+                board.note = "the daemon does not answer; trying again"
+            refresh()

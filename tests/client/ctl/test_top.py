@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from prefixd.client import Client, SaveItem, Tier
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.main import app
-from prefixd.client.ctl.top import follow
+from prefixd.client.ctl.top_board import follow
 from prefixd.proto.errors import DaemonUnavailable
 from prefixd.proto.keys import Key
 from tests.support.daemon import eventually, private_daemon
@@ -74,7 +74,7 @@ def test_watching_finds_a_daemon_again(monkeypatch: pytest.MonkeyPatch) -> None:
                     raise Interrupted
 
         clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
-        monkeypatch.setattr("prefixd.client.ctl.top.time", clock)
+        monkeypatch.setattr("prefixd.client.ctl.top_board.time", clock)
         file = io.StringIO()
         to = Console(file=file, width=120)
         with pytest.raises(Interrupted):
