@@ -320,3 +320,16 @@ def test_while_the_memory_is_not_there_shares_are_smaller() -> None:
     coming = Resident(key_in("a", 99), 1, ())
     assert ledger.admission(1, 1, coming.key) is Admission.AFTER_EVICTION
     assert ledger.next_victim(coming) == key_in("a", 0), "b has no more than its half"
+
+
+def test_entries_that_are_pinned_together_count_together() -> None:
+    """Ten may be there: `a` is sure of five, and does not use them; others may pin five."""
+    model = Model("lru", {"a": 50}, max_entries=10)
+    keys = []
+    for _ in range(6):
+        reserved = model.reserve("", 1)
+        assert reserved is not None
+        model.publish(reserved[0])
+        keys.append(reserved[0].resident.key)
+    allowed = [model.ledger.may_pin(dict.fromkeys(keys[:count], 1)) for count in range(1, 7)]
+    assert allowed == [True] * 5 + [False]
