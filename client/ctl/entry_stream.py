@@ -29,7 +29,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Final
 
-from ...proto.errors import PrefixdError
 from ...proto.keys import Key
 from ...proto.layout import crc32c
 from ...proto.limits import MAX_LAYERS, MAX_PAYLOAD_BYTES, MAX_TOKEN_IDS_BYTES
@@ -46,7 +45,7 @@ _PIECE_BYTES: Final = 16 * 2**20
 _MAX_TOKENS: Final = 2**32 - 1
 
 
-class BrokenStream(PrefixdError):
+class BrokenStream(ValueError):
     """What is read is not what was written. `good_bytes`: up to where it was."""
 
     def __init__(self, message: str, good_bytes: int) -> None:

@@ -26,6 +26,7 @@ _BY_TYPE: Final[dict[int, st.SearchStrategy[Any]]] = {
     FieldDescriptor.TYPE_UINT32: _bits_32,
     FieldDescriptor.TYPE_FIXED32: st.one_of(_bits_32, st.sampled_from([crc32c(d) for d in DATA])),
     FieldDescriptor.TYPE_UINT64: _bits_64,
+    FieldDescriptor.TYPE_FIXED64: _bits_64,
     FieldDescriptor.TYPE_INT32: st.integers(-(2**31), 2**31 - 1),
     FieldDescriptor.TYPE_INT64: st.integers(-(2**63), 2**63 - 1),
     FieldDescriptor.TYPE_ENUM: st.one_of(st.integers(0, 4), st.sampled_from([9, -1, 2**31 - 1])),

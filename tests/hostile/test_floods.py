@@ -456,7 +456,7 @@ async def test_saves_that_never_end_are_bounded_and_cut_off() -> None:
 @in_loop
 async def test_calls_beyond_the_bound_are_refused_and_leave_nothing() -> None:
     """200 look-ups that wait for a save, of which a few may."""
-    flags = ("--server.max_rpcs=12", "--sessions.max_sessions=8")
+    flags = ("--server.max_rpcs=12", "--sessions.max_sessions=8", "--watch.max_watchers=0")
     with eager_daemon(*flags) as daemon:
         client = Outside(daemon.address, admin_address(daemon.address))
         session = await client.open("flood")

@@ -181,7 +181,7 @@ def test_what_was_reserved_is_written_through_staging(client: Client, tier: Tier
     keys = [key_of(f"reserved {tier} {number}") for number in range(len(sizes))]
     items = [ReserveItem(key, size) for key, size in zip(keys, sizes, strict=True)]
     reservations = client.reserve(items, tier=tier, reason=SaveReason.EVICT)
-    holding = reservations[1].holding
+    holding = reservations[1]._holding
     assert holding is not None
     assert client._transport.cancel([holding], Deadline(60_000)) == [True]
     data = [payload_of(key, size) for key, size in zip(keys, sizes, strict=True)]

@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.limits import MAX_BATCH_KEYS, MAX_MESSAGE_BYTES
 from prefixd.proto.vocabulary import Tier
+from prefixd.server.api import calls
 from prefixd.server.api import local_socket as module
 from tests.support.bare import bare, claim_of, frame, make_staging, served
 from tests.support.running import (
@@ -427,7 +428,7 @@ async def test_only_its_own_user_and_root_are_served(
         def unpack(_raw: bytes) -> tuple[int, int, int]:
             return os.getpid(), uid, uid
 
-    monkeypatch.setattr(module, "_CREDENTIALS", Somebody)
+    monkeypatch.setattr(calls, "_CREDENTIALS", Somebody)
     async with running(tmp_path) as daemon:
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
         assert Path(daemon.config.local_socket).stat().st_mode & 0o777 == 0o600
