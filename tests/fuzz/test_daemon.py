@@ -168,6 +168,7 @@ class Daemon(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         async def passes() -> None:
             self._daemon.forward(seconds)
+            await self._witness.beat()  # it is not lost for want of one
 
         self._do(passes())
 
