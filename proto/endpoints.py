@@ -57,7 +57,7 @@ def normalize_address(address: str, *, listening: bool = False) -> str:
     if text.startswith(UNIX_SCHEME):
         path = text.removeprefix(UNIX_SCHEME)
         path = path.removeprefix("//") if path.startswith("///") else path
-        if not path.startswith("/") or len(path) < 2:
+        if not path.startswith("/") or len(path) < 2 or "\0" in path:
             raise ConfigError(f"{address!r} names no absolute socket path: write unix:/path")
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             raise ConfigError(

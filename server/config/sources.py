@@ -274,6 +274,9 @@ def _file(name: str, found: Sources) -> dict[str, Given]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
         found.problems.append(f"{name}: is no TOML: {problem}")
         return {}
+    except ValueError:
+        found.problems.append(f"{name!r} has a NUL in it, which no name of a file may have")
+        return {}
     given: dict[str, Given] = {}
     for section, body in document.items():
         if not isinstance(body, dict):

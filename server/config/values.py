@@ -56,12 +56,16 @@ def _policy(value: object) -> object:
 def _directory(value: object) -> object:
     if not isinstance(value, str | Path) or not str(value):
         raise ValueError("should be the name of a directory")
+    if "\0" in str(value):
+        raise ValueError("has a NUL in it, which no name of a file may have")
     return Path(value).expanduser().absolute()
 
 
 def _file(value: object) -> object:
     if not isinstance(value, str):
         raise ValueError("should be the name of a file")
+    if "\0" in value:
+        raise ValueError("has a NUL in it, which no name of a file may have")
     return str(Path(value).expanduser().absolute()) if value else ""
 
 

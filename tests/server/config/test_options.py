@@ -52,3 +52,11 @@ def test_every_option_says_what_it_means() -> None:
         assert section.annotation is not None
         for name, option in section.annotation.model_fields.items():
             assert option.description, name
+
+
+@pytest.mark.parametrize("option", ["directory", "tokens", "address"])
+def test_a_name_with_a_nul_in_it_is_refused(option: str) -> None:
+    name = {"directory": "/a\0b", "tokens": "a\0b", "address": "unix:/a\0b"}[option]
+    section = "disk" if option == "directory" else "server"
+    with pytest.raises(ValueError, match="NUL|no absolute"):
+        Config.model_validate({section: {option: name}})
