@@ -58,5 +58,5 @@ def test_every_option_says_what_it_means() -> None:
 def test_a_name_with_a_nul_in_it_is_refused(option: str) -> None:
     name = {"directory": "/a\0b", "tokens": "a\0b", "address": "unix:/a\0b"}[option]
     section = "disk" if option == "directory" else "server"
-    with pytest.raises(ValueError, match="NUL|no absolute"):
+    with pytest.raises(ValueError, match=r"NUL|no absolute"):
         Config.model_validate({section: {option: name}})
