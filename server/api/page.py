@@ -14,6 +14,7 @@ import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from hashlib import sha256
 from pathlib import Path
@@ -63,6 +64,8 @@ class Board:
         self._one = threading.Lock()
         self._sample = b""
         self._taken_s = 0.0
+        #: referenced while it runs
+        self._taking: asyncio.Task[None] | None = None
 
     def sample(self) -> bytes:
         """The daemon as JSON, not older than `FRESH_S`. On any thread but the loop's; who asks
@@ -71,17 +74,36 @@ class Board:
             raise NoSample("too many wait for a sample")
         try:
             if not self._sample or self._now_s() - self._taken_s > FRESH_S:
-                taking = asyncio.run_coroutine_threadsafe(self._take(), self._loop)
-                try:
-                    self._sample = taking.result(_ANSWERED_WITHIN_S)
-                except NoAnswer:
-                    taking.cancel()
-                    self._sample = b""
-                    raise NoSample("the event loop does not answer") from None
+                self._sample = b""
+                self._sample = self._asked()
                 self._taken_s = self._now_s()
             return self._sample
         finally:
             self._one.release()
+
+    def _asked(self) -> bytes:
+        """On a thread. Nothing is begun before the loop gets to it: it may have ended."""
+        asked: Future[bytes] = Future()
+
+        def begin() -> None:
+            if asked.set_running_or_notify_cancel():
+                self._taking = self._loop.create_task(self._tell(asked))
+
+        try:
+            self._loop.call_soon_threadsafe(begin)
+            return asked.result(_ANSWERED_WITHIN_S)
+        except (NoAnswer, RuntimeError):
+            asked.cancel()
+            raise NoSample("the event loop does not answer") from None
+
+    async def _tell(self, asked: Future[bytes]) -> None:
+        try:
+            asked.set_result(await self._take())
+        except asyncio.CancelledError:
+            asked.set_exception(NoSample("the daemon stops"))
+            raise
+        except Exception as problem:
+            asked.set_exception(problem)
 
     async def _take(self) -> bytes:
         caller = _Viewer()

@@ -30,8 +30,9 @@ from .messages import damaged, pieces, requests
 #: No call takes longer, whatever it says: none of them may wait for more than a minute, and these
 #: ask for next to nothing.
 BOUND_S: Final = 30.0
-#: An operator's, who can stop the daemon, or change what the machine next asks for.
-_NOT_ASKED: Final = ("Drain", "Resize", "SetLogLevel", "Configure")
+#: An operator's, who can stop the daemon, or change what the machine next asks for; and the one
+#: that does not end.
+_NOT_ASKED: Final = ("Drain", "Resize", "SetLogLevel", "Configure", "Watch")
 ASKED: Final = [method for method in METHODS if method.name not in _NOT_ASKED]
 #: What is never to be logged because of anything that a client sends.
 _GRAVE: Final = ("error", "critical", "exception")
