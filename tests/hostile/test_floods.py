@@ -388,10 +388,16 @@ async def _ended(call: Any) -> str:
             break
     # Now what was sent until then is read, and behind it why it ended.
     try:
-        while await call.read() is not grpc.aio.EOF:
-            pass
+        async with asyncio.timeout(20):
+            while await call.read() is not grpc.aio.EOF:
+                pass
     except grpc.aio.AioRpcError as problem:
         return str(problem.details())
+    except TimeoutError:
+        # gRPC's client, of which there are a hundred here, is not always told; what the daemon
+        # holds says whether it ended the stream.
+        call.cancel()
+        return "nothing was heard of it"
     return "all of it"
 
 
