@@ -23,6 +23,8 @@ CHUNK_BYTES: Final = 1 * 2**20
 #: What a client lets the daemon copy out of staging memory at once, unless a payload is larger:
 #: so much takes the daemon a millisecond.
 STAGED_MESSAGE_BYTES: Final = 4 * 2**20
+#: Pieces of all payloads that are lent in one call.
+MAX_LENT_PIECES: Final = 16_384
 #: Of the token that says that memory is still lent.
 LENT_TOKEN_BYTES: Final = 16
 #: Token ids that an entry may carry, 4 bytes each.

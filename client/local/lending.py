@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Final
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.copying import address_of, addresses_of
-from ...proto.limits import LENT_TOKEN_BYTES
+from ...proto.limits import LENT_TOKEN_BYTES, MAX_LENT_PIECES
 from ...proto.pieces import FlatBytes, Pieces
 from ..wire.deadline import Deadline
 from ..wire.messages import results_of
@@ -17,14 +16,12 @@ from .calls import LocalCalls
 #: Less lies in the cache, mostly, and is copied twice through staging memory in less time than the
 #: kernel takes to find the pages (48 payloads of 2 or 5 MiB: 0.7 of the time; of 192 KiB: 1.2).
 LEND_BYTES = 32 * 2**20
-#: More pieces than this are packed into staging memory instead.
-MAX_PIECES: Final = 16_384
 
 
 def can_lend(payloads: Sequence[FlatBytes]) -> bool:
-    """Is it worth it?"""
+    """May they be, and is it worth it?"""
     pieces = sum(len(p.views) if isinstance(p, Pieces) else 1 for p in payloads)
-    return pieces <= MAX_PIECES and sum(map(len, payloads)) >= LEND_BYTES
+    return pieces <= MAX_LENT_PIECES and sum(map(len, payloads)) >= LEND_BYTES
 
 
 def save(

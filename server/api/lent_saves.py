@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
@@ -11,16 +12,17 @@ import structlog
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import LimitReached, MalformedMessage, UnreadableMemory
+from ...proto.errors import InvalidBatch, LimitReached, MalformedMessage, UnreadableMemory
 from ..runtime.lent_memory import LentMemory, LentPayload, turns_of
 from .calls import Caller
 from .saves import Saves, short_results
+from .streams import to_its_end
 
 log = structlog.get_logger("prefixd.lent_saves")
 
 #: Threads for all of them. A client can keep those that read its memory for as long as it likes:
 #: nobody waits for one, who finds none free saves in another way.
-THREADS: Final = max(4, 2 * (os.cpu_count() or 1))
+THREADS: Final = min(16, max(4, 2 * (os.cpu_count() or 1)))
 #: Of one session.
 _SESSION_THREADS: Final = 2
 #: What one thread copies before it is proved again that the memory is lent. Saves of more go over
@@ -55,9 +57,13 @@ class LentSaves:
         memory = LentMemory(process.pid, request.token, request.token_address)
         lent_bytes = sum(payload.length_bytes for payload in payloads)
         session = membership.number
+        loop = asyncio.get_running_loop()
         threads = self._take(session, 1 if lent_bytes < _TURN_BYTES else _SESSION_THREADS)
         try:
             with saves.core.working(), saves.timed():
+                # Before anything is reserved or begun: who can't be read saves in another way.
+                reached = loop.run_in_executor(self._executor, memory.reach, payloads)
+                await to_its_end(reached)
                 if reserved is None:
                     refusals, incoming = await saves.begin_save(request, membership)
                 else:
@@ -100,8 +106,13 @@ class LentSaves:
 
 
 def _payloads(request: pb.SaveLentRequest) -> list[LentPayload]:
-    """Raises MalformedMessage."""
+    """Raises MalformedMessage, InvalidBatch."""
     addresses, lengths = list(request.addresses), list(request.lengths_bytes)
+    if len(addresses) > limits.MAX_LENT_PIECES or len(request.pieces) > limits.MAX_BATCH_KEYS:
+        raise InvalidBatch(
+            f"{len(addresses)} pieces of {len(request.pieces)} payloads are lent at once, at most "
+            f"{limits.MAX_LENT_PIECES} of {limits.MAX_BATCH_KEYS}"
+        )
     if len(request.token) != limits.LENT_TOKEN_BYTES:
         raise MalformedMessage(f"a token has {limits.LENT_TOKEN_BYTES} bytes")
     if len(addresses) != len(lengths) or sum(request.pieces) != len(addresses):

@@ -16,7 +16,7 @@ import ctypes
 import errno
 import hmac
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Final
 
@@ -54,6 +54,15 @@ class LentMemory:
         self._pid = pid
         self._token = token
         self._token_address = token_address
+
+    def reach(self, payloads: Iterable[LentPayload]) -> None:
+        """Raises UnreadableMemory unless it is lent, and each range of these begins in memory that
+        can be read."""
+        self.prove()
+        begins = [address for payload in payloads for address in payload.addresses]
+        for start in range(0, len(begins), _RANGES):
+            some = begins[start : start + _RANGES]
+            self.read(memoryview(bytearray(len(some))), some, [1] * len(some))
 
     def prove(self) -> None:
         """Raises UnreadableMemory unless the token is where the client put it."""
@@ -96,7 +105,7 @@ class LentPayload:
     """The ranges of one payload, read from the first byte to the last."""
 
     def __init__(self, addresses: Sequence[int], lengths: Sequence[int]) -> None:
-        self._addresses = addresses
+        self.addresses: Final = addresses
         self._lengths = lengths
         self._ends = list(accumulate(lengths))
         #: the range that the next byte lies in, and how much of all has been taken
@@ -116,7 +125,7 @@ class LentPayload:
             end = self._ends[self._at]
             start = end - self._lengths[self._at]
             length_bytes = min(end - self._taken_bytes, most_bytes)
-            addresses.append(self._addresses[self._at] + self._taken_bytes - start)
+            addresses.append(self.addresses[self._at] + self._taken_bytes - start)
             lengths.append(length_bytes)
             most_bytes -= length_bytes
             self._taken_bytes += length_bytes

@@ -99,7 +99,7 @@ def test_a_reservation_is_written_from_where_its_payload_lies(client: Client) ->
 
 def test_few_bytes_and_very_many_pieces_are_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lending, "LEND_BYTES", 1_000)
-    monkeypatch.setattr(lending, "MAX_PIECES", 10)
+    monkeypatch.setattr(lending, "MAX_LENT_PIECES", 10)
     assert not lending.can_lend([memoryview(bytes(500)), memoryview(bytes(499))])
     assert lending.can_lend([memoryview(bytes(500)), memoryview(bytes(500))])
     assert lending.can_lend([Pieces([memoryview(bytes(200))] * 10)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +14,10 @@ import pytest
 from prefixd.client.wire.messages import results_of
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.copying import address_of, addresses_of
+from prefixd.proto.errors import PrefixdError
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api import lent_saves
-from prefixd.server.runtime.lent_memory import LentMemory
+from prefixd.server.runtime.lent_memory import LentMemory, LentTurn
 from tests.support.running import (
     PATIENCE_S,
     OpenSession,
@@ -74,16 +76,16 @@ async def test_a_large_save_goes_over_two_threads(
     """Each waits for the other: one alone would not get there."""
     monkeypatch.setattr(lent_saves, "_TURN_BYTES", 100_000)
     both = threading.Barrier(2, timeout=PATIENCE_S)
-    proved: set[int] = set()
+    copying: set[int] = set()
 
-    def prove(memory: LentMemory) -> None:
-        if threading.get_ident() not in proved:
-            proved.add(threading.get_ident())
+    def take(turn: LentTurn) -> PrefixdError | None:
+        if threading.get_ident() not in copying:
+            copying.add(threading.get_ident())
             both.wait()
-        as_it_was(memory)
+        return as_it_was(turn)
 
-    as_it_was = LentMemory.prove
-    monkeypatch.setattr(LentMemory, "prove", prove)
+    as_it_was = LentTurn.take
+    monkeypatch.setattr(LentTurn, "take", take)
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         payloads = [payload(number, 60_000) for number in range(4)]
@@ -91,7 +93,7 @@ async def test_a_large_save_goes_over_two_threads(
         with lent(session, payloads) as request:
             answer = (await connection.ask(save_lent=request)).save_lent
         assert [r.status for r in results_of(answer)] == [pb.SAVE_STATUS_SAVED] * 4
-        assert len(proved) == 2
+        assert len(copying) == 2
         assert [await session.restore(key(n)) for n in range(4)] == payloads
         await daemon.assert_idle()
 
@@ -114,6 +116,7 @@ WRONG = {
     "pieces of nothing": ("malformed_message", lambda r: r.pieces.append(1)),
     "a payload too many": ("malformed_message", lambda r: r.pieces.append(0)),
     "an empty piece": ("malformed_message", lambda r: r.lengths_bytes.__setitem__(0, 0)),
+    "pieces without number": ("invalid_batch", lambda r: r.pieces.extend([0] * 5_000)),
     "no header": ("malformed_message", lambda r: r.ClearField("header")),
     "no session": ("unknown_session", lambda r: r.header.session.ClearField("session_id")),
     "no secret": ("unknown_session", lambda r: r.header.session.ClearField("secret")),
@@ -187,16 +190,20 @@ async def test_what_a_client_took_back_while_it_was_copied_is_not_published(
 
 
 @pytest.mark.parametrize("ends", ["connection", "session"])
+@pytest.mark.parametrize("copying", [False, True])
 @in_loop
 async def test_a_thread_that_its_client_keeps_is_that_clients_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, copying: bool
 ) -> None:
-    """Memory that is brought when the client likes: others look up, save, and lend meanwhile."""
+    """Memory that is brought when the client likes, before anything is reserved or while it is
+    copied: others look up, save, and lend meanwhile."""
     reading, go_on = threading.Semaphore(0), threading.Event()
     held: list[int] = []
+    proofs: Counter[int] = Counter()
 
     def prove(memory: LentMemory) -> None:
-        if memory._token_address in held:
+        proofs[memory._token_address] += 1
+        if memory._token_address in held and proofs[memory._token_address] == 1 + copying:
             reading.release()
             assert go_on.wait(PATIENCE_S)
         as_it_was(memory)
@@ -229,11 +236,14 @@ async def test_a_thread_that_its_client_keeps_is_that_clients_loss(
             else:
                 first.close()
                 second.close()
-            assert daemon.tables.reservations, "their room is written to"
+            # Where it is copied, their room is written to.
+            assert len(daemon.tables.reservations) == 2 * copying
+            assert daemon.front.local.lent.threads_taken == 2
             go_on.set()
             await daemon.until(lambda: not daemon.tables.reservations)
         # A client that only hung up still lent it: what was copied is what it meant.
-        found = pb.PRESENCE_PRESENT if ends == "connection" else pb.PRESENCE_ABSENT
+        saved = copying and ends == "connection"
+        found = pb.PRESENCE_PRESENT if saved else pb.PRESENCE_ABSENT
         assert await daemon.presence(key(0), key(20)) == [found] * 2
         await daemon.until(lambda: not daemon.front.local.lent.threads_taken)
         await daemon.assert_idle()
@@ -253,4 +263,30 @@ async def test_who_finds_no_thread_is_refused_and_does_not_wait(
         ):
             await connection.ask(save_lent=request)
         assert daemon.front.in_flight()["lent_save_refusals"] == 1
+        await daemon.assert_idle()
+
+
+@pytest.mark.parametrize("what", ["another token", "a payload elsewhere"])
+@in_loop
+async def test_what_was_reserved_is_still_reserved_when_it_cant_be_read(
+    tmp_path: Path, what: str
+) -> None:
+    """It is written in another way, then: nothing was begun."""
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        connection = await daemon.connect_locally()
+        data = payload(0)
+        (token,) = await session.granted([item(key(0), data)])
+        reserved = pb.StagedReservations(session=session.ref, tokens=[token])
+        with lent(session, [data]) as request:
+            request.reserved.CopyFrom(reserved)
+            wrong = pb.SaveLentRequest()
+            wrong.CopyFrom(request)
+            WRONG[what][1](wrong)
+            with pytest.raises(Refused, match="unreadable_memory"):
+                await connection.ask(save_lent=wrong)
+            assert await daemon.presence(key(0)) == [pb.PRESENCE_IN_FLIGHT]
+            answer = (await connection.ask(save_lent=request)).save_lent
+            assert [r.status for r in results_of(answer)] == [pb.SAVE_STATUS_SAVED]
+        assert await session.restore(key(0)) == data
         await daemon.assert_idle()
