@@ -225,8 +225,13 @@ class Client(Saves, KeyCalls):
         deadline = self._begin(deadline_ms, wait_ms)
         stride_tokens = self.policy.boundary_align_tokens
         keys, counts = prefix_walk(namespace, tokens, stride_tokens, exact_end=exact_end)
-        mode = ClaimMode.FIRST
-        return self._searcher.search(keys, counts, mode, wait_ms, deadline, pin=claim) or None
+        wanted_tokens = counts[0] if counts else 0
+        return (
+            self._searcher.search(
+                keys, counts, ClaimMode.FIRST, wait_ms, deadline, wanted_tokens, pin=claim
+            )
+            or None
+        )
 
     def resume(
         self,

@@ -56,7 +56,7 @@ class Report:
         if len(self.absent) < MAX_TOLD_MISSES:
             self.absent.append(keys)
 
-    def add(self, *name: object, amount: int = 1) -> None:
+    def add(self, name: tuple[Any, ...], amount: int = 1) -> None:
         self.amounts[name] = self.amounts.get(name, 0) + amount
 
     def message(self) -> pb.Usage:
@@ -122,7 +122,7 @@ class Counters:
         with self._lock:
             self._groups["misses"][reason.value] += 1
             self._looked(lookup_tokens)
-            self._report.add("misses", reason.value)
+            self._report.add(("misses", reason.value))
             if keys and reason is MissReason.ABSENT:
                 self._report.tell_absent(keys)
 
@@ -133,28 +133,28 @@ class Counters:
         with self._lock:
             scalars, by_tier = self._scalars, self._groups["hit_tokens_by_tier"]
             scalars["hits"] += 1
-            self._report.add("hits")
+            self._report.add(("hits",))
             found_tokens = 0
             for tier, (entries_there, tokens) in _by_tier(entries, token_counts).items():
                 found_tokens += tokens
                 scalars["hit_entries"] += entries_there
                 scalars["hit_tokens"] += tokens
                 by_tier[_LABELS[tier]] += tokens
-                self._report.add("hit_entries", tier, amount=entries_there)
-                self._report.add("hit_tokens", tier, amount=tokens)
+                self._report.add(("hit_entries", tier), entries_there)
+                self._report.add(("hit_tokens", tier), tokens)
             self._looked(max(lookup_tokens, found_tokens))
 
     def _looked(self, lookup_tokens: int) -> None:
         self._scalars["lookups"] += 1
         self._scalars["lookup_tokens"] += lookup_tokens
-        self._report.add("lookups")
-        self._report.add("lookup_tokens", amount=lookup_tokens)
+        self._report.add(("lookups",))
+        self._report.add(("lookup_tokens",), lookup_tokens)
 
     def failure(self, reason: MissReason) -> None:
         """A restore, a read or a probe that failed."""
         with self._lock:
             self._groups["failures"][reason.value] += 1
-            self._report.add("failures", reason.value)
+            self._report.add(("failures", reason.value))
 
     def restored(self, entries: Sequence[Entry], path: str) -> None:
         """These arrived whole, on that one of `PATHS`."""
@@ -176,13 +176,13 @@ class Counters:
 
     def _add_bytes(self, tier: Tier, path: str, size_bytes: int) -> None:
         self._groups["restored_bytes_by_path"][path] += size_bytes
-        self._report.add("restored_bytes", tier, path, amount=size_bytes)
+        self._report.add(("restored_bytes", tier, path), size_bytes)
 
     def restored_run(self, tokens: int) -> None:
         """So many tokens need not be computed, thanks to one restore."""
         with self._lock:
             self._scalars["restored_tokens"] += tokens
-            self._report.add("restored_tokens", amount=tokens)
+            self._report.add(("restored_tokens",), tokens)
 
     def saves(
         self,
@@ -206,7 +206,7 @@ class Counters:
             self._scalars["saved_bytes"] += saved_bytes
             for (status, (tier, reason)), entries in ended.items():
                 self._groups["saves"][status.label] += entries
-                self._report.add("saves", tier, reason, status.label, amount=entries)
+                self._report.add(("saves", tier, reason, status.label), entries)
 
     def take_report(self) -> Report:
         """What happened since this was last called, at one moment."""
@@ -218,7 +218,7 @@ class Counters:
         """A report that the daemon may not have got: it goes with the next one."""
         with self._lock:
             for name, amount in report.amounts.items():
-                self._report.add(*name, amount=amount)
+                self._report.add(name, amount)
             for keys in report.absent:
                 self._report.tell_absent(keys)
 

@@ -16,6 +16,7 @@ from typing import Final
 
 from ..proto.arena_header import PROBE_OFFSET, encode_arena_header
 from ..proto.copying import copy_crc32c, unset_bytearray
+from ..proto.layout import crc32c
 from .arena import BaseArena, check_size, ranges, secure_sentence
 from .files import (
     check_linked,
@@ -29,9 +30,11 @@ from .files import (
 )
 from .store import SEGMENT_BYTES, Damaged, Location, StoreError, StoreFull
 
-#: What is copied, checksummed and written at once: small enough that the write finds its bytes
-#: in the L2 cache, and all the memory that a save of any size takes.
+#: What is checksummed and written at once: small enough that the write finds its bytes in the L2
+#: cache. Of memory that others write to it is copied first, and this is all that it takes.
 PIECE_BYTES: Final = 512 * 2**10
+#: What holds memory of the daemon alone. Anything else may be a mapping that a client shares.
+_OWN: Final = frozenset((bytes, bytearray))
 
 
 class DiskArena(BaseArena):
@@ -94,20 +97,29 @@ class DiskArena(BaseArena):
             yield self.secured_bytes
 
     def put(self, start: int, data: memoryview, crc: int) -> int:
+        with write_errors(f"write to {self.path}"):
+            if type(data.obj) in _OWN:
+                for at in range(0, len(data), PIECE_BYTES):
+                    piece = data[at : at + PIECE_BYTES]
+                    crc = crc32c(piece, crc)
+                    pwrite_all(self.fd, piece, start + at)
+                return crc
+            return self._put_foreign(start, data, crc)
+
+    def _put_foreign(self, start: int, data: memoryview, crc: int) -> int:
+        """Of memory that a client still writes to: the checksum has to be that of the bytes that
+        go to the file."""
         try:
             buffer = self._buffers.pop()
         except IndexError:
             buffer = bytearray(PIECE_BYTES)
         try:
-            with memoryview(buffer) as room, write_errors(f"write to {self.path}"):
-                while data:
-                    piece = room[: min(len(data), PIECE_BYTES)]
-                    # `data` may be memory that a client still writes to: the checksum has to be
-                    # that of the bytes that go to the file.
-                    crc = copy_crc32c(piece, data[: len(piece)], crc)
-                    pwrite_all(self.fd, piece, start)
-                    start += len(piece)
-                    data = data[len(piece) :]
+            with memoryview(buffer) as room:
+                for at in range(0, len(data), PIECE_BYTES):
+                    piece = data[at : at + PIECE_BYTES]
+                    copied = room[: len(piece)]
+                    crc = copy_crc32c(copied, piece, crc)
+                    pwrite_all(self.fd, copied, start + at)
         finally:
             self._buffers.append(buffer)
         return crc

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, cast
 
 from ...proto.index import Placed, entry_of
 from ...proto.index_columns import unpacked
@@ -29,11 +29,17 @@ def found_in(
     assert node.index is not None
     found = node.index.find(keys, _STOPS_AT[mode])
     placed = [each for each in found if each is not None]
+    if not placed:
+        return (), [], placed
     entries = _entries([row for _, row in placed])
-    if None not in entries and (mode is ClaimMode.RUN or len(placed) == len(found)):
-        return range(len(placed)), entries, placed  # type: ignore[return-value]
+    if None not in entries:
+        known = cast("list[Entry]", entries)
+        if mode is ClaimMode.FIRST:
+            return (len(found) - 1,), known, placed
+        if mode is ClaimMode.RUN or len(placed) == len(found):
+            return range(len(placed)), known, placed
     positions: list[int] = []
-    known: list[Entry] = []
+    known = []
     rows: list[Placed] = []
     listed = iter(entries)
     for position, each in enumerate(found):

@@ -197,7 +197,7 @@ class LocalTransport:
         if node is None:
             return None
         positions, entries, rows = found_in(node, keys, mode)
-        return Looked(positions, entries, in_place(node, entries, rows))
+        return Looked(positions, entries, in_place(node, entries, rows) if rows else None)
 
     def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
         node = self._indexed(deadline)

@@ -81,7 +81,7 @@ class Looked(NamedTuple):
 
     positions: Sequence[int]
     entries: list[Entry]
-    in_place: object
+    in_place: object | None
 
 
 class SaveTerms(NamedTuple):

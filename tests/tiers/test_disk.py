@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 from helpers import SLAB, Placed, budget, numbers_of, payload_of
 
+from prefixd.proto.layout import crc32c
 from prefixd.tiers.disk import DiskStore
 from prefixd.tiers.disk_arena import PIECE_BYTES, DiskArena
 from prefixd.tiers.row_table import Erasure
@@ -194,11 +197,22 @@ def test_saves_may_come_from_many_threads(disk: Callable[..., Placed]) -> None:
     assert not disk(verify_payloads=True).recover().dropped
 
 
-def test_a_save_takes_one_buffer_whatever_its_size(disk: Callable[..., Placed]) -> None:
+def test_what_others_may_write_to_takes_one_buffer_whatever_its_size(
+    disk: Callable[..., Placed],
+) -> None:
+    """What is in the daemon's own memory, as `placed.save` has it, takes none."""
     placed = disk(sync=False)
     placed.save(1, 2, payload_bytes=3 * PIECE_BYTES + 5)
-    placed.save(3)
-    assert [len(buffer) for buffer in placed.store.arena._buffers] == [PIECE_BYTES]  # type: ignore[attr-defined]  # of the disk
+    buffers = placed.store.arena._buffers  # type: ignore[attr-defined]  # of the disk
+    assert not buffers
+    with mmap.mmap(-1, 3 * PIECE_BYTES + 5) as shared:
+        entry = placed.entry(0, payload_bytes=len(shared))
+        writer = placed.store.writer(entry)
+        shared.write(random.Random(3).randbytes(len(shared)))
+        writer.write(shared)
+        assert writer.seal() == crc32c(shared)
+        assert placed.store.arena.gather(entry.location, 0, len(shared)) == shared[:]
+    assert [len(buffer) for buffer in buffers] == [PIECE_BYTES]
 
 
 # ---- the file
