@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from ..proto import prefixd_pb2 as pb
@@ -13,6 +14,8 @@ from ..proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
 from .results import Entry, SaveOutcome
 
 Snapshot: TypeAlias = dict[str, int | dict[str, int]]
+#: What is counted, and what it is of: a tier, a reason, a path.
+Name: TypeAlias = tuple[Any, ...]
 
 _SCALARS: Final = (
     "lookups",  # searches and claims, each with one hit or one miss
@@ -33,31 +36,28 @@ _SCALARS: Final = (
 
 #: Over gRPC, or over the local or the data socket, which have one each that gRPC does not have.
 _RPCS: Final = (*pb.DESCRIPTOR.services_by_name["Cache"].methods_by_name, "SaveStaged", "Fetch")
-_LABELS: Final = {tier: tier.label for tier in Tier}
-
-
+_VIEW: Final = "view"
 #: How the bytes of an entry came to the caller: left where they lie, copied from there, by rpc.
-PATHS: Final = ("view", "copy", "stream")
+PATHS: Final = (_VIEW, "copy", "stream")
+#: What the daemon is told of.
+_REPORTED: Final = frozenset(
+    (
+        *("lookups", "hits", "misses", "hit_entries", "hit_tokens", "lookup_tokens", "failures"),
+        *("restored_bytes", "restored_tokens", "saves"),
+    )
+)
 
 
 class Report:
-    """What a client has to tell the daemon: amounts by name, and what they are of. Not
-    thread-safe."""
+    """What a client has to tell the daemon: amounts by name, and what they are of."""
 
     __slots__ = ("absent", "amounts")
 
-    def __init__(self) -> None:
-        self.amounts: dict[tuple[Any, ...], int] = {}
-        #: of some look-ups that found nothing, the keys: the daemon may know what became of them
-        self.absent: list[Sequence[Key]] = []
-
-    def tell_absent(self, keys: Sequence[Key]) -> None:
-        """Of one look-up; those that come first in a report are told."""
-        if len(self.absent) < MAX_TOLD_MISSES:
-            self.absent.append(keys)
-
-    def add(self, name: tuple[Any, ...], amount: int = 1) -> None:
-        self.amounts[name] = self.amounts.get(name, 0) + amount
+    def __init__(self, amounts: Mapping[Name, int], absent: Sequence[Sequence[Key]] = ()) -> None:
+        """`absent`: of some look-ups that found nothing, the keys: the daemon may know what became
+        of them."""
+        self.amounts = amounts
+        self.absent = absent
 
     def message(self) -> pb.Usage:
         """As it goes over the wire."""
@@ -95,94 +95,69 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._scalars = dict.fromkeys(_SCALARS, 0)
-        self._groups: dict[str, dict[str, int]] = {
-            "misses": {reason.value: 0 for reason in MissReason},
-            "failures": {reason.value: 0 for reason in MissReason},
-            "saves": {status.label: 0 for status in SaveStatus},
-            "rpcs": dict.fromkeys(_RPCS, 0),
-            "hit_tokens_by_tier": {tier.label: 0 for tier in Tier},
-            "restored_bytes_by_tier": {tier.label: 0 for tier in Tier},
-            "restored_bytes_by_path": dict.fromkeys(PATHS, 0),
-        }
-        #: what happened since the last report
-        self._report = Report()
+        #: everything that was ever counted, and how much of it the daemon was told
+        self._amounts: defaultdict[Name, int] = defaultdict(int)
+        self._told: defaultdict[Name, int] = defaultdict(int)
+        #: keys of some look-ups that found nothing, since the last report
+        self._absent: list[Sequence[Key]] = []
 
     def add(self, name: str, amount: int = 1) -> None:
         with self._lock:
-            self._scalars[name] += amount
+            self._amounts[name,] += amount
 
     def rpc(self, name: str) -> None:
         with self._lock:
-            self._groups["rpcs"][name] += 1
+            self._amounts["rpcs", name] += 1
 
     def miss(self, reason: MissReason, lookup_tokens: int = 0, keys: Sequence[Key] = ()) -> None:
         """One look-up that found nothing, of so many tokens; 0: not known. `keys`: some of those
         that would have been a hit."""
         with self._lock:
-            self._groups["misses"][reason.value] += 1
-            self._looked(lookup_tokens)
-            self._report.add(("misses", reason.value))
+            amounts = self._amounts
+            amounts["misses", reason.value] += 1
+            amounts["lookups",] += 1
+            amounts["lookup_tokens",] += lookup_tokens
             if keys and reason is MissReason.ABSENT:
-                self._report.tell_absent(keys)
+                self._tell_absent(keys)
 
     def hit(
         self, entries: Collection[Entry], token_counts: Collection[int], lookup_tokens: int = 0
     ) -> None:
         """One look-up that found these. `lookup_tokens`: what it was for; 0: not known."""
+        found = _by_tier(entries, token_counts)
+        found_tokens = sum(token_counts)
         with self._lock:
-            scalars, by_tier = self._scalars, self._groups["hit_tokens_by_tier"]
-            scalars["hits"] += 1
-            self._report.add(("hits",))
-            found_tokens = 0
-            for tier, (entries_there, tokens) in _by_tier(entries, token_counts).items():
-                found_tokens += tokens
-                scalars["hit_entries"] += entries_there
-                scalars["hit_tokens"] += tokens
-                by_tier[_LABELS[tier]] += tokens
-                self._report.add(("hit_entries", tier), entries_there)
-                self._report.add(("hit_tokens", tier), tokens)
-            self._looked(max(lookup_tokens, found_tokens))
-
-    def _looked(self, lookup_tokens: int) -> None:
-        self._scalars["lookups"] += 1
-        self._scalars["lookup_tokens"] += lookup_tokens
-        self._report.add(("lookups",))
-        self._report.add(("lookup_tokens",), lookup_tokens)
+            amounts = self._amounts
+            amounts["hits",] += 1
+            amounts["lookups",] += 1
+            amounts["lookup_tokens",] += max(lookup_tokens, found_tokens)
+            for tier, (entries_there, tokens) in found.items():
+                amounts["hit_entries", tier] += entries_there
+                amounts["hit_tokens", tier] += tokens
 
     def failure(self, reason: MissReason) -> None:
         """A restore, a read or a probe that failed."""
         with self._lock:
-            self._groups["failures"][reason.value] += 1
-            self._report.add(("failures", reason.value))
+            self._amounts["failures", reason.value] += 1
 
     def restored(self, entries: Sequence[Entry], path: str) -> None:
         """These arrived whole, on that one of `PATHS`."""
+        found = _by_tier(entries, [entry.payload_bytes for entry in entries])
         with self._lock:
-            by_tier = self._groups["restored_bytes_by_tier"]
-            sizes = [entry.payload_bytes for entry in entries]
-            for tier, (entries_there, size_bytes) in _by_tier(entries, sizes).items():
-                self._scalars["restored_entries"] += entries_there
-                self._scalars["restored_bytes"] += size_bytes
-                by_tier[_LABELS[tier]] += size_bytes
-                self._add_bytes(tier, path, size_bytes)
+            self._amounts["restored_entries",] += len(entries)
+            for tier, (_, size_bytes) in found.items():
+                self._amounts["restored_bytes", tier, path] += size_bytes
 
     def viewed(self, entries: Sequence[Entry]) -> None:
         """The caller got views of these, and reads them where they lie."""
+        found = _by_tier(entries, [entry.payload_bytes for entry in entries])
         with self._lock:
-            sizes = [entry.payload_bytes for entry in entries]
-            for tier, (_, size_bytes) in _by_tier(entries, sizes).items():
-                self._add_bytes(tier, "view", size_bytes)
-
-    def _add_bytes(self, tier: Tier, path: str, size_bytes: int) -> None:
-        self._groups["restored_bytes_by_path"][path] += size_bytes
-        self._report.add(("restored_bytes", tier, path), size_bytes)
+            for tier, (_, size_bytes) in found.items():
+                self._amounts["restored_bytes", tier, _VIEW] += size_bytes
 
     def restored_run(self, tokens: int) -> None:
         """So many tokens need not be computed, thanks to one restore."""
-        with self._lock:
-            self._scalars["restored_tokens"] += tokens
-            self._report.add(("restored_tokens",), tokens)
+        self.add("restored_tokens", tokens)
 
     def saves(
         self,
@@ -202,31 +177,69 @@ class Counters:
                 saved_entries += 1
                 saved_bytes += size_bytes
         with self._lock:
-            self._scalars["saved_entries"] += saved_entries
-            self._scalars["saved_bytes"] += saved_bytes
+            self._amounts["saved_entries",] += saved_entries
+            self._amounts["saved_bytes",] += saved_bytes
             for (status, (tier, reason)), entries in ended.items():
-                self._groups["saves"][status.label] += entries
-                self._report.add(("saves", tier, reason, status.label), entries)
+                self._amounts["saves", tier, reason, status.label] += entries
 
     def take_report(self) -> Report:
         """What happened since this was last called, at one moment."""
         with self._lock:
-            report, self._report = self._report, Report()
-            return report
+            told = self._told
+            amounts = {
+                name: amount - told[name]
+                for name, amount in self._amounts.items()
+                if name[0] in _REPORTED and amount != told[name]
+            }
+            for name, amount in amounts.items():
+                told[name] += amount
+            absent, self._absent = self._absent, []
+            return Report(amounts, absent)
 
     def give_back(self, report: Report) -> None:
         """A report that the daemon may not have got: it goes with the next one."""
         with self._lock:
             for name, amount in report.amounts.items():
-                self._report.add(name, amount)
+                self._told[name] -= amount
             for keys in report.absent:
-                self._report.tell_absent(keys)
+                self._tell_absent(keys)
+
+    def _tell_absent(self, keys: Sequence[Key]) -> None:
+        """Of one look-up; those that come first in a report are told."""
+        if len(self._absent) < MAX_TOLD_MISSES:
+            self._absent.append(keys)
 
     def snapshot(self) -> Snapshot:
         """Everything at one moment, as a dict that is the caller's own."""
+        scalars = dict.fromkeys(_SCALARS, 0)
+        groups: dict[str, dict[str, int]] = {
+            "misses": {reason.value: 0 for reason in MissReason},
+            "failures": {reason.value: 0 for reason in MissReason},
+            "saves": {status.label: 0 for status in SaveStatus},
+            "rpcs": dict.fromkeys(_RPCS, 0),
+            "hit_tokens_by_tier": {tier.label: 0 for tier in Tier},
+            "restored_bytes_by_tier": {tier.label: 0 for tier in Tier},
+            "restored_bytes_by_path": dict.fromkeys(PATHS, 0),
+        }
         with self._lock:
-            groups = {name: dict(group) for name, group in self._groups.items()}
-            return {**self._scalars, **groups}
+            amounts = dict(self._amounts)
+        for (name, *of), amount in amounts.items():
+            match name:
+                case "misses" | "failures" | "rpcs":
+                    groups[name][of[0]] += amount
+                case "saves":
+                    groups[name][of[-1]] += amount
+                case "restored_bytes":
+                    tier, path = of
+                    groups["restored_bytes_by_path"][path] += amount
+                    if path != _VIEW:  # nothing was restored
+                        scalars[name] += amount
+                        groups["restored_bytes_by_tier"][tier.label] += amount
+                case _:
+                    scalars[name] += amount
+                    if name == "hit_tokens":
+                        groups["hit_tokens_by_tier"][of[0].label] += amount
+        return {**scalars, **groups}
 
 
 def _by_tier(entries: Collection[Entry], amounts: Collection[int]) -> dict[Tier, tuple[int, int]]:

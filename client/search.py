@@ -66,7 +66,9 @@ def prefix_walk(
     """
     lengths = boundaries(count_tokens(tokens), stride_tokens, exact_end=exact_end)
     keys = prefix_keys(namespace, tokens, lengths)
-    return PrefixWalk(keys[::-1], lengths[::-1])
+    keys.reverse()
+    lengths.reverse()
+    return PrefixWalk(keys, lengths)
 
 
 class BlockChain(Sequence[Key]):
