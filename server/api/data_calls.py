@@ -7,7 +7,6 @@ can hold is bounded by the quotas of reads and saves, for how long by `stall_tim
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -116,11 +115,7 @@ class DataCalls:
                         progress = sending.run(0)
                     else:
                         assert tier is not None
-                        progress = await to_its_end(
-                            asyncio.get_running_loop().run_in_executor(
-                                core.devices.executor(tier), sending.run
-                            )
-                        )
+                        progress = await to_its_end(core.devices.run(tier, sending.run))
                     if progress is Progress.WAITING:
                         await line.until_ready()
                 # The last bytes left while the claim held, or nothing that was sent counts.

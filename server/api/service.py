@@ -3,7 +3,6 @@ to the state. Saves are in `saves`."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -300,8 +299,7 @@ class CacheService:
 
         if not store.blocking:
             return take()
-        executor = core.devices.executor(entry.tier)
-        return await asyncio.get_running_loop().run_in_executor(executor, take)
+        return await core.devices.run(entry.tier, take)
 
 
 def bounds_of(

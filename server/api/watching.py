@@ -236,7 +236,7 @@ class _Watcher:
 
         if not store.blocking:
             return read()
-        return await asyncio.get_running_loop().run_in_executor(core.devices.executor(tier), read)
+        return await core.devices.run(tier, read)
 
 
 def _control(kind: pb.WatchKind.ValueType, sequence: int, why: str = "") -> bytes:

@@ -17,7 +17,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from typing import Final
+from typing import Final, TypeVar
 
 import structlog
 
@@ -25,8 +25,11 @@ from ...proto.vocabulary import Tier
 from ...tiers.store import Store, StoreError
 from ..core.events import TierChanged, TierState
 from .clock import Clock
+from .gate import stopping
 from .health import Health
 from .supervision import Supervisor
+
+T = TypeVar("T")
 
 log = structlog.get_logger("prefixd.devices")
 
@@ -117,6 +120,14 @@ class Devices:
     def executor(self, tier: Tier) -> Executor:
         """Where calls of a store are made that take long."""
         return self._pools.get(tier, self._shared)
+
+    def run(self, tier: Tier, call: Callable[..., T], *args: object) -> asyncio.Future[T]:
+        """A call of a store that takes long, on a thread. Raises Draining once the threads have
+        ended: then the daemon has stopped, whoever still asks."""
+        try:
+            return self._loop.run_in_executor(self.executor(tier), call, *args)
+        except RuntimeError:
+            raise stopping() from None
 
     @contextmanager
     def under_way(self, tier: Tier) -> Iterator[None]:

@@ -111,13 +111,12 @@ class Recovery:
 
     async def _recover(self, store: Store) -> None:
         core, tier = self._core, store.tier
-        loop, executor = asyncio.get_running_loop(), core.devices.executor(tier)
-        await loop.run_in_executor(executor, store.set_incarnation, self._incarnation)
+        await core.devices.run(tier, store.set_incarnation, self._incarnation)
         batches = store.recover()
         slices = Slices()
         begun = False
         logged = more = 0
-        while (batch := await loop.run_in_executor(executor, _next, batches)) is not None:
+        while (batch := await core.devices.run(tier, _next, batches)) is not None:
             if not begun:
                 core.freezer.expect(len(batch.entries) + batch.following)
                 core.index.expect(len(batch.entries) + batch.following)
@@ -171,11 +170,9 @@ async def collect_garbage(core: Core) -> tuple[int, int]:
 
 
 async def _sweep_records(core: Core, store: Store) -> int:
-    loop = asyncio.get_running_loop()
     swept = 0
     found = store.scan()
-    executor = core.devices.executor(store.tier)
-    while (batch := await loop.run_in_executor(executor, _next_scan, found)) is not None:
+    while (batch := await core.devices.run(store.tier, _next_scan, found)) is not None:
         orphans = [record for record in batch if not _owned(core, record)]
         swept += len(orphans)
         if orphans:

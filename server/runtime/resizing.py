@@ -196,5 +196,4 @@ class _Resize:
     async def _on_thread(self, call: Callable[[Location], T], location: Location) -> T:
         if not self._store.blocking:
             return call(location)
-        executor = self._core.devices.executor(self._tier)
-        return await asyncio.get_running_loop().run_in_executor(executor, call, location)
+        return await self._core.devices.run(self._tier, call, location)

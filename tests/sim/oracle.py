@@ -169,6 +169,14 @@ class Oracle:
                         )
                         if held and not allowed:
                             self.fail(PINNED, f"{name_of(one.key)} left under a claim")
+        if isinstance(event, ev.TierRecovered):
+            for found in event.entries:
+                # It is erased now, whether or not this start gets to the end of its recovery.
+                if (
+                    found.record.key in self._deleted
+                    and found.record.key not in state.tables.entries
+                ):
+                    self._left(daemon, found.record.key)
         if isinstance(event, ev.TierChanged) and event.state is ev.TierState.SERVING:
             self._recovered(daemon, event.tier)
         for ledger in state.tables.ledgers.values():

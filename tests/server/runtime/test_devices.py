@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.errors import Draining
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.core.events import TierState
 from prefixd.server.runtime import recovery
@@ -142,6 +143,19 @@ async def test_a_deleted_directory_takes_no_saves_and_health_says_so(tmp_path: P
         await daemon.until(lambda: "was deleted" in daemon.core.unhealthy().get("disk commit", ""))
         assert await session.restore(key(1)) == DATA, "its file is open"
         assert await session.save({key(2): DATA}) == [pb.SAVE_STATUS_SAVED]
+
+
+@in_loop
+async def test_who_asks_when_the_threads_have_ended_is_told_that_the_daemon_stops(
+    tmp_path: Path,
+) -> None:
+    """An operator's command, say, that goes on between two steps while the daemon closes."""
+    async with running(tmp_path) as daemon:
+        core = daemon.core
+        assert await core.devices.run(Tier.DISK, len, b"abc") == 3
+        core.devices.close()
+        with pytest.raises(Draining, match="is stopping"):
+            await recovery.collect_garbage(core)
 
 
 @in_loop
