@@ -74,6 +74,12 @@ class Session:
     def over(self) -> bool:
         return self.lost or self.call.ended
 
+    @property
+    def known_to_be_over(self) -> bool:
+        """By the daemon, to which the end of a connection takes its time."""
+        sessions = self.daemon.core.state.tables.sessions
+        return self.daemon.process.dead or self.ref.session_id not in sessions
+
     def _beat(self) -> None:
         process = self._client.process
         if self.over or process.dead:
@@ -342,7 +348,7 @@ class SimClient:
         ref = pb.SessionRef()
         ref.CopyFrom(session.ref)
         stale = self.stale()
-        if stale is not None and self.random.random() < 0.5:
+        if stale is not None and self.random.random() < 0.5 and stale.known_to_be_over:
             ref.CopyFrom(stale.ref)
         else:
             ref.secret = bytes(16)
