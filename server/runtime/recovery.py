@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,8 +12,10 @@ import structlog
 from ...proto.entry import EntryRecord
 from ...proto.index import unpack_row
 from ...proto.vocabulary import Tier
-from ...tiers.store import RecoveryBatch, Store, StoreError
-from ..core.events import TierRecovered, TierState
+from ...tiers.store import RecoveryBatch, Store, StoredEntry, StoreError
+from ..core.answers import LookupAnswer
+from ..core.events import LookupAsked, TierRecovered, TierState
+from ..core.tables import Stage
 from .loop import Core
 from .slices import Slices
 
@@ -21,6 +23,8 @@ log = structlog.get_logger("prefixd.recovery")
 
 #: Entries in one event, about a millisecond.
 _ADOPTED_AT_ONCE: Final = 64
+#: A device that takes longer to commit hangs, or nearly.
+_COMMITTED_WITHIN_NS: Final = 5 * 10**9
 #: Dropped entries of a tier that the log names. All of a million may be: another size of slabs.
 _MAX_LOGGED: Final = 1_000
 #: What a store could not read is asked for again this often.
@@ -142,9 +146,28 @@ async def _adopt(core: Core, tier: Tier, batch: RecoveryBatch, slices: Slices) -
     dropped = len(batch.dropped)
     for start in range(0, max(1, len(batch.entries)), _ADOPTED_AT_ONCE):
         some = tuple(batch.entries[start : start + _ADOPTED_AT_ONCE])
+        await _committed(core, tier, some)
         core.post(TierRecovered(tier, some, dropped, core.clock.now_ns()))
         dropped = 0
         await slices.pause()
+
+
+async def _committed(core: Core, tier: Tier, found: Sequence[StoredEntry]) -> None:
+    """Wait for saves of what was found that are being committed where less survives: once they are
+    published they give way to it, and until then nothing can take them back."""
+    in_flight = core.state.tables.in_flight
+    until_ns = core.clock.now_ns() + _COMMITTED_WITHIN_NS
+    while core.clock.now_ns() < until_ns:
+        keys = []
+        for entry in found:
+            flight = in_flight.get(entry.record.key)
+            if flight and flight.tier < tier and flight.stage is Stage.COMMITTING:
+                keys.append(entry.record.key)
+        if not keys:
+            return
+        now_ns = core.clock.now_ns()
+        asked = LookupAsked(core.next_request(), tuple(keys), False, until_ns, now_ns)
+        await core.ask(asked, LookupAnswer)
 
 
 def _next(batches: Iterator[RecoveryBatch]) -> RecoveryBatch | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,13 +18,15 @@ from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.runtime import recovery, reindexing
 from prefixd.server.runtime.index import IndexWriter
+from prefixd.server.runtime.slices import Slices
 from prefixd.tiers import records, row_table
 from prefixd.tiers.arena_store import ARENA_FILE
 from prefixd.tiers.row_table import RECORDS_FILE
 from prefixd.tiers.rows import ROW_BYTES
-from prefixd.tiers.store import Location, RecoveryBatch, Store
-from tests.contract.faulty import FaultyStore
+from prefixd.tiers.store import Location, RecoveryBatch, Store, StoredEntry
+from tests.contract.faulty import Fault, FaultyStore
 from tests.support.running import (
+    PATIENCE_S,
     SLAB,
     ManualClock,
     OpenSession,
@@ -107,6 +111,45 @@ async def test_what_survives_is_what_it_was(tmp_path: Path, how: str) -> None:
         for tier in (Tier.SHM, Tier.DISK):
             for number in range(5):
                 assert await session.restore(key(10 * tier + number)) == payload(number)
+        await daemon.assert_idle()
+
+
+@in_loop
+async def test_what_is_found_on_disk_waits_for_a_save_to_shm_and_takes_its_place(
+    tmp_path: Path,
+) -> None:
+    """A save that is being committed can't be taken back: published, it gives way. Else a client
+    that saves the same again, while a start recovers, would leave it where less survives."""
+    committing, go_on = threading.Event(), threading.Event()
+
+    def hold(operation: str) -> None:
+        if operation == "apply" and threading.current_thread() is not threading.main_thread():
+            committing.set()
+            assert go_on.wait(PATIENCE_S)
+
+    wrap = {Tier.SHM: lambda store: FaultyStore(store, on_call=hold)}
+    async with running(tmp_path, wrap=wrap) as daemon:
+        core, session = daemon.core, await daemon.open()
+        shm = core.stores[Tier.SHM]
+        assert isinstance(shm, FaultyStore)
+        shm.arm(Fault.WRITE_ERROR)  # so that its thread does it again, which is held
+        saving = asyncio.ensure_future(session.save({key(1): DATA}, Tier.SHM))
+        await asyncio.to_thread(committing.wait, PATIENCE_S)
+        store = core.stores[Tier.DISK]
+        room = daemon.tables.ledgers[Tier.DISK].extents.allocate(store.stored_bytes(len(DATA), 0))
+        put_at(store, key(1), 77, room)
+        daemon.tables.ledgers[Tier.DISK].extents.free(room)
+        record = next(record for batch in store.scan() for record in batch)
+        found = RecoveryBatch([StoredEntry(record, 1, 0)], [], 0)
+        adopting = asyncio.ensure_future(recovery._adopt(core, Tier.DISK, found, Slices()))
+        waiting = daemon.tables.waiting
+        await daemon.until(lambda: len(waiting) == 1)
+        assert key(1) not in daemon.tables.entries
+        go_on.set()
+        await adopting
+        assert await saving == [pb.SAVE_STATUS_SAVED]
+        assert daemon.tables.entries[key(1)].tier is Tier.DISK
+        assert await session.restore(key(1)) == DATA
         await daemon.assert_idle()
 
 
