@@ -32,6 +32,7 @@ from .api.http import serve_metrics
 from .api.metrics import StateCollector
 from .api.page import Board
 from .api.sessions import ServiceConfig
+from .certificates import Certificates, certificates_of
 from .config.budgets import Plan, resolve
 from .config.loading import load_config
 from .config.machine import Machine
@@ -40,7 +41,7 @@ from .lock import lock_directories
 from .logs import configure_logs
 from .notify import keep_alive, notify
 from .reloading import Reloader
-from .remote import credentials_of, tls_context_of, tokens_of
+from .remote import RemoteFiles, tokens_of
 from .runtime import collector
 from .runtime.clock import Clock
 from .runtime.idle_heap import give_back_idle_heap
@@ -101,6 +102,10 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
         asyncio.get_running_loop().set_exception_handler(core.supervisor.failed)
         front = Front(core, service_config(config, incarnation))
         stack.callback(front.close)
+        certificates = certificates_of(config.server)
+        if certificates is not None:
+            certificates.when_changed = front.secure_with
+            core.supervisor.task("certificates", certificates.watch(core))
         if config.shared.engine:
             sharing = await assembly.begin_sharing(config, core)
             stack.push_async_callback(sharing.close)
@@ -131,6 +136,7 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
                 now_ns=core.clock.now_ns,
                 shared=front.admin.shared,
                 pressure=lambda: pressure.counts()._asdict() if pressure else {},
+                certificates=lambda: certificates.ends_s() if certificates else {},
             )
             board = Board(front.admin)
             metrics_at = stack.enter_context(serve_metrics(config.server.metrics, collector, board))
@@ -138,13 +144,12 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
         reloader = Reloader(config, load, core, front.scrubber)
         front.admin.configurer = reloader.configure
         front.admin.overridden = reloader.override
-        reloader.read_files = front.read_tokens
-        reloader.files_read = front.end_revoked
+        reloader.read_files = RemoteFiles(core, front, certificates).read
         front.admin.stopper = stop.begin
         stop.when_reloaded(lambda: core.supervisor.task("reload", reloader.reload()))
         front.scrubber.start()
         stack.push_async_callback(front.scrubber.close)
-        await _serve_rpcs(core, config, front, stop)
+        await _serve_rpcs(core, config, front, stop, certificates)
         if core.broken.is_set():
             raise PrefixdError(f"stopped, for {core.broken_why}")
 
@@ -231,8 +236,10 @@ def service_config(config: Config, incarnation: bytes) -> ServiceConfig:
     )
 
 
-async def _serve_rpcs(core: Core, config: Config, front: Front, stop: Stop) -> None:
-    addresses, remote = _listen(front, config)
+async def _serve_rpcs(
+    core: Core, config: Config, front: Front, stop: Stop, certificates: Certificates | None
+) -> None:
+    addresses, remote = _listen(front, config, certificates)
     servers = [front.workers, front.operators, *remote]
     for server in servers:
         await server.start()
@@ -276,7 +283,9 @@ async def _first(*events: Coroutine[Any, Any, object]) -> None:
         task.cancel()
 
 
-def _listen(front: Front, config: Config) -> tuple[list[str], list[grpc.aio.Server]]:
+def _listen(
+    front: Front, config: Config, certificates: Certificates | None
+) -> tuple[list[str], list[grpc.aio.Server]]:
     """Bind every address; returns them, and what serves TCP. The sockets' directory is locked:
     what lies there is a leftover."""
     server = config.server
@@ -303,9 +312,11 @@ def _listen(front: Front, config: Config) -> tuple[list[str], list[grpc.aio.Serv
         _check_free(host.strip("[]"), int(port), server.tcp)
         tokens = tokens_of(config)
         remote = front.remote(tokens)
-        secured = credentials_of(config)
+        secured = context = None
+        if certificates is not None:
+            secured, context = certificates.credentials(), certificates.material.context
         if server.data_address():
-            start = partial(front.data.start, context=tls_context_of(config), tokens=tokens)
+            start = partial(front.data.start, context=context, tokens=tokens)
             addresses.append(_listen_for_data(start, server.data_address()))
         addresses.append(f"{host}:{_bind('server.tcp', remote, server.tcp, secured)}")
         return addresses, [remote]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
 import structlog
 
@@ -38,6 +38,22 @@ _LEVEL: Final = "log.level"
 _SCRUB_RATE: Final = "server.scrub_rate"
 
 
+class FileChange(NamedTuple):
+    """A file that says something else than what runs, by its option; no secrets."""
+
+    option: str
+    running: str
+    configured: str
+
+
+class FilesRead(NamedTuple):
+    """Files that the configuration names, read again and found good."""
+
+    changes: Sequence[FileChange] = ()
+    #: puts them to use; on the loop
+    use: Callable[[], None] = lambda: None
+
+
 class Reloader:
     """The configuration of a running daemon. The event loop's."""
 
@@ -49,10 +65,8 @@ class Reloader:
         self._core = core
         self._scrubber = scrubber
         self._running = values(config)
-        #: reads again what files say that the configuration names; raises ConfigError
-        self.read_files: Callable[[], None] = lambda: None
-        #: told on the loop when that is done
-        self.files_read: Callable[[], None] = lambda: None
+        #: reads them, on a thread, as they were named at the start; raises ConfigError
+        self.read_files: Callable[[], FilesRead] = FilesRead
 
     async def configure(self, apply: bool) -> pb.ConfigureResponse:
         """What is configured differently by now; with `apply`, what can be is changed. Raises
@@ -66,10 +80,17 @@ class Reloader:
             if shown != running:
                 live = self._is_live(option, new)
                 response.changed.add(option=option, running=running, configured=shown, live=live)
+        files = await asyncio.to_thread(self.read_files)
+        named = {each.option for each in response.changed}
+        for change in files.changes:
+            if change.option not in named:  # else another file, after a restart
+                response.changed.add(live=True, **change._asdict())
         if apply:
-            await asyncio.to_thread(self.read_files)
-            self.files_read()
-            self._apply(new, [each.option for each in response.changed if each.live])
+            files.use()
+            self._apply(
+                new,
+                [each.option for each in response.changed if each.option in named and each.live],
+            )
         response.running.update({option: shown for option, (shown, _) in self._running.items()})
         return response
 

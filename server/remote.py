@@ -1,17 +1,19 @@
-"""The TCP port: what the files say that decide who may connect. Secrets are in no message."""
+"""The TCP ports: the files that decide who may connect, read at the start and with each reload.
+Secrets are in no message."""
 
 from __future__ import annotations
 
-import os
-import ssl
+from collections.abc import Iterator
 from pathlib import Path
-
-import grpc
 
 from ..proto.errors import ConfigError
 from .api.access import Tokens
+from .api.front import Front
+from .certificates import Certificates, Material
 from .config.options import Config
 from .config.values import parse_shares
+from .reloading import FileChange, FilesRead
+from .runtime.loop import Core
 
 
 def tokens_of(config: Config) -> Tokens | None:
@@ -30,46 +32,42 @@ def tokens_of(config: Config) -> Tokens | None:
     return tokens
 
 
-def credentials_of(config: Config) -> grpc.ServerCredentials | None:
-    """TLS as it is configured; None: there is none. Raises ConfigError."""
-    server = config.server
-    if not server.tls_cert:
-        return None
-    key = _read("server.tls_key", server.tls_key, secret=True)
-    chain = _read("server.tls_cert", server.tls_cert)
-    roots = None
-    if server.tls_client_ca:
-        roots = _read("server.tls_client_ca", server.tls_client_ca)
-    return grpc.ssl_server_credentials([(key, chain)], roots, require_client_auth=roots is not None)
+class RemoteFiles:
+    """Tokens and certificates of a daemon that runs: either all of them are changed or none."""
 
+    def __init__(self, core: Core, front: Front, certificates: Certificates | None) -> None:
+        self._core = core
+        self._front = front
+        self._certificates = certificates
 
-def tls_context_of(config: Config) -> ssl.SSLContext | None:
-    """The same for the data socket. Both of its ends are prefixd's: TLS 1.3, and no tickets, so
-    that the daemon remembers nothing of a connection that ended. Raises ConfigError."""
-    server = config.server
-    if not server.tls_cert:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.num_tickets = 0
-    try:
-        context.load_cert_chain(server.tls_cert, server.tls_key)
-        if server.tls_client_ca:
-            context.load_verify_locations(server.tls_client_ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except OSError as problem:
-        raise ConfigError(f"server.tls_cert: these files make no TLS: {problem}") from None
-    return context
+    def read(self) -> FilesRead:
+        """What they say by now. On any thread. Raises ConfigError."""
+        tokens = None if self._front.tokens is None else self._front.tokens.read()
+        material = None if self._certificates is None else self._certificates.read()
+        changes = (*self._changed_tokens(tokens), *self._changed_certificates(material))
 
+        def use() -> None:
+            if tokens is not None:
+                self._front.use_tokens(tokens)
+            if self._certificates is not None and material is not None:
+                self._certificates.use(material)
+                self._certificates.look(self._core)
 
-def _read(option: str, name: str, *, secret: bool = False) -> bytes:
-    try:
-        with Path(name).open("rb") as file:
-            if secret and os.fstat(file.fileno()).st_mode & 0o077:
-                raise ConfigError(f"{option}: others than its owner may use {name}: chmod 600 it")
-            data = file.read(2**20)
-    except OSError as problem:
-        raise ConfigError(f"{option}: can't read {name}: {problem.strerror}") from None
-    if b"-----BEGIN " not in data:
-        raise ConfigError(f"{option}: {name} is no PEM file")
-    return data
+        return FilesRead(changes, use)
+
+    def _changed_tokens(self, now: Tokens | None) -> Iterator[FileChange]:
+        running = self._front.tokens
+        if running is None or now is None or now.accesses() == running.accesses():
+            return
+        new = len(now.accesses() - running.accesses())
+        yield FileChange(
+            "server.tokens", f"{len(running)} tokens", f"{len(now)}, {new} of them new"
+        )
+
+    def _changed_certificates(self, now: Material | None) -> Iterator[FileChange]:
+        if self._certificates is None or now is None:
+            return
+        running = self._certificates.material
+        for option, digest in now.digests.items():
+            if digest != running.digests[option]:
+                yield FileChange(option, running.describe(option), now.describe(option))

@@ -18,6 +18,7 @@ from ...proto import data
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import (
     ClaimLost,
+    ConfigError,
     DaemonUnavailable,
     DeadlineExceeded,
     MalformedMessage,
@@ -53,16 +54,17 @@ class DataLine:
     with."""
 
     def __init__(self, place: Place, timeout_s: float) -> None:
-        """Raises OSError if no daemon listens there, or none that is to be trusted."""
+        """Raises OSError if no daemon listens there, or none that is to be trusted, ConfigError if
+        this side's files are wrong."""
+        # With the first request.
+        self._greeting = data.frame(place.greeting())
         self._wire = connected(place, timeout_s)
         self._until_s = 0.0
-        # With the first request.
-        self._greeting = data.frame(place.greeting)
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
         self._start = self._end = 0
         #: Nothing has come yet. Under TLS the daemon looks at this side's certificate when for this
         #: side the handshake is over: what ends before was not asked.
-        self._unheard = place.context is not None
+        self._unheard = bool(place.security.ca)
         #: Something has come of what was asked for last.
         self.moved = False
 
@@ -219,7 +221,7 @@ class DataCalls(Lines[DataLine]):
         try:
             # Half of the time is left for asking over gRPC.
             return DataLine(self._place, min(timeout_s / 2, CONNECT_S))
-        except OSError as problem:
+        except (OSError, ConfigError) as problem:
             self._refused(str(problem))
             raise NoLine(str(problem)) from None
 

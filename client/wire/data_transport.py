@@ -4,12 +4,11 @@ and the rest over gRPC; all of it over gRPC where the daemon has none, or it can
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.endpoints import UNIX_SCHEME
-from ...proto.errors import ClaimLost, ConfigError, UnknownEntry
+from ...proto.errors import ClaimLost, UnknownEntry
 from ...proto.keys import Key
 from ...proto.pieces import FlatBytes
 from ..results import SaveOutcome
@@ -21,8 +20,6 @@ from .link import Holding, Link
 from .packing import check_header
 from .remote import RemoteTransport
 from .transport import Range, SaveTerms, Saving, Sink
-
-logger = logging.getLogger("prefixd.client")
 
 
 class DataTransport(RemoteTransport):
@@ -44,13 +41,7 @@ class DataTransport(RemoteTransport):
             host = address.rpartition(":")[0].rpartition("/")[2].strip("[]")
         if not port or not host:
             return
-        security = link.connection.security
-        try:
-            greeting = pb.DataRequest(attach=link.ref, token=security.token())
-            place = Place(host, port, greeting, security.context())
-        except ConfigError as problem:
-            logger.warning("without the data socket of %s: %s", address, problem)
-            return
+        place = Place(host, port, link.ref, link.connection.security)
         link.data = DataCalls(place, link.connection, self._counters)
         link.calls = link.data
         link.on_end.append(link.data.hang_up)

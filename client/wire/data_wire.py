@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from ...proto import prefixd_pb2 as pb
+from .channel import Security
 
 _KEEPALIVE_S: Final = 30
 _TIMEVAL: Final = struct.Struct("ll")
@@ -27,10 +28,13 @@ class Place(NamedTuple):
 
     host: str
     port: int
-    #: The first request, which is not answered. Has secrets.
-    greeting: pb.DataRequest
-    #: None: without TLS.
-    context: ssl.SSLContext | None = None
+    session: pb.SessionRef
+    #: Its files are read with each connection: they may be others by then.
+    security: Security = Security()
+
+    def greeting(self) -> pb.DataRequest:
+        """The first request, which is not answered. Has secrets. Raises ConfigError."""
+        return pb.DataRequest(attach=self.session, token=self.security.token())
 
 
 class Wire:
@@ -99,7 +103,8 @@ class SecuredWire(Wire):
 
 
 def connected(place: Place, within_s: float) -> Wire:
-    """A connection to a daemon, trusted if it is to be. Raises OSError."""
+    """A connection to a daemon, trusted if it is to be. Raises OSError, ConfigError."""
+    context = place.security.context()
     until_s = time.monotonic() + within_s
     sock = socket.create_connection((place.host, place.port), within_s)
     try:
@@ -108,10 +113,10 @@ def connected(place: Place, within_s: float) -> Wire:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
-        if place.context is None:
+        if context is None:
             return Wire(sock)
         sock.settimeout(_left_s(until_s))  # of the handshake as a whole
-        return SecuredWire(place.context.wrap_socket(sock, server_hostname=place.host))
+        return SecuredWire(context.wrap_socket(sock, server_hostname=place.host))
     except BaseException:
         sock.close()
         raise

@@ -173,11 +173,13 @@ class Tokens:
         """What all of them give."""
         return frozenset(self._known)
 
-    def read_again(self) -> None:
-        """What the file says by now holds for every call from here on. Raises ConfigError, and then
-        nothing has changed."""
-        if self._path is not None:
-            self._known = Tokens.from_file(self._path)._known
+    def read(self) -> Tokens:
+        """What the file says by now; these stay what they are. Raises ConfigError."""
+        return self if self._path is None else Tokens.from_file(self._path)
+
+    def use(self, newer: Tokens) -> None:
+        """These hold for every call from here on."""
+        self._known = newer._known
 
     def __len__(self) -> int:
         return len(self._known)

@@ -3,6 +3,7 @@ socket, the data socket, and the two gRPC servers, of workers and of operators."
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping
 from typing import Final
 
@@ -87,21 +88,21 @@ class Front:
         #: who may call over TCP; None: whoever connects, but no operators
         self.tokens: Tokens | None = None
 
-    def read_tokens(self) -> None:
-        """Read the file with the tokens again. Raises ConfigError. On any thread."""
-        if self.tokens is not None:
-            self.tokens.read_again()
-            self.sessions.namespaces.learn(self.tokens.namespaces)
-
-    def end_revoked(self) -> None:
-        """After that: end the sessions that were opened with a token that is not there any more, or
-        gives something else. On the loop."""
-        if self.tokens is None:
-            return
+    def use_tokens(self, newer: Tokens) -> None:
+        """Take these instead, and end the sessions that were opened with a token that is not there
+        any more, or gives something else."""
+        assert self.tokens is not None
+        self.tokens.use(newer)
+        self.sessions.namespaces.learn(self.tokens.namespaces)
         for number in self.sessions.opened_with_others(self.tokens.accesses()):
             listener = self._core.listener(number)
             if listener is not None:
                 listener.ended(NotPermitted("the token of this session is not known any more"))
+
+    def secure_with(self, context: ssl.SSLContext) -> None:
+        """Other certificates for new connections to the data socket, if it has TLS."""
+        if self.data.handshakes is not None:
+            self.data.handshakes.context = context
 
     def remote(self, tokens: Tokens | None) -> grpc.aio.Server:
         """gRPC over TCP. Operators are served there only with a token that says so."""

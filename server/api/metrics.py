@@ -189,7 +189,8 @@ class StateCollector(Collector):
     be, `in_flight` what calls take of its memory (`front.Front.in_flight`), `oldest_ns` since when
     a device owes an answer, `commits` how long its commits take, and `now_ns` what the time is;
     they are called on that thread, too. `usage` is what the clients count, `shared` what went from
-    and to other nodes, `pressure` what is known of it (`pressure.PressureCounts`).
+    and to other nodes, `pressure` what is known of it (`pressure.PressureCounts`), `certificates`
+    when each ends, by its option, in Unix seconds.
     """
 
     def __init__(
@@ -208,6 +209,7 @@ class StateCollector(Collector):
         now_ns: Callable[[], int] | None = None,
         shared: Callable[[], Mapping[str, int]] = _nothing,
         pressure: Callable[[], Mapping[str, float]] = _nothing,
+        certificates: Callable[[], Mapping[str, int]] = _nothing,
     ) -> None:
         self.unhealthy = unhealthy
         self._notices = notices
@@ -221,6 +223,7 @@ class StateCollector(Collector):
         self._commits = commits
         self._shared = shared
         self._pressure = pressure
+        self._certificates = certificates
         self._now_ns = now_ns or (lambda: state.tables.stamp_ns)
 
     def collect(self) -> Iterator[Metric]:
@@ -243,6 +246,14 @@ class StateCollector(Collector):
                 yield GaugeMetricFamily(f"prefixd_pressure_{name}", about, number)
             else:
                 yield CounterMetricFamily(f"prefixd_pressure_{name}_total", about, number)
+        ends = GaugeMetricFamily(
+            "prefixd_certificate_ends_timestamp_seconds",
+            "When a certificate ends that is in use.",
+            labels=["option"],
+        )
+        for option, ends_s in self._certificates().items():
+            ends.add_metric([option], ends_s)
+        yield ends
         yield from self._collect_tiers(tables)
         yield from self._collect_scrubs()
         yield from self._collect_health()

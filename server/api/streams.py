@@ -181,7 +181,8 @@ class Handshakes:
     waits nowhere, and the event loop and the threads that copy never do."""
 
     def __init__(self, context: ssl.SSLContext) -> None:
-        self.context: Final = context
+        #: of connections from here on
+        self.context = context
         self._thread: Final = ThreadPoolExecutor(1, "prefixd-tls")
 
     async def step(self, stream: SecuredStream) -> None:

@@ -85,8 +85,8 @@ class Server(Section):
     """Allow `tcp` and `data` on an address that other machines can reach without TLS, or without
     both tokens and `tls_client_ca`: whoever reaches these can then read and replace everything."""
     tls_cert: File = ""
-    """The certificate for `tcp` and `data`, with its chain, as PEM; empty: no TLS. With
-    `tls_key`."""
+    """The certificate for `tcp` and `data`, with its chain, as PEM; empty: no TLS. With `tls_key`.
+    All files of TLS are read at the start and with each reload, and hold for new connections."""
     tls_key: File = ""
     """Its private key, as PEM. Nobody but its owner may be able to read it."""
     tls_client_ca: File = ""

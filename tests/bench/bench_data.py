@@ -2,11 +2,14 @@
 """What the data socket costs (loopback TCP) beside gRPC (the Unix socket), by turns: time, and
 CPU-seconds of client and daemon together, which are steadier.
 
-    python tests/bench/bench_data.py [REPEATS] [--tls]
+    python tests/bench/bench_data.py [REPEATS] [--batches 1,48] [--tls] [--redis]
 
 One JSON object per line; only ratios inside one run mean something. `cpu_s_per_gb` is a mean.
 `beside` is a look-up of one key while another client restores all the time. `--tls`: with a second
-daemon, which has TLS (`data-tls`, `grpc-tls`, both over TCP).
+daemon, which has TLS (`data-tls`, `grpc-tls`, both over TCP). `--redis`: with a redis-server on
+loopback TCP, asked by a bare loop over a blocking socket (`redis-raw`, two replies under way, no
+checksums) and by redis-py (`redis-py`, one pipeline). What lasts less than 10 ms also has its
+quartiles.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -21,8 +25,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, Protocol
 
-from prefixd.client.bench.moving import Batch, Buffers, Subject, memcpy_case
+from prefixd.client.bench.moving import Batch, Buffers, Subject, memcpy_case, new_keys
 from prefixd.client.bench.run import OverData, wait_until_secured
 from prefixd.client.client import Client
 from prefixd.client.counters import Counters
@@ -35,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.support.certificates import Authority
 from tests.support.daemon import tcp_address
+from tests.support.redis_servers import RedisServer, redis_servers
 
 BLOCKS, BLOCK_BYTES = 48, 5 * 2**20
 SMALL_CALLS = 100
@@ -60,7 +66,137 @@ with Client(transport=OverData(sys.argv[1], counters=counters), counters=counter
 """
 
 
-COMPARED = {"data": ["grpc"], "data-tls": ["data", "grpc-tls", "grpc"], "grpc-tls": ["grpc"]}
+COMPARED = {
+    "data": ["grpc", "redis-raw", "redis-py"],
+    "data-tls": ["data", "grpc-tls", "grpc"],
+    "grpc-tls": ["grpc"],
+}
+#: Replies that a bare loop waits for at a time: with more of them Redis is slower.
+WINDOW = 2
+
+
+class Moves(Protocol):
+    """What is measured of each."""
+
+    def renew(self) -> None: ...
+
+    def save(self) -> None: ...
+
+    def restore(self) -> None: ...
+
+    def exists(self) -> None: ...
+
+    def verify(self) -> None: ...
+
+
+class RawRedis:
+    """Redis by the least that a client can do: commands from where the bytes lie, replies into
+    where they belong."""
+
+    def __init__(self, server: RedisServer, buffers: Buffers, blocks: int) -> None:
+        self._socket = socket.create_connection((server.address, server.port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._buffers, self._blocks = buffers, blocks
+        self._sources, self._rooms = buffers.sources(blocks), buffers.rooms(blocks)
+        self._keys: list[bytes] = []
+        self._ahead = bytearray()
+
+    def renew(self) -> None:
+        if self._keys:  # Redis has room for what is saved once
+            self._command(b"DEL", *self._keys)
+            self._line()
+        self._keys = [bytes(key) for key in new_keys(self._blocks)]
+
+    def save(self) -> None:
+        for number, (key, source) in enumerate(zip(self._keys, self._sources, strict=True)):
+            head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, len(source))
+            rest: list[memoryview] = [memoryview(head), source, memoryview(b"\r\n")]
+            while rest:
+                sent = self._socket.sendmsg(rest)
+                while rest and sent >= len(rest[0]):
+                    sent -= len(rest.pop(0))
+                if rest:
+                    rest[0] = rest[0][sent:]
+            if number >= WINDOW:
+                assert self._line() == b"+OK"
+        for _ in range(min(WINDOW, self._blocks)):
+            assert self._line() == b"+OK"
+
+    def restore(self) -> None:
+        for key in self._keys[:WINDOW]:
+            self._command(b"GET", key)
+        for number, room in enumerate(self._rooms):
+            assert self._line() == b"$%d" % len(room)
+            there = min(len(self._ahead), len(room))
+            room[:there] = self._ahead[:there]
+            del self._ahead[:there]
+            while there < len(room):
+                there += self._socket.recv_into(room[there:], 0, socket.MSG_WAITALL)
+            assert self._line() == b""
+            if number + WINDOW < self._blocks:
+                self._command(b"GET", self._keys[number + WINDOW])
+
+    def exists(self) -> None:
+        self._command(b"EXISTS", *self._keys)
+        assert self._line() == b":%d" % self._blocks
+
+    def verify(self) -> None:
+        self.renew()
+        self.save()
+        self._buffers.wipe(self._blocks)
+        self.restore()
+        self._buffers.check("redis-raw", self._rooms)
+
+    def _command(self, *words: bytes) -> None:
+        self._socket.sendall(
+            b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in words)
+        )
+
+    def _line(self) -> bytes:
+        while (end := self._ahead.find(b"\r\n")) < 0:
+            came = self._socket.recv(4096)
+            assert came, "redis-server hung up"
+            self._ahead += came
+        line = bytes(self._ahead[:end])
+        del self._ahead[: end + 2]
+        return line
+
+
+class RedisPy:
+    """Redis as it is used from Python."""
+
+    def __init__(self, server: RedisServer, buffers: Buffers, blocks: int) -> None:
+        import redis
+
+        self._client: Any = redis.Redis.from_url(server.url)
+        self._buffers, self._blocks = buffers, blocks
+        self._sources, self._rooms = buffers.sources(blocks), buffers.rooms(blocks)
+        self._keys: list[bytes] = []
+
+    def renew(self) -> None:
+        if self._keys:
+            self._client.delete(*self._keys)
+        self._keys = [bytes(key) for key in new_keys(self._blocks)]
+
+    def save(self) -> None:
+        pipeline = self._client.pipeline(transaction=False)
+        for key, source in zip(self._keys, self._sources, strict=True):
+            pipeline.set(key, source)
+        pipeline.execute()
+
+    def restore(self) -> None:
+        for room, found in zip(self._rooms, self._client.mget(self._keys), strict=True):
+            room[:] = found
+
+    def exists(self) -> None:
+        assert self._client.exists(*self._keys) == self._blocks
+
+    def verify(self) -> None:
+        self.renew()
+        self.save()
+        self._buffers.wipe(self._blocks)
+        self.restore()
+        self._buffers.check("redis-py", self._rooms)
 
 
 class Taken:
@@ -95,6 +231,9 @@ class Taken:
             p50_s = statistics.median(seconds)
             row: dict[str, object] = {"who": who, "op": op, "blocks": blocks}
             row["p50_ms"] = round(p50_s * 1e3, 3)
+            if p50_s < 0.01 and len(seconds) > 1:
+                quarters = statistics.quantiles(seconds, n=4)
+                row["quartiles_ms"] = [round(each * 1e3, 3) for each in quarters[::2]]
             if op in ("save", "restore"):
                 gb = blocks * BLOCK_BYTES / 1e9
                 row["gb_per_s"] = round(gb / p50_s, 2)
@@ -142,9 +281,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("repeats", type=int, nargs="?", default=8)
+    parser.add_argument("--batches", default=f"1,{BLOCKS}")
     parser.add_argument("--tls", action="store_true")
+    parser.add_argument("--redis", action="store_true")
     options = parser.parse_args()
     repeats: int = options.repeats
+    sizes = [int(size) for size in options.batches.split(",")]
     flags = [
         f"--ram.budget={4 * BLOCKS * BLOCK_BYTES}",
         *("--shm.budget=0", "--disk.budget=0", "--server.tcp=127.0.0.1:0"),
@@ -169,16 +311,21 @@ def main() -> None:
             security = Security(str(authority.certificate))
             movers += subjects(tcp_address(secured), stack, "-tls", security)
             pids |= dict.fromkeys(("grpc-tls", "data-tls"), secured.pid)
-        batches = {
+        batches: dict[tuple[str, int], Moves] = {
             (subject.peer, blocks): Batch(subject, buffers, blocks)
             for subject in movers
-            for blocks in (1, BLOCKS)
+            for blocks in sizes
         }
+        if options.redis:
+            (server,) = stack.enter_context(redis_servers(directories[0] / "redis", 1))
+            for name, way in (("redis-raw", RawRedis), ("redis-py", RedisPy)):
+                batches |= {(name, blocks): way(server, buffers, blocks) for blocks in sizes}
+                pids[name] = server.pid
         taken = Taken(pids)
         for turn in range(repeats + 1):
             if turn == 1:
                 taken.forget()  # the first is a warm-up
-            taken.add("memcpy", "restore", BLOCKS, memcpy_case(buffers, BLOCKS).action, 1)
+            taken.add("memcpy", "restore", sizes[-1], memcpy_case(buffers, sizes[-1]).action, 1)
             for (who, blocks), batch in batches.items():
                 times = 1 if blocks > 1 else 10
                 batch.renew()
@@ -188,7 +335,7 @@ def main() -> None:
         for row in taken.rows():
             print(json.dumps(row), flush=True)
         for who in ("grpc", "data"):
-            latencies = beside(daemon.address, batches[who, BLOCKS].restore)
+            latencies = beside(daemon.address, batches[who, sizes[-1]].restore)
             print(json.dumps({"who": who, "op": "beside"} | latencies), flush=True)
         for batch in batches.values():
             batch.verify()

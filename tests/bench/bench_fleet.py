@@ -11,7 +11,8 @@ With `--hosts` each of them is a host of its own, a network namespace, which tak
 `--cut N` cuts a master or a daemon off from everything, `--part N` a daemon from a master, for
 twenty requests each and without a word; `--slow-ms 50 --slow-mbit 20` is how the last master is
 reached. `--payloads nodes`: nodes read from each other. `--engine-dead`: instead of all that, what
-local calls take while no master can be reached, beside a daemon that shares nothing, by turns.
+local calls take while no master can be reached, beside a daemon that shares nothing: `--requests`
+turns of 25 calls each.
 
 With faults there is nothing to be held against, and only the bytes and the longest calls count.
 Prints one JSON object. Exit status 1: wrong bytes, a call that took 50 ms more than its deadline,
@@ -24,10 +25,10 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 from time import monotonic, perf_counter
 from typing import Any
@@ -94,8 +95,8 @@ class Nodes:
             "--sessions.max_pinned_share=1",
             "--sessions.max_reserved_share=1",
         ]
-        # Of those with a dead engine the last is what it is compared with.
-        if not options.engine_dead or number < options.nodes - 1:
+        # With a dead engine the others are what the first is compared with.
+        if not options.engine_dead or not number:
             urls = ",".join(master.url for master in self.masters)
             flags += [f"--shared.engine={urls}", "--shared.write=all"]
         if options.payloads == "nodes":
@@ -260,42 +261,71 @@ def replay(requests: list[Request], options: argparse.Namespace) -> dict[str, An
 
 
 def engine_dead(options: argparse.Namespace) -> dict[str, object]:
-    """What a local hit, and a miss, take beside a daemon that shares nothing."""
-    options.nodes = 2
-    taken_us: dict[str, list[float]] = {}
+    """What a local hit, and a miss, take while no master can be reached, beside a daemon that
+    shares nothing. One more of those is the noise: two that are the same differ by it."""
+    options.nodes = 3
     with ExitStack() as stack:
         nodes = Nodes(options, stack)
         here = [Key(bytes([n]) * 32) for n in range(16)]
+        missing = [Key(bytes([n]) * 31 + b"-") for n in range(16)]
         rooms = [bytearray(BLOCK_BYTES) for _ in here]
         for client in nodes.clients:
             items = [SaveItem(key, bytes(BLOCK_BYTES), 16) for key in here]
             assert all(client.save_many(items, tier=Tier.RAM))
         for far in nodes.far:
             far.cut()
-        names = ("engine dead", "no engine")
-        missing = [Key(bytes([n]) * 31 + b"-") for n in range(16)]
-        for turn in range(options.requests):
-            for name, client in zip(names, nodes.clients, strict=True):
-                for what, keys in (("hit", here), ("miss", missing)):
-                    began_s = perf_counter()
-                    with client.longest_run(keys, claim=False) as hit:
-                        if what == "hit":
-                            assert client.restore_into(hit, rooms)
-                        else:
-                            assert not hit
-                    if turn >= options.requests // 10:
-                        taken = taken_us.setdefault(f"{what}, {name}", [])
-                        taken.append(1e6 * (perf_counter() - began_s))
-    p50_us = {what: round(median(taken), 1) for what, taken in taken_us.items()}
-    ratio = {
-        what: p50_us[f"{what}, engine dead"] / p50_us[f"{what}, no engine"]
-        for what in ("hit", "miss")
-    }
-    return {
-        "p50_us": p50_us,
-        "longest_ms": {what: round(max(taken) / 1e3, 1) for what, taken in taken_us.items()},
-        "ratio": {what: round(value, 3) for what, value in ratio.items()},
-    }
+        names = ("engine dead", "no engine", "no engine either")
+
+        def hit_us(client: Client) -> float:
+            began_s = perf_counter()
+            with client.longest_run(here, claim=False) as hit:
+                assert client.restore_into(hit, rooms)
+            return 1e6 * (perf_counter() - began_s)
+
+        def miss_us(client: Client) -> float:
+            began_s = perf_counter()
+            with client.longest_run(missing, claim=False) as hit:
+                assert not hit
+            return 1e6 * (perf_counter() - began_s)
+
+        found: dict[str, object] = {}
+        for what, take_us in (("hit", hit_us), ("miss", miss_us)):
+            turns = by_turns(names, nodes.clients, take_us, options.requests)
+            found[what] = {
+                "p50_us": {name: round(median(map(median, turns[name])), 1) for name in names},
+                "longest_ms": {name: round(max(map(max, turns[name])) / 1e3, 1) for name in names},
+                # The median of the turns' own, and its quartiles.
+                "ratio": quartiles_of_ratios(turns["engine dead"], turns["no engine"]),
+                "ratio of two the same": quartiles_of_ratios(
+                    turns["no engine either"], turns["no engine"]
+                ),
+            }
+        return found
+
+
+#: Calls in a row of one client, of which the median counts.
+TURN_CALLS = 25
+
+
+def by_turns(
+    names: Sequence[str], clients: Sequence[Client], take_us: Callable[[Client], float], turns: int
+) -> dict[str, list[list[float]]]:
+    """What the calls of each turn take; the clients change places from turn to turn. The first
+    tenth is not counted."""
+    taken: dict[str, list[list[float]]] = {name: [] for name in names}
+    order = list(zip(names, clients, strict=True))
+    for turn in range(turns + turns // 10):
+        order = order[1:] + order[:1]
+        for name, client in order if turn % 2 else order[::-1]:
+            took_us = [take_us(client) for _ in range(TURN_CALLS)]
+            if turn >= turns // 10:
+                taken[name].append(took_us)
+    return taken
+
+
+def quartiles_of_ratios(ours: list[list[float]], others: list[list[float]]) -> list[float]:
+    ratios = [median(one) / median(other) for one, other in zip(ours, others, strict=True)]
+    return [round(each, 3) for each in quantiles(ratios, n=4)]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import ConfigError
 from prefixd.server.config.loading import load_config
 from prefixd.server.config.options import Config
-from prefixd.server.reloading import Reloader, values
+from prefixd.server.reloading import FileChange, FilesRead, Reloader, values
 from tests.support.running import Refused, Running, answer, in_loop, running
 
 
@@ -138,20 +138,29 @@ async def test_files_that_are_wrong_change_nothing_either(tmp_path: Path) -> Non
     async with running(tmp_path) as daemon:
         written = Written(tmp_path)
         made = reloader(daemon, written)
-        read: list[bool] = []
+        good = used = False
 
-        def read_files() -> None:
-            read.append(True)
-            if len(read) == 1:
+        def use() -> None:
+            nonlocal used
+            used = True
+
+        def read_files() -> FilesRead:
+            if not good:
                 raise ConfigError("server.tokens: line 1")
+            return FilesRead([FileChange("server.tokens", "2 tokens", "3")], use)
 
         made.read_files = read_files
         before = daemon.tables.config
         written.write(CHANGED)
-        await made.configure(False)
-        assert not read, "to look is not to change"
-        with pytest.raises(ConfigError, match=r"server\.tokens"):
-            await made.configure(True)
+        for apply in (False, True):
+            with pytest.raises(ConfigError, match=r"server\.tokens"):
+                await made.configure(apply)
         assert daemon.tables.config is before
+        good = True
+        told = await made.configure(False)
+        assert not used, "to look is not to change"
+        found = {each.option: (each.configured, each.live) for each in told.changed}
+        assert found["server.tokens"] == ("3", True)
         await made.configure(True)
+        assert used
         assert daemon.tables.config.max_pinned_share == 0.25

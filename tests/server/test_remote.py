@@ -20,8 +20,9 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import ConfigError
 from prefixd.proto.keys import Key
 from prefixd.server.api.access import ADMIN_ROLES, CACHE_ROLES, Role
+from prefixd.server.certificates import certificates_of
 from prefixd.server.config.loading import load_config
-from prefixd.server.remote import credentials_of, tokens_of
+from prefixd.server.remote import tokens_of
 from tests.support.certificates import Authority
 from tests.support.daemon import private_daemon, tcp_address
 from tests.support.running import Running, in_loop, running
@@ -61,9 +62,9 @@ async def served(daemon: Running, flags: list[str]) -> AsyncIterator[str]:
     """The daemon's TCP server; yields its address."""
     config = load_config(flags, {})
     server = daemon.front.remote(tokens_of(config))
-    secured = credentials_of(config)
+    secured = certificates_of(config.server)
     assert secured is not None
-    port = server.add_secure_port("127.0.0.1:0", secured)
+    port = server.add_secure_port("127.0.0.1:0", secured.credentials())
     await server.start()
     try:
         yield f"127.0.0.1:{port}"
@@ -252,7 +253,7 @@ def test_files_that_are_wrong_are_refused_at_the_start(
 
     def refused(*flags: str) -> Iterator[str]:
         with pytest.raises(ConfigError) as problem:
-            credentials_of(load_config(["--tcp=127.0.0.1:0", *flags], {}))
+            certificates_of(load_config(["--tcp=127.0.0.1:0", *flags], {}).server)
         yield str(problem.value)
 
     both = (f"--server.tls_cert={certificate}", f"--server.tls_key={key}")

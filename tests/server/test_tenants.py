@@ -15,8 +15,9 @@ from prefixd.proto.keys import Key
 from prefixd.proto.namespaces import Namespace
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api.access import Role
+from prefixd.server.certificates import certificates_of
 from prefixd.server.config.loading import load_config
-from prefixd.server.remote import tls_context_of, tokens_of
+from prefixd.server.remote import tokens_of
 from tests.support.certificates import Authority
 from tests.support.data_client import HOST, secured_connection
 from tests.support.running import (
@@ -334,8 +335,8 @@ async def test_a_token_that_is_taken_out_ends_its_sessions(
         sessions = {who: await clients[who].open() for who in (gone, moved, kept)}
         lines = [who.line for who in EVERYBODY if who not in (gone, moved)]
         (tmp_path / "tokens").write_text("\n".join([*lines, f"{moved.line[:-1]}b"]))
-        daemon.front.read_tokens()
-        daemon.front.end_revoked()
+        assert daemon.front.tokens is not None
+        daemon.front.use_tokens(daemon.front.tokens.read())
         for who in (gone, moved):
             with pytest.raises(Refused, match=r"not_permitted.*not known any more"):
                 await sessions[who].event()
@@ -358,7 +359,10 @@ async def test_on_the_data_socket_the_token_is_of_the_sessions_namespace(
         running(tmp_path, *flags, *ROOM, tiers=[Tier.RAM]) as daemon,
         tenants(daemon, authority, flags) as clients,
     ):
-        port = daemon.front.data.start(HOST, 0, tls_context_of(config), tokens_of(config))
+        certificates = certificates_of(config.server)
+        assert certificates is not None
+        tls = certificates.material.context
+        port = daemon.front.data.start(HOST, 0, tls, tokens_of(config))
         writer = await clients[Who(Role.WRITE, "a")].open()
         reader = await clients[Who(Role.READ, "a")].open()
         assert writer.welcome.data_port == port

@@ -54,6 +54,11 @@ class RedisServer:
     def url(self) -> str:
         return f"redis://{self.address}:{self.port}"
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         arguments = ["--port", str(self.port), "--bind", self.address, "--save", "", *self.options]

@@ -13,8 +13,9 @@ from prefixd.proto import prefixd_pb2_grpc as rpc
 from prefixd.proto.keys import Key
 from prefixd.proto.namespaces import Namespace
 from prefixd.server.api.access import Role
+from prefixd.server.certificates import certificates_of
 from prefixd.server.config.loading import load_config
-from prefixd.server.remote import credentials_of, tokens_of
+from prefixd.server.remote import tokens_of
 from tests.support.certificates import Authority
 from tests.support.running import (
     Outside,
@@ -92,9 +93,9 @@ async def tenants(
     """One of each kind, over TLS."""
     config = load_config(flags, {})
     server = daemon.front.remote(tokens_of(config))
-    secured = credentials_of(config)
+    secured = certificates_of(config.server)
     assert secured is not None
-    port = server.add_secure_port("127.0.0.1:0", secured)
+    port = server.add_secure_port("127.0.0.1:0", secured.credentials())
     await server.start()
     root = grpc.ssl_channel_credentials(authority.certificate.read_bytes())
     async with AsyncExitStack() as stack:

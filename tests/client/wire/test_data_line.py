@@ -89,7 +89,7 @@ def entry_of(payload: bytes) -> Entry:
 
 
 def place(port: int) -> Place:
-    return Place("127.0.0.1", port, pb.DataRequest(attach=REF))
+    return Place("127.0.0.1", port, REF)
 
 
 def read(port: int, restore: Restore, timeout_s: float = PATIENCE_S) -> None:

@@ -142,12 +142,12 @@ def test_the_file_is_read_again_whole_or_not_at_all(tmp_path: Path) -> None:
     tokens = Tokens.from_file(path)
     path.write_text(f"admin new {'n' * 32}\nnonsense")
     with pytest.raises(ConfigError, match="line 2"):
-        tokens.read_again()
+        tokens.read()
     assert tokens.permit(Role.READ, f"Bearer {TOKENS[Role.READ]}").token == "its-READ"
     path.write_text(f"admin new {'n' * 32}\n")
     before = tokens.permit(Role.READ, f"Bearer {TOKENS[Role.READ]}")
     assert before in tokens.accesses()
-    tokens.read_again()
+    tokens.use(tokens.read())
     assert before not in tokens.accesses(), "it is known that it was taken out"
     assert tokens.permit(Role.ADMIN, f"Bearer {'n' * 32}").token == "new"
     with pytest.raises(NotAuthenticated):

@@ -25,8 +25,9 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from prefixd.server.api import data_socket
 from prefixd.server.api.access import DATA_ROLES, Role
+from prefixd.server.certificates import certificates_of
 from prefixd.server.config.loading import load_config
-from prefixd.server.remote import credentials_of, tls_context_of, tokens_of
+from prefixd.server.remote import tokens_of
 from tests.support.certificates import Authority
 from tests.support.data_client import HOST, SecuredConnection, data_connection, secured_connection
 from tests.support.running import (
@@ -72,7 +73,9 @@ def flags_of(authority: Authority, name: str = "daemon", *more: str) -> list[str
 def served(daemon: Running, flags: list[str]) -> int:
     """Start the data socket as a daemon with these flags would; its port."""
     config = load_config(flags, {})
-    return daemon.front.data.start(HOST, 0, tls_context_of(config), tokens_of(config))
+    certificates = certificates_of(config.server)
+    assert certificates is not None
+    return daemon.front.data.start(HOST, 0, certificates.material.context, tokens_of(config))
 
 
 def trusting(authority: Authority, own: tuple[Path, Path] | None = None) -> ssl.SSLContext:
@@ -190,7 +193,7 @@ async def test_each_request_takes_its_role(tmp_path: Path, authority: Authority)
             tokens.write_text(f"write other {'n' * 40}\n")
             server_tokens = daemon.front.data.tokens
             assert server_tokens is not None
-            server_tokens.read_again()
+            server_tokens.use(server_tokens.read())
             with pytest.raises(Refused, match="wants a token"):
                 await line.ask(lookup=lookup)
             await line.send(give_back=pb.ReleaseRequest(session=session.ref))
@@ -312,9 +315,9 @@ def moves(client: Client) -> None:
 async def over_tcp(daemon: Running, flags: list[str]) -> AsyncIterator[str]:
     config = load_config(flags, {})
     server = daemon.front.remote(None)
-    credentials = credentials_of(config)
-    assert credentials is not None
-    port = server.add_secure_port(f"{HOST}:0", credentials)
+    certificates = certificates_of(config.server)
+    assert certificates is not None
+    port = server.add_secure_port(f"{HOST}:0", certificates.credentials())
     await server.start()
     try:
         yield f"{HOST}:{port}"

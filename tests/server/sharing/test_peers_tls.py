@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -34,11 +35,22 @@ def secret(path: Path, text: str) -> Path:
     return path
 
 
+def signed(directory: Path, authority: Authority, number: int) -> tuple[Path, Path]:
+    """A node's certificate and key, and whom the fleet trusts, where its options say."""
+    shutil.copy(authority.certificate, directory / "fleet.pem")
+    certificate, key = directory / f"node-{number}.pem", directory / f"node-{number}.key"
+    for source, target in zip(authority.sign(f"node-{number}"), (certificate, key), strict=True):
+        shutil.copy(source, target)
+    key.chmod(0o600)
+    return certificate, key
+
+
 @contextmanager
 def nodes(
     tmp_path: Path, authority: Authority, *flags: str
 ) -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Client]]]:
-    """Two; the second is started with `flags` as well."""
+    """Two; the second is started with `flags` as well. Their files are in `tmp_path`."""
+    fleet = tmp_path / "fleet.pem"
     tokens = secret(tmp_path / "tokens", f"read a-node {TOKEN}\n")
     token = secret(tmp_path / "token", f"{TOKEN}\n")
     with ExitStack() as stack:
@@ -46,18 +58,18 @@ def nodes(
         stack.callback(engine.close)
         daemons, clients = [], []
         for number, port in enumerate(free_ports(2)):
-            certificate, key = authority.sign(f"node-{number}")
+            certificate, key = signed(tmp_path, authority, number)
             daemon = stack.enter_context(
                 daemon_process(
                     f"--shared.engine={engine.url}",
                     *("--shared.write=all", "--shared.payloads=nodes"),
                     f"--shared.address=127.0.0.1:{port}",
-                    f"--shared.peer_ca={authority.certificate}",
+                    f"--shared.peer_ca={fleet}",
                     f"--shared.peer_token_file={token}",
                     f"--server.tcp=127.0.0.1:{port}",
                     f"--server.tls_cert={certificate}",
                     f"--server.tls_key={key}",
-                    f"--server.tls_client_ca={authority.certificate}",
+                    f"--server.tls_client_ca={fleet}",
                     f"--server.tokens={tokens}",
                     *(flags if number else ()),
                 )
@@ -80,6 +92,29 @@ def test_nodes_read_from_each_other_over_tls(tmp_path: Path, authority: Authorit
             assert stats.in_flight["data_connections"], "payloads came over the data socket"
             assert not stats.in_flight["data_handshake_refusals"]
         assert not any(TOKEN in daemon.log.read_text() for daemon in daemons)
+
+
+def test_a_fleet_changes_its_certificates_without_a_restart(
+    tmp_path: Path, authority: Authority, stranger: Authority
+) -> None:
+    """All of them: nodes that meet after that know nothing of those before."""
+    with nodes(tmp_path, authority) as (engine, daemons, (here, there)):
+        for number, daemon in enumerate(daemons):
+            signed(tmp_path, stranger, number)
+            with daemon.admin() as admin:
+                changed = admin.configure(apply=True).changed
+            assert {each.option for each in changed if each.live} == {
+                "server.tls_cert",
+                "server.tls_key",
+                "server.tls_client_ca",
+            }
+        save(here, range(12))
+        eventually(lambda: len(engine.values) == 12)
+        assert run_of(there) == 12
+        with daemons[0].admin() as admin:
+            in_flight = admin.stats().in_flight
+        assert in_flight["data_connections"]
+        assert not in_flight["data_handshake_refusals"]
 
 
 @pytest.mark.parametrize("what", ["token", "certificate", "expired", "trust"])
