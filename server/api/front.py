@@ -26,6 +26,7 @@ from .local_socket import LocalServer
 from .saves import Saves
 from .service import CacheService
 from .sessions import ServiceConfig, Sessions
+from .traced import trace_sockets, traced_methods
 from .watching import Watching
 
 _CACHE: Final = pb.DESCRIPTOR.services_by_name["Cache"]
@@ -69,6 +70,8 @@ class Front:
             DataCalls(core, self.service, self.saves),
             core.supervisor,
         )
+        if core.tracing is not None:
+            trace_sockets(self.local, self.data, core.tracing)
         #: does not work before it is started
         self.scrubber: Final = Scrubber(core, config.scrub_bytes_per_second)
         self.admin: Final = AdminService(
@@ -155,7 +158,7 @@ class Front:
 
     def _cache_methods(self) -> dict[str, Method]:
         service, saves = self.service, self.saves
-        return {
+        methods: dict[str, Method] = {
             "Session": Streaming(service.session),
             "Lookup": Unary(service.lookup),
             "Claim": Unary(service.claim),
@@ -169,6 +172,8 @@ class Front:
             "SaveWhole": OneMessage(saves.save_whole),
             "Write": Unary(saves.write),
         }
+        tracing = self._core.tracing
+        return methods if tracing is None else traced_methods(methods, tracing)
 
     def _admin_methods(self) -> dict[str, Method]:
         admin = self.admin
