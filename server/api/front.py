@@ -97,11 +97,13 @@ class Front:
             self.sessions.namespaces.learn(self.tokens.namespaces)
 
     def end_revoked(self) -> None:
-        """After that: end the sessions that were opened with a token that is not there any more, or
-        gives something else. On the loop."""
+        """After that: end the sessions and watchers whose token is not there any more, or gives
+        something else. On the loop."""
         if self.tokens is None:
             return
-        for number in self.sessions.opened_with_others(self.tokens.accesses()):
+        known = self.tokens.accesses()
+        self.watching.end_revoked(known)
+        for number in self.sessions.opened_with_others(known):
             listener = self._core.listener(number)
             if listener is not None:
                 listener.ended(NotPermitted("the token of this session is not known any more"))

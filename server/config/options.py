@@ -95,8 +95,9 @@ class Server(Section):
     tokens: File = ""
     """Who may call over TCP: a line `watch|read|write|admin NAME TOKEN [NAMESPACE]` each. `read`
     finds and restores, `write` saves and deletes too, `admin` is prefixctl's, `watch` learns which
-    keys are there. Who has a token of a namespace reaches nothing outside of it. Empty: whoever
-    connects reads and writes. With TLS only; read at the start and with each reload."""
+    keys are there. Who has a token of a namespace reaches nothing outside of it, and watches
+    nothing else. Empty: whoever connects reads and writes. With TLS only; read at the start and
+    with each reload."""
     metrics: TcpAddress = ""
     """Serve Prometheus metrics over HTTP on host:port, and a page for browsers that shows what
     `prefixctl top` does; empty: don't. There is no password."""
