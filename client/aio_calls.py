@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextvars import copy_context
 from functools import partial, wraps
 from inspect import signature
 from time import monotonic
@@ -57,6 +58,7 @@ class Runner:
         within_ms = given if isinstance(given, int) else self._deadline_ms
         since_s = monotonic()
         future: Future[T] = Future()
+        context = copy_context()
 
         def work() -> None:
             if not future.set_running_or_notify_cancel():
@@ -65,7 +67,7 @@ class Runner:
                 waited_ms = round((monotonic() - since_s) * 1e3)
                 call.keywords["deadline_ms"] = within_ms - waited_ms
             try:
-                future.set_result(call())
+                future.set_result(context.run(call))
             except BaseException as problem:
                 future.set_exception(problem)
 

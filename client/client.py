@@ -8,13 +8,14 @@ length, a client that was closed, or one that a forked process took along.
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from ..proto.errors import CallerError, ClientClosed, InvalidSize
+from ..proto.errors import CallerError, ClientClosed, ConfigError, InvalidSize
 from ..proto.keys import Key, Namespace, check_key, prefix_keys
 from ..proto.limits import (
     DEFAULT_BLOCK_TOKENS,
@@ -24,6 +25,7 @@ from ..proto.limits import (
     MAX_LEASE_MS,
     MAX_WAIT_MS,
 )
+from ..proto.traceparent import TRACING_VARIABLE
 from ..proto.vocabulary import ClaimMode
 from .benefit import LoadSpeeds, MinBenefit
 from .call_queue import CallQueue
@@ -48,6 +50,7 @@ from .search import (
 from .wire.data_transport import DataTransport
 from .wire.deadline import Deadline
 from .wire.session import DEFAULT_CONNECT_TIMEOUT_MS
+from .wire.trace_context import CallSpans
 from .wire.transport import Transport
 
 if TYPE_CHECKING:
@@ -99,6 +102,7 @@ class Client(Saves, KeyCalls):
         local: bool = True,
         transport: Transport | None = None,
         counters: Counters | None = None,
+        tracing: bool | None = None,
     ) -> None:
         """`address`: `unix:/path` or `host:port`; None: `proto.endpoints.default_address()`.
         `name`: shown to operators, and to clients that meet one of its saves. `label`: under which
@@ -117,9 +121,11 @@ class Client(Saves, KeyCalls):
         under way at a time; with more than one, a chain may be published out of order. `local`:
         do in place what can be done in place, on the daemon's host; the rest, or all of it, goes
         over the data socket of a daemon that is reached over TCP and has one, else over gRPC.
-        `transport`, and the `counters` that it counts in, replace both.
+        `transport`, and the `counters` that it counts in, replace both. `tracing`: OpenTelemetry
+        spans of what this client does, for the program's own tracer provider; None: if
+        $PREFIXD_TRACING is `otel`.
 
-        Raises CallerError for a setting that can't be.
+        Raises CallerError for a setting that can't be, ConfigError for tracing without its package.
         """
         for what, value in (
             ("deadline_ms", deadline_ms),
@@ -149,6 +155,7 @@ class Client(Saves, KeyCalls):
         #: How fast each tier loads, as measured on restores.
         self.speeds = LoadSpeeds()
         benefit = MinBenefit(self.speeds, prefill_tokens_per_s, min_benefit_ms)
+        searcher_type, reader_type, writer_type, spans = _parts(tracing)
         if transport is None:
             transport = remote = DataTransport(
                 address,
@@ -157,11 +164,12 @@ class Client(Saves, KeyCalls):
                 counters=self._counters,
                 connect_timeout_ms=connect_timeout_ms,
             )
+            remote.spans = spans
             if local:
                 transport = LocalTransport(remote)
         self._transport = transport
         self._failures = failures = Failures()
-        self._reader = Reader(
+        self._reader = reader_type(
             self._transport,
             self._counters,
             failures,
@@ -170,7 +178,7 @@ class Client(Saves, KeyCalls):
             verify=verify,
             deadline_ms=deadline_ms,
         )
-        self._searcher = Searcher(
+        self._searcher = searcher_type(
             self._transport,
             self._reader,
             self._counters,
@@ -179,7 +187,7 @@ class Client(Saves, KeyCalls):
             lease_ms=lease_ms,
             shared_wait_ms=shared_wait_ms,
         )
-        self._writer = Writer(
+        self._writer = writer_type(
             self._transport,
             self._counters,
             failures,
@@ -412,6 +420,27 @@ class Client(Saves, KeyCalls):
             raise InvalidSize(f"a wait is in 0 ... {MAX_WAIT_MS} ms, not {wait_ms}")
         within_ms = self.deadline_ms if deadline_ms is None else deadline_ms
         return Deadline(within_ms + wait_ms)
+
+
+def _parts(
+    tracing: bool | None,
+) -> tuple[type[Searcher], type[Reader], type[Writer], CallSpans | None]:
+    """What a client is made of, and what makes spans of its calls. Raises ConfigError."""
+    if tracing is None:
+        asked = os.environ.get(TRACING_VARIABLE, "none")
+        if asked not in ("otel", "none", ""):
+            raise ConfigError(f"{TRACING_VARIABLE} is otel or none, not {asked}")
+        tracing = asked == "otel"
+    if not tracing:
+        return Searcher, Reader, Writer, None
+    try:
+        from .tracing import OtelCalls, TracedReader, TracedSearcher, TracedWriter
+    except ImportError as problem:
+        raise ConfigError(
+            f"tracing needs more than is installed ({problem}): "
+            "pip install 'prefixd[opentelemetry]'"
+        ) from None
+    return TracedSearcher, TracedReader, TracedWriter, OtelCalls()
 
 
 def _close(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 
 from ..proto.errors import (
     CallerError,
@@ -125,6 +125,8 @@ class Reservation:
 class Writer:
     """Saves for one client. Thread-safe."""
 
+    queue_type: ClassVar[type[CallQueue]] = CallQueue
+
     def __init__(
         self,
         transport: Transport,
@@ -144,7 +146,7 @@ class Writer:
         self._owner = owner
         self._deadline_ms = deadline_ms
         self._save_timeout_ms = save_timeout_ms
-        self._queue = CallQueue(max_pending_saves, max_pending_bytes, threads=savers)
+        self._queue = self.queue_type(max_pending_saves, max_pending_bytes, threads=savers)
 
     def save(
         self, items: Sequence[SaveItem], terms: SaveTerms, deadline_ms: int | None

@@ -6,8 +6,8 @@
             keys.apply(event)
 
 A connection that breaks is made again, and goes on behind the last event if the daemon still knows
-what came after it; if not, everything is told anew. Watching is the operators' and takes no
-session: a client that knows a key can read its entry.
+what came after it; if not, everything is told anew. Watching is the operators', and
+that of who has a token for it, and takes no session: a client that knows a key can read its entry.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from ..proto.errors import (
 )
 from ..proto.keys import Key
 from ..proto.limits import MAX_MESSAGE_BYTES, WATCH_BEAT_MS
+from ..proto.namespaces import Namespace
 from ..proto.prefixd_pb2_grpc import AdminStub
 from ..proto.vocabulary import SaveReason, Tier
 from .wire.backoff import Backoff
@@ -337,7 +338,11 @@ class ResidentKeys:
     While everything is told anew, what was known before stays, and `exact` is False.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, namespace: str | None = None) -> None:
+        """`namespace`: that of the clients whose keys will be asked for, where their tokens are of
+        one: the daemon has, and tells, other keys than they name, and `in` takes theirs. Raises
+        ValueError for what is no namespace."""
+        self._namespace = None if namespace is None else Namespace(namespace)
         self._keys: dict[Key, Published] = {}
         self._coming: dict[Key, Published] | None = None
         #: is it what the daemon says, as of the last event?
@@ -361,6 +366,8 @@ class ResidentKeys:
                 self.exact = False
 
     def __contains__(self, key: object) -> bool:
+        if self._namespace is not None and isinstance(key, bytes):
+            key = self._namespace.stored([Key(key)])[0]
         return key in self._keys
 
     def __len__(self) -> int:

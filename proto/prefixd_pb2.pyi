@@ -11,6 +11,7 @@ Conventions
     `prefixd-error` (a name of proto/errors.py) and `prefixd-retry` ("1": the same call may
     succeed later, "0": it never will). A result inside a batch is a status, never an error.
   * Keys are exactly 32 bytes (proto/keys.py).
+  * An rpc may carry the metadata `traceparent` (proto/traceparent.py).
 """
 
 import builtins
@@ -1699,6 +1700,9 @@ class LocalRequest(google.protobuf.message.Message):
     GIVE_BACK_FIELD_NUMBER: builtins.int
     ATTACH_FIELD_NUMBER: builtins.int
     SAVE_LENT_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
+    traceparent: builtins.bytes
+    """of the span that asks (W3C); what is none is ignored"""
     @property
     def hand_over(self) -> Global___HandOverRequest: ...
     @property
@@ -1736,9 +1740,10 @@ class LocalRequest(google.protobuf.message.Message):
         give_back: Global___ReleaseRequest | None = ...,
         attach: Global___SessionRef | None = ...,
         save_lent: Global___SaveLentRequest | None = ...,
+        traceparent: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "give_back", b"give_back", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_lent", b"save_lent", "save_staged", b"save_staged"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "give_back", b"give_back", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_lent", b"save_lent", "save_staged", b"save_staged"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "give_back", b"give_back", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_lent", b"save_lent", "save_staged", b"save_staged", "traceparent", b"traceparent"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hand_over", "lookup", "claim", "release", "reserve", "cancel", "save_staged", "give_back", "attach", "save_lent"] | None: ...
 
 Global___LocalRequest: typing_extensions.TypeAlias = LocalRequest
@@ -1818,8 +1823,11 @@ class DataRequest(google.protobuf.message.Message):
     FETCH_FIELD_NUMBER: builtins.int
     SAVE_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
     token: builtins.str
     """with attach, where the daemon asks for one: over TLS only"""
+    traceparent: builtins.bytes
+    """as in LocalRequest"""
     @property
     def attach(self) -> Global___SessionRef:
         """whose connection this is: not answered"""
@@ -1864,9 +1872,10 @@ class DataRequest(google.protobuf.message.Message):
         fetch: Global___FetchRequest | None = ...,
         save: Global___RawSaveRequest | None = ...,
         token: builtins.str = ...,
+        traceparent: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "fetch", b"fetch", "give_back", b"give_back", "kind", b"kind", "lookup", b"lookup", "read", b"read", "release", b"release", "reserve", b"reserve", "save", b"save"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "fetch", b"fetch", "give_back", b"give_back", "kind", b"kind", "lookup", b"lookup", "read", b"read", "release", b"release", "reserve", b"reserve", "save", b"save", "token", b"token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "fetch", b"fetch", "give_back", b"give_back", "kind", b"kind", "lookup", b"lookup", "read", b"read", "release", b"release", "reserve", b"reserve", "save", b"save", "token", b"token", "traceparent", b"traceparent"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["attach", "lookup", "claim", "release", "reserve", "cancel", "give_back", "read", "fetch", "save"] | None: ...
 
 Global___DataRequest: typing_extensions.TypeAlias = DataRequest

@@ -25,6 +25,7 @@ from struct import Struct
 from typing import Final
 
 from .keys import Key
+from .namespaces import TAG_BYTES
 from .vocabulary import SaveReason, Tier
 
 PUBLISHED: Final = 1
@@ -35,6 +36,7 @@ _PUBLISHED: Final = Struct("<BBBBH32sBQBQBQBIBB").pack
 _EVICTED: Final = Struct("<BBBBH32sBQBQ").pack
 _U64: Final = Struct("<Q")
 _KEY: Final = slice(6, 38)
+_TAG: Final = slice(38 - TAG_BYTES, 38)
 _GENERATION_AT: Final = 48
 #: The tag and the length of 32 bytes: field 3, and field 9.
 _KEY_TAG: Final = 0x1A | 32 << 8
@@ -89,6 +91,11 @@ def tier_number(body: bytes) -> int:
 
 def key_of(body: bytes) -> Key:
     return Key(body[_KEY])
+
+
+def tag_of(body: bytes) -> bytes:
+    """Whose the key is (`namespaces.tag_of`), if it is of a namespace."""
+    return body[_TAG]
 
 
 def generation_of(body: bytes) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,10 +26,13 @@ from .config.budgets import Plan, TierPlan
 from .config.memory_sources import make_source
 from .config.options import Config
 from .core.state import MetaState
+from .runtime.clock import Clock
 from .runtime.index import IndexWriter
 from .runtime.loop import Core
 from .runtime.pressure import Pressure, Watermarks
 from .runtime.staging import StagingPool
+from .runtime.traced_loop import TracedCore
+from .runtime.tracing import Tracing
 from .sharing.common import SharingConfig, WritePolicy
 from .sharing.sharing import Sharing
 from .sharing.store import SharedStore
@@ -105,6 +110,36 @@ def make_state(plan: Plan, stores: Mapping[Tier, Store], now_ns: int) -> MetaSta
         frozenset(tier for tier, store in stores.items() if store.recorded),
         now_ns,
     )
+
+
+def make_core(
+    plan: Plan,
+    stores: Mapping[Tier, Store],
+    index: IndexWriter,
+    executor: Executor,
+    clock: Clock,
+    tracing: Tracing | None = None,
+) -> Core:
+    state = make_state(plan, stores, clock.now_ns())
+    if tracing is None:
+        return Core(state, stores, index, executor, clock)
+    return TracedCore(state, stores, index, executor, clock, tracing)
+
+
+@contextmanager
+def tracing_of(config: Config) -> Iterator[Tracing | None]:
+    """What makes spans, if that is configured, until the last are handed over. Raises
+    ConfigError."""
+    if config.server.tracing == "none":
+        yield None
+        return
+    from . import tracing  # and OpenTelemetry with it
+
+    provider = tracing.make_provider()
+    try:
+        yield tracing.OtelTracing(provider)
+    finally:
+        tracing.shut_down(provider)
 
 
 def make_pressure(config: Config, core: Core, stagings: StagingPool) -> Pressure | None:

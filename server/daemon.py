@@ -172,8 +172,8 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
         closing.callback(index.close)
         executor = ThreadPoolExecutor(config.server.worker_threads, "prefixd-worker")
         closing.callback(executor.shutdown, cancel_futures=True)
-        state = assembly.make_state(plan, stores, clock.now_ns())
-        core = Core(state, stores, index, executor, clock)
+        tracing = closing.enter_context(assembly.tracing_of(config))
+        core = assembly.make_core(plan, stores, index, executor, clock, tracing)
         core.devices.watch(
             core.supervisor,
             probe_interval_ns=config.disk.probe_interval_ns,

@@ -52,8 +52,8 @@ PROGRAMS = ("client/ctl", "client/lab", "client/bench", "connectors")
 #: What an engine imports, and what that may need. `typing_extensions` is for type checkers only.
 LIBRARY = ("proto/", "client/")
 LIBRARY_NEEDS = {"prefixd", "grpc", "google", "crc32c", "typing_extensions"}
-#: The parts of these folders that are for the daemon, or that a developer runs.
-NEEDS_MORE = ("proto/generate.py",)
+#: The parts of these folders that a developer runs, or that are imported when they are asked for.
+NEEDS_MORE = ("proto/generate.py", "client/tracing.py")
 #: No clock, no randomness, no files, no threads, no logging, no configuration.
 PURE = [
     "server/core/*.py",

@@ -276,8 +276,10 @@ class RecordedStore(ArenaStore):
                 raise ValueError("only sealed writers of this store can be applied")
             writers.append(writer)
         if writers:
-            self._sync_payloads(writers)
-        self._records.put([writer.entry for writer in writers])
+            with self.step("sync"):
+                self._sync_payloads(writers)
+        with self.step("records"):
+            self._records.put([writer.entry for writer in writers])
 
     def _sync_payloads(self, writers: Sequence[ArenaWriter]) -> None:
         """Make durable what these writers wrote. Raises StoreError."""

@@ -32,7 +32,8 @@ I/O and belongs on worker threads. Calls for different entries may run at the sa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Final, NamedTuple, Protocol, TypeAlias
 
@@ -158,6 +159,8 @@ class Store(ABC):
     #: nothing.
     recorded: ClassVar[bool]
     slab_bytes: int
+    #: Entered around each step of `apply`, with its name, for whoever times them.
+    step: Callable[[str], AbstractContextManager[object]] = nullcontext
     #: Bytes at the start of the arena that belong to no entry: what `ExtentAllocator` has to
     #: leave out.
     header_bytes: int

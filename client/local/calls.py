@@ -15,6 +15,7 @@ from ...proto.errors import DaemonUnavailable, DeadlineExceeded, MalformedMessag
 from ..wire.connection import Calls
 from ..wire.data_wire import NoLine
 from ..wire.lines import CONNECT_S, Lines
+from ..wire.trace_context import TRACEPARENT
 
 #: More than most answers need.
 _RECEIVE_BYTES: Final = 64 * 2**10
@@ -37,6 +38,8 @@ class Line:
 
     def send(self, request: pb.LocalRequest, timeout_s: float) -> None:
         """Raises DaemonUnavailable, DeadlineExceeded, InvalidSize."""
+        if parent := TRACEPARENT.get():
+            request.traceparent = parent
         with _in_our_words():
             self._socket.settimeout(timeout_s)
             self._socket.sendall(local.frame(request))

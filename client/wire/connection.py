@@ -13,10 +13,18 @@ import grpc
 from grpc.experimental import ChannelOptions
 
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import ERROR_METADATA, DaemonUnavailable, DeadlineExceeded
+from ...proto.errors import (
+    ERROR_METADATA,
+    ClaimLost,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    PrefixdError,
+)
 from ...proto.limits import MAX_MESSAGE_BYTES
 from ...proto.prefixd_pb2_grpc import CacheStub
 from .channel import Security, open_channel
+from .sinks import Sink
+from .trace_context import trace_metadata
 
 T = TypeVar("T")
 
@@ -72,23 +80,33 @@ class Connection:
     # ---- Calls
 
     def Lookup(self, request: pb.LookupRequest, *, timeout: float) -> pb.LookupResponse:
-        return self._result(self.stub.Lookup.future(request, timeout=timeout), timeout)
+        return self._result(
+            self.stub.Lookup.future(request, timeout=timeout, metadata=trace_metadata()), timeout
+        )
 
     def Claim(self, request: pb.ClaimRequest, *, timeout: float) -> pb.ClaimResponse:
         return self._granted(
-            self.stub.Claim.future(request), timeout, partial(self._release, request)
+            self.stub.Claim.future(request, metadata=trace_metadata()),
+            timeout,
+            partial(self._release, request),
         )
 
     def Release(self, request: pb.ReleaseRequest, *, timeout: float) -> pb.ReleaseResponse:
-        return self._result(self.stub.Release.future(request, timeout=timeout), timeout)
+        return self._result(
+            self.stub.Release.future(request, timeout=timeout, metadata=trace_metadata()), timeout
+        )
 
     def Reserve(self, request: pb.ReserveRequest, *, timeout: float) -> pb.ReserveResponse:
         return self._granted(
-            self.stub.Reserve.future(request), timeout, partial(self._cancel, request)
+            self.stub.Reserve.future(request, metadata=trace_metadata()),
+            timeout,
+            partial(self._cancel, request),
         )
 
     def Cancel(self, request: pb.CancelRequest, *, timeout: float) -> pb.CancelResponse:
-        return self._result(self.stub.Cancel.future(request, timeout=timeout), timeout)
+        return self._result(
+            self.stub.Cancel.future(request, timeout=timeout, metadata=trace_metadata()), timeout
+        )
 
     # ---- payloads
 
@@ -99,13 +117,36 @@ class Connection:
         grpc.RpcError, PrefixdError."""
         first, second = next(messages), next(messages, None)
         if second is None:
-            return self._result(self._save_whole.future(first, timeout=timeout_s), timeout_s)
+            return self._result(
+                self._save_whole.future(first, timeout=timeout_s, metadata=trace_metadata()),
+                timeout_s,
+            )
         stream = chain((first, second), messages)
-        return self._result(self._save.future(stream, timeout=timeout_s), timeout_s)
+        return self._result(
+            self._save.future(stream, timeout=timeout_s, metadata=trace_metadata()), timeout_s
+        )
 
     def write(self, messages: Iterator[bytes], timeout_s: float) -> pb.WriteResponse:
         """`Cache.Write` of encoded WriteRequests. Raises grpc.RpcError, PrefixdError."""
-        return self._result(self._write.future(messages, timeout=timeout_s), timeout_s)
+        return self._result(
+            self._write.future(messages, timeout=timeout_s, metadata=trace_metadata()), timeout_s
+        )
+
+    def read(self, request: pb.ReadRequest, count: int, sink: Sink, timeout_s: float) -> None:
+        """`Cache.Read`, of `count` ranges. Raises grpc.RpcError, PrefixdError."""
+        try:
+            call = self.stub.Read(request, timeout=timeout_s, metadata=trace_metadata())
+        except ValueError as problem:
+            raise ClaimLost(f"the connection closed: {problem}") from None
+        try:
+            for response in call:
+                for part in response.parts:
+                    if part.range >= count:
+                        raise PrefixdError(f"the daemon sent a range {part.range} of {count}")
+                    ok = part.status == pb.READ_STATUS_OK
+                    sink(part.range, part.offset_bytes, part.data if ok else None)
+        finally:
+            call.cancel()  # no effect once it has ended
 
     def close(self) -> None:
         """Returns at once; what gRPC still waits for it waits for in a thread of its own."""

@@ -34,6 +34,7 @@ from .connection import Calls
 from .data_wire import NoLine, Place, connected
 from .lines import CONNECT_S, Lines
 from .sinks import Rooms, Sink
+from .trace_context import TRACEPARENT
 
 logger = logging.getLogger("prefixd.client")
 T = TypeVar("T")
@@ -70,6 +71,8 @@ class DataLine:
 
     def begin(self, request: pb.DataRequest, timeout_s: float) -> None:
         """Ask; everything up to the last answer has this time."""
+        if parent := TRACEPARENT.get():
+            request.traceparent = parent
         self._until_s = time.monotonic() + timeout_s
         self.moved = False
         greeting, self._greeting = self._greeting, b""

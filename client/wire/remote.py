@@ -36,6 +36,7 @@ from .link import Holding, Link
 from .not_in_place import NothingInPlace
 from .packing import check_header, pack
 from .session import DEFAULT_CONNECT_TIMEOUT_MS, SessionKeeper, check_answering, hello_of
+from .trace_context import CallSpans, trace_metadata
 from .transport import (
     Claimed,
     Granted,
@@ -77,6 +78,8 @@ class RemoteTransport(NothingInPlace):
         `Client`. `security`: see `channel.open_channel`. Raises ConfigError for what is no address,
         InvalidSize for a name or a label that can't be one."""
         self._counters = counters
+        #: Makes a span of each rpc; None: nothing is traced.
+        self.spans: CallSpans | None = None
         self._address = default_address() if address is None else normalize_address(address)
         self._keeper = SessionKeeper(
             self._address,
@@ -213,26 +216,9 @@ class RemoteTransport(NothingInPlace):
             session=link.ref, claim_id=claim.number, ranges=map(messages.range_of, ranges)
         )
         timeout_s = deadline.left_s()
-        check_answering(link)
-        self._counters.rpc("Read")
-        try:
-            call = link.connection.stub.Read(request, timeout=timeout_s)
-        except ValueError as problem:
-            raise ClaimLost(f"the connection closed: {problem}") from None
-        try:
-            for response in call:
-                for part in response.parts:
-                    if part.range >= len(ranges):
-                        raise PrefixdError(f"the daemon sent a range {part.range} of {len(ranges)}")
-                    ok = part.status == pb.READ_STATUS_OK
-                    sink(part.range, part.offset_bytes, part.data if ok else None)
-        except grpc.RpcError as problem:
-            error = from_grpc(problem)
-            if unanswered(problem):
-                link.call_timed_out()
-            raise error from None
-        finally:
-            call.cancel()  # no effect once it has ended
+        self._call_held(
+            "Read", link, lambda: link.connection.read(request, len(ranges), sink, timeout_s)
+        )
         if claim.why_lost is not None:
             raise ClaimLost(claim.why_lost)
 
@@ -292,7 +278,9 @@ class RemoteTransport(NothingInPlace):
 
         def ask(link: Link, timeout_s: float) -> pb.DeleteResponse:
             request.session.CopyFrom(link.ref)
-            return link.connection.stub.Delete(request, timeout=timeout_s)
+            return link.connection.stub.Delete(
+                request, timeout=timeout_s, metadata=trace_metadata()
+            )
 
         _, response = self._call("Delete", deadline, ask)
         with messages.understanding():
@@ -308,7 +296,7 @@ class RemoteTransport(NothingInPlace):
 
         def ask(link: Link, timeout_s: float) -> pb.PullResponse:
             request.session.CopyFrom(link.ref)
-            return link.connection.stub.Pull(request, timeout=timeout_s)
+            return link.connection.stub.Pull(request, timeout=timeout_s, metadata=trace_metadata())
 
         _, response = self._call("Pull", deadline, ask)
         return response.pulled
@@ -476,7 +464,7 @@ class RemoteTransport(NothingInPlace):
         self._counters.rpc(name)
         silent = False
         try:
-            return ask()
+            return ask() if self.spans is None else self.spans.call(name, ask)
         except grpc.RpcError as problem:
             error, silent = from_grpc(problem), unanswered(problem)
         except PrefixdError as problem:  # from the local socket

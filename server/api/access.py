@@ -143,10 +143,11 @@ class Tokens:
                     f"TOKEN [NAMESPACE]` with a token of at least {MIN_TOKEN_CHARS} characters"
                 )
             role, namespace = Role[found[1].upper()], found[4]
-            if namespace and role in (Role.ADMIN, Role.WATCH):
+            if (namespace and role is Role.ADMIN) or (namespace == EVERY and role is Role.WATCH):
                 raise ConfigError(
-                    f"server.tokens: line {number} of {path}: what operators and watchers do "
-                    "concerns every namespace; a token that is of one is read or write"
+                    f"server.tokens: line {number} of {path}: what operators do, and a watcher of "
+                    "no namespace, concerns every namespace; a token that is of one is read, write "
+                    "or watch"
                 )
             every = namespace == EVERY or role is Role.ADMIN
             its_own = Namespace(namespace) if namespace and not every else None

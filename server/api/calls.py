@@ -78,11 +78,13 @@ class Connected(Protocol):
 class ConnectionCall:
     """The caller of one request on a connection (`Caller`)."""
 
-    __slots__ = ("_connection", "_when_done")
+    __slots__ = ("_connection", "_when_done", "traceparent")
 
     def __init__(self, connection: Connected) -> None:
         self._connection = connection
         self._when_done: list[Callable[[bool], None]] = []
+        #: which span asks, as the client says
+        self.traceparent = b""
 
     @property
     def process(self) -> Process | None:

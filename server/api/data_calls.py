@@ -103,6 +103,7 @@ class DataCalls:
         service, core = self._service, self._core
         ranges = self._ranges(session, request)
         sending = Sending(core, line.stream, ranges)
+        began_ns = 0 if core.tracing is None else core.tracing.now_ns()
         whole_bytes = sum(wanted.end - wanted.start for wanted in ranges)
         tier = max((wanted.entry.tier for wanted in ranges), default=None)
         inline = tier is None or (whole_bytes <= _INLINE_BYTES and not core.stores[tier].blocking)
@@ -123,6 +124,9 @@ class DataCalls:
         finally:
             line.may_tell = line.in_step = sending.between_parts
             self._told(sending)
+            if core.tracing is not None:
+                for sent_tier, sent_bytes in sending.sent_bytes.items():
+                    core.tracing.read(sent_tier, sent_bytes, began_ns)
 
     def _ranges(self, session: int, request: pb.ReadRequest) -> list[SentRange]:
         messages.batch_of("ranges", request.ranges)

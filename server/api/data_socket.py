@@ -49,7 +49,7 @@ _MAX_UNPROVED: Final = 64
 #: When the process has no descriptor for another connection, it looks again so much later.
 _CROWDED_S: Final = 1.0
 
-_Method = Callable[[Any, Any], Awaitable[Any]]
+_Method = Callable[..., Awaitable[Any]]
 
 
 class _HungUp(Exception):  # no failure: clients may
@@ -70,7 +70,6 @@ class DataServer:
     ) -> None:
         self.config: Final = config
         self.sessions: Final = sessions
-        self.calls: Final = calls
         self._supervisor: Final = supervisor
         #: how a request that takes one answer is answered, by its kind
         self.methods: Final[dict[str, _Method]] = {
@@ -79,6 +78,12 @@ class DataServer:
             "release": service.release,
             "reserve": saves.reserve,
             "cancel": saves.cancel,
+        }
+        #: the same of those that move payloads, which take the connection as well
+        self.moving: Final[dict[str, _Method]] = {
+            "read": calls.read,
+            "fetch": calls.fetch,
+            "save": calls.save,
         }
         self.connections: Final[set[_Connection]] = set()
         #: those of no session yet, the oldest first
@@ -174,9 +179,10 @@ class _Call:
 
     process: Final[Process | None] = None
 
-    def __init__(self, session: int, access: Access | None = None) -> None:
+    def __init__(self, session: int, access: Access | None, traceparent: bytes) -> None:
         self._session = session
         self.access: Final = access
+        self.traceparent = traceparent
         self._when_done: list[Callable[[bool], None]] = []
 
     def proved(self, session: int) -> None:
@@ -224,7 +230,7 @@ class _Connection:
         self._access: Access | None = None
         #: what says who the client is; in no log
         self._authorization = ""
-        self._call = _Call(0)
+        self._call = _Call(0, None, b"")
         self.may_tell = self.in_step = True
         self._task = self._loop.create_task(self._run())
         self._task.add_done_callback(self._ended)
@@ -387,7 +393,7 @@ class _Connection:
         """Raises where nothing that follows could be understood."""
         assert self._session is not None
         self._call.done(gone=False)  # a client that asks again has taken the answer before
-        self._call = call = _Call(self._session, self._access)
+        self._call = call = _Call(self._session, self._access, request.traceparent)
         kind = request.WhichOneof("kind")
         try:
             if kind not in (None, "attach", "give_back"):
@@ -397,13 +403,11 @@ class _Connection:
                     with suppress(PrefixdError):  # of a claim that is gone
                         self._permit(kind)
                         await self._server.methods["release"](request.give_back, call)
-                case "read":
-                    await self._server.calls.read(request.read, call, self)
-                case "fetch":
-                    await self._server.calls.fetch(request.fetch, call, self)
+                case "read" | "fetch":
+                    await self._server.moving[kind](getattr(request, kind), call, self)
                 case "save":
                     with self._watched(request.save.header.wait_ms):
-                        await self._server.calls.save(request.save, call, self)
+                        await self._server.moving[kind](request.save, call, self)
                 case None | "attach":
                     raise MalformedMessage("a request that has no place here")
                 case _:

@@ -27,6 +27,7 @@ from .local_socket import LocalServer
 from .saves import Saves
 from .service import CacheService
 from .sessions import ServiceConfig, Sessions
+from .traced import trace_sockets, traced_methods
 from .watching import Watching
 
 _CACHE: Final = pb.DESCRIPTOR.services_by_name["Cache"]
@@ -70,6 +71,8 @@ class Front:
             DataCalls(core, self.service, self.saves),
             core.supervisor,
         )
+        if core.tracing is not None:
+            trace_sockets(self.local, self.data, core.tracing)
         #: does not work before it is started
         self.scrubber: Final = Scrubber(core, config.scrub_bytes_per_second)
         self.admin: Final = AdminService(
@@ -89,12 +92,14 @@ class Front:
         self.tokens: Tokens | None = None
 
     def use_tokens(self, newer: Tokens) -> None:
-        """Take these instead, and end the sessions that were opened with a token that is not there
-        any more, or gives something else."""
+        """Take these instead, and end the sessions and watchers whose token is not there any more,
+        or gives something else."""
         assert self.tokens is not None
         self.tokens.use(newer)
         self.sessions.namespaces.learn(self.tokens.namespaces)
-        for number in self.sessions.opened_with_others(self.tokens.accesses()):
+        known = self.tokens.accesses()
+        self.watching.end_revoked(known)
+        for number in self.sessions.opened_with_others(known):
             listener = self._core.listener(number)
             if listener is not None:
                 listener.ended(NotPermitted("the token of this session is not known any more"))
@@ -156,7 +161,7 @@ class Front:
 
     def _cache_methods(self) -> dict[str, Method]:
         service, saves = self.service, self.saves
-        return {
+        methods: dict[str, Method] = {
             "Session": Streaming(service.session),
             "Lookup": Unary(service.lookup),
             "Claim": Unary(service.claim),
@@ -170,6 +175,8 @@ class Front:
             "SaveWhole": OneMessage(saves.save_whole),
             "Write": Unary(saves.write),
         }
+        tracing = self._core.tracing
+        return methods if tracing is None else traced_methods(methods, tracing)
 
     def _admin_methods(self) -> dict[str, Method]:
         admin = self.admin

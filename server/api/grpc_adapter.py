@@ -19,6 +19,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+from ...proto import traceparent
 from ...proto.errors import MalformedMessage, PrefixdError, metadata_of
 from .access import Access
 from .calls import Caller, CallerGone, Process, cut_off_with, error_of
@@ -90,6 +91,12 @@ class GrpcCaller:
     def __init__(self, context: Context, access: Access | None) -> None:
         self._context = context
         self.access: Final = access
+
+    @property
+    def traceparent(self) -> bytes:
+        """Which span asks, as the client says."""
+        given = dict(self._context.invocation_metadata() or ()).get(traceparent.HEADER, "")
+        return str(given).encode()
 
     def proved(self, session: int) -> None:
         """A channel carries the calls of any number of sessions."""

@@ -62,7 +62,7 @@ class LocalServer:
         self.config: Final = config
         self.path: Final = config.local_socket
         self.sessions: Final = sessions
-        self.saves: Final = saves
+        self.save_staged = saves.save_staged
         self.hand_over: Final = hand_over
         self.lent: Final = LentSaves(saves)
         #: how a request that takes one answer is answered, by its kind
@@ -407,6 +407,7 @@ class _Connection(asyncio.BufferedProtocol):
     def _answer_now(self, request: pb.LocalRequest) -> None:
         kind = request.WhichOneof("kind")
         assert kind is not None
+        self._call.traceparent = request.traceparent
         try:
             answer = self._server.at_once[kind](getattr(request, kind), self._call)
         except Exception as problem:
@@ -423,6 +424,7 @@ class _Connection(asyncio.BufferedProtocol):
         if self._waits_for_nothing(request):
             self._answer_now(request)
             return
+        self._call.traceparent = request.traceparent
         kind = request.WhichOneof("kind")
         match kind:
             case "hand_over":
@@ -442,7 +444,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     async def _save_staged(self, first: pb.SaveStagedRequest) -> None:
         try:
-            await self._server.saves.save_staged(first, self, self._call, self._tell_saved)
+            await self._server.save_staged(first, self, self._call, self._tell_saved)
         except Exception as problem:
             self._send(failure_of("save_staged", problem))
             # What else was sent of this save would be taken for a new one.

@@ -225,6 +225,7 @@ class CacheService:
         self, session: int, request: pb.ReadRequest
     ) -> AsyncGenerator[pb.ReadResponse, None]:
         damaged: dict[int, tuple[Entry, str]] = {}
+        tracing = self._core.tracing
         pending = pb.ReadResponse()
         pending_bytes = 0
         for number, wanted in enumerate(request.ranges):
@@ -237,6 +238,7 @@ class CacheService:
                 room = limits.CHUNK_BYTES - pending_bytes
                 piece_bytes = min(room, end - offset - sent_bytes)
                 part = pending.parts.add(range=number, offset_bytes=sent_bytes)
+                began_ns = 0 if tracing is None else tracing.now_ns()
                 try:
                     part.data = await self._bytes(entry, wanted, offset + sent_bytes, piece_bytes)
                 except Damaged as problem:
@@ -248,6 +250,8 @@ class CacheService:
                     self.unreadable(entry, str(problem))
                     break
                 self._core.post(BytesRead(entry.tier, piece_bytes, self._core.clock.now_ns()))
+                if tracing is not None:
+                    tracing.read(entry.tier, piece_bytes, began_ns)
                 sent_bytes += piece_bytes
                 pending_bytes += piece_bytes
                 if pending_bytes >= limits.CHUNK_BYTES:

@@ -17,7 +17,7 @@ import structlog
 
 from ...proto import limits, watch
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import LimitReached
+from ...proto.errors import LimitReached, NotPermitted
 from ...proto.vocabulary import Tier
 from ...tiers.store import Damaged, StoreError
 from ..core.entries import Entry
@@ -25,7 +25,9 @@ from ..runtime.changes import ChangeLog, WatchedTooSlowly, body_of
 from ..runtime.gate import stopping
 from ..runtime.loop import Core
 from . import messages
+from .access import Access
 from .calls import Caller, taken_within
+from .namespaces import namespace_of
 from .sessions import ServiceConfig
 
 log = structlog.get_logger("prefixd.watching")
@@ -37,6 +39,8 @@ _MOST_EVENTS_WITH_IDS: Final = 128
 MAX_TOKEN_IDS_BYTES: Final = 32 * 2**10
 #: Of another tier: a watcher that is told of none of so many is told how far they are.
 _QUIET_EVENTS: Final = 1_024
+#: All the watchers of a namespace together have this part of the places.
+_SHARE_OF_A_NAMESPACE: Final = 4
 
 
 class Watching:
@@ -50,6 +54,7 @@ class Watching:
         #: watchers that were too slow, and those that were too many
         self.cut_off = 0
         self.refusals = 0
+        self._watchers: set[_Watcher] = set()
 
     def in_flight(self) -> dict[str, int]:
         """What watchers take of the daemon's memory, and what was refused to them."""
@@ -64,16 +69,14 @@ class Watching:
         """End every watcher. Idempotent."""
         self.log.close()
 
-    async def watch(self, request: pb.WatchRequest, _caller: Caller) -> AsyncGenerator[bytes, None]:
+    async def watch(self, request: pb.WatchRequest, caller: Caller) -> AsyncGenerator[bytes, None]:
         tiers = messages.tiers_of(request.tiers, self._core.stores)
-        if self.log.watchers >= self._config.max_watchers:
-            self.refusals += 1
-            raise LimitReached(
-                f"{self.log.watchers} watch already, which is all that [watch] max_watchers allows"
-            )
+        access = caller.access
+        self._check_room(access)
+        watcher = _Watcher(self._core, self._config.incarnation, self.log, tiers, request, access)
+        self._watchers.add(watcher)
         self.log.begin()
         try:
-            watcher = _Watcher(self._core, self._config.incarnation, self.log, tiers, request)
             async with aclosing(watcher.responses()) as responses:
                 async for response in responses:
                     with taken_within(
@@ -87,7 +90,35 @@ class Watching:
                 "begin anew, and read faster"
             ) from None
         finally:
+            self._watchers.discard(watcher)
             self.log.end()
+
+    def _check_room(self, access: Access | None) -> None:
+        """Raises LimitReached. A namespace has a quarter of the places: operators, and others, find
+        one."""
+        most, watching = self._config.max_watchers, self.log.watchers
+        its_most = max(1, most // _SHARE_OF_A_NAMESPACE)
+        namespace = namespace_of(access)
+        if namespace is not None:
+            its_own = sum(namespace_of(each.access) == namespace for each in self._watchers)
+            if its_own >= its_most:
+                self.refusals += 1
+                raise LimitReached(
+                    f"{its_own} watchers of the namespace {namespace.name!r}, which is all that it "
+                    "may have of [watch] max_watchers"
+                )
+        if watching >= most:
+            self.refusals += 1
+            raise LimitReached(
+                f"{watching} watch already, which is all that [watch] max_watchers allows"
+            )
+
+    def end_revoked(self, known: frozenset[Access]) -> None:
+        """End those whose token is not among these any more."""
+        for watcher in self._watchers:
+            if watcher.access is not None and watcher.access not in known:
+                watcher.revoked = True
+        self.log.wake()
 
     def _was_slow(self) -> None:
         self.cut_off += 1
@@ -104,8 +135,13 @@ class _Watcher:
         changes: ChangeLog,
         tiers: Sequence[Tier],
         request: pb.WatchRequest,
+        access: Access | None,
     ) -> None:
-        """`tiers`: empty for all of them."""
+        """`tiers`: empty for all of them. `access`: where it is of a namespace, of that only."""
+        self.access: Final = access
+        #: its token is not known any more
+        self.revoked = False
+        self._namespace = namespace_of(access)
         self._core = core
         self._incarnation = incarnation
         self._changes = changes
@@ -138,13 +174,15 @@ class _Watcher:
             yield self._begin_anew(self._why)
         told = self._sequence
         while not changes.closed:
+            if self.revoked:
+                raise NotPermitted("the token of this watcher is not known any more")
             if self._sequence < changes.lost_before:
                 yield self._begin_anew("resync: the daemon lost count, and looks again")
                 continue
             bodies = changes.since(self._sequence, self._most)
             if bodies:
                 self._sequence += len(bodies)
-                wanted = [body for body in bodies if watch.tier_number(body) in self._tiers]
+                wanted = [body for body in bodies if self._concerns(body)]
                 if wanted or self._sequence - told >= _QUIET_EVENTS:
                     told = self._sequence
                     yield self._told(await self._complete(wanted))
@@ -168,6 +206,12 @@ class _Watcher:
                 yield self._told([])
         raise stopping()
 
+    def _concerns(self, body: bytes) -> bool:
+        its_own = self._namespace
+        return watch.tier_number(body) in self._tiers and (
+            its_own is None or watch.tag_of(body) == its_own.tag
+        )
+
     def _begin_anew(self, why: str) -> bytes:
         self._sequence = self._changes.sequence
         self._snapshot = self._walk()
@@ -184,8 +228,12 @@ class _Watcher:
         looked_at = 0
         for shard in self._core.state.tables.entries.shards:
             # All of it at once: it changes before the next piece.
-            wanted = (entry for entry in shard.values() if entry.tier in self._tiers)
-            piece += [body_of(entry, self._sequence) for entry in wanted]
+            its_own = self._namespace
+            piece += [
+                body_of(entry, self._sequence)
+                for entry in shard.values()
+                if entry.tier in self._tiers and (its_own is None or its_own.has(entry.key))
+            ]
             looked_at += len(shard)
             if looked_at >= _MOST_EVENTS:
                 yield piece

@@ -24,6 +24,7 @@ from ...proto.endpoints import (
     default_address,
     socket_path,
 )
+from ...proto.traceparent import TRACING_VARIABLE
 from ...proto.units import format_bytes, format_duration
 from ...tiers.arena import MIN_SLAB_BYTES
 from . import sources
@@ -47,7 +48,7 @@ PROGRAM: Final = sources.Program(
         "--log-level": "log.level",
         "--log-format": "log.format",
     },
-    variables={ADDRESS_VARIABLE: "server.address"},
+    variables={ADDRESS_VARIABLE: "server.address", TRACING_VARIABLE: "server.tracing"},
 )
 _GOOD: Final = "The configuration is good."
 _TITLE: Final = """The configuration of prefixd: every option with its meaning and its default.

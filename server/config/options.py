@@ -41,6 +41,7 @@ from .values import (
     Slab,
     TcpAddress,
     Tiers,
+    Tracing,
     UnixAddress,
 )
 
@@ -94,11 +95,16 @@ class Server(Section):
     tokens: File = ""
     """Who may call over TCP: a line `watch|read|write|admin NAME TOKEN [NAMESPACE]` each. `read`
     finds and restores, `write` saves and deletes too, `admin` is prefixctl's, `watch` learns which
-    keys are there. Who has a token of a namespace reaches nothing outside of it. Empty: whoever
-    connects reads and writes. With TLS only; read at the start and with each reload."""
+    keys are there. Who has a token of a namespace reaches nothing outside of it, and watches
+    nothing else. Empty: whoever connects reads and writes. With TLS only; read at the start and
+    with each reload."""
     metrics: TcpAddress = ""
     """Serve Prometheus metrics over HTTP on host:port, and a page for browsers that shows what
     `prefixctl top` does; empty: don't. There is no password."""
+    tracing: Tracing = "none"
+    """`otel`: make OpenTelemetry spans of what is done for clients, below those that they say they
+    are part of. OTEL_TRACES_EXPORTER, OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_TRACES_SAMPLER and so on in
+    the environment say which, and where they go. Needs `pip install 'prefixd[opentelemetry]'`."""
     worker_threads: int = Field(4, ge=1, le=256)
     """Threads that copy and commit beside the event loop."""
     staging_bytes: Size = Field(64 * 2**20, alias="staging", ge=2**20, le=2**40)

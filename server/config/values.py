@@ -3,6 +3,7 @@ are shown again."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from pathlib import Path
@@ -51,6 +52,22 @@ def _policy(value: object) -> object:
     if not isinstance(value, str) or value not in POLICIES:
         raise ValueError(f"should be one of {', '.join(POLICIES)}")
     return value
+
+
+def _tracing(value: object) -> object:
+    if value == "otel" and not has_module("opentelemetry.sdk.trace"):
+        raise ValueError(
+            "otel needs OpenTelemetry, which is not installed: pip install 'prefixd[opentelemetry]'"
+        )
+    return value
+
+
+def has_module(name: str) -> bool:
+    """Could it be imported?"""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:  # not even the package that it is in
+        return False
 
 
 def _directory(value: object) -> object:
@@ -186,3 +203,6 @@ MemorySource: TypeAlias = Annotated[
     str, BeforeValidator(_memory_source), Kind("none|system|cgroup|MODULE:FUNCTION")
 ]
 Tiers: TypeAlias = Annotated[str, BeforeValidator(_tiers), Kind("TIER,...")]
+Tracing: TypeAlias = Annotated[
+    Literal["none", "otel"], BeforeValidator(_tracing), Kind("none|otel")
+]

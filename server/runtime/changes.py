@@ -85,13 +85,13 @@ class ChangeLog(ChangeListener):
             dropped = len(bodies) - self.most + self.most // _DROPPED_SHARE
             del bodies[:dropped]
             self._first += dropped
-        self._wake()
+        self.wake()
 
     def lost(self) -> None:
         """Some of what was done may not have been told."""
         self._forget()
         self.lost_before = self.sequence
-        self._wake()
+        self.wake()
 
     # ---- watchers
 
@@ -138,9 +138,10 @@ class ChangeLog(ChangeListener):
         self._active = False
         if self._linger is not None:
             self._linger.cancel()
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Whoever waits looks again, whatever has happened."""
         # A new one for those who come later: each of those who wait has been told once.
         self._news.set()
         self._news = asyncio.Event()

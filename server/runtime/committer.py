@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,6 +13,7 @@ import structlog
 from ...tiers.store import EntryWriter, Store, StoreError, StoreFull, Usage
 from ..core.histogram import LATENCY_BOUNDS_NS, Histogram
 from .clock import Clock
+from .tracing import Step
 
 log = structlog.get_logger("prefixd.committer")
 
@@ -26,6 +27,8 @@ class CommitResult:
 
     tokens: tuple[int, ...]
     error: StoreError | None
+    #: what took its time, where that is wanted (`Committer.time_steps`)
+    steps: tuple[Step, ...] = ()
 
 
 @dataclass(slots=True)
@@ -77,10 +80,17 @@ class Committer:
         self.failure: str | None = None
         self.full: str | None = None
         self.usage_failure: str | None = None
+        self._wall_ns: Callable[[], int] | None = None
+        self._steps: list[Step] = []
         self._thread = threading.Thread(
             target=self._live, name=f"prefixd-{store.tier.label}-commit", daemon=True
         )
         self._thread.start()
+
+    def time_steps(self, wall_ns: Callable[[], int]) -> None:
+        """Say with each result when each step of it was, by `wall_ns`, from the first commit on."""
+        self._wall_ns = wall_ns
+        self._store.step = self._step
 
     # ---- from the event loop
 
@@ -195,6 +205,7 @@ class Committer:
     def _attempt(self, step: Callable[[], None]) -> StoreError | None:
         """Returns why nothing of it happened."""
         try:
+            self._steps.clear()
             with self._under_way():
                 step()
         # Nothing ends this thread: saves would wait for ever, and health would stay green.
@@ -213,9 +224,26 @@ class Committer:
     def _tell(self, tokens: Sequence[int], error: StoreError | None) -> None:
         if tokens:
             now_ns = self._clock.monotonic_ns()
-            for token in tokens:
-                self.latency.observe(now_ns - self._began_ns.pop(token, now_ns))
-            self._done(CommitResult(tuple(tokens), error))
+            waited_ns = [now_ns - self._began_ns.pop(token, now_ns) for token in tokens]
+            for each_ns in waited_ns:
+                self.latency.observe(each_ns)
+            steps = () if self._wall_ns is None else self._since(self._wall_ns() - max(waited_ns))
+            self._done(CommitResult(tuple(tokens), error, steps))
+
+    def _since(self, began_ns: int) -> tuple[Step, ...]:
+        """Everything of a commit that was asked for then."""
+        first_ns = self._steps[0].began_ns if self._steps else began_ns
+        return (Step("commit.queue", began_ns, max(began_ns, first_ns)), *self._steps)
+
+    @contextmanager
+    def _step(self, name: str) -> Iterator[None]:
+        """Around a step of the store."""
+        assert self._wall_ns is not None
+        began_ns = self._wall_ns()
+        try:
+            yield
+        finally:
+            self._steps.append(Step(f"store.{name}", began_ns, self._wall_ns()))
 
 
 def _failure(problem: BaseException) -> StoreError:

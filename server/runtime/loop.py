@@ -73,6 +73,7 @@ from .reindexing import Reindexing
 from .store_commands import StoreOrders
 from .supervision import Supervisor
 from .threads import ended_within
+from .tracing import Tracing
 from .verification import Verifications
 from .writes import Write
 
@@ -105,6 +106,7 @@ class Core:
         clock: Clock,
     ) -> None:
         self.state = state
+        self.tracing: Tracing | None = None
         self.stores = dict(stores)
         self.index = index
         self.executor = executor

@@ -52,6 +52,11 @@ class StoreOrders:
         """How long commits take, in nanoseconds."""
         return {tier: committer.latency for tier, committer in self._committers.items()}
 
+    def time_steps(self, wall_ns: Callable[[], int]) -> None:
+        """Have each result of a commit say when its steps were, by `wall_ns`."""
+        for committer in self._committers.values():
+            committer.time_steps(wall_ns)
+
     def forget(self, tier: Tier, entries: Sequence[EntryRef]) -> None:
         """Let a store forget entries that no search finds any more."""
         store = self._stores[tier]

@@ -15,10 +15,10 @@ class Write:
 
     `busy` counts the messages that other threads copy into its room, now or soon: a lost
     reservation then keeps its room until that ended. `ended` says how the save did, once it has;
-    `when_ended` is called then.
+    `when_ended` is called then. `call`: for which call it is, where calls are traced.
     """
 
-    __slots__ = ("busy", "ended", "order", "stopping", "when_ended", "writer")
+    __slots__ = ("busy", "call", "ended", "order", "stopping", "when_ended", "writer")
 
     def __init__(self, order: WriteOrder, store: Store) -> None:
         """Opens the store's writer."""
@@ -38,6 +38,7 @@ class Write:
         self.order = order
         self.writer = store.writer(record, ids)
         self.busy = 0
+        self.call: object | None = None
         self.stopping = False
         self.ended: SaveEnded | None = None
         self.when_ended: Callable[[], None] | None = None

@@ -83,8 +83,8 @@ class World:
             writer = await self.clients[Who(Role.WRITE, name)].open()
             saved = await writer.save({COMMON: DATA[name], OWN[name]: DATA[name]})
             assert saved == [pb.SAVE_STATUS_SAVED] * 2
-        for who, client in self.clients.items():
-            session = self.sessions[who] = await client.open()
+        for who in EVERYBODY:
+            session = self.sessions[who] = await self.clients[who].open()
             self.claims[who] = (await session.claim([COMMON])).claim_id
             self.locals[who] = await self.daemon.connect_locally()
             await self.locals[who].send(attach=session.ref)

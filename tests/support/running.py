@@ -42,6 +42,7 @@ from prefixd.server.runtime import recovery
 from prefixd.server.runtime.clock import Clock
 from prefixd.server.runtime.index import IndexWriter
 from prefixd.server.runtime.loop import Core
+from prefixd.server.runtime.tracing import Tracing
 from prefixd.tiers.store import Store
 
 #: What a test waits for at most before it fails.
@@ -467,6 +468,7 @@ async def running(
     make_index: Callable[[bytes, int], IndexWriter] = IndexWriter,
     tiers: Sequence[Tier] = tuple(Tier),
     clock: Clock | None = None,
+    tracing: Tracing | None = None,
 ) -> AsyncIterator[Running]:
     """Start on `directory`, serve, and stop. `wrap` puts stores into others."""
     config = load_config(
@@ -497,9 +499,7 @@ async def running(
         closing.callback(index.close)
         executor = ThreadPoolExecutor(2, "worker")
         closing.callback(executor.shutdown, cancel_futures=True)
-        core = Core(
-            assembly.make_state(plan, stores, clock.now_ns()), stores, index, executor, clock
-        )
+        core = assembly.make_core(plan, stores, index, executor, clock, tracing)
         front = Front(core, service_config(config, incarnation))
         closing.callback(front.close)
         try:

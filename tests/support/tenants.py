@@ -59,13 +59,15 @@ class Who(NamedTuple):
 
 EVERYBODY = [Who(role, name) for role in (Role.READ, Role.WRITE) for name in NAMESPACES]
 EVERYBODY += [Who(Role.ADMIN, ""), Who(Role.WRITE, "*")]
+#: They open no session.
+WATCHERS = [Who(Role.WATCH, name) for name in NAMESPACES]
 
 
 def flags_of(directory: Path, authority: Authority) -> list[str]:
     """Of a daemon with TLS that knows everybody's token."""
     certificate, private = authority.sign("daemon")
     tokens = directory / "tokens"
-    tokens.write_text("".join(f"{who.line}\n" for who in EVERYBODY))
+    tokens.write_text("".join(f"{who.line}\n" for who in (*EVERYBODY, *WATCHERS)))
     tokens.chmod(0o600)
     return [
         "--server.tcp=127.0.0.1:0",
@@ -101,7 +103,7 @@ async def tenants(
     async with AsyncExitStack() as stack:
         stack.push_async_callback(server.stop, grace=0)
         found = {}
-        for who in EVERYBODY:
+        for who in (*EVERYBODY, *WATCHERS):
             credentials = grpc.composite_channel_credentials(
                 root, grpc.access_token_call_credentials(who.token)
             )

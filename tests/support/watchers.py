@@ -9,7 +9,7 @@ from prefixd.client import ResidentKeys, Synced, Tier, WatchPosition
 from prefixd.client.watch import WatchEvent, event_of
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
-from tests.support.running import OpenSession, Running, next_of
+from tests.support.running import OpenSession, Outside, Running, next_of
 
 
 class Watcher:
@@ -17,7 +17,7 @@ class Watcher:
 
     def __init__(
         self,
-        daemon: Running,
+        daemon: Outside,
         tiers: Iterable[Tier] = (),
         position: WatchPosition | None = None,
         keys: ResidentKeys | None = None,
@@ -25,7 +25,7 @@ class Watcher:
     ) -> None:
         self.daemon = daemon
         self.position = position or WatchPosition()
-        self.keys = keys or ResidentKeys()
+        self.keys = ResidentKeys() if keys is None else keys
         self.events: list[WatchEvent] = []
         request = pb.WatchRequest(
             tiers=[pb.Tier.ValueType(tier) for tier in tiers],
@@ -55,9 +55,12 @@ class Watcher:
         while True:
             await self.read()
 
-    async def catch_up(self) -> None:
-        """Read everything that has happened until now."""
-        now = self.daemon.front.watching.log.sequence
+    async def catch_up(self, daemon: Running | None = None) -> None:
+        """Read everything that has happened until now. `daemon`: in case it is watched from
+        elsewhere."""
+        daemon = daemon or self.daemon
+        assert isinstance(daemon, Running)
+        now = daemon.front.watching.log.sequence
         while self.position.sequence < now:
             await self.read()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -399,7 +401,8 @@ async def test_a_walk_takes_no_longer_for_entries_of_other_tiers(tmp_path: Path)
         await some_turns()
         before = turns
         request = pb.WatchRequest(tiers=[pb.TIER_SHM])
-        responses = daemon.front.watching.watch(request, None)  # type: ignore[arg-type]
+        operator: Any = SimpleNamespace(access=None)
+        responses = daemon.front.watching.watch(request, operator)
         await anext(responses)
         await anext(responses)
         assert turns - before >= 3

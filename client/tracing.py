@@ -1,0 +1,210 @@
+"""What the client does, as OpenTelemetry spans: the library's parts, with spans around their work.
+
+Needs `opentelemetry-api`, and is imported only where tracing was asked for: where it was not,
+the parts are those without. Spans go to the program's own tracer provider, below the span that is
+current where a method is called; this library sets up no exporter.
+
+    prefixd.longest_run | prefixd.longest_prefix | prefixd.claim     one search
+    prefixd.restore, prefixd.read, prefixd.view, prefixd.release     of a hit
+    prefixd.save, prefixd.reserve, prefixd.write                     of a writer
+      prefixd.call.NAME                                              a call of the daemon, below any
+
+Attributes are counts, sizes and words of the contract: no keys, no tokens, no addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import copy_context
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from opentelemetry import trace
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+
+from ..proto.errors import PrefixdError
+from ..proto.traceparent import TraceParent, encode
+from ..proto.vocabulary import ClaimMode, MissReason
+from .call_queue import CallQueue
+from .hits import Hit, Reader
+from .saves import Reservation, Writer
+from .search import Searcher
+from .wire.trace_context import TRACEPARENT
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from ..proto.keys import Key
+    from .buffers import Payload
+    from .results import RestoreResult, SaveOutcome
+    from .wire.deadline import Deadline
+    from .wire.transport import ReserveItem, SaveTerms, Saving
+
+T = TypeVar("T")
+
+_tracer: Final = trace.get_tracer("prefixd.client")
+_SEARCHES: Final = {
+    ClaimMode.RUN: "longest_run",
+    ClaimMode.FIRST: "longest_prefix",
+    ClaimMode.ANY: "claim",
+}
+
+
+@contextmanager
+def _span(name: str, kind: SpanKind = SpanKind.INTERNAL, **attributes: int) -> Iterator[Span]:
+    """The current span of what happens within it."""
+    with _tracer.start_as_current_span(
+        f"prefixd.{name}",
+        kind=kind,
+        attributes={f"prefixd.{key}": value for key, value in attributes.items()},
+        # Their sentences may name what belongs to nobody else.
+        record_exception=False,
+        set_status_on_exception=False,
+    ) as span:
+        try:
+            yield span
+        except BaseException as problem:
+            span.set_attribute(
+                "error.type",
+                problem.name if isinstance(problem, PrefixdError) else type(problem).__name__,
+            )
+            span.set_status(Status(StatusCode.ERROR))
+            raise
+
+
+def _missed(span: Span, reason: MissReason | None) -> None:
+    if reason is not None:
+        span.set_attribute("prefixd.miss", reason.name.lower())
+
+
+class OtelCalls:
+    """`wire.trace_context.CallSpans`."""
+
+    def call(self, name: str, ask: Callable[[], T]) -> T:
+        with _span(f"call.{name}", SpanKind.CLIENT) as span:
+            own = span.get_span_context()
+            parent = TraceParent(own.trace_id, own.span_id, own.trace_flags.sampled)
+            before = TRACEPARENT.set(encode(parent))
+            try:
+                return ask()
+            finally:
+                TRACEPARENT.reset(before)
+
+
+class TracedSearcher(Searcher):
+    """`Searcher` with a span of each search. The keys of `longest_prefix` are hashed before it."""
+
+    def search(
+        self,
+        keys: Sequence[Key],
+        token_counts: Sequence[int | None] | None,
+        mode: ClaimMode,
+        wait_ms: int,
+        deadline: Deadline,
+        prompt_tokens: int = 0,
+        *,
+        pin: bool = True,
+    ) -> Hit:
+        with _span(_SEARCHES[mode], keys=len(keys)) as span:
+            hit = super().search(
+                keys, token_counts, mode, wait_ms, deadline, prompt_tokens, pin=pin
+            )
+            span.set_attribute("prefixd.found", len(hit))
+            span.set_attribute("prefixd.claimed", pin)
+            span.set_attribute("prefixd.hit_tokens", sum(hit.token_counts))
+            _missed(span, hit.miss)
+        return hit
+
+
+class TracedReader(Reader):
+    """`Reader` with a span of each restore, view, read of a part, and release."""
+
+    def restore(
+        self,
+        hit: Hit,
+        indices: Sequence[int],
+        buffers: Sequence[Payload],
+        deadline_ms: int | None,
+    ) -> RestoreResult:
+        with _span("restore", entries=len(indices)) as span:
+            result = super().restore(hit, indices, buffers, deadline_ms)
+            sizes = [hit.entries[index].payload_bytes for index in indices]
+            span.set_attribute("prefixd.bytes", sum(sizes))
+            span.set_attribute("prefixd.restored_run", result.run)
+            _missed(span, result.miss)
+        return result
+
+    def views(self, hit: Hit, indices: Sequence[int]) -> list[list[memoryview]] | None:
+        with _span("view", entries=len(indices)) as span:
+            views = super().views(hit, indices)
+            span.set_attribute("prefixd.reached", views is not None)
+        return views
+
+    def read_range(
+        self,
+        hit: Hit,
+        index: int,
+        offset_bytes: int,
+        length_bytes: int,
+        deadline_ms: int | None,
+        *,
+        token_ids: bool = False,
+    ) -> bytes | None:
+        with _span("read", bytes=length_bytes):
+            return super().read_range(
+                hit, index, offset_bytes, length_bytes, deadline_ms, token_ids=token_ids
+            )
+
+    def release(self, hits: Sequence[Hit], deadline_ms: int | None) -> list[bool]:
+        with _span("release", hits=len(hits)):
+            return super().release(hits, deadline_ms)
+
+
+class _ContextQueue(CallQueue):
+    """Each call in the context that it was asked for in."""
+
+    def submit(
+        self, save: Callable[[], T], drop: Callable[[], T], size_bytes: int = 0
+    ) -> Future[T]:
+        run: Callable[[Callable[[], T]], T] = copy_context().run
+        return super().submit(partial(run, save), drop, size_bytes)
+
+
+class TracedWriter(Writer):
+    """`Writer` with a span of each save, from when it is its turn, reservation and write."""
+
+    queue_type = _ContextQueue
+
+    def _save_now(
+        self, savings: Sequence[Saving], terms: SaveTerms, deadline: Deadline
+    ) -> list[SaveOutcome]:
+        sizes = [len(saving.payload) for saving in savings]
+        with _span("save", entries=len(savings), bytes=sum(sizes)) as span:
+            span.set_attribute("prefixd.tier", terms.tier.label)
+            span.set_attribute("prefixd.reason", terms.reason.name.lower())
+            outcomes = super()._save_now(savings, terms, deadline)
+            _ended(span, outcomes)
+        return outcomes
+
+    def reserve(
+        self, items: Sequence[ReserveItem], terms: SaveTerms, deadline_ms: int | None
+    ) -> list[Reservation]:
+        with _span("reserve", entries=len(items)) as span:
+            granted = super().reserve(items, terms, deadline_ms)
+            span.set_attribute("prefixd.granted", sum(each.granted for each in granted))
+        return granted
+
+    def write(
+        self, writes: Sequence[tuple[Reservation, Payload]], deadline_ms: int | None
+    ) -> list[SaveOutcome]:
+        with _span("write", entries=len(writes)) as span:
+            outcomes = super().write(writes, deadline_ms)
+            _ended(span, outcomes)
+        return outcomes
+
+
+def _ended(span: Span, outcomes: Sequence[SaveOutcome]) -> None:
+    span.set_attribute("prefixd.saved", sum(outcome.ok for outcome in outcomes))
+    if failed := {outcome.status.name.lower() for outcome in outcomes if not outcome.ok}:
+        span.set_attribute("prefixd.refused", sorted(failed))

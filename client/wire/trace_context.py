@@ -1,0 +1,28 @@
+"""The span that the calls of this thread are part of, for the wire. Set where something is traced
+(`client/tracing.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Final, Protocol, TypeVar
+
+from ...proto import traceparent
+
+T = TypeVar("T")
+
+#: As it travels (`proto.traceparent`); empty: there is none.
+TRACEPARENT: Final[ContextVar[bytes]] = ContextVar("prefixd_traceparent", default=b"")
+
+
+def trace_metadata() -> tuple[tuple[str, str], ...] | None:
+    """What goes with an rpc."""
+    parent = TRACEPARENT.get()
+    return ((traceparent.HEADER, parent.decode()),) if parent else None
+
+
+class CallSpans(Protocol):
+    """Makes spans of calls."""
+
+    def call(self, name: str, ask: Callable[[], T]) -> T:
+        """`ask()` in a span of its own, which is told to the daemon."""

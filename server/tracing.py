@@ -1,0 +1,250 @@
+"""The daemon's work as OpenTelemetry spans.
+
+    prefixd.rpc.NAME              a call, below the client's span if it says which that is
+      prefixd.loop.NAME           from a question to the state's answer, waiting included
+      prefixd.store.read          what it reads, from the first byte to the last
+      prefixd.commit              from what is complete to what is durable
+        prefixd.commit.queue      for the commits before it
+        prefixd.store.sync        payloads, to the device
+        prefixd.store.records     what names them, to the device
+
+Imported only where `server.tracing` asks for it. Attributes are counts, sizes, tiers and the names
+of errors: no keys, no tokens, no names of clients. Where spans go, and which are made, is said by
+OpenTelemetry's own environment variables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import aclosing, contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from importlib.metadata import entry_points
+from typing import Any, Final, TypeVar
+
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    set_span_in_context,
+)
+
+from .. import __version__
+from ..proto.errors import ConfigError, PrefixdError
+from ..proto.traceparent import decode
+from ..proto.vocabulary import Tier
+from .runtime.tracing import Step
+
+M = TypeVar("M", bound=Callable[..., Any])
+
+#: What a stop gives the exporter for the last spans.
+_FLUSHED_WITHIN_S: Final = 1.0
+_GROUP: Final = "opentelemetry_traces_exporter"
+
+
+class _Call:
+    """A call that is being served, and is recorded."""
+
+    __slots__ = ("context", "reads", "span")
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+        self.context = set_span_in_context(span)
+        #: of each tier: bytes that were read, from when to when
+        self.reads: dict[Tier, tuple[int, int, int]] = {}
+
+
+class OtelTracing:
+    """`runtime.tracing.Tracing`."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        self._tracer = provider.get_tracer("prefixd.daemon", __version__)
+        self._current: ContextVar[_Call | None] = ContextVar("prefixd_call", default=None)
+
+    now_ns = staticmethod(time.time_ns)
+
+    # ---- calls
+
+    def rpc(self, name: str, transport: str, method: M, caller_at: int = 1) -> M:
+        traced: Any
+        if inspect.isasyncgenfunction(method):
+
+            @wraps(method)
+            async def traced(*args: Any) -> Any:
+                with self._serving(name, transport, args[caller_at].traceparent):
+                    async with aclosing(method(*args)) as responses:
+                        async for response in responses:
+                            yield response
+
+        elif inspect.iscoroutinefunction(method):
+
+            @wraps(method)
+            async def traced(*args: Any) -> Any:
+                with self._serving(name, transport, args[caller_at].traceparent):
+                    return await method(*args)
+
+        else:
+
+            @wraps(method)
+            def traced(*args: Any) -> Any:
+                with self._serving(name, transport, args[caller_at].traceparent):
+                    return method(*args)
+
+        return traced  # type: ignore[no-any-return]  # of the same form
+
+    @contextmanager
+    def _serving(self, name: str, transport: str, traceparent: bytes) -> Iterator[None]:
+        span = self._tracer.start_span(
+            f"prefixd.rpc.{name}",
+            context=_context_of(traceparent),
+            kind=SpanKind.SERVER,
+            attributes={"prefixd.transport": transport},
+        )
+        call = _Call(span) if span.is_recording() else None
+        self._current.set(call)
+        try:
+            yield
+        except BaseException as problem:
+            span.set_attribute("error.type", _name_of(problem))
+            span.set_status(Status(StatusCode.ERROR))
+            raise
+        finally:
+            # Not reset: where a client is gone, this may end in another context than it began in.
+            self._current.set(None)
+            if call is not None:
+                self._tell_reads(call)
+            span.end()
+
+    @property
+    def current(self) -> object | None:
+        return self._current.get()
+
+    # ---- what they do
+
+    def asked(self, name: str, reply: asyncio.Future[Any], began_ns: int) -> None:
+        call = self._current.get()
+        if call is None:
+            return
+        span = self._child(f"loop.{name}", call.context, began_ns)
+        if reply.done():
+            span.end()
+        else:
+            reply.add_done_callback(lambda _reply: span.end())
+
+    def read(self, tier: Tier, read_bytes: int, began_ns: int) -> None:
+        call = self._current.get()
+        if call is None:
+            return
+        before_bytes, first_ns, _ = call.reads.get(tier, (0, began_ns, 0))
+        call.reads[tier] = (before_bytes + read_bytes, first_ns, time.time_ns())
+
+    def _tell_reads(self, call: _Call) -> None:
+        for tier, (read_bytes, began_ns, ended_ns) in call.reads.items():
+            span = self._child("store.read", call.context, began_ns)
+            span.set_attributes({"prefixd.tier": tier.label, "prefixd.bytes": read_bytes})
+            span.end(ended_ns)
+
+    def committed(self, calls: Iterable[object], tier: Tier, steps: Iterable[Step]) -> None:
+        steps = list(steps)
+        entries: dict[_Call, int] = {}
+        for call in calls:
+            if isinstance(call, _Call):
+                entries[call] = entries.get(call, 0) + 1
+        if not steps:
+            return
+        ended_ns = time.time_ns()
+        for call, count in entries.items():
+            span = self._child("commit", call.context, min(step.began_ns for step in steps))
+            span.set_attributes({"prefixd.tier": tier.label, "prefixd.entries": count})
+            context = set_span_in_context(span)
+            for step in steps:
+                self._child(step.name, context, step.began_ns).end(step.ended_ns)
+            span.end(ended_ns)
+
+    def _child(self, name: str, context: Context, began_ns: int) -> Span:
+        return self._tracer.start_span(f"prefixd.{name}", context=context, start_time=began_ns)
+
+
+def _context_of(traceparent: bytes) -> Context:
+    parent = decode(traceparent)
+    if parent is None:
+        return Context()
+    flags = TraceFlags(TraceFlags.SAMPLED if parent.sampled else TraceFlags.DEFAULT)
+    asks = SpanContext(parent.trace_id, parent.span_id, is_remote=True, trace_flags=flags)
+    return set_span_in_context(NonRecordingSpan(asks), Context())
+
+
+def _name_of(problem: BaseException) -> str:
+    if isinstance(problem, asyncio.CancelledError):
+        return "cancelled"
+    return problem.name if isinstance(problem, PrefixdError) else type(problem).__name__
+
+
+# ---- where spans go
+
+
+def make_provider() -> TracerProvider:
+    """A provider with the exporter that the environment names. Raises ConfigError."""
+    provider = TracerProvider(
+        # What $OTEL_SERVICE_NAME and $OTEL_RESOURCE_ATTRIBUTES say wins.
+        resource=Resource({SERVICE_NAME: "prefixd", SERVICE_VERSION: __version__}).merge(
+            _said_in_environment()
+        ),
+        shutdown_on_exit=False,
+    )
+    for name in _exporters():
+        provider.add_span_processor(BatchSpanProcessor(_exporter(name)))
+    return provider
+
+
+def _said_in_environment() -> Resource:
+    found = Resource.create()
+    named = os.environ.get("OTEL_SERVICE_NAME") or SERVICE_NAME in os.environ.get(
+        "OTEL_RESOURCE_ATTRIBUTES", ""
+    )
+    unsaid = () if named else (SERVICE_NAME,)
+    return Resource({key: value for key, value in found.attributes.items() if key not in unsaid})
+
+
+def _exporters() -> list[str]:
+    names = [name.strip() for name in os.environ.get("OTEL_TRACES_EXPORTER", "otlp").split(",")]
+    return [name for name in names if name and name != "none"]
+
+
+def _exporter(name: str) -> SpanExporter:
+    if name == "otlp":
+        protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get(
+            "OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf"
+        )
+        name = "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
+    found = list(entry_points(group=_GROUP, name=name))
+    if not found:
+        raise ConfigError(
+            f"server.tracing: OpenTelemetry's exporter {name} is not installed; "
+            "prefixd[opentelemetry] has otlp (over HTTP) and console"
+        )
+    try:
+        exporter: SpanExporter = found[0].load()()
+    except Exception as problem:
+        raise ConfigError(f"server.tracing: the exporter {name} can't be: {problem}") from problem
+    return exporter
+
+
+def shut_down(provider: TracerProvider) -> None:
+    """Hand over the last spans, which a collector that is gone does not hold up for long."""
+    ending = threading.Thread(target=provider.shutdown, name="prefixd-spans", daemon=True)
+    ending.start()
+    ending.join(_FLUSHED_WITHIN_S)

@@ -1,0 +1,153 @@
+"""A tenant that watches is told of its own namespace, and of nothing else."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from prefixd.client import ResidentKeys
+from prefixd.client.watch import Evicted, Published
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.keys import Key
+from prefixd.proto.namespaces import Namespace
+from prefixd.proto.vocabulary import Tier
+from prefixd.server.api.access import Role
+from tests.support.certificates import Authority
+from tests.support.running import Refused, Running, answer, in_loop, key, payload, running
+from tests.support.tenants import EVERYBODY, WATCHERS, Who, flags_of, tenants
+from tests.support.watchers import Watcher
+
+#: Entries of 4 KiB: each namespace evicts its own, and what is of none.
+SMALL = ("--ram.budget=160KiB", "--ram.shares=a=40KiB, b=40KiB")
+MOST = 16
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls") / "ours")
+
+
+@pytest.fixture(scope="module")
+def flags(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return flags_of(tmp_path_factory.mktemp("tokens"), authority)
+
+
+def resident(daemon: Running, name: str) -> set[Key]:
+    """The keys of a namespace, as the daemon has them."""
+    return {of for of in daemon.tables.entries if Namespace(name).has(of)}
+
+
+@in_loop
+async def test_each_rebuilds_its_own_part_and_learns_no_key_of_another(
+    tmp_path: Path, authority: Authority, flags: list[str]
+) -> None:
+    """Through saves of all under the same keys, evictions and a clear, cut off at random."""
+    chance = random.Random(12)
+    async with (
+        running(tmp_path, *flags, *SMALL, tiers=[Tier.RAM]) as daemon,
+        tenants(daemon, authority, flags) as clients,
+    ):
+        savers = {n: await clients[Who(Role.WRITE, n)].open() for n in ("a", "b", "")}
+        for saver in savers.values():
+            await saver.save({key(number): payload(1, 4096) for number in range(5)})
+        names = ("a", "b")
+        watchers = {n: Watcher(clients[Who(Role.WATCH, n)], keys=ResidentKeys(n)) for n in names}
+        for watcher in watchers.values():
+            await watcher.read_until_synced()
+        for step in range(300):
+            name = chance.choice(list(savers))
+            await savers[name].save({key(chance.randrange(60)): payload(step, 4096)})
+            if step == 150:
+                await answer(daemon.admin.Clear(pb.ClearRequest(namespace="b")))
+            if chance.random() < 0.05:
+                cut = chance.choice(names)
+                old = watchers[cut]
+                old.call.cancel()
+                seen = old.events
+                watchers[cut] = Watcher(old.daemon, position=old.position, keys=old.keys)
+                watchers[cut].events = seen
+        for name, watcher in watchers.items():
+            await watcher.catch_up(daemon)
+            assert watcher.keys.exact
+            assert set(watcher.keys) == resident(daemon, name)
+            # By the keys that its clients name.
+            there = {n for n in range(60) if key(n) in watcher.keys}
+            named = dict(zip(Namespace(name).stored(map(key, range(60))), range(60), strict=True))
+            assert there == {named[of] for of in resident(daemon, name)}
+            told = [event for event in watcher.events if isinstance(event, Published | Evicted)]
+            assert {type(event) for event in told} == {Published, Evicted}
+            assert all(Namespace(name).has(event.key) for event in told)
+            published = [event for event in told if isinstance(event, Published)]
+            assert {event.namespace for event in published} == {name}
+            parents = {event.parent for event in published if event.parent}
+            assert all(Namespace(name).has(parent) for parent in parents)
+        await daemon.assert_sound()
+
+
+@in_loop
+async def test_who_watches_for_a_namespace_may_nothing_else(
+    tmp_path: Path, authority: Authority, flags: list[str]
+) -> None:
+    async with (
+        running(tmp_path, *flags, *SMALL, tiers=[Tier.RAM]) as daemon,
+        tenants(daemon, authority, flags) as clients,
+    ):
+        for who in WATCHERS:
+            with pytest.raises(Refused, match=r"not_permitted.*role watch"):
+                await clients[who].presence(key(1))
+            with pytest.raises(Refused, match=r"not_permitted.*role watch"):
+                await answer(clients[who].admin.Stats(pb.StatsRequest()))
+        for who in EVERYBODY:
+            if who.role is not Role.ADMIN:
+                with pytest.raises(Refused, match=r"not_permitted.*this takes watch"):
+                    await Watcher(clients[who]).read()
+
+
+@in_loop
+async def test_a_namespace_leaves_others_a_place(
+    tmp_path: Path, authority: Authority, flags: list[str]
+) -> None:
+    async with (
+        running(tmp_path, *flags, *SMALL, tiers=[Tier.RAM]) as daemon,
+        tenants(daemon, authority, flags) as clients,
+    ):
+        assert daemon.config.max_watchers == MOST
+        greedy = [Watcher(clients[Who(Role.WATCH, "a")]) for _ in range(MOST // 4)]
+        for watcher in greedy:
+            await watcher.read_until_synced()
+        with pytest.raises(Refused, match=r"limit_reached.*4 watchers of the namespace 'a'"):
+            await Watcher(clients[Who(Role.WATCH, "a")]).read()
+        other = Watcher(clients[Who(Role.WATCH, "b")])
+        everything = Watcher(daemon)
+        await other.read_until_synced()
+        await everything.read_until_synced()
+        assert daemon.front.watching.refusals == 1
+        greedy[0].call.cancel()
+        await daemon.until(lambda: daemon.front.watching.log.watchers == MOST // 4 + 1)
+        await Watcher(clients[Who(Role.WATCH, "a")]).read_until_synced()
+
+
+@in_loop
+async def test_a_token_that_is_taken_out_ends_its_watchers(
+    tmp_path: Path, authority: Authority
+) -> None:
+    flags = flags_of(tmp_path, authority)
+    async with (
+        running(tmp_path, *flags, *SMALL, tiers=[Tier.RAM]) as daemon,
+        tenants(daemon, authority, flags) as clients,
+    ):
+        gone, kept = Watcher(clients[WATCHERS[0]]), Watcher(clients[WATCHERS[1]])
+        for watcher in (gone, kept):
+            await watcher.read_until_synced()
+        lines = [who.line for who in (*EVERYBODY, *WATCHERS) if who != WATCHERS[0]]
+        (tmp_path / "tokens").write_text("\n".join(lines))
+        daemon.front.read_tokens()
+        daemon.front.end_revoked()
+        with pytest.raises(Refused, match=r"not_permitted.*not known any more"):
+            await gone.read_to_the_end()
+        saver = await clients[Who(Role.WRITE, "b")].open()
+        await saver.save({key(1): payload(1)})
+        await kept.catch_up(daemon)
+        assert len(kept.keys) == 1
