@@ -20,9 +20,9 @@ from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api.local_socket import LocalServer
 from prefixd.server.runtime import incoming
-from tests.server.runtime.test_incoming import Gate
 from tests.support.bare import Bare, bare, claim_of, frame, served
 from tests.support.fakes_local import open_descriptors
+from tests.support.incoming import Gate
 from tests.support.running import (
     OpenSession,
     Running,
