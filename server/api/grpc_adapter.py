@@ -168,10 +168,15 @@ async def _streaming(
 ) -> None:
     try:
         caller = GrpcCaller(context, guard(context))
+        # Else gRPC sends it with the first response, and once more with the status if that one was
+        # cut off on its way: Core refuses both, and the client never hears how its call ended.
+        await context.send_initial_metadata(())
         async with aclosing(call(checked(request), caller)) as responses:
             async for response in responses:
-                await context.write(response)
-                del response  # else its bytes are held while the next ones are read
+                try:
+                    await context.write(response)
+                finally:  # else its bytes are held while the next ones are read, or none is taken
+                    del response
     except asyncio.CancelledError as cancelled:
         error = cut_off_with(cancelled)
     except CallerGone:

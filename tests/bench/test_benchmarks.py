@@ -13,6 +13,7 @@ SMALL = {
     "bench_client.py": "--rounds 1 --clients 1 --blocks 1",
     "bench_entries.py": "--few 48 --many 96 --repeats 1",
     "bench_index.py": "--entries 100 --rounds 1",
+    "bench_lending.py": "--rounds 1 --clients 1 --most-kib 192 --ram 32MiB",
     "bench_order.py": "--entries 100",
     "bench_local.py": "--calls 2 --rounds 1 --entries 2 --entry-bytes 4096",
     "bench_replay.py": "--requests 20 --repeats 1 --keys 100 --pinned 10 --capacities 50",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,27 +25,11 @@ from prefixd.proto.errors import (
 )
 from prefixd.proto.keys import Key
 from prefixd.proto.limits import MAX_WAIT_MS
-from tests.support.fakes import PATIENCE_S, FakeDaemon, keys
+from tests.support.fake_clients import ALL, ONE, TWO, fake_daemon, saves_of, saving_client
+from tests.support.fakes import PATIENCE_S, FakeDaemon
 
-ONE, TWO, THREE = ALL = [Key(key) for key in keys(3)]
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(f"unix:{tmp_path}/d.sock") as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def client(daemon: FakeDaemon) -> Iterator[Client]:
-    with Client(daemon.address, name="me", local=False, max_pending_saves=3) as client:
-        yield client
-
-
-def saves(client: Client) -> dict[str, int]:
-    counted = client.counters["saves"]
-    assert isinstance(counted, dict)
-    return {status: number for status, number in counted.items() if number}
+daemon = pytest.fixture(fake_daemon)
+client = pytest.fixture(saving_client)
 
 
 def reserve(client: Client, *reserved: Key, **options: Any) -> list[Any]:
@@ -151,7 +133,7 @@ def test_a_reservation_that_the_daemon_has_forgotten_is_lost(
     (reservation,) = reserve(client, ONE)
     daemon.reservations.clear()
     assert reservation.write(b"abc").status is SaveStatus.LOST
-    assert saves(client) == {"lost": 1}
+    assert saves_of(client) == {"lost": 1}
 
 
 @pytest.mark.parametrize("error", [DaemonUnavailable("gone"), LimitReached("full")])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -35,27 +34,11 @@ from prefixd.proto.errors import (
 )
 from prefixd.proto.keys import Key, token_bytes
 from prefixd.proto.limits import MAX_BATCH_KEYS, MAX_TOKEN_IDS_BYTES, MAX_WAIT_MS
+from tests.support.fake_clients import ALL, ONE, THREE, TWO, fake_daemon, saves_of, saving_client
 from tests.support.fakes import PATIENCE_S, FakeDaemon, keys, payloads
 
-ONE, TWO, THREE = ALL = [Key(key) for key in keys(3)]
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(f"unix:{tmp_path}/d.sock") as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def client(daemon: FakeDaemon) -> Iterator[Client]:
-    with Client(daemon.address, name="me", local=False, max_pending_saves=3) as client:
-        yield client
-
-
-def saves(client: Client) -> dict[str, int]:
-    counted = client.counters["saves"]
-    assert isinstance(counted, dict)
-    return {status: number for status, number in counted.items() if number}
+daemon = pytest.fixture(fake_daemon)
+client = pytest.fixture(saving_client)
 
 
 # ---- synchronous saves
@@ -111,7 +94,7 @@ def test_each_item_has_its_own_outcome(daemon: FakeDaemon, client: Client) -> No
         SaveStatus.TOO_LARGE,
         SaveStatus.SAVED,
     ]
-    assert saves(client) == {"present": 1, "too_large": 1, "saved": 1}
+    assert saves_of(client) == {"present": 1, "too_large": 1, "saved": 1}
     assert client.counters["saved_bytes"] == 3
 
 
@@ -129,7 +112,7 @@ def test_a_save_that_fails_is_an_outcome(
     daemon.fail("Save", error)
     outcome = client.save(ONE, b"abc", tier=Tier.RAM, reason=SaveReason.EVICT)
     assert (outcome.status, outcome.message) == (status, str(error))
-    assert saves(client) == {status.label: 1}
+    assert saves_of(client) == {status.label: 1}
 
 
 def test_a_synchronous_save_blocks_no_longer_than_it_may(daemon: FakeDaemon) -> None:
@@ -177,7 +160,7 @@ def test_asynchronous_saves_that_do_not_fit_are_dropped(daemon: FakeDaemon, clie
         .result(0)[1]
         .ok
     )
-    assert saves(client) == {"dropped": 4}
+    assert saves_of(client) == {"dropped": 4}
     gate.set()
     assert [future.result(PATIENCE_S).status for future in futures[:3]] == [SaveStatus.SAVED] * 3
     assert list(daemon.entries) == keys(3)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +12,7 @@ from prefixd.client import (
     ClaimMode,
     Client,
     MissReason,
-    Namespace,
     ReserveItem,
-    SavePolicy,
     SaveReason,
     Tier,
 )
@@ -26,47 +22,27 @@ from prefixd.proto.errors import (
 )
 from prefixd.proto.keys import Key, block_keys, prefix_key
 from prefixd.proto.limits import MAX_BATCH_KEYS, MAX_WAIT_MS
+from tests.support.fake_clients import (
+    ALL,
+    NAMESPACE,
+    ONE,
+    POLICY,
+    THREE,
+    TOKENS,
+    TWO,
+    fake_daemon,
+    save_prefix,
+    searched,
+    searching_client,
+)
 from tests.support.fakes import PATIENCE_S, FakeDaemon, keys
 
-NAMESPACE = Namespace(b"f" * 32, "q4_0", b"c" * 32)
-TOKENS = list(range(1_000, 1_105))
-POLICY = SavePolicy(boundary_align_tokens=20)
-ONE, TWO, THREE = ALL = [Key(key) for key in keys(3)]
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(f"unix:{tmp_path}/d.sock") as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def client(daemon: FakeDaemon) -> Iterator[Client]:
-    with Client(daemon.address, policy=POLICY, local=False) as client:
-        yield client
+daemon = pytest.fixture(fake_daemon)
+client = pytest.fixture(searching_client)
 
 
 #: What `with` gets where a hit is expected and there is none; it fails what follows.
 NONE: Any = nullcontext()
-
-
-def save_prefix(daemon: FakeDaemon, length: int, **item: Any) -> Key:
-    key = prefix_key(NAMESPACE, TOKENS[:length])
-    daemon.put(key, b"state of %d" % length, **{"token_count": length, **item})
-    return key
-
-
-def counted(client: Client) -> dict[str, Any]:
-    snapshot = client.counters
-    misses, rpcs = snapshot["misses"], snapshot["rpcs"]
-    assert isinstance(misses, dict)
-    assert isinstance(rpcs, dict)
-    return {
-        "lookups": snapshot["lookups"],
-        "hits": snapshot["hits"],
-        "misses": {reason: number for reason, number in misses.items() if number},
-        "rpcs": {name: number for name, number in rpcs.items() if number},
-    }
 
 
 # ---- prefix entries
@@ -81,8 +57,8 @@ def test_the_longest_prefix_is_found_and_claimed_in_one_rpc(
         assert hit.token_count == 60
         assert hit.read(0) == b"state of 60"
         assert len(daemon.claims) == 1
-    assert counted(client)["rpcs"] == {"Claim": 1, "Read": 1, "Release": 1}
-    assert counted(client)["hits"] == 1
+    assert searched(client)["rpcs"] == {"Claim": 1, "Read": 1, "Release": 1}
+    assert searched(client)["hits"] == 1
     assert client.counters["hit_tokens"] == 60
 
 
@@ -91,20 +67,20 @@ def test_looking_only_pins_nothing(daemon: FakeDaemon, client: Client) -> None:
     hit = client.longest_prefix(NAMESPACE, TOKENS, claim=False)
     assert hit is not None
     assert (hit.token_count, hit.claimed) == (40, False)
-    assert counted(client)["rpcs"] == {"Lookup": 1}
+    assert searched(client)["rpcs"] == {"Lookup": 1}
     assert not daemon.claims
 
 
 @pytest.mark.parametrize("claim", [True, False])
 def test_a_miss_is_none(client: Client, claim: bool) -> None:
     assert client.longest_prefix(NAMESPACE, TOKENS, claim=claim) is None
-    assert counted(client)["misses"] == {"absent": 1}
+    assert searched(client)["misses"] == {"absent": 1}
 
 
 @pytest.mark.parametrize("claim", [True, False])
 def test_a_prompt_without_a_stride_is_a_miss_without_an_rpc(client: Client, claim: bool) -> None:
     assert client.longest_prefix(NAMESPACE, TOKENS[:19], claim=claim) is None
-    assert counted(client) == {"lookups": 1, "hits": 0, "misses": {"absent": 1}, "rpcs": {}}
+    assert searched(client) == {"lookups": 1, "hits": 0, "misses": {"absent": 1}, "rpcs": {}}
 
 
 @pytest.mark.parametrize("claim", [True, False])
@@ -135,7 +111,7 @@ def test_a_save_in_flight_is_waited_for_or_named(
             [ReserveItem(key, 3, token_count=40)], tier=Tier.RAM, reason=SaveReason.FINISH
         )
         assert client.longest_prefix(NAMESPACE, TOKENS, claim=claim) is None
-        assert counted(client)["misses"] == {"in_flight": 1}
+        assert searched(client)["misses"] == {"in_flight": 1}
         name = "Claim" if claim else "Lookup"
         thread = threading.Thread(
             target=lambda: (
@@ -159,7 +135,7 @@ def test_resume_takes_the_parent_in_one_rpc(daemon: FakeDaemon, client: Client) 
     parent = save_prefix(daemon, 93)
     with client.resume(parent, TOKENS, namespace=NAMESPACE) or NONE as hit:
         assert hit.token_count == 93
-    assert counted(client)["rpcs"] == {"Claim": 1, "Release": 1}
+    assert searched(client)["rpcs"] == {"Claim": 1, "Release": 1}
 
 
 def test_resume_waits_for_the_parents_save(daemon: FakeDaemon, client: Client) -> None:
@@ -188,7 +164,7 @@ def test_resume_falls_back_to_the_longest_prefix(daemon: FakeDaemon, client: Cli
     parent = prefix_key(NAMESPACE, TOKENS[:93])
     with client.resume(parent, TOKENS, 0, namespace=NAMESPACE) or NONE as hit:
         assert hit.token_count == 60
-    assert counted(client)["rpcs"] == {"Claim": 1, "Release": 1}
+    assert searched(client)["rpcs"] == {"Claim": 1, "Release": 1}
     assert client.resume(parent, TOKENS[:50], 0, namespace=NAMESPACE) is None
 
 
@@ -227,9 +203,9 @@ def test_resume_knows_a_parent_that_does_not_say_its_length(
             assert hit.token_counts == (0,)
         if usable:  # 1e9 tokens/s: with a length it is slower than computing
             assert found is None
-            assert counted(client)["misses"] == {"slow": 1}
+            assert searched(client)["misses"] == {"slow": 1}
         else:
-            assert counted(client)["misses"] == {"absent": 1}
+            assert searched(client)["misses"] == {"absent": 1}
     with Client(daemon.address, local=False, policy=POLICY) as client:
         found = client.resume(parent, TOKENS, 0, namespace=NAMESPACE)
         assert (found is not None) == usable
@@ -250,7 +226,7 @@ def test_a_run_ends_at_the_first_block_that_is_missing(daemon: FakeDaemon, clien
         assert hit.keys == chain[:2]
         assert hit.token_counts == (20, 20)
         assert hit.miss is MissReason.ABSENT
-    assert counted(client)["rpcs"] == {"Claim": 1, "Release": 1}
+    assert searched(client)["rpcs"] == {"Claim": 1, "Release": 1}
     with client.longest_run(chain.keys, claim=False) as hit:
         assert hit.keys == chain[:2]
         assert hit.token_counts == (1, 1)
@@ -270,7 +246,7 @@ def test_a_run_that_is_whole_misses_nothing(daemon: FakeDaemon, client: Client) 
 def test_a_run_of_nothing_is_an_empty_hit(client: Client) -> None:
     assert not client.longest_run(client.chain(NAMESPACE, TOKENS, 20))
     assert not client.longest_run(client.chain(NAMESPACE, TOKENS[:5], 20))
-    assert counted(client) == {
+    assert searched(client) == {
         "lookups": 2,
         "hits": 0,
         "misses": {"absent": 2},
@@ -346,5 +322,5 @@ def test_probes_tell_and_pin_nothing(daemon: FakeDaemon, client: Client) -> None
     assert first.entry is not None
     assert not second.present
     assert client.exists([ONE, TWO]) == [True, False]
-    assert counted(client) == {"lookups": 0, "hits": 0, "misses": {}, "rpcs": {"Lookup": 2}}
+    assert searched(client) == {"lookups": 0, "hits": 0, "misses": {}, "rpcs": {"Lookup": 2}}
     assert not daemon.claims

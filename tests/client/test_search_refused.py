@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ import pytest
 from prefixd.client import (
     Client,
     MissReason,
-    Namespace,
-    SavePolicy,
     Tier,
 )
 from prefixd.client.benefit import RETRY_EVERY
@@ -32,32 +29,23 @@ from prefixd.proto.errors import (
     StaleIncarnation,
     UnknownSession,
 )
-from prefixd.proto.keys import Key, prefix_key
 from prefixd.proto.limits import MAX_WAIT_MS
-from tests.support.fakes import FakeDaemon, keys
+from tests.support.fake_clients import (
+    ALL,
+    NAMESPACE,
+    ONE,
+    POLICY,
+    TOKENS,
+    TWO,
+    fake_daemon,
+    save_prefix,
+    searched,
+    searching_client,
+)
+from tests.support.fakes import FakeDaemon
 
-NAMESPACE = Namespace(b"f" * 32, "q4_0", b"c" * 32)
-TOKENS = list(range(1_000, 1_105))
-POLICY = SavePolicy(boundary_align_tokens=20)
-ONE, TWO, THREE = ALL = [Key(key) for key in keys(3)]
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(f"unix:{tmp_path}/d.sock") as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def client(daemon: FakeDaemon) -> Iterator[Client]:
-    with Client(daemon.address, policy=POLICY, local=False) as client:
-        yield client
-
-
-def save_prefix(daemon: FakeDaemon, length: int, **item: Any) -> Key:
-    key = prefix_key(NAMESPACE, TOKENS[:length])
-    daemon.put(key, b"state of %d" % length, **{"token_count": length, **item})
-    return key
+daemon = pytest.fixture(fake_daemon)
+client = pytest.fixture(searching_client)
 
 
 def unserved(client: Client) -> dict[str, int]:
@@ -69,19 +57,6 @@ def unserved(client: Client) -> dict[str, int]:
         assert isinstance(counts, dict)
         found.update({reason: count for reason, count in counts.items() if count})
     return dict(found)
-
-
-def counted(client: Client) -> dict[str, Any]:
-    snapshot = client.counters
-    misses, rpcs = snapshot["misses"], snapshot["rpcs"]
-    assert isinstance(misses, dict)
-    assert isinstance(rpcs, dict)
-    return {
-        "lookups": snapshot["lookups"],
-        "hits": snapshot["hits"],
-        "misses": {reason: number for reason, number in misses.items() if number},
-        "rpcs": {name: number for name, number in rpcs.items() if number},
-    }
 
 
 # ---- misses
@@ -137,7 +112,7 @@ def test_no_daemon_is_a_miss_at_once(tmp_path: Path) -> None:
         assert not client.probe([ONE])[0].present
         assert not client.connected
         assert unserved(client) == {"unavailable": 3}
-        assert counted(client)["rpcs"] == {}
+        assert searched(client)["rpcs"] == {}
 
 
 # ---- the caller's own mistakes
@@ -217,7 +192,7 @@ def test_a_hit_slower_than_computing_is_no_hit(daemon: FakeDaemon, claim: bool) 
         client.speeds.measured(Tier.RAM, 1, 1.0)  # 11 bytes: 11 s, against 0.4 s
         for _ in range(RETRY_EVERY - 1):
             assert client.longest_prefix(NAMESPACE, TOKENS, claim=claim) is None
-        assert counted(client)["misses"] == {"slow": RETRY_EVERY - 1}
+        assert searched(client)["misses"] == {"slow": RETRY_EVERY - 1}
         assert not daemon.claims
         hit = client.longest_prefix(NAMESPACE, TOKENS, claim=claim)
         assert hit is not None  # now and then, to measure again

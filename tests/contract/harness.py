@@ -5,12 +5,14 @@ Kinds are `ram`, `shm`, `disk`, and each of them inside a `FaultyStore` as `faul
 
 from __future__ import annotations
 
+import random
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from faulty import FaultyStore
 
 from prefixd.proto.entry import EntryRecord
@@ -18,6 +20,7 @@ from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.disk_arena import PIECE_BYTES
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.ram import RamStore
 from prefixd.tiers.shm import ShmStore
@@ -27,6 +30,12 @@ SLAB = 4096
 KINDS = ("ram", "shm", "disk")
 SURVIVING = ("shm", "disk")
 TIERS = {tier.label: tier for tier in Tier}
+MIB = 2**20
+ALL = (*KINDS, *(f"faulty-{kind}" for kind in KINDS))
+SIZES = (
+    *(1, 63, 64, SLAB - 1, SLAB, SLAB + 1, 10 * SLAB + 7),
+    *(PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, MIB, 5 * MIB + 3),
+)
 
 
 @dataclass(frozen=True)
@@ -193,3 +202,35 @@ class Harness:
         self.extents.check()
         used = sum(sum(saved.entry.location[1::2]) for saved in self.saved.values())
         assert self.extents.capacity_bytes - self.extents.free_bytes == used
+
+
+# ---- for test files
+
+
+def key(number: int) -> Key:
+    return Key(number.to_bytes(32, "big"))
+
+
+def noise(length_bytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed * 10**9 + length_bytes).randbytes(length_bytes)
+
+
+def new_harnesses() -> Iterator[Callable[..., Harness]]:
+    """A fixture: makes harnesses, which are checked and closed at the end."""
+    made: list[Harness] = []
+
+    def make(kind: str, **options: int) -> Harness:
+        made.append(Harness(kind, **options))
+        return made[-1]
+
+    try:
+        yield make
+        for harness in made:
+            harness.check()
+    finally:
+        for harness in made:
+            harness.close()
+
+
+def opened(request: pytest.FixtureRequest, new: Callable[..., Harness]) -> Harness:
+    return new(request.param)

@@ -2,59 +2,30 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from faulty import Crash, Fault
-from harness import KINDS, SLAB, SURVIVING, Harness
+from harness import (
+    ALL,
+    KINDS,
+    SLAB,
+    SURVIVING,
+    Harness,
+    key,
+    new_harnesses,
+    noise,
+    opened,
+)
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
-from prefixd.tiers.disk_arena import PIECE_BYTES
 from prefixd.tiers.store import Damaged, StoreError, StoreFull, Usage
 
-MIB = 2**20
-ALL = (*KINDS, *(f"faulty-{kind}" for kind in KINDS))
-SIZES = (
-    *(1, 63, 64, SLAB - 1, SLAB, SLAB + 1, 10 * SLAB + 7),
-    *(PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, MIB, 5 * MIB + 3),
-)
-
-
-def key(number: int) -> Key:
-    return Key(number.to_bytes(32, "big"))
-
-
-def noise(length_bytes: int, seed: int = 0) -> bytes:
-    return random.Random(seed * 10**9 + length_bytes).randbytes(length_bytes)
-
-
-@pytest.fixture
-def new() -> Iterator[Callable[..., Harness]]:
-    """Makes harnesses, which are checked and closed at the end."""
-    made: list[Harness] = []
-
-    def make(kind: str, **options: int) -> Harness:
-        made.append(Harness(kind, **options))
-        return made[-1]
-
-    try:
-        yield make
-        for harness in made:
-            harness.check()
-    finally:
-        for harness in made:
-            harness.close()
-
-
-def opened(request: pytest.FixtureRequest, new: Callable[..., Harness]) -> Harness:
-    return new(request.param)
-
-
+new = pytest.fixture(new_harnesses)
 store = pytest.fixture(opened, params=ALL)
 surviving = pytest.fixture(opened, params=SURVIVING, name="surviving")
 faulty = pytest.fixture(opened, params=[f"faulty-{kind}" for kind in KINDS], name="faulty")

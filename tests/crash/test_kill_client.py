@@ -14,6 +14,7 @@ from prefixd.client import Client, Key, Presence, SaveItem, SaveReason, SaveStat
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
 from tests.support.daemon import eventually, private_daemon, problems_of
+from tests.support.small_staging import admin_of
 
 HEARTBEAT_S = 4.0
 PUBLISHED = [Key(bytes([number]) * 32) for number in range(1, 6)]
@@ -43,10 +44,7 @@ def daemon(request: pytest.FixtureRequest) -> Iterator[PrivateDaemon]:
         yield running
 
 
-@pytest.fixture
-def admin(daemon: PrivateDaemon) -> Iterator[AdminConnection]:
-    with daemon.admin() as connection:
-        yield connection
+admin = pytest.fixture(admin_of)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The machine of `tests.model.closing` where namespaces have shares of every tier."""
+"""The machine of `tests.model.closing` where namespaces have shares of the tiers."""
 
 from __future__ import annotations
 
@@ -17,3 +17,11 @@ class SharesMachine(ClosingMachine):
         "disk": {"one": 12, "two": 9},
     }
     parts: ClassVar[dict[str, str]] = {"a": "one", "b": "one", "c": "two", "d": "two"}
+
+
+class FewEntriesMachine(SharesMachine):
+    """One namespace with a share of the tier that holds only so many entries: it is sure of one of
+    two. Nearly all keys are of none, so that more of them are often there than may be pinned."""
+
+    shares: ClassVar[dict[str, dict[str, int]]] = {"ram": {}, "shm": {"one": 20}, "disk": {}}
+    parts: ClassVar[dict[str, str]] = {"a": "one"}

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from tests.model.closing import ClosingMachine
 from tests.model.machine import MetaStateMachine
 from tests.model.resizing import ResizingMachine
-from tests.model.sharing import SharesMachine
+from tests.model.sharing import FewEntriesMachine, SharesMachine
 
 
 class SmallStepsMachine(MetaStateMachine):
@@ -36,3 +36,5 @@ TestMetaStateWhoseTiersAreResized = ResizingMachine.TestCase
 TestMetaStateWhoseTiersAreResized.settings = SETTINGS
 TestMetaStateWithShares = SharesMachine.TestCase
 TestMetaStateWithShares.settings = SETTINGS
+TestMetaStateWithSharesOfFewEntries = FewEntriesMachine.TestCase
+TestMetaStateWithSharesOfFewEntries.settings = SETTINGS

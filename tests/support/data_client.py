@@ -7,14 +7,19 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, Final
 
 from prefixd.proto import data
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.layout import crc32c
-from tests.support.running import OpenSession, Refused, Running
+from prefixd.proto.vocabulary import Tier
+from tests.support.running import OpenSession, Refused, Running, payload, running
 
 HOST: Final = "127.0.0.1"
+MIB: Final = 2**20
+#: More than sockets hold between them, and than a turn moves.
+LARGE: Final = payload(7) * (20 * MIB // 5000)
 
 
 class DataConnection:
@@ -70,8 +75,8 @@ class DataConnection:
         return found
 
     async def payloads(self, *payloads: bytes) -> None:
-        for payload in payloads:
-            await self.send_bytes(payload + data.CRC.pack(crc32c(payload)))
+        for raw in payloads:
+            await self.send_bytes(raw + data.CRC.pack(crc32c(raw)))
 
     async def save(
         self, session: OpenSession, items: Sequence[pb.SaveItem], payloads: Sequence[bytes]
@@ -149,3 +154,23 @@ async def data_connection(
         if session is not None:
             await connection.send(attach=session.ref)
         yield connection
+
+
+@asynccontextmanager
+async def daemon_for_large(path: Path, *flags: str) -> AsyncIterator[tuple[Running, OpenSession]]:
+    async with running(path, *(f"--{tier.label}.budget=64MiB" for tier in Tier), *flags) as daemon:
+        yield daemon, await daemon.open()
+
+
+def fetch_of(session: OpenSession, *entries: tuple[bytes, int]) -> pb.FetchRequest:
+    return pb.FetchRequest(
+        session=session.ref,
+        keys=[of for of, _ in entries],
+        generations=[generation for _, generation in entries],
+        ranges=[pb.ReadRange(index=index) for index in range(len(entries))],
+    )
+
+
+async def generation_of(daemon: Running, of: bytes) -> int:
+    (found,) = await daemon.lookup(of)
+    return found.entry.generation

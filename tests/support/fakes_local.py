@@ -6,6 +6,7 @@ import os
 import resource
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -110,14 +111,37 @@ class Daemon:
             thread.join()
 
 
-def open_descriptors() -> int:
-    """Of this process, but for those that threads of gRPC make for themselves at any moment. What
-    earlier tests left open may be closed at any moment, too: use `<=`."""
-    there = 0
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):
-            there += not str(descriptor.readlink()).startswith("anon_inode:")
-    return there
+def open_descriptors(path: str) -> Counter[str]:
+    """What this process has open that is ours, by what it is: files, pipes and memory by name, and
+    sockets of the local socket at `path`, of either end, or of no end yet.
+
+    All others belong to what else runs in a test's process: the epoll and eventfd of a thread of
+    gRPC that polls, which come and go with its load (of ours, only event loops use either),
+    gRPC's connections, and the pairs of sockets that wake event loops.
+    """
+    there: Counter[str] = Counter()
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            name = str(link.readlink())
+            if name.startswith("socket:"):
+                there["sockets"] += _is_local(int(link.name), path)
+            elif not name.startswith(("anon_inode:", f"/proc/{os.getpid()}/")):
+                there[name] += 1
+    return +there
+
+
+def _is_local(descriptor: int, path: str) -> bool:
+    looking = socket.socket(fileno=descriptor)
+    try:
+        if looking.family != socket.AF_UNIX:
+            return False
+        own = looking.getsockname()
+        try:
+            return path in (own, looking.getpeername())
+        except OSError:  # nobody is at the other end
+            return own in ("", path)
+    finally:
+        looking.detach()
 
 
 @contextmanager

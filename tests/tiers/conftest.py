@@ -12,9 +12,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from helpers import Placed  # after the path was set
+from helpers import ROWS_SLABS, Placed  # after the path was set
 
 from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.lmdb_rows import LmdbRows
 from prefixd.tiers.shm import ShmStore
 
 
@@ -53,3 +54,36 @@ def opened(kind: type, directory: Path) -> Iterator[Callable[..., Placed]]:
     yield open_again
     while made:
         made.pop().store.close()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[..., Placed]]:
+    """Opens the one disk store of a test, with all its syncs, closing the one before."""
+    made: list[Placed] = []
+
+    def open_again(slabs: int = 4096, *, sync: bool = True, **options: bool) -> Placed:
+        while made:
+            made.pop().store.close()
+        made.append(Placed(DiskStore, tmp_path / "disk", slabs, sync=sync, **options))
+        return made[-1]
+
+    yield open_again
+    while made:
+        made.pop().store.close()
+
+
+@pytest.fixture
+def opened_rows(tmp_path: Path) -> Iterator[Callable[[], LmdbRows]]:
+    """Opens the one table of rows in LMDB of a test, closing the one before."""
+    made: list[LmdbRows] = []
+
+    def open_again() -> LmdbRows:
+        while made:
+            made.pop().close()
+        made.append(LmdbRows(tmp_path, ROWS_SLABS, sync=False))
+        made[-1].secure(ROWS_SLABS)
+        return made[-1]
+
+    yield open_again
+    while made:
+        made.pop().close()

@@ -25,6 +25,10 @@ from prefixd.tiers.store import (
 
 SLAB = 4096
 PAYLOAD = 5 * SLAB
+#: Of a table of rows in LMDB.
+ROWS_SLABS = 2_000
+#: For processes of their own that import from here.
+HERE = str(Path(__file__).parent)
 
 
 def budget(slabs: int, kind: type[RecordedStore]) -> int:

@@ -8,37 +8,18 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers import SLAB, Placed, budget, numbers_of, payload_of
+from helpers import HERE, SLAB, Placed, budget, numbers_of, payload_of
 
 from prefixd.proto.layout import crc32c
 from prefixd.tiers.disk import DiskStore
 from prefixd.tiers.disk_arena import PIECE_BYTES, DiskArena
 from prefixd.tiers.row_table import Erasure
 from prefixd.tiers.store import StoreError
-
-HERE = str(Path(__file__).parent)
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Callable[..., Placed]]:
-    """Opens the one store of a test, closing the one before."""
-    made: list[Placed] = []
-
-    def open_again(slabs: int = 4096, *, sync: bool = True, **options: bool) -> Placed:
-        while made:
-            made.pop().store.close()
-        made.append(Placed(DiskStore, tmp_path / "disk", slabs, sync=sync, **options))
-        return made[-1]
-
-    yield open_again
-    while made:
-        made.pop().store.close()
-
 
 # ---- what survives
 

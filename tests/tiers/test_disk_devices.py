@@ -6,36 +6,16 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from helpers import SLAB, Placed, numbers_of, payload_of
+from helpers import HERE, SLAB, Placed, numbers_of, payload_of
 
 from prefixd.tiers import disk_arena
-from prefixd.tiers.disk import DiskStore
 from prefixd.tiers.disk_arena import PIECE_BYTES, DiskArena
 from prefixd.tiers.row_table import Erasure
 from prefixd.tiers.store import Damaged, StoreError, StoreFull
-
-HERE = str(Path(__file__).parent)
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Callable[..., Placed]]:
-    """Opens the one store of a test, closing the one before."""
-    made: list[Placed] = []
-
-    def open_again(slabs: int = 4096, *, sync: bool = True, **options: bool) -> Placed:
-        while made:
-            made.pop().store.close()
-        made.append(Placed(DiskStore, tmp_path / "disk", slabs, sync=sync, **options))
-        return made[-1]
-
-    yield open_again
-    while made:
-        made.pop().store.close()
-
 
 # ---- devices without room
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgpack
@@ -19,25 +19,7 @@ from prefixd.tiers import lmdb_rows, lmdb_wire, rows
 from prefixd.tiers.lmdb_rows import LmdbRows
 from prefixd.tiers.store import StoreError
 
-SLABS = 2_000
 Opened = Callable[[], LmdbRows]
-
-
-@pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Opened]:
-    """Opens the one table of a test, closing the one before."""
-    made: list[LmdbRows] = []
-
-    def open_again() -> LmdbRows:
-        while made:
-            made.pop().close()
-        made.append(LmdbRows(tmp_path, SLABS, sync=False))
-        made[-1].secure(SLABS)
-        return made[-1]
-
-    yield open_again
-    while made:
-        made.pop().close()
 
 
 def test_both_sides_mean_the_same_rows() -> None:
@@ -48,17 +30,6 @@ def test_both_sides_mean_the_same_rows() -> None:
     assert done.stdout == b"False\n"
 
 
-def test_every_flipped_bit_of_a_cell_is_flipped_back() -> None:
-    cell = lmdb_wire.encode_cell(5, 7, row_of(9))
-    for bit in range(32, 8 * len(cell)):
-        flipped = bytearray(cell)
-        flipped[bit // 8] ^= 1 << bit % 8
-        assert lmdb_wire.whole_cell(bytes(flipped)) == cell
-        flipped[(bit // 8 + 40) % 148] ^= 0x41
-        assert lmdb_wire.whole_cell(bytes(flipped)) is None
-    assert lmdb_wire.whole_cell(cell[:-1]) is None
-
-
 # ---- the process ends
 
 
@@ -67,15 +38,15 @@ def kill(table: LmdbRows) -> None:
     os.kill(table.pid, signal.SIGKILL)
 
 
-def test_a_killed_process_costs_one_call(opened: Opened) -> None:
-    table = opened()
+def test_a_killed_process_costs_one_call(opened_rows: Opened) -> None:
+    table = opened_rows()
     table.apply([], [(1, row_of(1))])
     kill(table)
     with pytest.raises(StoreError, match="ended with -9"):
         table.apply([], [(2, row_of(2))])
     table.apply([], [(3, row_of(3))])
     found = rows_in(table)
-    assert found == rows_in(opened())
+    assert found == rows_in(opened_rows())
     assert {slab: row for slab, row in found.items() if slab != 2} == {1: row_of(1), 3: row_of(3)}
 
 
@@ -108,13 +79,13 @@ child.main()
 
 @pytest.mark.parametrize("step", [*range(1, 40, 2), 100, *range(280, 440, 9)])
 def test_killed_at_any_step_it_has_what_was_acknowledged(
-    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+    opened_rows: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     (tmp_path / "tier").mkdir()
     flag = tmp_path / "flag"
     command = (sys.executable, "-c", ENDING, str(step), str(flag))
     monkeypatch.setattr(LmdbRows, "command", command)
-    table = opened()
+    table = opened_rows()
     acknowledged: dict[int, bytes] = {}
     unknown: set[int] = set()
     for number in range(1, 60):
@@ -130,7 +101,7 @@ def test_killed_at_any_step_it_has_what_was_acknowledged(
     acknowledged.pop(0, None)
     assert flag.exists()
     assert len(unknown) <= 2
-    for found in (rows_in(table), rows_in(opened())):
+    for found in (rows_in(table), rows_in(opened_rows())):
         assert found.keys() - unknown == acknowledged.keys() - unknown
         assert all(found[slab] == acknowledged[slab] for slab in acknowledged.keys() - unknown)
 
@@ -147,7 +118,7 @@ while True:
 """
 
 
-def test_it_ends_with_the_daemon(opened: Opened, tmp_path: Path) -> None:
+def test_it_ends_with_the_daemon(opened_rows: Opened, tmp_path: Path) -> None:
     daemon = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
@@ -156,7 +127,7 @@ def test_it_ends_with_the_daemon(opened: Opened, tmp_path: Path) -> None:
     try:
         daemon.kill()
         # The next one waits for its end, by itself.
-        opened().apply([], [(1, row_of(1))])
+        opened_rows().apply([], [(1, row_of(1))])
         assert select.select([watched], [], [], 0)[0], "it is still there"
     finally:
         os.close(watched)
@@ -164,9 +135,9 @@ def test_it_ends_with_the_daemon(opened: Opened, tmp_path: Path) -> None:
         daemon.stdout.close()
 
 
-def test_it_does_not_end_with_what_ends_the_daemon(opened: Opened) -> None:
+def test_it_does_not_end_with_what_ends_the_daemon(opened_rows: Opened) -> None:
     """A signal to the whole group, or from systemd, comes before the last writes."""
-    table = opened()
+    table = opened_rows()
     table.probe()
     pid = table.pid
     assert pid is not None
@@ -181,10 +152,10 @@ def test_it_does_not_end_with_what_ends_the_daemon(opened: Opened) -> None:
 
 
 def test_a_stopped_process_holds_up_nobody_who_closes(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
+    opened_rows: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lmdb_rows, "CLOSE_S", 0.2)
-    table = opened()
+    table = opened_rows()
     table.apply([], [(1, row_of(1))])
     assert table.pid is not None
     watched = os.pidfd_open(table.pid)
@@ -204,13 +175,13 @@ def test_a_stopped_process_holds_up_nobody_who_closes(
     assert len(failures) == 1
     assert select.select([watched], [], [], 60)[0]
     os.close(watched)
-    assert rows_in(opened()) == {1: row_of(1)}
+    assert rows_in(opened_rows()) == {1: row_of(1)}
 
 
 def test_a_call_that_takes_too_long_fails_and_its_process_is_replaced(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
+    opened_rows: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = opened()
+    table = opened_rows()
     table.apply([], [(1, row_of(1))])
     monkeypatch.setattr(lmdb_rows, "CALL_S", 0.1)
     assert table.pid is not None
@@ -222,9 +193,9 @@ def test_a_call_that_takes_too_long_fails_and_its_process_is_replaced(
 
 
 def test_while_the_device_holds_a_killed_process_calls_fail_at_once(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
+    opened_rows: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = opened()
+    table = opened_rows()
     table.apply([], [(1, row_of(1))])
     held = table.pid
     assert held is not None
@@ -258,11 +229,13 @@ daemon.recv(1)
     "said",
     ["ffffffff", "01000000c0", "0100000090", "0a000000" + "c1" * 10, "00000000"],
 )
-def test_nonsense_is_an_error(opened: Opened, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
-    opened().apply([], [(1, row_of(1))])
+def test_nonsense_is_an_error(
+    opened_rows: Opened, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    opened_rows().apply([], [(1, row_of(1))])
     with monkeypatch.context() as patch:
         patch.setattr(LmdbRows, "command", (sys.executable, "-c", LIAR, said))
-        table = opened()
+        table = opened_rows()
         for _ in range(2):
             with pytest.raises(StoreError, match="records"):
                 table.probe()
@@ -280,31 +253,31 @@ def test_nonsense_is_an_error(opened: Opened, monkeypatch: pytest.MonkeyPatch, s
     ],
 )
 def test_rows_that_make_no_sense_are_an_error(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch, said: list[object]
+    opened_rows: Opened, monkeypatch: pytest.MonkeyPatch, said: list[object]
 ) -> None:
     packed = [msgpack.packb(message) for message in (["ok", None, []], said)]
     sent = b"".join(len(message).to_bytes(4, "little") + message for message in packed)
     monkeypatch.setattr(LmdbRows, "command", (sys.executable, "-c", LIAR, sent.hex()))
     with pytest.raises(StoreError, match="records"):
-        rows_in(opened())
+        rows_in(opened_rows())
 
 
-def test_what_killed_processes_left_is_removed(opened: Opened, tmp_path: Path) -> None:
-    opened().apply([], [(1, row_of(1))])
-    opened().close()
+def test_what_killed_processes_left_is_removed(opened_rows: Opened, tmp_path: Path) -> None:
+    opened_rows().apply([], [(1, row_of(1))])
+    opened_rows().close()
     before = len(list(tmp_path.iterdir()))
     (tmp_path / "records-0.mdb").touch()
     (tmp_path / "records-1.mdb-lock").touch()
-    assert rows_in(opened()) == {1: row_of(1)}
+    assert rows_in(opened_rows()) == {1: row_of(1)}
     assert len(list(tmp_path.iterdir())) == before
 
 
 def test_a_process_that_does_not_start_is_an_error(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
+    opened_rows: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(LmdbRows, "command", (sys.executable, "-c", "raise SystemExit(3)"))
-        table = opened()
+        table = opened_rows()
         with pytest.raises(StoreError, match="ended with 3"):
             table.probe()
     table.probe()

@@ -7,47 +7,20 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers import place_of, records_file
+from helpers import ROWS_SLABS, place_of, records_file
 from structlog.testing import capture_logs
 from test_row_table import row_of, rows_in
 
-from prefixd.tiers import lmdb_child, lmdb_wire, rows
+from prefixd.tiers import lmdb_child, lmdb_wire
 from prefixd.tiers.lmdb_rows import LmdbRows
 from prefixd.tiers.store import StoreError, StoreFull
 
-SLABS = 2_000
 Opened = Callable[[], LmdbRows]
-
-
-@pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Opened]:
-    """Opens the one table of a test, closing the one before."""
-    made: list[LmdbRows] = []
-
-    def open_again() -> LmdbRows:
-        while made:
-            made.pop().close()
-        made.append(LmdbRows(tmp_path, SLABS, sync=False))
-        made[-1].secure(SLABS)
-        return made[-1]
-
-    yield open_again
-    while made:
-        made.pop().close()
-
-
-def test_both_sides_mean_the_same_rows() -> None:
-    """The process imports nothing that is heavy, so it says it again."""
-    assert lmdb_wire.ROW_BYTES == rows.ROW_BYTES
-    script = "import prefixd.tiers.lmdb_child, sys; print('grpc' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
-    assert done.stdout == b"False\n"
 
 
 def test_every_flipped_bit_of_a_cell_is_flipped_back() -> None:
@@ -61,9 +34,9 @@ def test_every_flipped_bit_of_a_cell_is_flipped_back() -> None:
     assert lmdb_wire.whole_cell(cell[:-1]) is None
 
 
-def test_no_page_is_written_twice(opened: Opened, tmp_path: Path) -> None:
+def test_no_page_is_written_twice(opened_rows: Opened, tmp_path: Path) -> None:
     """But for the first two, which nothing is read from again. A new file is another matter."""
-    table = opened()
+    table = opened_rows()
     rng = random.Random(1)
     file, before, used = records_file(tmp_path), b"", 0
     renewed = changes = 0
@@ -85,7 +58,7 @@ def test_no_page_is_written_twice(opened: Opened, tmp_path: Path) -> None:
         before = data
     assert renewed >= 2
     assert changes == 0
-    assert rows_in(table) == rows_in(opened())
+    assert rows_in(table) == rows_in(opened_rows())
 
 
 class Stepped:
@@ -205,7 +178,7 @@ def test_a_copy_that_fails_costs_no_put(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_process_killed_in_the_middle_of_a_copy_loses_nothing(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch, seed: int
+    opened_rows: Opened, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """The old file holds until the new one has all, and neither brings erased rows back."""
     slow = (
@@ -213,12 +186,14 @@ def test_a_process_killed_in_the_middle_of_a_copy_loses_nothing(
         "child._MIN_SLICE_SLABS, child._IDLE_S = 1, 60; child.main()"
     )
     monkeypatch.setattr(LmdbRows, "command", (sys.executable, "-c", slow))
-    table, rng = opened(), random.Random(seed)
-    held: dict[int, bytes] = {slab: row_of(slab) for slab in range(1, SLABS)}
+    table, rng = opened_rows(), random.Random(seed)
+    held: dict[int, bytes] = {slab: row_of(slab) for slab in range(1, ROWS_SLABS)}
     table.apply([], list(held.items()))
     for number in range(1, 60 + 15 * seed):
         gone = rng.sample(sorted(held), 5)
-        rows = [(slab, row_of(10_000 * number + slab)) for slab in rng.sample(range(1, SLABS), 5)]
+        rows = [
+            (slab, row_of(10_000 * number + slab)) for slab in rng.sample(range(1, ROWS_SLABS), 5)
+        ]
         table.apply([(slab, None) for slab in gone], rows)
         for slab in gone:
             del held[slab]
@@ -229,16 +204,16 @@ def test_a_process_killed_in_the_middle_of_a_copy_loses_nothing(
                 table.probe()
             assert rows_in(table) == held
     os.kill(table.pid, signal.SIGKILL)
-    assert rows_in(opened()) == held
+    assert rows_in(opened_rows()) == held
 
 
 @pytest.mark.parametrize("page", [0, 1])
 @pytest.mark.parametrize("seed", range(6))
 def test_damage_of_what_lmdb_begins_with_costs_nothing(
-    opened: Opened, tmp_path: Path, page: int, seed: int
+    opened_rows: Opened, tmp_path: Path, page: int, seed: int
 ) -> None:
     """While it runs: its two meta pages say where everything is, and where to write."""
-    table = opened()
+    table = opened_rows()
     rng = random.Random(seed)
     acknowledged: dict[int, bytes] = {}
     for number in range(1, 60):
@@ -255,19 +230,19 @@ def test_damage_of_what_lmdb_begins_with_costs_nothing(
                 (byte,) = file.read(1)
                 file.seek(place)
                 file.write(bytes([byte ^ 1 << rng.randrange(8)]))
-    found = rows_in(opened())
+    found = rows_in(opened_rows())
     assert {slab: found.get(slab) for slab in acknowledged} == acknowledged
 
 
-def test_what_was_mended_is_logged(opened: Opened, tmp_path: Path) -> None:
-    opened().apply([], [(1, row_of(1)), (2, row_of(2))])
-    opened().close()
+def test_what_was_mended_is_logged(opened_rows: Opened, tmp_path: Path) -> None:
+    opened_rows().apply([], [(1, row_of(1)), (2, row_of(2))])
+    opened_rows().close()
     path, place = records_file(tmp_path), place_of(tmp_path, row_of(1))
     with path.open("r+b") as file:
         file.seek(place)
         file.write(bytes([row_of(1)[0] ^ 4]))
     with capture_logs() as logs:
-        table = opened()
+        table = opened_rows()
         assert rows_in(table) == {1: row_of(1), 2: row_of(2)}
     assert [(line["event"], line["what"][:12]) for line in logs] == [
         ("records_mended", "1 rows had a")
@@ -285,17 +260,17 @@ def test_what_was_mended_is_logged(opened: Opened, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100_000, bytes(4096), b"\xff" * 5])
 def test_a_file_that_is_none_of_lmdb_is_an_empty_one(
-    opened: Opened, tmp_path: Path, content: bytes
+    opened_rows: Opened, tmp_path: Path, content: bytes
 ) -> None:
     (tmp_path / "records-7.mdb").write_bytes(content)
-    table = opened()
+    table = opened_rows()
     assert rows_in(table) == {}
     table.apply([], [(1, row_of(1))])
-    assert rows_in(opened()) == {1: row_of(1)}
+    assert rows_in(opened_rows()) == {1: row_of(1)}
 
 
-def test_the_only_file_that_is_left_holds(opened: Opened, tmp_path: Path) -> None:
-    table = opened()
+def test_the_only_file_that_is_left_holds(opened_rows: Opened, tmp_path: Path) -> None:
+    table = opened_rows()
     table.apply([], [(1, row_of(1))])
     table.close()
     kept = records_file(tmp_path)
@@ -303,14 +278,14 @@ def test_the_only_file_that_is_left_holds(opened: Opened, tmp_path: Path) -> Non
         if path != kept:
             path.unlink()
     kept.rename(tmp_path / "records-0.mdb")
-    assert rows_in(opened()) == {1: row_of(1)}
+    assert rows_in(opened_rows()) == {1: row_of(1)}
 
 
 def test_a_device_without_room_refuses_and_goes_on(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
+    opened_rows: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No file may grow beyond what was secured, as on a full device."""
-    table = opened()
+    table = opened_rows()
     script = (
         "import resource, sys; "
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({64 * 2**10},) * 2); "
@@ -319,12 +294,12 @@ def test_a_device_without_room_refuses_and_goes_on(
     table.apply([], [(1, row_of(1))])
     with monkeypatch.context() as patch:
         patch.setattr(LmdbRows, "command", (sys.executable, "-c", script))
-        table = opened()
+        table = opened_rows()
         table.apply([], [(2, row_of(2))])
         with pytest.raises(StoreFull):
             table.apply([], [(slab, row_of(slab)) for slab in range(1, 1_000)])
     # There is room again.
     table.apply([(slab, None) for slab in range(1, 100)], [(500, row_of(3))])
-    found = rows_in(opened())
+    found = rows_in(opened_rows())
     assert not found.keys() & set(range(1, 100))
     assert found[500] == row_of(3)

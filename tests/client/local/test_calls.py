@@ -176,14 +176,14 @@ def test_without_a_line_the_call_goes_another_way(
                 waiting.connect(path)
         calls = LocalCalls(path, SESSION, instead)
         _, request, answer = KINDS[name]
-        before = open_descriptors()
+        before = open_descriptors(path)
         assert getattr(calls, name)(request, timeout=2.5) == answer
         ((asked, message, left_s),) = instead.asked
         assert (asked, message) == (name, request)
         assert 0 < left_s <= 2.5, "what connecting has left"
         with pytest.raises(OSError):  # noqa: PT011  # whatever connecting raises
             calls.give_back(SESSION, [1])
-        assert open_descriptors() <= before
+        assert open_descriptors(path) == before
         calls.close()
 
 
@@ -446,10 +446,10 @@ def test_a_call_under_way_is_answered_although_it_was_closed(
 
 
 def test_lines_leave_no_descriptor(daemon: Daemon, path: str, instead: Instead) -> None:
-    before = open_descriptors()
+    before = open_descriptors(path)
     for _ in range(20):
         calls = LocalCalls(path, SESSION, instead)
         lookup(calls)
         calls.close()
         assert daemon.ended.acquire(timeout=PATIENCE_S)
-    assert open_descriptors() <= before
+    assert open_descriptors(path) == before

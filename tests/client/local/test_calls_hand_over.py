@@ -114,14 +114,14 @@ BAD_HAND_OVERS: dict[str, tuple[Callable[[Peer], None], str]] = {
 @pytest.mark.parametrize("case", BAD_HAND_OVERS)
 def test_a_hand_over_that_fails_leaves_no_descriptor(daemon: Daemon, case: str) -> None:
     daemon.serve, words = BAD_HAND_OVERS[case]
-    before = open_descriptors()
+    before = open_descriptors(daemon.path)
     with (
         pytest.raises(PrefixdError, match=words),
         closing(Line(daemon.path, SESSION, PATIENCE_S)) as line,
     ):
         line.hand_over(SESSION, PATIENCE_S)
     assert daemon.ended.acquire(timeout=PATIENCE_S)
-    assert open_descriptors() <= before
+    assert open_descriptors(daemon.path) == before
 
 
 def test_a_hand_over_that_comes_in_pieces_and_too_late(daemon: Daemon) -> None:
@@ -132,12 +132,12 @@ def test_a_hand_over_that_comes_in_pieces_and_too_late(daemon: Daemon) -> None:
         assert enough.wait(PATIENCE_S)
 
     daemon.serve = serve
-    before = open_descriptors()
+    before = open_descriptors(daemon.path)
     with pytest.raises(DeadlineExceeded), closing(Line(daemon.path, SESSION, PATIENCE_S)) as line:
         line.hand_over(SESSION, 0.01)
     enough.set()
     assert daemon.ended.acquire(timeout=PATIENCE_S)
-    assert open_descriptors() <= before
+    assert open_descriptors(daemon.path) == before
 
 
 @pytest.mark.parametrize("room", [0, 1, 2])
@@ -154,10 +154,10 @@ def test_a_process_without_room_for_descriptors_keeps_none(tmp_path: Path, room:
         message = response(hand_over=named(["a", "b", "c"]))
         with peer:
             socket.send_fds(peer, [message], fds)
-            before = open_descriptors()
+            before = open_descriptors(path)
             with (
                 room_for(room),
                 pytest.raises(MalformedMessage, match=f"{room} descriptors came instead of 3"),
             ):
                 line.hand_over(SESSION, PATIENCE_S)
-            assert open_descriptors() <= before
+            assert open_descriptors(path) == before

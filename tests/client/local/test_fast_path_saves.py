@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,44 +11,23 @@ from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.local import calls as local_calls
 from prefixd.client.local.calls import Line
-from prefixd.client.local.staging import StagingMemory
 from prefixd.client.local.transport import LocalTransport
 from prefixd.client.wire.deadline import Deadline
-from tests.support.daemon import eventually, private_daemon
+from tests.support.daemon import eventually
 from tests.support.entries import items_of, key_of, payload_of, restore, rpcs, save
+from tests.support.small_staging import (
+    STAGING_BYTES,
+    admin_of,
+    memory_of,
+    small_staging_daemon,
+    staging_client,
+)
 
-STAGING_BYTES = 2**20
+daemon = pytest.fixture(small_staging_daemon, scope="module")
+admin = pytest.fixture(admin_of)
+client = pytest.fixture(staging_client)
 #: Of one item; several don't fit.
 PAYLOAD_BYTES = 700_000
-
-
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[PrivateDaemon]:
-    with private_daemon("--server.staging=1MiB", ram="64MiB", shm="64MiB", disk="64MiB") as running:
-        yield running
-
-
-@pytest.fixture
-def admin(daemon: PrivateDaemon) -> Iterator[AdminConnection]:
-    with daemon.admin() as connection:
-        yield connection
-
-
-@pytest.fixture
-def client(daemon: PrivateDaemon) -> Iterator[Client]:
-    with Client(daemon.address, max_pending_saves=2) as connected:
-        assert connected.wait_connected()
-        yield connected
-
-
-def memory_of(client: Client) -> StagingMemory:
-    transport = client._transport
-    assert isinstance(transport, LocalTransport)
-    node = transport._current(Deadline(60_000))
-    assert node is not None
-    memory = transport._staging(node, Deadline(60_000))
-    assert memory is not None
-    return memory
 
 
 # ---- as clients save

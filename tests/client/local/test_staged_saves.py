@@ -16,49 +16,26 @@ from prefixd.client import Client, SaveStatus, Tier
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.local.calls import Line
-from prefixd.client.local.staging import StagingMemory
-from prefixd.client.local.transport import LocalTransport
 from prefixd.client.wire.connection import Connection
-from prefixd.client.wire.deadline import Deadline
 from prefixd.client.wire.link import Link
 from prefixd.client.wire.messages import results_of
 from prefixd.proto import local
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import PrefixdError
 from prefixd.proto.layout import crc32c
-from tests.support.daemon import eventually, private_daemon, problems_of
+from tests.support.daemon import eventually, problems_of
 from tests.support.entries import key_of, payload_of, restore
+from tests.support.small_staging import (
+    STAGING_BYTES,
+    admin_of,
+    memory_of,
+    small_staging_daemon,
+    staging_client,
+)
 
-STAGING_BYTES = 2**20
-
-
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[PrivateDaemon]:
-    with private_daemon("--server.staging=1MiB", ram="64MiB", shm="64MiB", disk="64MiB") as running:
-        yield running
-
-
-@pytest.fixture
-def admin(daemon: PrivateDaemon) -> Iterator[AdminConnection]:
-    with daemon.admin() as connection:
-        yield connection
-
-
-@pytest.fixture
-def client(daemon: PrivateDaemon) -> Iterator[Client]:
-    with Client(daemon.address, max_pending_saves=2) as connected:
-        assert connected.wait_connected()
-        yield connected
-
-
-def memory_of(client: Client) -> StagingMemory:
-    transport = client._transport
-    assert isinstance(transport, LocalTransport)
-    node = transport._current(Deadline(60_000))
-    assert node is not None
-    memory = transport._staging(node, Deadline(60_000))
-    assert memory is not None
-    return memory
+daemon = pytest.fixture(small_staging_daemon, scope="module")
+admin = pytest.fixture(admin_of)
+client = pytest.fixture(staging_client)
 
 
 @dataclass

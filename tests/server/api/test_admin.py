@@ -25,7 +25,7 @@ from prefixd.tiers.arena_store import ARENA_FILE
 from prefixd.tiers.eviction import POLICIES
 from prefixd.tiers.store import Store
 from tests.contract.faulty import Fault, FaultyStore
-from tests.server.runtime.test_incoming import Gate
+from tests.support.incoming import Gate
 from tests.support.running import (
     ManualClock,
     OpenSession,

@@ -13,8 +13,8 @@ from google.protobuf.descriptor import MethodDescriptor
 
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto import prefixd_pb2_grpc as rpc
-from prefixd.proto.errors import ClaimLost, UnknownEntry
-from prefixd.server.api.calls import Caller
+from prefixd.proto.errors import ClaimLost, LimitReached, UnknownEntry
+from prefixd.server.api.calls import Caller, cut_off
 from prefixd.server.api.grpc_adapter import Method, Streaming, Unary, add_service
 from prefixd.tiers.store import StoreError, StoreFull
 from tests.support.running import (
@@ -139,8 +139,8 @@ class Failing:
 class Served:
     """A server with nothing but a `Failing` service."""
 
-    def __init__(self, directory: Path, problem: Exception) -> None:
-        self.servicer = Failing(problem)
+    def __init__(self, directory: Path, servicer: Failing) -> None:
+        self.servicer = servicer
         self.server = grpc.aio.server()
         add_service(self.server, CACHE, self.servicer.methods())
         self.address = f"unix:{directory / 's'}"
@@ -175,7 +175,7 @@ PROBLEMS = [
 async def test_whatever_a_handler_raises_is_a_status_of_the_contract(
     tmp_path: Path, problem: Exception, code: str, name: str, retry: str, sentence: str
 ) -> None:
-    async with Served(tmp_path, problem) as served:
+    async with Served(tmp_path, Failing(problem)) as served:
         for call in (
             served.stub.Lookup(pb.LookupRequest()),
             served.stub.Save(stream([pb.SaveRequest()])),
@@ -193,7 +193,7 @@ async def test_a_generator_of_responses_is_closed_when_its_client_is_gone(
     tmp_path: Path,
 ) -> None:
     """While it waits for room on the wire, where nobody is waiting inside of it."""
-    async with Served(tmp_path, KeyError()) as served:
+    async with Served(tmp_path, Failing(KeyError())) as served:
         reading = served.stub.Read(pb.ReadRequest())
         await next_of(reading)
         assert not served.servicer.closed.is_set()
@@ -203,8 +203,35 @@ async def test_a_generator_of_responses_is_closed_when_its_client_is_gone(
 
 @in_loop
 async def test_what_came_before_an_error_arrives(tmp_path: Path) -> None:
-    async with Served(tmp_path, UnknownEntry("gone")) as served:
+    async with Served(tmp_path, Failing(UnknownEntry("gone"))) as served:
         reading = served.stub.Read(pb.ReadRequest(claim_id=1))
         assert len((await next_of(reading)).parts[0].data) == 100_000
         with pytest.raises(Refused, match="unknown_entry"):
+            await rest_of(reading)
+
+
+class CuttingOff(Failing):
+    """Cuts a read off while its first response is on its way."""
+
+    async def read(
+        self, _request: pb.ReadRequest, _caller: Caller
+    ) -> AsyncGenerator[pb.ReadResponse, None]:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            # More than a client that reads nothing takes.
+            response = pb.ReadResponse(parts=[pb.ReadPart(data=bytes(2**20))])
+            asyncio.get_running_loop().call_soon(cut_off, task, self.problem)
+            yield response
+        finally:
+            self.closed.set()
+
+
+@in_loop
+async def test_a_stream_that_is_cut_off_at_its_first_response_ends(tmp_path: Path) -> None:
+    """Its client reads later, and is told why."""
+    async with Served(tmp_path, CuttingOff(LimitReached("it takes nothing"))) as served:
+        reading = served.stub.Read(pb.ReadRequest())
+        await served.servicer.closed.wait()
+        with pytest.raises(Refused, match=r"limit_reached.*it takes nothing"):
             await rest_of(reading)

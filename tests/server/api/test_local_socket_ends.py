@@ -20,9 +20,9 @@ from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api.local_socket import LocalServer
 from prefixd.server.runtime import incoming
-from tests.server.runtime.test_incoming import Gate
 from tests.support.bare import Bare, bare, claim_of, frame, served
 from tests.support.fakes_local import open_descriptors
+from tests.support.incoming import Gate
 from tests.support.running import (
     OpenSession,
     Running,
@@ -153,7 +153,7 @@ async def test_connections_that_come_and_go_leave_no_descriptor(tmp_path: Path) 
         session = await daemon.open()
         await session.save({key(1): DATA})
         await daemon.assert_sound()
-        before = open_descriptors()
+        before = open_descriptors(daemon.config.local_socket)
         for data in (
             b"",
             b"rubbish",
@@ -167,7 +167,7 @@ async def test_connections_that_come_and_go_leave_no_descriptor(tmp_path: Path) 
                 await connection.send(data)
                 await some_turns()
             await daemon.until(lambda: not daemon.local_server.connections)
-        await daemon.until(lambda: open_descriptors() <= before)
+        await daemon.until(lambda: open_descriptors(daemon.config.local_socket) == before)
 
 
 @in_loop
@@ -175,10 +175,10 @@ async def test_descriptors_that_a_client_sends_are_not_taken(tmp_path: Path) -> 
     async with running(tmp_path) as daemon:
         with bare(daemon) as connection:
             await some_turns()
-            before = open_descriptors()
+            before = open_descriptors(daemon.config.local_socket)
             socket.send_fds(connection.socket, [frame(lookup=LOOKUP)], [0] * 10)
             await connection.response()
-            await daemon.until(lambda: open_descriptors() <= before)
+            await daemon.until(lambda: open_descriptors(daemon.config.local_socket) == before)
 
 
 # ---- staged saves

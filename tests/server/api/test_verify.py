@@ -14,7 +14,7 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.server.api import admin
 from prefixd.tiers.store import Damaged, Store
 from tests.contract.faulty import FaultyStore
-from tests.server.runtime.test_incoming import Gate
+from tests.support.incoming import Gate
 from tests.support.running import PATIENCE_S, Refused, in_loop, key, next_of, payload, running
 
 

@@ -17,7 +17,7 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.server.runtime import lent_memory
 from prefixd.server.runtime.incoming import Feed
 from prefixd.server.runtime.lent_memory import LentMemory, LentPayload, LentTurn, turns_of
-from tests.server.runtime.test_incoming import begin
+from tests.support.incoming import begin
 from tests.support.running import Running, in_loop, payload, running
 
 TOKEN = secrets.token_bytes(16)

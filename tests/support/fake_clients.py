@@ -1,0 +1,62 @@
+"""What tests of the client against a `FakeDaemon` share. A test file makes fixtures of it:
+
+daemon = pytest.fixture(fake_daemon)
+client = pytest.fixture(searching_client)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from prefixd.client import Client, Namespace, SavePolicy
+from prefixd.proto.keys import Key, prefix_key
+from tests.support.fakes import FakeDaemon, keys
+
+NAMESPACE = Namespace(b"f" * 32, "q4_0", b"c" * 32)
+TOKENS = list(range(1_000, 1_105))
+POLICY = SavePolicy(boundary_align_tokens=20)
+ONE, TWO, THREE = ALL = [Key(key) for key in keys(3)]
+
+
+def fake_daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(f"unix:{tmp_path}/d.sock") as daemon:
+        yield daemon
+
+
+def searching_client(daemon: FakeDaemon) -> Iterator[Client]:
+    with Client(daemon.address, policy=POLICY, local=False) as client:
+        yield client
+
+
+def saving_client(daemon: FakeDaemon) -> Iterator[Client]:
+    with Client(daemon.address, name="me", local=False, max_pending_saves=3) as client:
+        yield client
+
+
+def save_prefix(daemon: FakeDaemon, length: int, **item: Any) -> Key:
+    key = prefix_key(NAMESPACE, TOKENS[:length])
+    daemon.put(key, b"state of %d" % length, **{"token_count": length, **item})
+    return key
+
+
+def searched(client: Client) -> dict[str, Any]:
+    """What it counted of its searches, without what never happened."""
+    snapshot = client.counters
+    misses, rpcs = snapshot["misses"], snapshot["rpcs"]
+    assert isinstance(misses, dict)
+    assert isinstance(rpcs, dict)
+    return {
+        "lookups": snapshot["lookups"],
+        "hits": snapshot["hits"],
+        "misses": {reason: number for reason, number in misses.items() if number},
+        "rpcs": {name: number for name, number in rpcs.items() if number},
+    }
+
+
+def saves_of(client: Client) -> dict[str, int]:
+    """What it counted of its saves, the same way."""
+    counted = client.counters["saves"]
+    assert isinstance(counted, dict)
+    return {status: number for status, number in counted.items() if number}
