@@ -11,7 +11,8 @@ import hashlib
 import os
 import re
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,8 +35,6 @@ _CERTIFICATE: Final = re.compile(
     rb"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL
 )
 _CERT, _KEY, _CLIENT_CA = "server.tls_cert", "server.tls_key", "server.tls_client_ca"
-# Of DER: the tags that stand before and at the validity of a certificate.
-_SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,43 +190,15 @@ def _date(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
-# ---- when a certificate ends: X.509 in DER (RFC 5280, 4.1)
+def _ends_s(pem: bytes) -> list[int]:
+    """When each certificate ends of a file that OpenSSL takes; of one that it alone understands,
+    nothing is known."""
+    # 16 MB that only a daemon with TLS has to have.
+    from cryptography import x509
 
-
-def _ends_s(pem: bytes) -> Iterator[int]:
-    """Of each certificate in a file that OpenSSL takes."""
+    ends_s = []
     for found in _CERTIFICATE.findall(pem):
-        try:
-            yield _not_after_s(ssl.PEM_cert_to_DER_cert(found.decode("ascii")))
-        except (ValueError, IndexError):
-            continue  # OpenSSL knows more forms than these
-
-
-def _not_after_s(der: bytes) -> int:
-    """Certificate ::= { tbsCertificate ::= { [version], serialNumber, signature, issuer,
-    validity ::= { notBefore, notAfter }, ... }, ... }. Raises ValueError, IndexError."""
-    to_be_signed = _body(_body(der, _SEQUENCE)[0], _SEQUENCE)[0]
-    if to_be_signed[0] == _VERSION:
-        to_be_signed = _body(to_be_signed, _VERSION)[1]
-    for _ in range(3):
-        to_be_signed = _body(to_be_signed, to_be_signed[0])[1]
-    validity = _body(to_be_signed, _SEQUENCE)[0]
-    not_after = _body(validity, validity[0])[1]
-    kind = not_after[0]
-    text = _body(not_after, kind)[0].decode("ascii")
-    if kind == _UTC_TIME:  # two digits of the year: 1950 to 2049
-        text = ("20" if text < "5" else "19") + text
-    elif kind != _GENERALIZED_TIME:
-        raise ValueError(f"a time with the tag {kind}")
-    return int(datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp())
-
-
-def _body(der: bytes, tag: int) -> tuple[bytes, bytes]:
-    """What is in the value that comes first, and what comes behind it."""
-    if der[0] != tag:
-        raise ValueError(f"the tag {der[0]} instead of {tag}")
-    length, start = der[1], 2
-    if length & 0x80:
-        start += length & 0x7F
-        length = int.from_bytes(der[2:start], "big")
-    return der[start : start + length], der[start + length :]
+        with suppress(ValueError):
+            certificate = x509.load_pem_x509_certificate(found)
+            ends_s.append(int(certificate.not_valid_after_utc.timestamp()))
+    return ends_s
