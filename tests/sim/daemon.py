@@ -4,10 +4,11 @@ the sockets in front of them."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from prefixd.proto.vocabulary import Tier
@@ -24,7 +25,8 @@ from prefixd.server.runtime.loop import Core
 from prefixd.server.runtime.resizing import Resizing
 from prefixd.server.runtime.staging import StagingPool
 from prefixd.tiers.disk import DiskStore
-from prefixd.tiers.row_table import RowFile
+from prefixd.tiers.files import pwrite_all, write_errors
+from prefixd.tiers.row_table import Erasure, RowFile
 from prefixd.tiers.rows import ROW_BYTES, ZERO_ROW, has_crc
 from prefixd.tiers.shm import ShmStore
 from prefixd.tiers.store import RecoveryBatch, Store, StoreError
@@ -52,9 +54,26 @@ _READINGS: Final = 5
 
 class _FlatRows(RowFile):
     """As LMDB's table, it has made durable what a recovery finds there, whatever became of the
-    syncs of an earlier start, and reads again what does not match its checksum."""
+    syncs of an earlier start, reads again what does not match its checksum, and writes again what
+    a failed sync may have lost."""
 
     _renewed = False
+
+    def __init__(self, directory: Path, slabs: int, *, sync: bool) -> None:
+        super().__init__(directory, slabs, sync=sync)
+        #: rows that are in the file, and perhaps not on the device
+        self._failed: set[int] = set()
+
+    def apply(self, erasures: Sequence[Erasure], rows: Sequence[tuple[int, bytes]]) -> None:
+        with write_errors("write rows again"):
+            for slab in sorted(self._failed):
+                pwrite_all(self._fd, self._pread(slab).ljust(ROW_BYTES, b"\0"), slab * ROW_BYTES)
+        try:
+            super().apply(erasures, rows)
+        except StoreError:
+            self._failed.update(slab for slab, _ in (*erasures, *rows))
+            raise
+        self._failed.clear()
 
     def chunks(self) -> Iterator[tuple[int, list[tuple[int, bytes]]]]:
         if not self._renewed:
