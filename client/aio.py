@@ -59,6 +59,7 @@ class AsyncHit(HitFacts, Asynchronous):
     restore_into = coroutine(Hit.restore_into)
     read = coroutine(Hit.read)
     views = coroutine(Hit.views)
+    prefault = coroutine(Hit.prefault)
     layer = coroutine(Hit.layer)
     token_ids = coroutine(Hit.token_ids)
     release_some = coroutine(Hit.release_some)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from ..proto.copying import prefault
 from ..proto.errors import CallerError, ClaimLost, InvalidSize, UnknownEntry
 from ..proto.layout import layer_slice
 from ..proto.pieces import FlatBytes
@@ -107,6 +108,13 @@ class Hit(HitFacts):
         self._entry(index)
         found = self._reader.views(self, [index])
         return None if found is None else found[0]
+
+    def prefault(self) -> None:
+        """Make the first restore of claimed entries in place, or the first look at their views,
+        as fast as the next ones are: it takes 0.1 ms a MiB for what this process never read before.
+        For the time between a claim and its restore, in another thread. Nothing happens to what
+        can't be reached in place. Raises CallerError as `views` does."""
+        self._reader.prefault(self)
 
     @property
     def buffers(self) -> list[memoryview] | None:
@@ -293,6 +301,20 @@ class Reader:
             self._counters.failure(self._failures.reason(problem))
             return None
         return views
+
+    def prefault(self, hit: Hit) -> None:
+        """See `Hit.prefault`."""
+        self.owner.check()
+        indices = range(len(hit))
+        hit._pins.check_held(indices)
+        if not hit._pins.any:
+            raise CallerError("what is not claimed need not be there any more")
+        try:
+            for claim, numbers, _ in hit._pins.by_claim(indices):
+                found = self._transport.views(claim, [hit.entries[number] for number in numbers])
+                prefault([view for views in found or () for view in views if view])
+        except Exception as problem:
+            self._failures.reason(problem)
 
     def read_range(
         self,

@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from itertools import count
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -223,7 +224,10 @@ class L2Core:
         """`lock`: what was answered already."""
         hit = None if claiming.exception() else claiming.result()
         if lock is not None:
-            if hit and not self._locks.landed(lock, hit):
+            if hit and self._locks.landed(lock, hit):
+                with suppress(CallerError):  # it is unlocked, and released, already
+                    hit.prefault()
+            elif hit:
                 hit.release()
             return
         found = [False] * len(keys)

@@ -20,6 +20,7 @@ from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeAlias
 
+from prefixd.client.bench.run import wait_until_secured
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
 
 #: One turn: the milliseconds that each operation took.
@@ -32,12 +33,15 @@ ROUNDS: Final = 5
 
 @contextmanager
 def daemon_of(gib: str = GIB) -> Iterator[PrivateDaemon]:
-    """A fresh one, with tiers of this size."""
+    """A fresh one, with tiers of this size, which has all of its memory: what one takes at its
+    start is not part of a save."""
     flags = [f"--{tier}.budget={gib}" for tier in ("ram", "shm", "disk")]
     with (
         temporary_directories("bench") as (directory, shm_directory),
         PrivateDaemon(directory, shm_directory, flags) as daemon,
     ):
+        with daemon.admin() as admin:
+            wait_until_secured(admin)
         yield daemon
 
 

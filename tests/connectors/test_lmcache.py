@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.client import Client, Tier
+from prefixd.client import Client, Hit, Tier
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.connectors import lmcache
 from prefixd.connectors.compat import UnsupportedEngine
@@ -230,3 +231,38 @@ def test_another_lmcache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lmcache.v1.distributed.l2_adapters.base", None)
     with pytest.raises(UnsupportedEngine, match="needs LMCache"):
         _ = lmcache.PrefixdL2Adapter
+
+
+def test_what_a_lookup_locked_is_mapped_before_it_is_loaded(
+    adapter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the two, in a thread of the client's; of what was unlocked by then nothing is."""
+    keys = [key(n, salt=os.urandom(4).hex()) for n in range(2)]
+    assert store(adapter, keys, objects(1, 2)) == 2 * SIZE
+    look_up(adapter, keys)  # from here on in place
+    adapter.submit_unlock(keys)
+    mapped: list[int] = []
+    prefault = Hit.prefault
+
+    def noted(hit: Hit) -> None:
+        prefault(hit)
+        mapped.append(len(hit))
+
+    monkeypatch.setattr(Hit, "prefault", noted)
+    assert look_up(adapter, keys) == [True, True]
+    eventually(lambda: mapped == [2])
+    assert load(adapter, keys, objects(0, 0)) == [True, True]
+    adapter.submit_unlock(keys)
+
+    unlocked = threading.Event()
+
+    def too_late(hit: Hit) -> None:
+        adapter.submit_unlock(keys)
+        unlocked.set()
+        noted(hit)
+
+    monkeypatch.setattr(Hit, "prefault", too_late)
+    assert look_up(adapter, keys) == [True, True]
+    assert unlocked.wait(PATIENCE_S)
+    assert load(adapter, keys, objects(0, 0)) == [True, True], "with a claim of its own"
+    assert mapped == [2]

@@ -279,3 +279,24 @@ def test_a_key_with_a_password_is_refused_and_not_asked_for(files: Files) -> Non
     subprocess.run([*encrypt, "-in", files.key, "-out", files.key], check=True, capture_output=True)
     with pytest.raises(ConfigError, match=r"server\.tls_key: these files make no TLS"):
         Certificates(load_config(files.flags, {}).server)
+
+
+def test_other_tokens_are_shown_as_numbers(tmp_path: Path, files: Files) -> None:
+    tokens, secrets = tmp_path / "tokens", ["one-" * 10, "two-" * 10, "three-" * 10]
+
+    def write(*some: str) -> None:
+        tokens.write_text("".join(f"read a-{n} {token}\n" for n, token in enumerate(some)))
+        tokens.chmod(0o600)
+
+    write(*secrets[:2])
+    with (
+        daemon_with(files, f"--server.tokens={tokens}") as daemon,
+        daemon.admin() as admin,
+    ):
+        write(secrets[0], secrets[2])
+        for apply in (False, True):
+            (changed,) = admin.configure(apply=apply).changed
+            assert (changed.option, changed.live) == ("server.tokens", True)
+            assert (changed.running, changed.configured) == ("2 tokens", "2, 1 of them new")
+        assert not admin.configure(apply=False).changed
+        assert not any(secret in daemon.log.read_text() for secret in secrets)

@@ -4,6 +4,8 @@ memory that both only read, and not a single rpc where none is needed."""
 from __future__ import annotations
 
 import itertools
+import os
+import resource
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.local.arenas import FileArena, MappedArena
 from prefixd.proto.errors import CallerError
-from prefixd.proto.keys import block_keys, prefix_keys, token_bytes
+from prefixd.proto.keys import Key, block_keys, prefix_keys, token_bytes
 from tests.support.daemon import eventually, private_daemon
 from tests.support.entries import items_of, key_of, payload_of, restore, rpcs, save
 
@@ -402,3 +404,29 @@ def test_many_reads_are_told_at_once_and_in_batches(pair: Pair, admin: AdminConn
     assert restore(pair.local.longest_run(keys, claim=False))[0]
     eventually(lambda: admin.stats().counters["prefixd_touches_total"] == touches + 4596)
     assert pair.local.counters["sessions"] == 1
+
+
+def test_what_was_claimed_can_be_mapped_before_it_is_restored() -> None:
+    """Of one that was, the copy waits for no page; a client has a mapping of its own."""
+    size_bytes = 8 * 2**20
+    of, raw = Key(bytes(32)), os.urandom(size_bytes)
+    room = bytearray(b"\1") * size_bytes
+    faults = {}
+    with private_daemon(ram="32MiB") as daemon, Client(daemon.address) as saver:
+        assert saver.save(of, raw, tier=Tier.RAM, reason=SaveReason.EVICT).ok
+        for ahead in (False, True):
+            with Client(daemon.address) as client:
+                client.wait_connected()
+                with client.claim([of]) as hit:
+                    if ahead:
+                        hit.prefault()
+                    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+                    assert hit.restore_into([room])
+                    faults[ahead] = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+                    assert room == raw
+                with pytest.raises(CallerError):
+                    hit.prefault()
+                with pytest.raises(CallerError):
+                    client.longest_run([of], claim=False).prefault()
+                assert not any(client.counters["failures"].values())
+    assert faults[True] < faults[False] / 4
