@@ -13,7 +13,17 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, NoReturn, ParamSpec, cast
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Concatenate,
+    NoReturn,
+    ParamSpec,
+    cast,
+    get_args,
+    get_origin,
+)
 
 import typer
 from typer.core import TyperGroup
@@ -176,8 +186,10 @@ def command(
             "ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
         )
         parameters = [context, *own, *common]
+        for parameter in parameters:
+            _is_no_value(parameter.annotation)
         invoke.__name__ = function.__name__
-        invoke.__doc__ = function.__doc__
+        invoke.__doc__ = _unwrapped(function.__doc__)
         # Typer reads both.
         vars(invoke)["__signature__"] = inspect.Signature(parameters)
         invoke.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -190,6 +202,21 @@ def command(
 def _option(name: str, annotation: Any, default: object = None) -> inspect.Parameter:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
+
+
+def _is_no_value(annotation: Any) -> None:
+    """Of a flag: its help names no value, for it takes none."""
+    if get_origin(annotation) is Annotated and get_args(annotation)[0] is bool:
+        get_args(annotation)[1].metavar = ""
+
+
+def _unwrapped(text: str | None) -> str:
+    """A docstring as paragraphs of one line each, which the terminal breaks; lists stay."""
+    paragraphs = inspect.cleandoc(text or "").split("\n\n")
+    return "\n\n".join(
+        each if "\n " in each or each.startswith((" ", "\b")) else " ".join(each.split("\n"))
+        for each in paragraphs
+    )
 
 
 def _merged(ctx: typer.Context, given: dict[str, Any]) -> Common:

@@ -88,6 +88,17 @@ REASON_NAMES: Final = "|".join(reason.label for reason in SaveReason)
 TierOption = Annotated[
     Tier, typer.Option("--tier", metavar=TIER_NAMES, parser=parse_tier, help="Which tier.")
 ]
+#: With `Tier.DISK` as the default, which would be shown as its number.
+DiskTierOption = Annotated[
+    Tier,
+    typer.Option(
+        "--tier",
+        metavar=TIER_NAMES,
+        parser=parse_tier,
+        show_default=False,
+        help="Which tier (default: disk).",
+    ),
+]
 TiersOption = Annotated[
     list[Tier] | None,
     typer.Option(

@@ -175,10 +175,10 @@ def activity_table(stats: pb.StatsResponse) -> RenderableType:
 
 
 def _scrub_line(label: str, scrub: pb.ScrubStats) -> Text:
-    line = Text(f"{label}: {size(scrub.payload_bytes)} scrubbed in the background")
+    line = Text(f"{label}: {size(scrub.payload_bytes)} read back in the background")
     if scrub.passes:
-        line.append(f", all of it {scrub.passes:,} times")
-    line.append(f", {scrub.progress_permille / 1000:.0%} of this pass")
+        line.append(f", {scrub.passes:,} times through")
+    line.append(f", {scrub.progress_permille / 1000:.0%} of this time")
     if scrub.unreadable_entries:
         line.append(f", {scrub.unreadable_entries:,} entries could not be read", style="bold red")
     return line
@@ -210,6 +210,13 @@ def total_usage(usages: Iterable[pb.Usage]) -> pb.Usage:
     return total
 
 
+def busiest(usages: Mapping[str, pb.Usage]) -> list[tuple[str, pb.Usage]]:
+    """The labels that look-ups were counted under, those with most of them first. There are others:
+    each namespace that a token is of has one from the start."""
+    counted = [(label, usage) for label, usage in usages.items() if usage.lookups]
+    return sorted(counted, key=lambda each: -each[1].lookups)
+
+
 def hit_tokens(usage: pb.Usage) -> int:
     return sum(tier.hit_tokens for tier in usage.tiers)
 
@@ -237,7 +244,7 @@ def usage_view(stats: pb.StatsResponse) -> list[RenderableType]:
     if paths:
         ways = ", ".join(f"{size(paths[path])} by {path}" for path in sorted(paths))
         lines.append(Text(f"restored   {total.restored_tokens:,} tokens: {ways}"))
-    if len(stats.usage) > 1:
+    if len(busiest(stats.usage)) > 1:
         lines.append(_labels_table(stats))
     if total.misses:
         lines.append(reasons_table("missed because", total.misses, total.lookups, "of look-ups"))
@@ -261,7 +268,7 @@ def _because_line(usage: pb.Usage) -> Text:
 def _labels_table(stats: pb.StatsResponse) -> Table:
     numbers = ("by tokens", "by look-ups", "look-ups", "hit tokens")
     table = make_table("namespace", *numbers, right=numbers)
-    for label, usage in sorted(stats.usage.items(), key=lambda item: -item[1].lookups):
+    for label, usage in busiest(stats.usage):
         table.add_row(
             label,
             percent(hit_tokens(usage), usage.lookup_tokens),

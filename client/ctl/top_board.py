@@ -92,7 +92,7 @@ class Board:
         lines += [Text(f"{part}: {what}", "yellow") for part, what in sorted(now.notices.items())]
         lines.append(self._hits_line(between))
         lines.append(self._tiers_table())
-        if between.usage:
+        if stats_view.busiest(now.usage):
             lines.append(self._namespaces_table(between))
         if now.shared:
             lines.append(self._shared_line())
@@ -166,8 +166,11 @@ class Board:
         """The busiest labels."""
         numbers = ("hit ratio", "look-ups/s", "hit tokens/s", "restored/s", "missed")
         table = render.make_table("namespace", *numbers, "mostly", right=numbers)
-        busiest = sorted(between.usage.items(), key=lambda item: -item[1].lookups)
-        for label, usage in busiest[:NAMESPACES]:
+        counted = [
+            (label, between.usage[label]) for label, _ in stats_view.busiest(self._now.usage)
+        ]
+        counted.sort(key=lambda each: -each[1].lookups)
+        for label, usage in counted[:NAMESPACES]:
             missed = sum(usage.misses.values())
             table.add_row(
                 label,

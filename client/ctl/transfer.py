@@ -24,7 +24,7 @@ import typer
 from ...proto.vocabulary import Tier
 from .admin import CHANGE, LOOK
 from .command import Ctl, ExitCode, command, fail
-from .options import LONG_TIMEOUT_S, TierOption
+from .options import LONG_TIMEOUT_S, DiskTierOption
 
 if TYPE_CHECKING:
     from ..client import Client
@@ -78,7 +78,7 @@ class Moved:
 def export(
     ctl: Ctl,
     file: FileArgument,
-    tier: TierOption = Tier.DISK,
+    tier: DiskTierOption = Tier.DISK,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on behind what FILE has, and leave that out.")
     ] = False,
@@ -220,7 +220,7 @@ def _put(hit: Hit, tier: Tier, writer: StreamWriter, moved: Moved) -> None:
 # ---- import
 
 
-def import_(ctl: Ctl, file: FileArgument, tier: TierOption = Tier.DISK) -> None:
+def import_(ctl: Ctl, file: FileArgument, tier: DiskTierOption = Tier.DISK) -> None:
     """Save the entries of a file that `export` wrote.
 
     They are ordinary saves, and evict what these would. Each record is verified before it is saved:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,6 +33,9 @@ def register(app: typer.Typer) -> None:
     command(app, "why", panel=LOOK)(why)
 
 
+_BEGINNING = re.compile(r"[0-9a-f]{4,64}")
+
+
 def why(
     ctl: Ctl,
     key: Annotated[str, typer.Argument(help="Hexadecimal; its first 4 digits or more will do.")],
@@ -43,10 +47,9 @@ def why(
     from . import messages
 
     text = key.strip().lower()
-    try:
-        beginning = bytes.fromhex(text[: len(text) // 2 * 2])
-    except ValueError:
-        fail(f"{key[:80]!r} is not hexadecimal", ExitCode.BAD_INPUT)
+    if not _BEGINNING.fullmatch(text):
+        fail(f"{key[:80]!r} begins no key: write 4 to 64 hexadecimal digits", ExitCode.BAD_INPUT)
+    beginning = bytes.fromhex(text[: len(text) // 2 * 2])
     with ctl.connect() as daemon:
         response = daemon.why(beginning)
     if len(text) % 2:

@@ -16,15 +16,20 @@ from base64 import b64encode
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
+
+import structlog
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.vocabulary import Tier
 from .access import Access
 from .admin import AdminService
 from .calls import Process
+
+log = structlog.get_logger("prefixd.page")
 
 #: A sample is as good as a new one for so long.
 FRESH_S: Final = 0.5
@@ -51,7 +56,7 @@ class _Viewer:
 
 
 class NoSample(Exception):  # what is wrong is the daemon's, and the viewer's to read
-    """The event loop did not answer in time."""
+    """Says why."""
 
 
 class Board:
@@ -65,7 +70,7 @@ class Board:
         self._sample = b""
         self._taken_s = 0.0
         #: referenced while it runs
-        self._taking: asyncio.Task[None] | None = None
+        self._taking: asyncio.Task[bytes] | None = None
 
     def sample(self) -> bytes:
         """The daemon as JSON, not older than `FRESH_S`. On any thread but the loop's; who asks
@@ -82,28 +87,21 @@ class Board:
             self._one.release()
 
     def _asked(self) -> bytes:
-        """On a thread. Nothing is begun before the loop gets to it: it may have ended."""
+        """On a thread. Raises NoSample."""
         asked: Future[bytes] = Future()
-
-        def begin() -> None:
-            if asked.set_running_or_notify_cancel():
-                self._taking = self._loop.create_task(self._tell(asked))
-
         try:
-            self._loop.call_soon_threadsafe(begin)
+            self._loop.call_soon_threadsafe(self._begin, asked)
+        except RuntimeError:
+            raise NoSample("the daemon stops") from None
+        try:
             return asked.result(_ANSWERED_WITHIN_S)
-        except (NoAnswer, RuntimeError):
-            asked.cancel()
+        except NoAnswer:
             raise NoSample("the event loop does not answer") from None
 
-    async def _tell(self, asked: Future[bytes]) -> None:
-        try:
-            asked.set_result(await self._take())
-        except asyncio.CancelledError:
-            asked.set_exception(NoSample("the daemon stops"))
-            raise
-        except Exception as problem:
-            asked.set_exception(problem)
+    def _begin(self, asked: Future[bytes]) -> None:
+        """On the loop, for a coroutine that is made and never run is an error."""
+        self._taking = self._loop.create_task(self._take())
+        self._taking.add_done_callback(partial(_tell, asked))
 
     async def _take(self) -> bytes:
         caller = _Viewer()
@@ -111,6 +109,16 @@ class Board:
         oldest = pb.ListClaimsRequest(page_claims=_OLDEST_CLAIMS)
         claims = await self._admin.list_claims(oldest, caller)
         return json.dumps(status_of(stats, claims.claims)).encode()
+
+
+def _tell(asked: Future[bytes], taking: asyncio.Task[bytes]) -> None:
+    if taking.cancelled():
+        asked.set_exception(NoSample("the daemon stops"))
+    elif (problem := taking.exception()) is not None:
+        log.error("sample_failed", exc_info=problem)
+        asked.set_exception(NoSample(f"the daemon failed: {type(problem).__name__}"))
+    else:
+        asked.set_result(taking.result())
 
 
 def status_of(stats: pb.StatsResponse, claims: Iterable[pb.ClaimDetail]) -> dict[str, Any]:

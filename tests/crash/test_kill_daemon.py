@@ -77,8 +77,13 @@ def read_back(client: Client, keys: list[Key]) -> list[bytes]:
         return [bytes(buffer) for buffer in buffers]
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_killed_daemon_in_the_middle_of_a_replay(daemon: PrivateDaemon, in_place: bool) -> None:
+@pytest.mark.parametrize(
+    ("in_place", "how"), [(False, "killed"), (True, "killed"), (True, "stopped")]
+)
+def test_a_daemon_that_ends_in_the_middle_of_a_replay(
+    daemon: PrivateDaemon, in_place: bool, how: str
+) -> None:
+    """Killed, or stopped (SIGTERM) within its bound: what it acknowledged is there."""
     requests = list(generate("multi-turn", requests=300, seed=11))
     witness = Witness(daemon.address)
     counted_by_the_dead: list[int] = []
@@ -87,7 +92,10 @@ def test_a_killed_daemon_in_the_middle_of_a_replay(daemon: PrivateDaemon, in_pla
         if totals.requests < 100 or counted_by_the_dead:
             return
         counted_by_the_dead.append(len(witness.acknowledged))
-        daemon.kill()
+        if how == "killed":
+            daemon.kill()
+        else:
+            assert daemon.stop() == 0, "it came to its end by itself"
         daemon.start()
 
     try:

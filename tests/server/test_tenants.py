@@ -29,7 +29,6 @@ from tests.support.running import (
     item,
     key,
     part,
-    running,
     stream,
 )
 from tests.support.tenants import (
@@ -38,21 +37,13 @@ from tests.support.tenants import (
     EVERYBODY,
     OWN,
     ROOM,
+    Tenant,
     Who,
     flags_of,
+    shared,
     stored,
-    tenants,
+    writer,
 )
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("tls") / "ours")
-
-
-@pytest.fixture(scope="module")
-def flags(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return flags_of(tmp_path_factory.mktemp("tokens"), authority)
 
 
 async def filled(session: OpenSession, count: int, start: int, name: str) -> list[Key]:
@@ -76,12 +67,9 @@ async def test_a_flood_leaves_another_its_share(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
     """And what is evicted is what `preview` said."""
-    async with (
-        running(tmp_path, *flags, *SMALL, tiers=[Tier.RAM]) as daemon,
-        tenants(daemon, authority, flags) as clients,
-    ):
-        a = await clients[Who(Role.WRITE, "a")].open()
-        b = await clients[Who(Role.WRITE, "b")].open()
+    async with shared(tmp_path, authority, flags, *SMALL) as (daemon, clients):
+        a = await writer(clients, "a")
+        b = await writer(clients, "b")
         nobody = await daemon.open()
         mine = await filled(a, SHARE, 100, "a")
         assert len(mine) == SHARE
@@ -112,11 +100,8 @@ async def test_a_flood_leaves_another_its_share(
 async def test_what_others_are_sure_of_can_not_be_pinned_or_reserved(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
-    async with (
-        running(tmp_path, *flags, *SMALL, tiers=[Tier.RAM]) as daemon,
-        tenants(daemon, authority, flags) as clients,
-    ):
-        b = await clients[Who(Role.WRITE, "b")].open()
+    async with shared(tmp_path, authority, flags, *SMALL) as (daemon, clients):
+        b = await writer(clients, "b")
         most = BUDGET - SHARE  # its own share, and what is of nobody
         told = b.welcome.tiers[0]
         assert (told.max_payload_bytes, told.max_reserved_bytes) == (4096 * most, 4096 * most)
@@ -128,15 +113,18 @@ async def test_what_others_are_sure_of_can_not_be_pinned_or_reserved(
         # Nor may anybody else: the room that is free is a's.
         nobody = await daemon.open()
         assert await nobody.save({key(501): DATA[""]}) == [pb.SAVE_STATUS_NO_ROOM]
-        a = await clients[Who(Role.WRITE, "a")].open()
-        mine = await filled(a, SHARE, 600, "a")
-        assert len(mine) == SHARE
+        await assert_there_is_room_for_its_share(clients)
         large = item(key(700), bytes(4096 * (most + 1)))
         refused = await daemon_says(b, [large], b"")
         assert refused.status == pb.SAVE_STATUS_TOO_LARGE
         assert "ram.shares" in refused.message
         assert len(daemon.tables.entries) == BUDGET, "nothing left for what was refused"
         await daemon.assert_sound()
+
+
+async def assert_there_is_room_for_its_share(clients: dict[Who, Tenant]) -> None:
+    a = await writer(clients, "a")
+    assert len(await filled(a, SHARE, 600, "a")) == SHARE
 
 
 async def daemon_says(session: OpenSession, items: list[pb.SaveItem], data: bytes) -> pb.SaveResult:
@@ -152,19 +140,15 @@ async def test_claims_do_not_take_what_others_are_sure_of(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
     """What was saved while there was room may be more than a namespace can pin."""
-    async with (
-        running(tmp_path, *flags, *SMALL, tiers=[Tier.RAM]) as daemon,
-        tenants(daemon, authority, flags) as clients,
-    ):
-        b = await clients[Who(Role.WRITE, "b")].open()
+    async with shared(tmp_path, authority, flags, *SMALL) as (daemon, clients):
+        b = await writer(clients, "b")
         saved = await filled(b, BUDGET, 100, "b")
         assert len(saved) == BUDGET, "what nobody uses is there for all"
         most = BUDGET - SHARE
         with pytest.raises(Refused, match=r"limit_reached.*ram\.shares"):
             await b.claim(saved[: most + 1], mode=pb.CLAIM_MODE_ANY)
         assert (await b.claim(saved[:most], mode=pb.CLAIM_MODE_ANY)).claim_id
-        a = await clients[Who(Role.WRITE, "a")].open()
-        assert len(await filled(a, SHARE, 600, "a")) == SHARE
+        await assert_there_is_room_for_its_share(clients)
         await daemon.assert_sound()
 
 
@@ -173,12 +157,9 @@ async def test_what_a_session_says_is_of_its_namespace(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
     """Touches, suspicions, reasons of misses and labels."""
-    async with (
-        running(tmp_path, *flags, *ROOM, tiers=[Tier.RAM]) as daemon,
-        tenants(daemon, authority, flags) as clients,
-    ):
-        a = await clients[Who(Role.WRITE, "a")].open()
-        b = await clients[Who(Role.WRITE, "b")].open()
+    async with shared(tmp_path, authority, flags, *ROOM) as (daemon, clients):
+        a = await writer(clients, "a")
+        b = await writer(clients, "b")
         await a.save({COMMON: DATA["a"], OWN["a"]: DATA["a"]})
         await b.save({COMMON: DATA["b"]})
         entries = daemon.tables.entries
@@ -212,10 +193,7 @@ async def test_labels_are_of_the_namespace(
         first = await answer_of_stream(call)
         return str(daemon.tables.sessions[first.welcome.session_id].label)
 
-    async with (
-        running(tmp_path, *flags, *ROOM, tiers=[Tier.RAM]) as daemon,
-        tenants(daemon, authority, flags) as clients,
-    ):
+    async with shared(tmp_path, authority, flags, *ROOM) as (daemon, clients):
         tenant = clients[Who(Role.READ, "a")]
         assert await label(tenant, "") == "a"
         assert await label(tenant, "a") == "a"
@@ -241,11 +219,8 @@ async def answer_of_stream(call: Any) -> Any:
 async def test_whoever_is_of_none_can_not_name_what_is_of_one(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
-    async with (
-        running(tmp_path, *flags, *ROOM, tiers=[Tier.RAM]) as daemon,
-        tenants(daemon, authority, flags) as clients,
-    ):
-        a = await clients[Who(Role.WRITE, "a")].open()
+    async with shared(tmp_path, authority, flags, *ROOM) as (daemon, clients):
+        a = await writer(clients, "a")
         await a.save({COMMON: DATA["a"]})
         theirs = stored("a", COMMON)
         nobody = clients[Who(Role.WRITE, "")]
@@ -268,9 +243,9 @@ async def test_whoever_is_of_none_can_not_name_what_is_of_one(
 async def test_a_session_with_a_token_is_given_nothing_in_place(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
-    async with (
-        running(tmp_path, *flags, *ROOM, tiers=[Tier.RAM, Tier.SHM]) as daemon,
-        tenants(daemon, authority, flags) as clients,
+    async with shared(tmp_path, authority, flags, *ROOM, tiers=[Tier.RAM, Tier.SHM]) as (
+        daemon,
+        clients,
     ):
         for who in EVERYBODY:
             session = await clients[who].open()
@@ -293,18 +268,12 @@ async def test_a_session_with_a_token_is_given_nothing_in_place(
 async def test_after_a_restart_they_are_whose_they_were(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
-    over = (*flags, "--shm.shares=a=64KiB", "--shm.budget=256KiB")
-    async with (
-        running(tmp_path, *over, tiers=[Tier.SHM]) as daemon,
-        tenants(daemon, authority, flags) as clients,
-    ):
+    over = ("--shm.shares=a=64KiB", "--shm.budget=256KiB")
+    async with shared(tmp_path, authority, flags, *over, tiers=[Tier.SHM]) as (daemon, clients):
         for name in ("a", "b"):
-            session = await clients[Who(Role.WRITE, name)].open()
+            session = await writer(clients, name)
             assert await session.save({COMMON: DATA[name]}, Tier.SHM) == [SAVED]
-    async with (
-        running(tmp_path, *over, tiers=[Tier.SHM]) as daemon,
-        tenants(daemon, authority, flags) as clients,
-    ):
+    async with shared(tmp_path, authority, flags, *over, tiers=[Tier.SHM]) as (daemon, clients):
         for name in ("a", "b"):
             session = await clients[Who(Role.READ, name)].open()
             assert await session.restore(COMMON) == DATA[name]
@@ -327,10 +296,7 @@ async def test_a_token_that_is_taken_out_ends_its_sessions(
 ) -> None:
     """With the reload that reads its file again; the others go on."""
     flags = flags_of(tmp_path, authority)
-    async with (
-        running(tmp_path, *flags, *ROOM, tiers=[Tier.RAM]) as daemon,
-        tenants(daemon, authority, flags) as clients,
-    ):
+    async with shared(tmp_path, authority, flags, *ROOM) as (daemon, clients):
         gone, moved, kept = Who(Role.WRITE, "a"), Who(Role.READ, "a"), Who(Role.WRITE, "b")
         sessions = {who: await clients[who].open() for who in (gone, moved, kept)}
         lines = [who.line for who in EVERYBODY if who not in (gone, moved)]
@@ -355,22 +321,19 @@ async def test_on_the_data_socket_the_token_is_of_the_sessions_namespace(
     config = load_config(flags, {})
     context = Security(str(authority.certificate), "", "").context()
     assert context is not None
-    async with (
-        running(tmp_path, *flags, *ROOM, tiers=[Tier.RAM]) as daemon,
-        tenants(daemon, authority, flags) as clients,
-    ):
+    async with shared(tmp_path, authority, flags, *ROOM) as (daemon, clients):
         certificates = certificates_of(config.server)
         assert certificates is not None
         tls = certificates.material.context
         port = daemon.front.data.start(HOST, 0, tls, tokens_of(config))
-        writer = await clients[Who(Role.WRITE, "a")].open()
+        saver = await writer(clients, "a")
         reader = await clients[Who(Role.READ, "a")].open()
-        assert writer.welcome.data_port == port
-        await writer.save({COMMON: DATA["a"]})
+        assert saver.welcome.data_port == port
+        await saver.save({COMMON: DATA["a"]})
         look = pb.LookupRequest(keys=[COMMON])
         new = [item(key(77), DATA["a"])]
         for who in EVERYBODY:
-            for session in (reader, writer):
+            for session in (reader, saver):
                 async with secured_connection(port, context, session, who.token) as line:
                     if who.name != "a":
                         with pytest.raises(Refused, match=r"not_permitted.*the namespace 'a'"):
@@ -379,7 +342,7 @@ async def test_on_the_data_socket_the_token_is_of_the_sessions_namespace(
                     found = (await line.ask(lookup=look)).lookup.results
                     assert [each.presence for each in found] == [pb.PRESENCE_PRESENT]
                     ask = line.ask(reserve=pb.ReserveRequest(header=session.header(new)))
-                    if who.role is Role.WRITE and session is writer:
+                    if who.role is Role.WRITE and session is saver:
                         assert (await ask).reserve.results
                     else:
                         with pytest.raises(Refused, match=r"not_permitted.*the role read"):

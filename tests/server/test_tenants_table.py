@@ -7,8 +7,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api.access import Role
@@ -38,23 +36,12 @@ from tests.support.tenants import (
     ROOM,
     Tenant,
     Who,
-    flags_of,
     stored,
     tenants,
 )
 from tests.test_security import section
 
 CASES = 1_000
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("tls") / "ours")
-
-
-@pytest.fixture(scope="module")
-def flags(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return flags_of(tmp_path_factory.mktemp("tokens"), authority)
 
 
 def needed() -> dict[str, Role]:

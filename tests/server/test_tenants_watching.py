@@ -12,26 +12,15 @@ from prefixd.client.watch import Evicted, Published
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from prefixd.proto.namespaces import Namespace
-from prefixd.proto.vocabulary import Tier
 from prefixd.server.api.access import Role
 from tests.support.certificates import Authority
-from tests.support.running import Refused, Running, answer, in_loop, key, payload, running
-from tests.support.tenants import EVERYBODY, WATCHERS, Who, flags_of, tenants
+from tests.support.running import Refused, Running, answer, in_loop, key, payload
+from tests.support.tenants import EVERYBODY, WATCHERS, Who, flags_of, shared, writer
 from tests.support.watchers import Watcher
 
 #: Entries of 4 KiB: each namespace evicts its own, and what is of none.
 SMALL = ("--ram.budget=160KiB", "--ram.shares=a=40KiB, b=40KiB")
 MOST = 16
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("tls") / "ours")
-
-
-@pytest.fixture(scope="module")
-def flags(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return flags_of(tmp_path_factory.mktemp("tokens"), authority)
 
 
 def resident(daemon: Running, name: str) -> set[Key]:
@@ -45,11 +34,8 @@ async def test_each_rebuilds_its_own_part_and_learns_no_key_of_another(
 ) -> None:
     """Through saves of all under the same keys, evictions and a clear, cut off at random."""
     chance = random.Random(12)
-    async with (
-        running(tmp_path, *flags, *SMALL, tiers=[Tier.RAM]) as daemon,
-        tenants(daemon, authority, flags) as clients,
-    ):
-        savers = {n: await clients[Who(Role.WRITE, n)].open() for n in ("a", "b", "")}
+    async with shared(tmp_path, authority, flags, *SMALL) as (daemon, clients):
+        savers = {n: await writer(clients, n) for n in ("a", "b", "")}
         for saver in savers.values():
             await saver.save({key(number): payload(1, 4096) for number in range(5)})
         names = ("a", "b")
@@ -90,10 +76,7 @@ async def test_each_rebuilds_its_own_part_and_learns_no_key_of_another(
 async def test_who_watches_for_a_namespace_may_nothing_else(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
-    async with (
-        running(tmp_path, *flags, *SMALL, tiers=[Tier.RAM]) as daemon,
-        tenants(daemon, authority, flags) as clients,
-    ):
+    async with shared(tmp_path, authority, flags, *SMALL) as (_, clients):
         for who in WATCHERS:
             with pytest.raises(Refused, match=r"not_permitted.*role watch"):
                 await clients[who].presence(key(1))
@@ -109,10 +92,7 @@ async def test_who_watches_for_a_namespace_may_nothing_else(
 async def test_a_namespace_leaves_others_a_place(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
-    async with (
-        running(tmp_path, *flags, *SMALL, tiers=[Tier.RAM]) as daemon,
-        tenants(daemon, authority, flags) as clients,
-    ):
+    async with shared(tmp_path, authority, flags, *SMALL) as (daemon, clients):
         assert daemon.config.max_watchers == MOST
         greedy = [Watcher(clients[Who(Role.WATCH, "a")]) for _ in range(MOST // 4)]
         for watcher in greedy:
@@ -134,10 +114,7 @@ async def test_a_token_that_is_taken_out_ends_its_watchers(
     tmp_path: Path, authority: Authority
 ) -> None:
     flags = flags_of(tmp_path, authority)
-    async with (
-        running(tmp_path, *flags, *SMALL, tiers=[Tier.RAM]) as daemon,
-        tenants(daemon, authority, flags) as clients,
-    ):
+    async with shared(tmp_path, authority, flags, *SMALL) as (daemon, clients):
         gone, kept = Watcher(clients[WATCHERS[0]]), Watcher(clients[WATCHERS[1]])
         for watcher in (gone, kept):
             await watcher.read_until_synced()
@@ -147,7 +124,7 @@ async def test_a_token_that_is_taken_out_ends_its_watchers(
         daemon.front.end_revoked()
         with pytest.raises(Refused, match=r"not_permitted.*not known any more"):
             await gone.read_to_the_end()
-        saver = await clients[Who(Role.WRITE, "b")].open()
+        saver = await writer(clients, "b")
         await saver.save({key(1): payload(1)})
         await kept.catch_up(daemon)
         assert len(kept.keys) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,16 +12,13 @@ import grpc
 from prefixd.proto import prefixd_pb2_grpc as rpc
 from prefixd.proto.keys import Key
 from prefixd.proto.namespaces import Namespace
+from prefixd.proto.vocabulary import Tier
 from prefixd.server.api.access import Role
 from prefixd.server.certificates import certificates_of
 from prefixd.server.config.loading import load_config
 from prefixd.server.remote import tokens_of
 from tests.support.certificates import Authority
-from tests.support.running import (
-    Outside,
-    Running,
-    key,
-)
+from tests.support.running import OpenSession, Outside, Running, key, running
 
 NAMESPACES = ("a", "b", "")
 #: What all of them call the same, and what one of them has alone.
@@ -111,6 +108,28 @@ async def tenants(
             stack.push_async_callback(channel.close)
             found[who] = Tenant(who, channel)
         yield found
+
+
+@asynccontextmanager
+async def shared(
+    directory: Path,
+    authority: Authority,
+    flags: list[str],
+    *more: str,
+    tiers: Sequence[Tier] = (Tier.RAM,),
+) -> AsyncIterator[tuple[Running, dict[Who, Tenant]]]:
+    """A daemon of several tenants, and a client of each kind. `more`: flags beside those of
+    `flags_of`."""
+    async with (
+        running(directory, *flags, *more, tiers=tiers) as daemon,
+        tenants(daemon, authority, flags) as clients,
+    ):
+        yield daemon, clients
+
+
+async def writer(clients: dict[Who, Tenant], name: str) -> OpenSession:
+    """A session that saves in this namespace."""
+    return await clients[Who(Role.WRITE, name)].open()
 
 
 def stored(name: str, of: Key) -> Key:

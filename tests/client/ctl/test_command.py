@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import typer
@@ -46,6 +46,33 @@ def run(app: typer.Typer, *arguments: str) -> Result:
 def note(ctl: Ctl, number: int = 1) -> None:
     """Do nothing."""
     seen.append((ctl.common, number))
+
+
+def long_winded(ctl: Ctl, flag: Annotated[bool, typer.Option("--flag")] = False) -> None:
+    """Do something.
+
+    It is said in a sentence that goes on over the end of the line here, and elsewhere
+    on a terminal.
+
+    - a list
+      stays one
+    """
+    seen.append((ctl, flag))
+
+
+def test_help_breaks_lines_where_the_terminal_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    lines = [line.strip() for line in run(made(long_winded), "it", "--help").stdout.splitlines()]
+    assert "It is said in a sentence that goes on over the end of the line here," in lines
+    assert "and elsewhere on a terminal." in lines
+    assert lines[lines.index("- a list") + 1] == "stays one"
+
+
+def test_a_flag_names_no_value() -> None:
+    shown = run(made(long_winded), "it", "--help").stdout
+    for flag in ("--flag", "--json"):
+        (line,) = (line for line in shown.splitlines() if flag in line)
+        assert "bool" not in line.lower()
 
 
 @pytest.mark.parametrize(

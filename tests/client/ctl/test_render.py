@@ -136,6 +136,25 @@ def test_the_statistics_say_what_there_is() -> None:
     assert [line[:2] for line in lines if line[:1] == ["lost"]] == [["lost", "2"]]
 
 
+def test_labels_that_nothing_was_counted_under_are_not_shown() -> None:
+    """Each namespace of a token has one."""
+    told = stats()
+    told.usage["team-a"].CopyFrom(pb.Usage())
+    assert "team-a" not in drawn(stats_view(told, "unix:/x"), 120)
+    del told.usage["qwen"]
+    text = drawn(stats_view(told, "unix:/x"), 120)
+    assert "llama" not in text, "there is but one"
+
+
+def test_what_was_read_back_is_said_in_a_sentence() -> None:
+    told = pb.StatsResponse(tiers=[tier_stats(pb.TIER_DISK, entries=1, saves=1)])
+    told.tiers[0].scrub.CopyFrom(
+        pb.ScrubStats(entries=3, payload_bytes=2**20, passes=2, progress_permille=250)
+    )
+    text = drawn(stats_view(told, "unix:/x"), 120)
+    assert "disk: 1MiB read back in the background, 2 times through, 25% of this time" in text
+
+
 def test_without_look_ups_there_is_no_ratio() -> None:
     assert "no look-ups were reported yet" in drawn(stats_view(pb.StatsResponse(), "unix:/x"))
 

@@ -94,6 +94,18 @@ def test_before_the_second_sample_there_are_no_rates() -> None:
     assert "it does not answer" in shown(board, 100)
 
 
+def test_labels_that_nothing_was_counted_under_are_not_shown() -> None:
+    first, second = sample(1), sample(3)
+    for each in (first, second):
+        each.usage["team-a"].CopyFrom(pb.Usage())
+    board = Board("x")
+    board.take(first, [], 10.0)
+    board.take(second, [], 14.0)
+    text = shown(board, 100)
+    assert "team-a" not in text
+    assert "qwen" in text
+
+
 def test_an_empty_daemon() -> None:
     board = Board("x")
     board.take(pb.StatsResponse(incarnation=b"1"), [], 1.0)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 
 from prefixd.client import Client, SaveItem
 from prefixd.client.ctl.private import PrivateDaemon
@@ -41,11 +42,14 @@ class Looked:
     def __init__(self) -> None:
         self.looks = 0
         self.stuck: asyncio.Event | None = None
+        self.broken = False
 
     async def stats(self, _request: pb.StatsRequest, _caller: object) -> pb.StatsResponse:
         self.looks += 1
         if self.stuck is not None:
             await self.stuck.wait()
+        if self.broken:
+            raise RuntimeError("of a secret")
         return pb.StatsResponse(health="serving", pid=self.looks)
 
     async def list_claims(
@@ -107,6 +111,28 @@ async def test_a_sample_that_failed_is_not_shown_as_a_good_one(
     looked.stuck = asyncio.Event()
     with pytest.raises(NoSample):
         await asyncio.to_thread(board.sample)
+
+
+@in_loop
+async def test_a_bug_is_in_the_log_and_a_word_of_it_on_the_page() -> None:
+    looked = Looked()
+    board = Board(cast(AdminService, looked))
+    looked.broken = True
+    with serve_metrics(ANYWHERE, collector(), board) as address, capture_logs() as logs:
+        status, _, body = await asyncio.to_thread(get, address, "/status.json")
+        assert (status, body) == (503, b"the daemon failed: RuntimeError\n")
+        assert [line["event"] for line in logs] == ["sample_failed"]
+        looked.broken = False
+        assert (await asyncio.to_thread(get, address, "/status.json"))[0] == 200
+
+
+def test_a_loop_that_is_over_is_said() -> None:
+    async def made() -> Board:
+        return Board(cast(AdminService, Looked()))
+
+    board = asyncio.run(made())
+    with pytest.raises(NoSample, match="the daemon stops"):
+        board.sample()
 
 
 @in_loop

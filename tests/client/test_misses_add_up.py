@@ -1,0 +1,89 @@
+"""Misses by reason, through evictions, a killed daemon and its restart, for each label."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from hashlib import sha256
+
+from prefixd.client import Client, SaveItem, Tier
+from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.keys import Key
+from tests.support.daemon import eventually, private_daemon
+
+LABELS = ("llama", "qwen")
+BLOCK_TOKENS = 16
+WHILE_IT_IS_DOWN = 10
+
+
+def chain(label: str, conversation: int, blocks: int) -> list[Key]:
+    parts = (f"{label} {conversation} {block}".encode() for block in range(blocks))
+    return [Key(sha256(part).digest()) for part in parts]
+
+
+def look(client: Client, label: str, chance: random.Random) -> None:
+    """A prompt: what is there of it is restored, the rest is saved."""
+    keys = chain(label, chance.randrange(30), chance.randrange(1, 20))
+    with client.longest_run(keys, prompt_tokens=BLOCK_TOKENS * len(keys), deadline_ms=500) as hit:
+        hit.restore_into([bytearray(4096) for _ in hit.keys])
+        missing = [SaveItem(key, bytes(4096), BLOCK_TOKENS) for key in keys[len(hit) :]]
+    if missing:
+        client.save_many(missing, tier=chance.choice(list(Tier)), deadline_ms=500)
+
+
+def usage(daemon: PrivateDaemon, label: str) -> pb.Usage:
+    with daemon.admin() as admin:
+        return admin.stats().usage[label]
+
+
+@contextmanager
+def clients_of(daemon: PrivateDaemon) -> Iterator[dict[str, Client]]:
+    """One of each label, connected. What they counted is told when they have left."""
+    with ExitStack() as stack:
+        made = {n: stack.enter_context(Client(daemon.address, label=n)) for n in LABELS}
+        for client in made.values():
+            assert client.wait_connected(deadline_ms=60_000)
+        yield made
+
+
+def assert_they_add_up(daemon: PrivateDaemon, clients: dict[str, Client], prompts: int) -> None:
+    """In the daemon, for each label, and equal to what its clients say."""
+    for label, client in clients.items():
+        eventually(lambda label=label: usage(daemon, label).lookups == prompts)  # type: ignore[misc]
+        told, counted = usage(daemon, label), client.counters
+        assert 0 < told.hits == counted["hits"] < counted["lookups"] == prompts
+        assert sum(told.misses.values()) == told.lookups - told.hits
+        assert {why: n for why, n in counted["misses"].items() if n} == dict(told.misses)
+        by_tier = {Tier(tier.tier).label: tier.hit_tokens for tier in told.tiers}
+        assert {tier: n for tier, n in counted["hit_tokens_by_tier"].items() if n} == by_tier
+        assert sum(by_tier.values()) == counted["hit_tokens"]
+
+
+def test_the_misses_add_up_for_each_label_and_tier_through_a_restart() -> None:
+    chance = random.Random(12)
+
+    def traffic(clients: dict[str, Client], prompts: int) -> None:
+        for _ in range(prompts):
+            for label, client in clients.items():
+                look(client, label, chance)
+
+    with private_daemon(ram="256KiB", shm="256KiB", disk="1MiB") as daemon:
+        with clients_of(daemon) as clients:
+            traffic(clients, 150)
+        assert_they_add_up(daemon, clients, 150)
+        with daemon.admin() as admin:
+            assert all(tier.evictions for tier in admin.stats().tiers)
+        with clients_of(daemon) as clients:
+            daemon.kill()
+            for client in clients.values():
+                eventually(lambda client=client: not client.connected)  # type: ignore[misc]
+            traffic(clients, WHILE_IT_IS_DOWN)
+            daemon.start()
+            for client in clients.values():
+                assert client.wait_connected(deadline_ms=60_000)
+            traffic(clients, 50)
+        assert_they_add_up(daemon, clients, 50 + WHILE_IT_IS_DOWN)
+        for label in LABELS:
+            assert usage(daemon, label).misses["unavailable"] == WHILE_IT_IS_DOWN
