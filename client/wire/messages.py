@@ -102,19 +102,16 @@ def range_of(wanted: Range) -> pb.ReadRange:
 
 
 def header_of(items: Sequence[ReserveItem], terms: SaveTerms) -> pb.SaveHeader:
+    keys, sizes_bytes, token_counts, layer_counts, token_ids = zip(*items, strict=True)
     return pb.SaveHeader(
         tier=pb.Tier.ValueType(terms.tier),
         reason=pb.SaveReason.ValueType(terms.reason),
-        items=[
-            pb.SaveItem(
-                key=item.key,
-                payload_bytes=item.payload_bytes,
-                token_count=item.token_count or 0,
-                layer_count=item.layer_count,
-                token_ids=item.token_ids,
-            )
-            for item in items
-        ],
+        keys=keys,
+        payload_bytes=sizes_bytes,
+        token_counts=[count or 0 for count in token_counts],
+        # What nothing is said with is not sent.
+        layer_counts=layer_counts if any(layer_counts) else (),
+        token_ids=token_ids if any(token_ids) else (),
         ancestors=terms.ancestors,
         wait_ms=terms.wait_ms,
         ttl_ms=terms.ttl_ms,

@@ -18,6 +18,7 @@ from prefixd.server.api.access import Role
 from prefixd.server.config.loading import load_config
 from prefixd.server.remote import tls_context_of, tokens_of
 from tests.support.certificates import Authority
+from tests.support.columns import Item
 from tests.support.data_client import HOST, secured_connection
 from tests.support.running import (
     OpenSession,
@@ -138,7 +139,7 @@ async def test_what_others_are_sure_of_can_not_be_pinned_or_reserved(
         await daemon.assert_sound()
 
 
-async def daemon_says(session: OpenSession, items: list[pb.SaveItem], data: bytes) -> pb.SaveResult:
+async def daemon_says(session: OpenSession, items: list[Item], data: bytes) -> pb.SaveResult:
     """The result of the first item."""
     parts = [part(0, data)] if data else []
     first = pb.SaveRequest(header=session.header(items), parts=parts)

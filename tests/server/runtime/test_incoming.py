@@ -17,9 +17,11 @@ from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import SaveReason, SaveStatus, Tier
 from prefixd.server.core.answers import ReserveAnswer, WriteOrder
 from prefixd.server.core.events import Event, ReserveAsked, SaveItem, SessionLost, WriteSealed
-from prefixd.server.runtime.incoming import Incoming, Piece, nothing
+from prefixd.server.runtime.incoming import Incoming, nothing
+from prefixd.server.runtime.writes import Piece
 from prefixd.tiers.store import Store
 from tests.contract.faulty import FaultyStore
+from tests.support.columns import StagedPart, staged
 from tests.support.running import (
     PATIENCE_S,
     OpenSession,
@@ -429,7 +431,7 @@ async def staged_call(daemon: Running, session: OpenSession, tier: Tier) -> tupl
     daemon.front.stagings.open(session.number)
     first = pb.SaveStagedRequest(
         header=session.header([item(key(1), DATA)], tier),
-        parts=[pb.StagedPart(item=0, staging_offset_bytes=0, length_bytes=2500)],
+        **staged([StagedPart(length_bytes=2500)]),
     )
     return await daemon.save_staged(), first
 
@@ -524,7 +526,7 @@ async def test_parts_beyond_staging_memory_are_refused(tmp_path: Path) -> None:
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         call, first = await staged_call(daemon, session, Tier.RAM)
-        first.parts[0].staging_offset_bytes = 2**20
+        first.staging_offset_bytes[0] = 2**20
         await call.write(first)
         await call.done_writing()
         with pytest.raises(Refused, match="unknown_staging"):
