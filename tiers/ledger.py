@@ -316,7 +316,8 @@ class Ledger:
 
     def forget(self, resident: Resident, heir: Resident | None = None) -> None:
         """An unpinned entry that left the eviction order already gives its bytes back. `heir`: what
-        is about to be reserved takes its place, if it is as large and has none."""
+        is about to be reserved takes its place, if it is as large and has none; of a place in
+        pieces something better may become."""
         stored_bytes = resident.stored_bytes
         self.published_bytes -= stored_bytes
         self.entries -= 1
@@ -324,9 +325,15 @@ class Ledger:
             self.shares.charge(resident, -1, 0)
         if self.extents is None:
             return
-        if heir is not None and heir.stored_bytes == stored_bytes and heir.place == ():
-            # Nearly always: blocks are of one size. Half of the time of a room given and taken.
-            heir.place = resident.place
+        place = resident.place
+        if (
+            heir is not None
+            and heir.stored_bytes == stored_bytes
+            and heir.place == ()
+            and isinstance(place, int)
+        ):
+            # Nearly always: blocks are of one size. Nothing is freed, searched and given again.
+            heir.place = place
         else:
             self.extents.free(resident.location)
 
