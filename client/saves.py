@@ -17,9 +17,16 @@ from ..proto.errors import (
 )
 from ..proto.keys import Key, check_key, token_bytes
 from ..proto.layout import check_layout, check_token_ids
-from ..proto.limits import MAX_LEASE_MS, MAX_TOKEN_IDS_BYTES, MAX_WAIT_MS
+from ..proto.limits import (
+    KEY_BYTES,
+    MAX_LEASE_MS,
+    MAX_PAYLOAD_BYTES,
+    MAX_TOKEN_IDS_BYTES,
+    MAX_WAIT_MS,
+)
+from ..proto.pieces import FlatBytes
 from ..proto.vocabulary import SaveReason, SaveStatus, Tier
-from .buffers import flat_bytes
+from .buffers import all_flat, flat_bytes
 from .call_queue import CallQueue
 from .counters import Counters
 from .failures import Failures
@@ -287,7 +294,8 @@ class Writer:
     def _checked(
         self, items: Sequence[SaveItem], terms: SaveTerms
     ) -> tuple[list[Saving], SaveTerms]:
-        return [_saving(item) for item in items], _checked_terms(terms)
+        payloads = all_flat([item.payload for item in items])
+        return list(map(_saving, items, payloads)), _checked_terms(terms)
 
     def _save_in_turn(
         self, savings: Sequence[Saving], terms: SaveTerms, deadline_ms: int | None
@@ -330,19 +338,26 @@ class Writer:
         max_keys = self._transport.max_batch_keys
         ancestors = terms.ancestors
         start = 0
+        #: of what is as large as the one before, which most are
+        sized, stored_bytes = (-1, -1), 0
         while start < len(items):
             stop, room_bytes = start, _BATCH_TOKEN_IDS_BYTES
             share_bytes = share.stored_bytes if share else 0
             keys: set[Key] = set()
-            while stop < len(items) and stop - start < max_keys:
-                room_bytes -= len(items[stop].token_ids)
+            for item in items[start : start + max_keys]:
+                key, token_ids_bytes = item.key, len(item.token_ids)
+                room_bytes -= token_ids_bytes
                 # A call names each key once.
-                if items[stop].key in keys or (keys and room_bytes < 0):
+                if key in keys or (keys and room_bytes < 0):
                     break
-                share_bytes -= share.stored_bytes_of(items[stop]) if share else 0
-                if keys and share_bytes < 0:
-                    break
-                keys.add(items[stop].key)
+                if share:
+                    if sized != (item.payload_bytes, token_ids_bytes):
+                        sized = item.payload_bytes, token_ids_bytes
+                        stored_bytes = share.stored_bytes_of(item)
+                    share_bytes -= stored_bytes
+                    if keys and share_bytes < 0:
+                        break
+                keys.add(key)
                 stop += 1
             # Of more ancestors than a call takes, those next to the batch: a chain is evicted from
             # its leaf, and those that were not named are older than these.
@@ -365,17 +380,21 @@ def _size_of(savings: Sequence[Saving]) -> int:
     return sum(len(saving.payload) for saving in savings)
 
 
-def _saving(item: SaveItem) -> Saving:
-    payload, layer_count, token_count = flat_bytes(item.payload), item.layer_count, item.token_count
+def _saving(item: SaveItem, payload: FlatBytes) -> Saving:
+    # For every block: what is nearly always right is only looked at.
+    key, layer_count, token_count = item.key, item.layer_count, item.token_count
     token_ids = b"" if item.token_ids is None else item.token_ids
     if not isinstance(token_ids, bytes):
         token_ids = bytes(token_bytes(token_ids))
     payload_bytes = len(payload)
-    check_layout(payload_bytes, layer_count)
+    if layer_count or payload_bytes > MAX_PAYLOAD_BYTES:
+        check_layout(payload_bytes, layer_count)
     if token_ids:
         check_token_ids(len(token_ids))
-    _check_tokens(token_count)
-    key = check_key(item.key)
+    if token_count is not None:
+        _check_tokens(token_count)
+    if type(key) is not bytes or len(key) != KEY_BYTES:
+        key = check_key(key)
     return Saving(ReserveItem(key, payload_bytes, token_count, layer_count, token_ids), payload)
 
 

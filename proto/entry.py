@@ -64,6 +64,15 @@ class Listed(Protocol):
     def location(self) -> tuple[int, ...]: ...
 
 
+class Recorded(Listed, Protocol):
+    """What a record says of an entry: `EntryRecord`, or anything like it."""
+
+    payload_crc32c: int
+
+    @property
+    def created_ns(self) -> int: ...
+
+
 #: The checksum behind the token ids of an entry; an entry without token ids has none.
 TOKEN_IDS_CRC_BYTES: Final = 4
 

@@ -1231,47 +1231,23 @@ class ReadResponse(google.protobuf.message.Message):
 Global___ReadResponse: typing_extensions.TypeAlias = ReadResponse
 
 @typing.final
-class SaveItem(google.protobuf.message.Message):
-    """---- write side"""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    KEY_FIELD_NUMBER: builtins.int
-    PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
-    TOKEN_COUNT_FIELD_NUMBER: builtins.int
-    LAYER_COUNT_FIELD_NUMBER: builtins.int
-    TOKEN_IDS_FIELD_NUMBER: builtins.int
-    key: builtins.bytes
-    payload_bytes: builtins.int
-    token_count: builtins.int
-    layer_count: builtins.int
-    """0, or a divisor of payload_bytes"""
-    token_ids: builtins.bytes
-    """Optional, u32 little-endian. Stored and given back as they are: the daemon does not know the
-    namespace, and can't tell whether they are those of the key. A reader that knows it can
-    (verify_token_ids in proto/layout.py).
-    """
-    def __init__(
-        self,
-        *,
-        key: builtins.bytes = ...,
-        payload_bytes: builtins.int = ...,
-        token_count: builtins.int = ...,
-        layer_count: builtins.int = ...,
-        token_ids: builtins.bytes = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["key", b"key", "layer_count", b"layer_count", "payload_bytes", b"payload_bytes", "token_count", b"token_count", "token_ids", b"token_ids"]) -> None: ...
-
-Global___SaveItem: typing_extensions.TypeAlias = SaveItem
-
-@typing.final
 class SaveHeader(google.protobuf.message.Message):
+    """---- write side
+
+    Keys to save come in columns, a value of each for each key. A column that is left out says 0, or
+    nothing, of every key; payload_bytes can't be.
+    """
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
     TIER_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
-    ITEMS_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    TOKEN_COUNTS_FIELD_NUMBER: builtins.int
+    LAYER_COUNTS_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
     ANCESTORS_FIELD_NUMBER: builtins.int
     WAIT_MS_FIELD_NUMBER: builtins.int
     TTL_MS_FIELD_NUMBER: builtins.int
@@ -1285,12 +1261,27 @@ class SaveHeader(google.protobuf.message.Message):
     @property
     def session(self) -> Global___SessionRef: ...
     @property
-    def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SaveItem]:
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """of a chain: root first"""
 
     @property
+    def payload_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def token_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def layer_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """0, or a divisor of payload_bytes"""
+
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Optional, u32 little-endian. Stored and given back as they are: the daemon does not know the
+        namespace, and can't tell whether they are those of the key. A reader that knows it can
+        (verify_token_ids in proto/layout.py).
+        """
+
+    @property
     def ancestors(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """the blocks before items[0], root first; they are used by this save"""
+        """the blocks before keys[0], root first; they are used by this save"""
 
     @property
     def touched(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
@@ -1304,14 +1295,18 @@ class SaveHeader(google.protobuf.message.Message):
         session: Global___SessionRef | None = ...,
         tier: Global___Tier.ValueType = ...,
         reason: Global___SaveReason.ValueType = ...,
-        items: collections.abc.Iterable[Global___SaveItem] | None = ...,
+        keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+        payload_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+        token_counts: collections.abc.Iterable[builtins.int] | None = ...,
+        layer_counts: collections.abc.Iterable[builtins.int] | None = ...,
+        token_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
         ancestors: collections.abc.Iterable[builtins.bytes] | None = ...,
         wait_ms: builtins.int = ...,
         ttl_ms: builtins.int = ...,
         touched: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ancestors", b"ancestors", "items", b"items", "reason", b"reason", "session", b"session", "tier", b"tier", "touched", b"touched", "ttl_ms", b"ttl_ms", "wait_ms", b"wait_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ancestors", b"ancestors", "keys", b"keys", "layer_counts", b"layer_counts", "payload_bytes", b"payload_bytes", "reason", b"reason", "session", b"session", "tier", b"tier", "token_counts", b"token_counts", "token_ids", b"token_ids", "touched", b"touched", "ttl_ms", b"ttl_ms", "wait_ms", b"wait_ms"]) -> None: ...
 
 Global___SaveHeader: typing_extensions.TypeAlias = SaveHeader
 
@@ -1387,7 +1382,7 @@ class WritePart(google.protobuf.message.Message):
     token: builtins.int
     """of the reservation; in a Save stream unused"""
     item: builtins.int
-    """index in SaveHeader.items; in a Write stream unused"""
+    """index in SaveHeader.keys; in a Write stream unused"""
     offset_bytes: builtins.int
     data: builtins.bytes
     last: builtins.bool
@@ -2179,7 +2174,11 @@ class SaveStagedRequest(google.protobuf.message.Message):
 
     HEADER_FIELD_NUMBER: builtins.int
     RESERVED_FIELD_NUMBER: builtins.int
-    PARTS_FIELD_NUMBER: builtins.int
+    ITEMS_FIELD_NUMBER: builtins.int
+    STAGING_OFFSET_BYTES_FIELD_NUMBER: builtins.int
+    LENGTH_BYTES_FIELD_NUMBER: builtins.int
+    LAST_PARTS_FIELD_NUMBER: builtins.int
+    PAYLOAD_CRC32C_FIELD_NUMBER: builtins.int
     LAST_FIELD_NUMBER: builtins.int
     QUIET_FIELD_NUMBER: builtins.int
     last: builtins.bool
@@ -2195,18 +2194,38 @@ class SaveStagedRequest(google.protobuf.message.Message):
         """what was reserved"""
 
     @property
-    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StagedPart]: ...
+    def items(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Parts of payloads, in columns, a value of each for each part.
+        index in SaveHeader.keys, or among the tokens
+        """
+
+    @property
+    def staging_offset_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def length_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def last_parts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
+        """of its payload"""
+
+    @property
+    def payload_crc32c(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """of the whole payload, with the last part; else 0"""
+
     def __init__(
         self,
         *,
         header: Global___SaveHeader | None = ...,
         reserved: Global___StagedReservations | None = ...,
-        parts: collections.abc.Iterable[Global___StagedPart] | None = ...,
+        items: collections.abc.Iterable[builtins.int] | None = ...,
+        staging_offset_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+        length_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+        last_parts: collections.abc.Iterable[builtins.bool] | None = ...,
+        payload_crc32c: collections.abc.Iterable[builtins.int] | None = ...,
         last: builtins.bool = ...,
         quiet: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header", "reserved", b"reserved"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "last", b"last", "parts", b"parts", "quiet", b"quiet", "reserved", b"reserved"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "items", b"items", "last", b"last", "last_parts", b"last_parts", "length_bytes", b"length_bytes", "payload_crc32c", b"payload_crc32c", "quiet", b"quiet", "reserved", b"reserved", "staging_offset_bytes", b"staging_offset_bytes"]) -> None: ...
 
 Global___SaveStagedRequest: typing_extensions.TypeAlias = SaveStagedRequest
 
@@ -2230,35 +2249,6 @@ class StagedReservations(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["session", b"session", "tokens", b"tokens"]) -> None: ...
 
 Global___StagedReservations: typing_extensions.TypeAlias = StagedReservations
-
-@typing.final
-class StagedPart(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    ITEM_FIELD_NUMBER: builtins.int
-    STAGING_OFFSET_BYTES_FIELD_NUMBER: builtins.int
-    LENGTH_BYTES_FIELD_NUMBER: builtins.int
-    LAST_FIELD_NUMBER: builtins.int
-    PAYLOAD_CRC32C_FIELD_NUMBER: builtins.int
-    item: builtins.int
-    """index in SaveHeader.items, or among the tokens"""
-    staging_offset_bytes: builtins.int
-    length_bytes: builtins.int
-    last: builtins.bool
-    payload_crc32c: builtins.int
-    """of the whole payload, with the last part"""
-    def __init__(
-        self,
-        *,
-        item: builtins.int = ...,
-        staging_offset_bytes: builtins.int = ...,
-        length_bytes: builtins.int = ...,
-        last: builtins.bool = ...,
-        payload_crc32c: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["item", b"item", "last", b"last", "length_bytes", b"length_bytes", "payload_crc32c", b"payload_crc32c", "staging_offset_bytes", b"staging_offset_bytes"]) -> None: ...
-
-Global___StagedPart: typing_extensions.TypeAlias = StagedPart
 
 @typing.final
 class SaveLentRequest(google.protobuf.message.Message):
@@ -2652,6 +2642,7 @@ class StatsResponse(google.protobuf.message.Message):
     OLDEST_CLAIM_MS_FIELD_NUMBER: builtins.int
     SHARED_FIELD_NUMBER: builtins.int
     SHARED_NODES_FIELD_NUMBER: builtins.int
+    COMPILED_FIELD_NUMBER: builtins.int
     STAGES_FIELD_NUMBER: builtins.int
     daemon_version: builtins.str
     incarnation: builtins.bytes
@@ -2665,6 +2656,8 @@ class StatsResponse(google.protobuf.message.Message):
     """"serving", or what does not work"""
     oldest_claim_ms: builtins.int
     """for how long the oldest claim is held"""
+    compiled: builtins.bool
+    """its state is C, made from the Python by mypyc"""
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierStats]: ...
     @property
@@ -2715,9 +2708,10 @@ class StatsResponse(google.protobuf.message.Message):
         oldest_claim_ms: builtins.int = ...,
         shared: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         shared_nodes: collections.abc.Iterable[Global___SharedNode] | None = ...,
+        compiled: builtins.bool = ...,
         stages: collections.abc.Iterable[Global___StageTimes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["claims", b"claims", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "in_flight", b"in_flight", "incarnation", b"incarnation", "notices", b"notices", "oldest_claim_ms", b"oldest_claim_ms", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "shared", b"shared", "shared_nodes", b"shared_nodes", "stages", b"stages", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "usage", b"usage", "waiters", b"waiters"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claims", b"claims", "compiled", b"compiled", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "in_flight", b"in_flight", "incarnation", b"incarnation", "notices", b"notices", "oldest_claim_ms", b"oldest_claim_ms", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "shared", b"shared", "shared_nodes", b"shared_nodes", "stages", b"stages", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "usage", b"usage", "waiters", b"waiters"]) -> None: ...
 
 Global___StatsResponse: typing_extensions.TypeAlias = StatsResponse
 

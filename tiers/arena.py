@@ -36,7 +36,7 @@ from typing import Final
 
 from ..proto.arena_header import encode_arena_header
 from ..proto.copying import RELEASE_BYTES, address_of, copy_crc32c
-from ..proto.entry import TOKEN_IDS_CRC_BYTES, EntryRecord
+from ..proto.entry import TOKEN_IDS_CRC_BYTES, Recorded
 from ..proto.layout import crc32c
 from .files import open_own_file, secure_range, write_errors
 from .store import SEGMENT_BYTES, Buffer, Damaged, EntryWriter, Location, StoreError
@@ -257,7 +257,7 @@ class ArenaWriter(EntryWriter):
     meanwhile is noticed.
     """
 
-    def __init__(self, arena: BaseArena, entry: EntryRecord, token_ids: bytes) -> None:
+    def __init__(self, arena: BaseArena, entry: Recorded, token_ids: bytes) -> None:
         if len(token_ids) != entry.token_ids_bytes:
             raise ValueError(f"{len(token_ids)} bytes of token ids, not {entry.token_ids_bytes}")
         self.entry = entry
@@ -265,6 +265,7 @@ class ArenaWriter(EntryWriter):
         #: `arena.failed_syncs` when the first byte was written.
         self.failed_syncs = arena.failed_syncs
         self._arena = arena
+        self._location = entry.location
         self._token_ids = token_ids
         self._written_bytes = 0
         self._crc = 0
@@ -289,13 +290,13 @@ class ArenaWriter(EntryWriter):
         self._written_bytes = written_bytes
 
     def room(self, most_bytes: int) -> memoryview | None:
-        start, extent_bytes = self.entry.location[self._extent : self._extent + 2]
+        start, extent_bytes = self._location[self._extent : self._extent + 2]
         left_bytes = min(extent_bytes - self._used_bytes, most_bytes)
         most_bytes = min(left_bytes, self.entry.payload_bytes - self._written_bytes)
         return self._arena.writable(start + self._used_bytes, most_bytes)
 
     def filled(self, length_bytes: int) -> None:
-        location = self.entry.location
+        location = self._location
         start, extent_bytes = location[self._extent : self._extent + 2]
         room = self._arena.writable(start + self._used_bytes, length_bytes)
         assert room is not None, "what was filled was room"
@@ -320,7 +321,7 @@ class ArenaWriter(EntryWriter):
 
     def _put(self, data: memoryview, crc: int) -> int:
         """Write `data` where the last piece ended; returns its CRC32C, continuing `crc`."""
-        location = self.entry.location
+        location = self._location
         if len(location) == 2:
             # Nearly every entry lies in one extent.
             used_bytes = self._used_bytes
@@ -329,7 +330,7 @@ class ArenaWriter(EntryWriter):
                 raise ValueError(f"{self._used_bytes} bytes do not fit into {location}")
             return self._arena.put(location[0] + used_bytes, data, crc)
         while data:
-            start, extent_bytes = self.entry.location[self._extent : self._extent + 2]
+            start, extent_bytes = location[self._extent : self._extent + 2]
             piece = data[: extent_bytes - self._used_bytes]
             crc = self._arena.put(start + self._used_bytes, piece, crc)
             data = data[len(piece) :]

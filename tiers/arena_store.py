@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 from ..proto.arena_header import ARENA_HEADER_BYTES, decode_arena_header
-from ..proto.entry import TOKEN_IDS_CRC_BYTES, EntryRecord, content_bytes
+from ..proto.entry import TOKEN_IDS_CRC_BYTES, EntryRecord, Recorded, content_bytes
 from ..proto.errors import RecordError
 from ..proto.keys import Key
 from ..proto.layout import crc32c
@@ -105,7 +105,7 @@ class ArenaStore(Store):
     def take_back(self, location: Location) -> None:
         self.arena.take_back(location)
 
-    def writer(self, entry: EntryRecord, token_ids: bytes = b"") -> EntryWriter:
+    def writer(self, entry: Recorded, token_ids: bytes = b"") -> EntryWriter:
         return ArenaWriter(self.arena, entry, token_ids)
 
     def read(self, entry: EntryRef, offset_bytes: int, length_bytes: int) -> list[memoryview]:
@@ -257,7 +257,7 @@ class RecordedStore(ArenaStore):
         self.arena.write_header(incarnation, self.slab_bytes)
         self._has_incarnation = True
 
-    def writer(self, entry: EntryRecord, token_ids: bytes = b"") -> EntryWriter:
+    def writer(self, entry: Recorded, token_ids: bytes = b"") -> EntryWriter:
         if not self._has_incarnation:
             raise ValueError("set_incarnation comes before the first writer")
         return _RecordedWriter(self._records, self.arena, entry, token_ids)
@@ -321,7 +321,7 @@ class _RecordedWriter(ArenaWriter):
     """Writes nothing before the records of the entries whose room it may have are erased."""
 
     def __init__(
-        self, records: Records, arena: BaseArena, entry: EntryRecord, token_ids: bytes
+        self, records: Records, arena: BaseArena, entry: Recorded, token_ids: bytes
     ) -> None:
         super().__init__(arena, entry, token_ids)
         self._records = records

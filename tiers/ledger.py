@@ -123,10 +123,14 @@ class Ledger:
             return Admission.NO_ROOM
         if shares is not None and not shares.allows(self.room, [(number, stored_bytes, entries)]):
             return Admission.OVER_SHARE
-        if self.fits(stored_bytes, entries):
+        free_bytes = self.limit_bytes - self.published_bytes - self.reserved_bytes
+        wanted = self.entries + self.reservations + entries
+        most = self.max_entries
+        if stored_bytes <= free_bytes and (not most or wanted <= most):
             return Admission.FITS
-        unpinned_entries = self.entries - self.pinned_entries
-        if self.fits_after(stored_bytes, entries, self.unpinned_bytes, unpinned_entries):
+        if stored_bytes <= free_bytes + self.published_bytes - self.pinned_bytes and (
+            not most or wanted - self.entries + self.pinned_entries <= most
+        ):
             return Admission.AFTER_EVICTION
         return Admission.NO_ROOM
 
@@ -211,7 +215,7 @@ class Ledger:
         self.policy.prepare(coming)
 
     def reserve(self, resident: Resident) -> None:
-        """Take room that `admission` said FITS, and place it.
+        """Take room that `admission` said FITS, and place it, if no victim left its place to it.
 
         It enters the eviction order now, pinned: orders with shares for their queues have to
         see what is on its way to them.
@@ -223,7 +227,7 @@ class Ledger:
         if self.shares is not None:
             self.shares.charge(resident, 1, 1)
         self.policy.enter(resident)
-        if self.extents is not None:
+        if self.extents is not None and resident.place == ():
             resident.location = self.extents.allocate(stored_bytes)
 
     def withdraw(self, resident: Resident) -> None:
@@ -310,13 +314,27 @@ class Ledger:
         follow, or `bury` once it is not pinned any more."""
         self.policy.remove(resident)
 
-    def forget(self, resident: Resident) -> None:
-        """An unpinned entry that left the eviction order already gives its bytes back."""
-        self.published_bytes -= resident.stored_bytes
+    def forget(self, resident: Resident, heir: Resident | None = None) -> None:
+        """An unpinned entry that left the eviction order already gives its bytes back. `heir`: what
+        is about to be reserved takes its place, if it is as large and has none; of a place in
+        pieces something better may become."""
+        stored_bytes = resident.stored_bytes
+        self.published_bytes -= stored_bytes
         self.entries -= 1
         if self.shares is not None:
             self.shares.charge(resident, -1, 0)
-        if self.extents is not None:
+        if self.extents is None:
+            return
+        place = resident.place
+        if (
+            heir is not None
+            and heir.stored_bytes == stored_bytes
+            and heir.place == ()
+            and isinstance(place, int)
+        ):
+            # Nearly always: blocks are of one size. Nothing is freed, searched and given again.
+            heir.place = place
+        else:
             self.extents.free(resident.location)
 
     def bury(self, resident: Resident) -> None:

@@ -33,7 +33,7 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from ..proto.entry import EntryRecord
+from ..proto.entry import EntryRecord, Recorded
 from ..proto.layout import crc32c
 from ..proto.vocabulary import Tier
 from .files import open_own_file, pwrite_all, secure_range
@@ -126,7 +126,7 @@ class Records:
         if self._unerased:
             self.put(())
 
-    def put(self, entries: Sequence[EntryRecord]) -> None:
+    def put(self, entries: Sequence[Recorded]) -> None:
         """Erase what was forgotten, then write these records. Returns when all is durable.
 
         Raises StoreError, StoreFull; then the records are forgotten, and the rest is as before.

@@ -35,7 +35,7 @@ import struct
 from collections.abc import Callable
 from typing import Final
 
-from ..proto.entry import EntryRecord, Location, content_bytes
+from ..proto.entry import EntryRecord, Location, Recorded, content_bytes
 from ..proto.errors import InvalidSize
 from ..proto.keys import Key
 from ..proto.layout import check_layout, check_token_ids, crc32c
@@ -73,7 +73,7 @@ class RowRefused(Exception):
     """A row is no record that this version can use."""
 
 
-def encode_rows(entry: EntryRecord, slab_bytes: int) -> list[tuple[int, bytes]]:
+def encode_rows(entry: Recorded, slab_bytes: int) -> list[tuple[int, bytes]]:
     """The rows of an entry with their slabs: its continuations, then its own."""
     slabs = tuple(number // slab_bytes for number in entry.location)
     count = len(slabs) // 2

@@ -37,7 +37,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Final, NamedTuple, Protocol, TypeAlias
 
-from ..proto.entry import EntryRecord
+from ..proto.entry import EntryRecord, Recorded
 from ..proto.entry import Location as Location
 from ..proto.keys import Key
 from ..proto.layout import crc32c
@@ -117,7 +117,7 @@ class EntryWriter(ABC):
     """
 
     #: What is being saved. Complete, with its checksum, once it is sealed.
-    entry: EntryRecord
+    entry: Recorded
 
     @property
     @abstractmethod
@@ -214,9 +214,9 @@ class Store(ABC):
         find in its header. Has to come before the first `writer`. Raises StoreError."""
 
     @abstractmethod
-    def writer(self, entry: EntryRecord, token_ids: bytes = b"") -> EntryWriter:
-        """Begin an entry in the room that it names. Cheap; no visible effect. `entry` is the
-        writer's from now on, which sets its checksum.
+    def writer(self, entry: Recorded, token_ids: bytes = b"") -> EntryWriter:
+        """Begin an entry in the room that it names. Cheap; no visible effect. The writer sets the
+        checksum of `entry`, of which nothing else changes before it is durable.
 
         Raises ValueError if the token ids are not as long as the entry says.
         """

@@ -92,6 +92,7 @@ def headline(stats: pb.StatsResponse, address: str) -> Text:
     healthy = stats.health == "serving"
     return Text.assemble(
         (f"prefixd {stats.daemon_version}", "bold"),
+        ", compiled" if stats.compiled else "",
         "  ",
         (stats.health or "unknown", "green" if healthy else "bold red"),
         f"  up {age(stats.uptime_ms * NS_PER_MS)}  pid {stats.pid}  {address}",

@@ -20,8 +20,9 @@ LEND_BYTES = 32 * 2**20
 
 def can_lend(payloads: Sequence[FlatBytes]) -> bool:
     """May they be, and is it worth it?"""
-    pieces = sum(len(p.views) if isinstance(p, Pieces) else 1 for p in payloads)
-    return pieces <= MAX_LENT_PIECES and sum(map(len, payloads)) >= LEND_BYTES
+    if sum(map(len, payloads)) < LEND_BYTES:
+        return False
+    return sum(len(p.views) if isinstance(p, Pieces) else 1 for p in payloads) <= MAX_LENT_PIECES
 
 
 def save(

@@ -211,6 +211,8 @@ def _filled(
     left_bytes = sum(map(len, payloads))
     slot: int | None = None
     used_bytes = told_bytes = 0
+    #: what the next request tells of: item, offset, length, is it the last part, CRC32C
+    parts: list[tuple[int, int, int, bool, int]] = []
     try:
         if left_bytes > MESSAGE_BYTES:
             # The daemon finds room for all of it while the first of it is copied here.
@@ -225,27 +227,36 @@ def _filled(
                 room_bytes = memory.slot_bytes - used_bytes
                 whole = not offset_bytes and payload_bytes <= room_bytes
                 piece = payload if whole else payload[offset_bytes : offset_bytes + room_bytes]
-                if told_bytes and told_bytes + len(piece) > MESSAGE_BYTES:
-                    yield None, request
-                    request, told_bytes = pb.SaveStagedRequest(), 0
-                place, piece_bytes = slot + used_bytes, len(piece)
+                piece_bytes = len(piece)
+                if parts and told_bytes + piece_bytes > MESSAGE_BYTES:
+                    yield None, _telling(request, parts)
+                    request, parts, told_bytes = pb.SaveStagedRequest(), [], 0
+                place = slot + used_bytes
                 crc = copy_crc32c(memory.room(place, piece_bytes), piece, crc)
                 offset_bytes += piece_bytes
                 used_bytes += piece_bytes
                 told_bytes += piece_bytes
                 left_bytes -= piece_bytes
-                request.parts.add(
-                    item=item,
-                    staging_offset_bytes=place,
-                    length_bytes=piece_bytes,
-                    last=offset_bytes == payload_bytes,
-                    payload_crc32c=crc,
-                )
+                last = offset_bytes == payload_bytes
+                parts.append((item, place, piece_bytes, last, crc if last else 0))
                 if used_bytes == memory.slot_bytes or not left_bytes:
                     request.last = not left_bytes
                     full, slot = slot, None
-                    yield full, request
-                    request, told_bytes = pb.SaveStagedRequest(), 0
+                    yield full, _telling(request, parts)
+                    request, parts, told_bytes = pb.SaveStagedRequest(), [], 0
     finally:
         if slot is not None:
             memory.give(slot)
+
+
+def _telling(
+    request: pb.SaveStagedRequest, parts: Sequence[tuple[int, int, int, bool, int]]
+) -> pb.SaveStagedRequest:
+    """`request` with these parts, column by column."""
+    items, offsets, lengths, last_parts, crc32c = zip(*parts, strict=True)
+    request.items.extend(items)
+    request.staging_offset_bytes.extend(offsets)
+    request.length_bytes.extend(lengths)
+    request.last_parts.extend(last_parts)
+    request.payload_crc32c.extend(crc32c)
+    return request

@@ -82,10 +82,10 @@ def pack(
 
 def check_header(header: pb.SaveHeader, max_message_bytes: int) -> None:
     """A header is one message, or part of one. Raises InvalidBatch."""
-    framing_bytes = _FRAMING_BYTES + _PART_BYTES * len(header.items)
+    framing_bytes = _FRAMING_BYTES + _PART_BYTES * len(header.keys)
     header_bytes = header.ByteSize() + framing_bytes
     if header_bytes > max_message_bytes:
         raise InvalidBatch(
-            f"keys and token ids of {len(header.items)} items are {header_bytes} bytes, more "
+            f"keys and token ids of {len(header.keys)} items are {header_bytes} bytes, more "
             f"than the {max_message_bytes} of a message: save them in several calls"
         )

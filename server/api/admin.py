@@ -22,6 +22,7 @@ from ...proto.keys import Key
 from ...proto.namespaces import Namespace
 from ...proto.vocabulary import Tier
 from ...tiers.ledger import Admission, Ledger
+from ..core import state
 from ..core.checking import MAX_PROBLEMS
 from ..core.entries import EntryTable
 from ..core.events import Tick
@@ -44,6 +45,8 @@ from .usage import UsageBook
 #: How often the client of a Verify hears how far it is.
 _PROGRESS_EVERY_S = 0.2
 _DEFAULT_QUARTERS = (1, 2, 4, 8, 16)
+#: See setup.py.
+COMPILED = not (state.__file__ or "").endswith(".py")
 
 
 class AdminService(Operations):
@@ -79,6 +82,7 @@ class AdminService(Operations):
         unhealthy = core.unhealthy()
         return pb.StatsResponse(
             daemon_version=self._config.daemon_version,
+            compiled=COMPILED,
             incarnation=self._config.incarnation,
             uptime_ms=(core.clock.now_ns() - self._started_ns) // 1_000_000,
             pid=os.getpid(),

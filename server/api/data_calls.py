@@ -170,7 +170,7 @@ class DataCalls:
             return
         await line.tell(pb.DataResponse(save_ready=pb.SaveReady(items=wanted)))
         line.in_step = False
-        receiving = Receiving(line.stream, [incoming.feed_of(number) for number in wanted])
+        receiving = Receiving(line.stream, [incoming.write_of(number) for number in wanted])
         blocking = self._core.stores[receiving.tier].blocking
         while not receiving.complete:
             inline = receiving.left_bytes <= _INLINE_BYTES and not blocking

@@ -51,9 +51,9 @@ class LentSaves:
         if process is None or not process.pid:
             raise UnreadableMemory("the process that lends it is in another PID namespace")
         payloads = _payloads(request)
-        asked = len(reserved.tokens if reserved is not None else request.header.items)
+        asked = len(reserved.tokens if reserved is not None else request.header.keys)
         if asked != len(payloads):
-            raise MalformedMessage(f"{len(payloads)} payloads are lent for {asked} items")
+            raise MalformedMessage(f"{len(payloads)} payloads are lent for {asked} keys")
         memory = LentMemory(process.pid, request.token, request.token_address)
         lent_bytes = sum(payload.length_bytes for payload in payloads)
         session = membership.number
@@ -73,7 +73,7 @@ class LentSaves:
                     turns = turns_of(
                         memory,
                         saves.core.devices,
-                        [incoming.feed_of(number) for number in granted],
+                        [incoming.write_of(number) for number in granted],
                         [payloads[number] for number in granted],
                         min(_TURN_BYTES, -(-lent_bytes // threads)),
                     )

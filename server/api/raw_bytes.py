@@ -21,8 +21,8 @@ from ...proto.errors import MalformedMessage, PrefixdError
 from ...proto.vocabulary import Tier
 from ...tiers.store import Damaged, Store, StoreError
 from ..core.entries import Entry
-from ..runtime.incoming import Feed
 from ..runtime.loop import Core
+from ..runtime.writes import Write
 from .streams import Stream
 
 #: One turn moves so many bytes at most, in a few milliseconds; then others have the thread.
@@ -165,10 +165,10 @@ class Receiving:
     Each payload is followed by its CRC32C. What comes for a write that has ended is thrown away.
     """
 
-    def __init__(self, stream: Stream, feeds: Sequence[Feed]) -> None:
-        """`feeds` are the writes in the order in which their bytes come."""
+    def __init__(self, stream: Stream, writes: Sequence[Write]) -> None:
+        """`writes` are the writes in the order in which their bytes come."""
         self._stream = stream
-        self._all = feeds
+        self._all = writes
         self._at = 0
         #: where the turn at hand ends at the latest
         self._end = 0
@@ -178,14 +178,14 @@ class Receiving:
         self._crc_bytes = 0
         #: where bytes go that no arena takes directly
         self._scratch: memoryview | None = None
-        self.left_bytes = sum(map(_sent_bytes, feeds))
+        self.left_bytes = sum(map(_sent_bytes, writes))
         #: The socket was empty when the last turn ended.
         self.starved = False
         #: How long a turn waits for it.
         self.patience_ms = _PATIENCE_MS
         #: `incoming.Turn`
-        self.feeds: Sequence[Feed] = ()
-        self.tier: Final = max((feed.write.order.tier for feed in feeds), default=Tier.RAM)
+        self.writes: Sequence[Write] = ()
+        self.tier: Final = max((write.entry.tier for write in writes), default=Tier.RAM)
 
     @property
     def complete(self) -> bool:
@@ -198,7 +198,7 @@ class Receiving:
             reach_bytes -= _sent_bytes(self._all[end])
             end += 1
         self._end = end
-        self.feeds = self._all[self._at : end]
+        self.writes = self._all[self._at : end]
 
     def take(self) -> PrefixdError | None:
         end_bytes = max(0, self.left_bytes - TURN_BYTES)
@@ -221,9 +221,9 @@ class Receiving:
 
     def _receive(self) -> None:
         """What one call of the kernel brings. Raises OSError, PrefixdError."""
-        feed = self._all[self._at]
-        payload_bytes = feed.write.order.payload_bytes - self._received_bytes
-        room, direct = self._room(feed, min(payload_bytes, data.PART_BYTES))
+        write = self._all[self._at]
+        payload_bytes = write.entry.payload_bytes - self._received_bytes
+        room, direct = self._room(write, min(payload_bytes, data.PART_BYTES))
         buffers: list[memoryview] = [room] if payload_bytes else []
         if len(room) >= payload_bytes:
             buffers.append(memoryview(self._crc)[self._crc_bytes :])
@@ -233,47 +233,47 @@ class Receiving:
         self.left_bytes -= came_bytes
         taken_bytes = min(came_bytes, payload_bytes, len(room))
         if taken_bytes:
-            self._store(feed, room[:taken_bytes], direct=direct)
+            self._store(write, room[:taken_bytes], direct=direct)
         self._received_bytes += taken_bytes
         self._crc_bytes += came_bytes - taken_bytes
         if self._crc_bytes == data.CRC.size:
-            self._finish(feed)
+            self._finish(write)
 
-    def _room(self, feed: Feed, most_bytes: int) -> tuple[memoryview, bool]:
+    def _room(self, write: Write, most_bytes: int) -> tuple[memoryview, bool]:
         """Where the next bytes go; and is that where they will lie?"""
-        if most_bytes and feed.problem is None and not feed.write.stopping:
+        if most_bytes and write.problem is None and not write.stopping:
             try:
-                room = feed.write.writer.room(most_bytes)
+                room = write.writer.room(most_bytes)
                 if room is not None:
                     return room, True
             except Exception as problem:  # of this save; the bytes still come
-                feed.fail(problem)
+                write.fail(problem)
         if self._scratch is None or len(self._scratch) < most_bytes:
             self._scratch = memoryview(unset_bytearray(most_bytes))
         return self._scratch[:most_bytes], False
 
-    def _store(self, feed: Feed, came: memoryview, *, direct: bool) -> None:
-        if feed.problem is not None:
+    def _store(self, write: Write, came: memoryview, *, direct: bool) -> None:
+        if write.problem is not None:
             return
         try:
             if direct:
-                feed.write.writer.filled(len(came))
-            elif not feed.write.stopping:
-                feed.write.writer.write(came)
+                write.writer.filled(len(came))
+            elif not write.stopping:
+                write.writer.write(came)
         except Exception as problem:
-            feed.fail(problem)
+            write.fail(problem)
 
-    def _finish(self, feed: Feed) -> None:
+    def _finish(self, write: Write) -> None:
         (payload_crc32c,) = data.CRC.unpack(self._crc)
         self._at += 1
         self._received_bytes = self._crc_bytes = 0
-        if feed.problem is not None or feed.write.stopping:
+        if write.problem is not None or write.stopping:
             return
         try:
-            feed.finish(payload_crc32c)
+            write.finish(payload_crc32c)
         except Exception as problem:
-            feed.fail(problem)
+            write.fail(problem)
 
 
-def _sent_bytes(feed: Feed) -> int:
-    return feed.write.order.payload_bytes + data.CRC.size
+def _sent_bytes(write: Write) -> int:
+    return write.entry.payload_bytes + data.CRC.size

@@ -21,10 +21,11 @@ from ...proto.vocabulary import SaveStatus
 from ..core.answers import CancelAnswer, ReserveAnswer, WriteOrder
 from ..core.effects import SaveEnded
 from ..core.events import CancelAsked, KeysTouched, ReserveAsked, SaveItem, WriteBegan
-from ..runtime.incoming import MAX_WAITING_MESSAGES, Incoming, Piece, nothing
+from ..runtime.incoming import MAX_WAITING_MESSAGES, Incoming, nothing
 from ..runtime.loop import Core
 from ..runtime.quota import Quota, Room
 from ..runtime.staging import StagingPool
+from ..runtime.writes import Piece
 from . import messages
 from .access import Access, Role
 from .calls import Caller
@@ -75,7 +76,7 @@ class Saves:
         return self._sessions.prove(ref, caller, Role.WRITE)
 
     def _items(self, access: Access | None, header: pb.SaveHeader) -> tuple[SaveItem, ...]:
-        items = messages.items_of(header.items)
+        items = messages.items_of(header)
         named = tuple([item.key for item in items])
         keys = self._sessions.namespaces.keys(access, named)
         if keys is named:
@@ -234,22 +235,18 @@ class Saves:
                 refusals, incoming = await self.begin_reserved(reserved, membership)
 
             async def take(request: pb.SaveStagedRequest) -> None:
-                if not request.parts:
+                parts = messages.parts_of(request)
+                if not parts:
                     return
                 pieces = [
-                    Piece(
-                        p.item,
-                        staging.view(p.staging_offset_bytes, p.length_bytes),
-                        p.last,
-                        p.payload_crc32c,
-                    )
-                    for p in request.parts
-                    if _granted(p.item, refusals)
+                    Piece(item, staging.view(offset_bytes, length_bytes), last, payload_crc32c)
+                    for item, offset_bytes, length_bytes, last, payload_crc32c in parts
+                    if _granted(item, refusals)
                 ]
                 if request.quiet:
                     incoming.begin(pieces, nothing)
                 else:
-                    copied = pb.SaveStagedResponse(parts_copied=len(request.parts))
+                    copied = pb.SaveStagedResponse(parts_copied=len(parts))
                     incoming.begin(pieces, partial(tell, copied))
                 if incoming.waiting > MAX_WAITING_MESSAGES:
                     await incoming.idle()

@@ -172,6 +172,8 @@ async def to_its_end(work: Awaitable[T]) -> T:
         except asyncio.CancelledError as again:
             cancelled = again
     if cancelled is not None:
+        if not future.cancelled():
+            future.exception()  # nobody wants to know any more
         raise cancelled
     return future.result()
 

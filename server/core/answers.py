@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 from ...proto.errors import PrefixdError
 from ...proto.keys import Key
-from ...proto.vocabulary import DeleteStatus, SaveReason, SaveStatus, Tier
+from ...proto.vocabulary import DeleteStatus, SaveStatus, Tier
 from ...tiers.store import Location
 from .entries import Entry
 from .events import TierState
@@ -82,18 +82,16 @@ class CancelAnswer:
 
 
 class WriteOrder(NamedTuple):
-    """A granted reservation: where its bytes go, and what their record says."""
+    """A granted reservation: what is to be written, and where (`entry.location`). Until it is
+    published, the checksum of the entry is its writer's to set."""
 
     token: int
-    key: Key
-    tier: Tier
-    reason: SaveReason
-    generation: int
-    location: Location
-    payload_bytes: int
-    token_count: int
-    layer_count: int
+    entry: Entry
     token_ids: bytes
+
+    @property
+    def key(self) -> Key:
+        return self.entry.key
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,10 @@ class Entry(Resident):
     #: all entries of a label, and no byte more: the allocator would round up without it
     label: str = ""
 
+    @property
+    def created_ns(self) -> int:
+        return self.generation
+
 
 def shard_of(key: Key) -> int:
     """The shard of a key. Clients choose keys, but not how Python hashes them in this process."""

@@ -52,6 +52,7 @@ from .transition import Refusal, Transition
 _SEALED, _REFUSED, _COMMITTED = Signal.SEALED, Signal.REFUSED, Signal.COMMITTED
 _DOOMED, _GONE, _SAVED = Stage.DOOMED, Stage.GONE, SaveStatus.SAVED
 _NOTED = Happening.SAVED
+_FITS, _AFTER_EVICTION = Admission.FITS, Admission.AFTER_EVICTION
 
 #: payload bytes, token id bytes -> what the tier's budget is charged
 Footprint = Callable[[int, int], int]
@@ -80,13 +81,14 @@ def reserve(transition: Transition, asked: ReserveAsked) -> None:
         pending = awaited(transition, [item.key for item in asked.items], WaitMode.ALL)
         if transition.park(asked, WaitMode.ALL, pending):
             return
-    chain = (*asked.ancestors, *(item.key for item in asked.items))
+    mine = [item.key for item in asked.items]
+    chain = (*asked.ancestors, *mine)
     # Before anything is evicted for this chain, what is there of it becomes the most recent.
-    mine = {item.key for item in asked.items}
-    for key in reversed(chain):
-        entry = t.entries.find(key)
-        if entry is not None:
-            transition.use(entry) if key in mine else transition.refresh(entry)
+    there = [entry for entry in t.entries.find_all(chain) if entry is not None]
+    if there:
+        keys = set(mine)
+        for entry in reversed(there):
+            transition.use(entry) if entry.key in keys else transition.refresh(entry)
     session.reserving += len(asked.items)
     job = t.reserving[asked.request] = Reserve(asked, session, SaveBatch(chain))
     t.backlog.append(job)
@@ -229,23 +231,6 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
         results.append(_order(reservation))
 
 
-def _over_share(
-    transition: Transition, session: Session, coming: Entry, begin: bool
-) -> SaveStatus | None:
-    """One session does not reserve more than its share of a tier at once: that evicts what
-    others use. A single entry whose bytes are on their way may be larger; it is reserved alone."""
-    t = transition.tables
-    ledger = t.ledgers[coming.tier]
-    reserved_bytes = session.reserved_bytes.get(coming.tier, 0)
-    if reserved_bytes + coming.stored_bytes <= most_reserved_bytes(t.config, ledger):
-        return None
-    if not reserved_bytes and begin:
-        return None
-    t.counters.quota_refusals += 1
-    for_ever = coming.stored_bytes > int(ledger.arena_bytes * t.config.max_reserved_share)
-    return SaveStatus.TOO_LARGE if for_ever and not begin else SaveStatus.NO_ROOM
-
-
 def most_reserved_bytes(config: StateConfig, ledger: Ledger) -> int:
     """What one session may have reserved at once: of the tier as large as it is now."""
     return int(ledger.limit_bytes * config.max_reserved_share)
@@ -259,48 +244,54 @@ def make_room(
     `begin`: its bytes are on their way, and not only announced.
     """
     t = transition.tables
-    ledger = t.ledgers[coming.tier]
-    admission = ledger.admission(coming.stored_bytes, 1, coming.key)
-    if admission is Admission.TOO_LARGE:
-        t.counters.too_large_refusals += 1
-        return SaveStatus.TOO_LARGE
-    if admission is Admission.ABOVE_SHARES:
-        t.counters.too_large_refusals += 1
-        return OverShare(coming.tier, for_ever=True)
-    if coming.tier in t.closed:
-        t.counters.closed_refusals += 1
-        return Closed(coming.tier, t.closed[coming.tier])
-    if admission is Admission.NO_ROOM:
-        t.counters.no_room_refusals += 1
-        return SaveStatus.NO_ROOM
-    if admission is Admission.OVER_SHARE:
+    tier, stored_bytes = coming.tier, coming.stored_bytes
+    ledger = t.ledgers[tier]
+    admission = ledger.admission(stored_bytes, 1, coming.key)
+    if (admission is not _FITS and admission is not _AFTER_EVICTION) or tier in t.closed:
+        return _refusal(transition, tier, admission)
+    # One session does not reserve more than its share of a tier at once: that evicts what
+    # others use. A single entry whose bytes are on their way may be larger; it is reserved alone.
+    reserved_bytes = session.reserved_bytes.get(tier, 0)
+    if reserved_bytes + stored_bytes > most_reserved_bytes(t.config, ledger) and (
+        reserved_bytes or not begin
+    ):
         t.counters.quota_refusals += 1
-        return OverShare(coming.tier, for_ever=False)
-    refusal = _over_share(transition, session, coming, begin)
-    if refusal is not None:
-        return refusal
+        for_ever = stored_bytes > int(ledger.arena_bytes * t.config.max_reserved_share)
+        return SaveStatus.TOO_LARGE if for_ever and not begin else SaveStatus.NO_ROOM
     ledger.prepare(coming)
-    while not ledger.fits(coming.stored_bytes):
+    fits = admission is _FITS
+    while not fits:
         victim = ledger.next_victim(coming)
         assert victim is not None, "the ledger promised room"
-        transition.evict(victim, EvictionCause.SAVE, session.session)
+        transition.evict(victim, EvictionCause.SAVE, session.session, coming)
+        fits = ledger.fits(stored_bytes)
     return None
 
 
+def _refusal(
+    transition: Transition, tier: Tier, admission: Admission
+) -> SaveStatus | Closed | OverShare:
+    """Why an entry can't be admitted; counted."""
+    t = transition.tables
+    counters = t.counters
+    if admission is Admission.TOO_LARGE:
+        counters.too_large_refusals += 1
+        return SaveStatus.TOO_LARGE
+    if admission is Admission.ABOVE_SHARES:
+        counters.too_large_refusals += 1
+        return OverShare(tier, for_ever=True)
+    if tier in t.closed:
+        counters.closed_refusals += 1
+        return Closed(tier, t.closed[tier])
+    if admission is Admission.NO_ROOM:
+        counters.no_room_refusals += 1
+        return SaveStatus.NO_ROOM
+    counters.quota_refusals += 1
+    return OverShare(tier, for_ever=False)
+
+
 def _order(r: Reservation) -> WriteOrder:
-    entry = r.entry
-    return WriteOrder(
-        r.token,
-        entry.key,
-        entry.tier,
-        entry.reason,
-        entry.generation,
-        entry.location,
-        entry.payload_bytes,
-        entry.token_count,
-        entry.layer_count,
-        r.token_ids,
-    )
+    return WriteOrder(r.token, r.entry, r.token_ids)
 
 
 # ---- write
@@ -433,10 +424,8 @@ def _settle(
     batch = reservation.batch
     batch.unsettled.discard(token)
     if not batch.unsettled:
-        for key in reversed(batch.chain):
-            there = t.entries.find(key)
-            if there is not None:
-                transition.refresh(there)
+        there = t.entries.find_all(reversed(batch.chain))
+        transition.refresh_all([entry for entry in there if entry is not None])
 
 
 def lose(transition: Transition, reservation: Reservation, why: str, *, tell: bool) -> bool:

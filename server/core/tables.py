@@ -426,12 +426,12 @@ class Tables:
 
     def evicted(self, entry: Entry, cause: EvictionCause, now_ns: int, session: int = 0) -> None:
         """Count an eviction. `session`: for whose save."""
-        self.happened(cause.happening, entry, now_ns, session)
-        counters = self.tier_counters[entry.tier]
+        tier = entry.tier
+        self.journal.note(cause.happening, entry.key, tier, entry.reason, now_ns, session)
+        counters = self.tier_counters[tier]
         counters.evictions += 1
         counters.evicted_bytes += entry.stored_bytes
-        idle_ns = max(0, now_ns - entry.last_used_ns)
-        self.eviction_ages[entry.tier, cause].observe(idle_ns)
+        self.eviction_ages[tier, cause].observe(max(0, now_ns - entry.last_used_ns))
 
     def timed(self, timer: Timer) -> Mapping[int, object]:
         """What is alive of all that a kind of timer can belong to, by number."""

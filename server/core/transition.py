@@ -225,6 +225,21 @@ class Transition:
         self._mark_used(entry)
         self.tables.ledgers[entry.tier].policy.refresh(entry)
 
+    def refresh_all(self, entries: Iterable[Entry]) -> None:
+        """`refresh` of each, in this order."""
+        # Written out, without calls: it runs for every block that is saved.
+        tables, now_ns = self.tables, self.now_ns
+        ledgers, unrecorded, stamp_ns = tables.ledgers, tables.unrecorded, tables.stamp_ns
+        ram_use = tables.config.ram_use
+        for entry in entries:
+            tier = entry.tier
+            entry.last_used_ns = stamp_ns = now_ns if now_ns > stamp_ns else stamp_ns + 1
+            if ram_use or tier is not _RAM:
+                unrecorded.pop(entry.key, None)
+                unrecorded[entry.key] = entry
+            ledgers[tier].policy.refresh(entry)
+        tables.stamp_ns = stamp_ns
+
     def _mark_used(self, entry: Entry) -> None:
         entry.last_used_ns = self.tables.stamp(self.now_ns)
         if entry.tier is not _RAM or self.tables.config.ram_use:
@@ -241,18 +256,21 @@ class Transition:
         for recount in tables.recounts:
             recount.entered(entry)
 
-    def evict(self, victim: Key, cause: EvictionCause, session: int = 0) -> Entry:
-        """An entry that `Ledger.next_victim` chose leaves. `session`: for whose save."""
-        entry = self.forget(victim)
+    def evict(
+        self, victim: Key, cause: EvictionCause, session: int = 0, heir: Entry | None = None
+    ) -> Entry:
+        """An entry that `Ledger.next_victim` chose leaves. `session`: for whose save. `heir`: for
+        what, which has no room yet."""
+        entry = self.forget(victim, heir)
         self.tables.evicted(entry, cause, self.now_ns, session)
         return entry
 
-    def forget(self, victim: Key) -> Entry:
+    def forget(self, victim: Key, heir: Entry | None = None) -> Entry:
         """The same, where it is no eviction to be counted."""
         tables = self.tables
         entry = tables.entries[victim]
         self._leave(entry)
-        tables.ledgers[entry.tier].forget(entry)
+        tables.ledgers[entry.tier].forget(entry, heir)
         return entry
 
     def drop_damaged(self, entry: Entry) -> None:
@@ -277,19 +295,19 @@ class Transition:
 
     def _leave(self, entry: Entry) -> None:
         """An entry that left the eviction order already is gone, for readers first."""
-        tables = self.tables
+        tables, tier = self.tables, entry.tier
         for recount in tables.recounts:
             recount.left(entry)
         del tables.entries[entry.key]
         entry.published = False
-        tables.tier_counters[entry.tier].payload_bytes -= entry.payload_bytes
+        tables.tier_counters[tier].payload_bytes -= entry.payload_bytes
         tables.unrecorded.pop(entry.key, None)
         self.effects.append(IndexDelete(entry))
-        erased = self._erased.get(entry.tier)
+        erased = self._erased.get(tier)
         if erased is None:
             # Those that follow join it: what is erased sooner than it has to be is no harm.
-            erased = self._erased[entry.tier] = []
-            self.effects.append(Erase(entry.tier, erased))
+            erased = self._erased[tier] = []
+            self.effects.append(Erase(tier, erased))
         erased.append(entry)
 
     # ---- claims

@@ -8,19 +8,18 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import structlog
 
 from ...proto import limits
 from ...proto.copying import RELEASE_BYTES
-from ...proto.errors import InvalidSize, MalformedMessage, PrefixdError
+from ...proto.errors import PrefixdError
 from ...proto.vocabulary import SaveStatus, Tier
-from ...tiers.store import Buffer, StoreError
 from ..core.effects import SaveEnded
 from ..core.events import WriteSealed
 from .loop import Core
-from .writes import Write
+from .writes import Piece, Write
 
 log = structlog.get_logger("prefixd.incoming")
 
@@ -36,21 +35,11 @@ _TURN_MESSAGES = 8
 MAX_WAITING_MESSAGES = 64
 
 
-class Piece(NamedTuple):
-    """Bytes of one write, as a stream named it. `offset_bytes` None: whatever comes next."""
-
-    number: int
-    data: Buffer
-    last: bool
-    payload_crc32c: int
-    offset_bytes: int | None = None
-
-
 class Turn(Protocol):
     """Something that brings bytes for some of a stream's writes."""
 
     @property
-    def feeds(self) -> Sequence[Feed]:
+    def writes(self) -> Sequence[Write]:
         """The writes that it may bring bytes for, the same from being queued to `then`."""
 
     @property
@@ -66,95 +55,27 @@ class Turn(Protocol):
 
 
 @dataclass(slots=True)
-class Feed:
-    """One reservation that this stream writes."""
-
-    write: Write
-    meant_crc32c: int = 0
-    #: the last piece came
-    complete: bool = False
-    #: of what the store took; set when it is sealed
-    crc32c: int | None = None
-    #: the state was told so, or is to be soon
-    told: bool = False
-    problem: tuple[SaveStatus, str] | None = None
-
-    def take(self, piece: Piece) -> None:
-        """Copy one piece. On any thread, but one at a time.
-
-        Raises PrefixdError for what breaks the stream, anything else for what ends the write.
-        """
-        if self.problem is not None or self.write.stopping:
-            return
-        if self.complete:
-            raise MalformedMessage(f"write {piece.number}: a part came after the last one")
-        writer = self.write.writer
-        taken_bytes, meant_bytes = writer.written_bytes, self.write.order.payload_bytes
-        if piece.offset_bytes not in (None, taken_bytes):
-            raise InvalidSize(
-                f"write {piece.number}: a part for offset {piece.offset_bytes} came, "
-                f"the next byte is {taken_bytes}; parts come in order and without gaps"
-            )
-        if taken_bytes + len(piece.data) > meant_bytes:
-            why = f"more than the {meant_bytes} bytes reserved came"
-            self.problem = (SaveStatus.LENGTH_MISMATCH, why)
-            return
-        writer.write(piece.data)
-        if piece.last:
-            self.finish(piece.payload_crc32c)
-
-    def fail(self, problem: Exception) -> None:
-        """The store could not take a piece."""
-        match problem:
-            case StoreError():
-                why = str(problem)
-            case MemoryError():
-                why = "there is no memory for it"
-            case _:
-                why = f"the daemon failed: {problem!r}"
-                log.error("write_failed", key=self.write.order.key.hex(), exc_info=problem)
-        self.problem = (SaveStatus.FAILED, why)
-
-    def finish(self, payload_crc32c: int | None) -> None:
-        """The last byte came, of a payload meant to have this CRC32C; None: whichever it has.
-        Raises StoreError."""
-        writer = self.write.writer
-        if writer.written_bytes != self.write.order.payload_bytes:
-            self.mismatched(writer.written_bytes)
-            return
-        self.complete = True
-        crc32c = writer.seal()
-        self.meant_crc32c = crc32c if payload_crc32c is None else payload_crc32c
-        self.crc32c = crc32c
-
-    def mismatched(self, came_bytes: int) -> None:
-        """Fewer or more bytes came than were reserved."""
-        why = f"{came_bytes} bytes came, {self.write.order.payload_bytes} were reserved"
-        self.problem = (SaveStatus.LENGTH_MISMATCH, why)
-
-
-@dataclass(slots=True)
 class _Message:
-    """Pieces that came together; `feeds` are theirs, one for each."""
+    """Pieces that came together; `writes` are theirs, one for each."""
 
-    feeds: Sequence[Feed]
+    writes: Sequence[Write]
     pieces: Sequence[Piece]
     then: Callable[[], None]
 
     @property
     def tier(self) -> Tier:
         """The slowest that it goes to. One stream brings bytes for one tier, as a rule."""
-        return max((feed.write.order.tier for feed in self.feeds), default=Tier.RAM)
+        return max((write.entry.tier for write in self.writes), default=Tier.RAM)
 
     def take(self) -> PrefixdError | None:
         """Copy the pieces. On any thread. Returns what breaks the stream, if anything does."""
-        for feed, piece in zip(self.feeds, self.pieces, strict=True):
+        for write, piece in zip(self.writes, self.pieces, strict=True):
             try:
-                feed.take(piece)
+                write.take(piece)
             except PrefixdError as error:
                 return error
             except Exception as problem:  # of one save; whoever waits for the others is told
-                feed.fail(problem)
+                write.fail(problem)
         return None
 
 
@@ -172,7 +93,7 @@ class Incoming:
         self._executor: Executor | None = None
         self._lanes = 1
         self._loop = asyncio.get_running_loop()
-        self._feeds: dict[int, Feed] = {}
+        self._writes: dict[int, Write] = {}
         self._waiting: deque[Turn] = deque()
         #: one for each thread that copies
         self._copying: set[asyncio.Future[None]] = set()
@@ -180,14 +101,14 @@ class Incoming:
         self._open = 0
         self._all_ended: asyncio.Future[None] | None = None
         #: writes that are complete, which the state was not told yet
-        self._sealed: list[Feed] = []
+        self._sealed: list[Write] = []
         self._sealed_bytes = 0
         #: what broke the stream: a piece out of order
         self.broken: PrefixdError | None = None
 
     def add(self, number: int, write: Write) -> None:
         """`number` is how the stream's pieces name this write."""
-        self._feeds[number] = Feed(write)
+        self._writes[number] = write
         if write.ended is None:
             self._open += 1
             write.when_ended = self._one_ended
@@ -203,7 +124,7 @@ class Incoming:
         return len(self._waiting)
 
     def __contains__(self, number: object) -> bool:
-        return number in self._feeds
+        return number in self._writes
 
     async def feed(self, pieces: Sequence[Piece]) -> None:
         """Take the pieces of one message; those of writes that ended are skipped.
@@ -219,7 +140,7 @@ class Incoming:
     def begin(self, pieces: Sequence[Piece], then: Callable[[], None]) -> None:
         """`feed` without waiting; `then` is called when the pieces have been copied. Has to be
         followed by `tell_sealed` before anything else is waited for."""
-        message = _Message([self._feeds[piece.number] for piece in pieces], pieces, then)
+        message = _Message([self._writes[piece.number] for piece in pieces], pieces, then)
         if not self._copying and self._take_at_once(message):
             self._taken(message, message.take())
             return
@@ -244,12 +165,12 @@ class Incoming:
         await self.idle()
         self.tell_sealed()
 
-    def feed_of(self, number: int) -> Feed:
-        return self._feeds[number]
+    def write_of(self, number: int) -> Write:
+        return self._writes[number]
 
     def _queue(self, message: Turn) -> None:
-        for feed in message.feeds:
-            feed.write.busy += 1
+        for write in message.writes:
+            write.busy += 1
         self._waiting.append(message)
         if len(self._copying) < self._lanes:
             self._copy()
@@ -257,7 +178,7 @@ class Incoming:
     def _take_at_once(self, message: _Message) -> bool:
         """On the loop: few bytes, and none for a disk."""
         stores = self._core.stores
-        tiers = {feed.write.order.tier for feed in message.feeds}
+        tiers = {write.entry.tier for write in message.writes}
         if any(stores[tier].blocking for tier in tiers):
             return False
         sizes = [len(piece.data) for piece in message.pieces]
@@ -300,8 +221,8 @@ class Incoming:
             self._loop.call_soon_threadsafe(self._copied, message, broken)
 
     def _copied(self, message: Turn, broken: PrefixdError | None) -> None:
-        for feed in message.feeds:
-            feed.write.busy -= 1
+        for write in message.writes:
+            write.busy -= 1
         self._taken(message, broken)
 
     def _copied_some(self, copying: asyncio.Future[None]) -> None:
@@ -313,25 +234,24 @@ class Incoming:
 
     def _taken(self, message: Turn, broken: PrefixdError | None) -> None:
         self.broken = self.broken or broken
-        self._settle(message.feeds)
+        self._settle(message.writes)
         message.then()
 
-    def _settle(self, feeds: Sequence[Feed]) -> None:
+    def _settle(self, writes: Sequence[Write]) -> None:
         """Tell the state what became of the writes of one message; of those that are complete
         only when there are many, see `tell_sealed`."""
-        for feed in feeds:
-            write = feed.write
+        for write in writes:
             if write.ended is not None:
                 continue
             if write.stopping:
                 if not write.busy:
                     self._core.stop_write(write, SaveStatus.LOST, "the reservation was lost")
-            elif feed.problem is not None:
-                self._core.stop_write(write, *feed.problem)
-            elif feed.crc32c is not None and not feed.told:
-                feed.told = True
-                self._sealed.append(feed)
-                self._sealed_bytes += write.order.payload_bytes
+            elif write.problem is not None:
+                self._core.stop_write(write, *write.problem)
+            elif write.crc32c is not None and not write.told:
+                write.told = True
+                self._sealed.append(write)
+                self._sealed_bytes += write.entry.payload_bytes
         if self._sealed_bytes >= _SEALED_BYTES:
             self.tell_sealed()
 
@@ -340,16 +260,15 @@ class Incoming:
         disk one sync. To be called when nothing more is there to be copied."""
         sealed, self._sealed, self._sealed_bytes = self._sealed, [], 0
         # What was lost meanwhile has ended.
-        sealed = [feed for feed in sealed if feed.write.ended is None]
-        if sealed:
-            self._core.post(
-                WriteSealed(
-                    tuple([feed.write.order.token for feed in sealed]),
-                    tuple([feed.crc32c or 0 for feed in sealed]),
-                    tuple([feed.meant_crc32c for feed in sealed]),
-                    self._core.clock.now_ns(),
-                )
-            )
+        columns = [
+            (write.token, write.crc32c or 0, write.expected_crc32c)
+            for write in sealed
+            if write.ended is None
+        ]
+        if columns:
+            tokens, crc32c, expected_crc32c = zip(*columns, strict=True)
+            now_ns = self._core.clock.now_ns()
+            self._core.post(WriteSealed(tokens, crc32c, expected_crc32c, now_ns))
 
     @asynccontextmanager
     async def to_the_end(self) -> AsyncIterator[None]:
@@ -372,16 +291,16 @@ class Incoming:
 
     def _abandon(self, outcome: SaveStatus, why: str) -> None:
         """The stream is over: whatever is not complete never will be."""
-        for feed in self._feeds.values():
-            if not feed.complete and feed.write.ended is None:
-                self._core.stop_write(feed.write, outcome, why)
+        for write in self._writes.values():
+            if not write.complete and write.ended is None:
+                self._core.stop_write(write, outcome, why)
 
     async def ended(self) -> dict[int, SaveEnded]:
         """How each write ended, once all did."""
         if self._open:
             self._all_ended = asyncio.get_running_loop().create_future()
             await self._all_ended
-        return {number: _end_of(feed.write) for number, feed in self._feeds.items()}
+        return {number: _end_of(write) for number, write in self._writes.items()}
 
 
 def _end_of(write: Write) -> SaveEnded:

@@ -174,12 +174,12 @@ class IndexWriter:
         False if there is no room for it; its key is then not listed any more. Raises struct.error,
         and changes nothing, for a number that does not fit into a row.
         """
-        key = entry.key
+        key, location = entry.key, entry.location
         bucket = self._bucket(key)
         before, old, length = self._find(bucket, key)
         number = 0
-        if (old or length < MAX_CHAIN) and len(entry.location) <= 2 * MAX_EXTENTS:
-            number = self._write(entry)
+        if (old or length < MAX_CHAIN) and len(location) <= 2 * MAX_EXTENTS:
+            number = self._write(entry, location)
         if not number:
             self._unlisted += 1
             if old:
@@ -190,12 +190,13 @@ class IndexWriter:
             self._link(bucket, before, number)
             self._recycle(old)
             return True
-        self._links[number] = self._heads[bucket]
-        self._heads[bucket] = number
-        self._entries += 1
-        if self._shape & HEADS_MASK < HEADS_PER_ENTRY * self._entries:
+        heads = self._heads
+        self._links[number] = heads[bucket]
+        heads[bucket] = number
+        self._entries = entries = self._entries + 1
+        if self._count < HEADS_PER_ENTRY * entries:
             self._add_head()
-            if self._shape & HEADS_MASK < HEADS_PER_ENTRY * self._entries:
+            if self._count < HEADS_PER_ENTRY * entries:
                 self._add_head()
         return True
 
@@ -277,11 +278,12 @@ class IndexWriter:
     def _find(self, bucket: int, key: bytes) -> tuple[int, int, int]:
         """The row before that of `key`, its own row, and how many rows were passed; 0: none."""
         before, number, passed = 0, self._heads[bucket], 0
+        mapping, links = self._mapping, self._links
         while number:
             start = number * ROW_BYTES
-            if self._mapping[start : start + KEY_BYTES] == key:
+            if mapping[start : start + KEY_BYTES] == key:
                 break
-            before, number, passed = number, self._links[number], passed + 1
+            before, number, passed = number, links[number], passed + 1
         return before, number, passed
 
     def _link(self, bucket: int, before: int, number: int) -> None:
@@ -350,13 +352,13 @@ class IndexWriter:
 
     # ---- rows
 
-    def _write(self, entry: Listed) -> int:
+    def _write(self, entry: Listed, location: tuple[int, ...]) -> int:
         """Write the rows of an entry, not linked yet; the number of the first, 0 without room.
 
         Raises struct.error, and keeps no row, for a number that does not fit.
         """
-        if len(entry.location) > 2:
-            return self._write_extents(entry)
+        if len(location) > 2:
+            return self._write_extents(entry, location)
         row = pack_row(entry)
         number = self._take_row()
         if number:
@@ -364,8 +366,8 @@ class IndexWriter:
             self._mapping[start : start + CHECKED_BYTES] = row
         return number
 
-    def _write_extents(self, entry: Listed) -> int:
-        rest = entry.location[2:]
+    def _write_extents(self, entry: Listed, location: tuple[int, ...]) -> int:
+        rest = location[2:]
         numbers: list[int] = []
         for _ in range(1 - -len(rest) // WORDS_PER_ROW):
             number = self._take_row()

@@ -24,7 +24,7 @@ from ...proto import limits
 from ...proto.copying import address_of, unset_bytearray
 from ...proto.errors import PrefixdError, UnreadableMemory
 from .devices import Devices
-from .incoming import Feed
+from .writes import Write
 
 #: Copied and checksummed piece by piece, so that the checksum finds its bytes in the cache.
 _PIECE_BYTES: Final = limits.CHUNK_BYTES
@@ -142,10 +142,10 @@ class LentTurn:
         self,
         memory: LentMemory,
         devices: Devices,
-        feeds: Sequence[Feed],
+        writes: Sequence[Write],
         payloads: Sequence[LentPayload],
     ) -> None:
-        self.feeds: Final[Sequence[Feed]] = feeds
+        self.writes: Final[Sequence[Write]] = writes
         #: It watches its own writing: what a client makes it wait for is not the device's fault.
         self.tier: Final = None
         self._memory = memory
@@ -153,38 +153,38 @@ class LentTurn:
         self._payloads = payloads
 
     def take(self) -> PrefixdError | None:
-        copied: list[Feed] = []
+        copied: list[Write] = []
         try:
             self._memory.prove()
-            for feed, payload in zip(self.feeds, self._payloads, strict=True):
+            for write, payload in zip(self.writes, self._payloads, strict=True):
                 try:
-                    self._copy(feed, payload)
-                    copied.append(feed)
+                    self._copy(write, payload)
+                    copied.append(write)
                 except PrefixdError:
                     raise
                 except Exception as problem:  # of one save; whoever waits for the others is told
-                    feed.fail(problem)
+                    write.fail(problem)
             self._memory.prove()
         except PrefixdError as problem:
             return problem
-        for feed in copied:
+        for write in copied:
             try:
-                if feed.problem is None and not feed.write.stopping:
-                    feed.finish(None)
+                if write.problem is None and not write.stopping:
+                    write.finish(None)
             except Exception as problem:
-                feed.fail(problem)
+                write.fail(problem)
         return None
 
     def then(self) -> None:
         """The client is told of the whole only."""
 
-    def _copy(self, feed: Feed, payload: LentPayload) -> None:
-        writer, order = feed.write.writer, feed.write.order
-        if payload.length_bytes != order.payload_bytes:
-            feed.mismatched(payload.length_bytes)
+    def _copy(self, write: Write, payload: LentPayload) -> None:
+        writer, entry = write.writer, write.entry
+        if payload.length_bytes != entry.payload_bytes:
+            write.mismatched(payload.length_bytes)
             return
         scratch: memoryview | None = None
-        while payload.left_bytes and not feed.write.stopping:
+        while payload.left_bytes and not write.stopping:
             most_bytes = min(payload.left_bytes, _PIECE_BYTES)
             room = writer.room(most_bytes)
             if room is not None:
@@ -198,14 +198,14 @@ class LentTurn:
             addresses, lengths = payload.take(most_bytes)
             came = scratch[: sum(lengths)]
             self._memory.read(came, addresses, lengths)
-            with self._devices.under_way(order.tier):
+            with self._devices.under_way(entry.tier):
                 writer.write(came)
 
 
 def turns_of(
     memory: LentMemory,
     devices: Devices,
-    feeds: Sequence[Feed],
+    writes: Sequence[Write],
     payloads: Sequence[LentPayload],
     turn_bytes: int,
 ) -> list[LentTurn]:
@@ -215,6 +215,6 @@ def turns_of(
     for end, payload in enumerate(payloads, start=1):
         taken_bytes += payload.length_bytes
         if taken_bytes >= turn_bytes or end == len(payloads):
-            turns.append(LentTurn(memory, devices, feeds[start:end], payloads[start:end]))
+            turns.append(LentTurn(memory, devices, writes[start:end], payloads[start:end]))
             start, taken_bytes = end, 0
     return turns

@@ -311,7 +311,7 @@ class Core:
 
         If it was lost since it was granted, the write has ended already.
         """
-        write = Write(order, self.stores[order.tier])
+        write = Write(order, self.stores[order.entry.tier])
         if order.token in self.state.tables.reservations:
             self.writes[order.token] = write
         else:
@@ -324,7 +324,7 @@ class Core:
     def stop_write(self, write: Write, outcome: SaveStatus, why: str) -> None:
         """The bytes will not be complete, or are wrong."""
         if write.ended is None:
-            self.post(WriteStopped(write.order.token, outcome, why, self.clock.now_ns()))
+            self.post(WriteStopped(write.token, outcome, why, self.clock.now_ns()))
 
     # ---- out
 
@@ -336,7 +336,12 @@ class Core:
             if type(effect) is IndexPut or type(effect) is IndexDelete:
                 continue
             try:
-                self._do(effect)
+                # First what there is for every block.
+                if isinstance(effect, SaveEnded):
+                    if (ended := self.writes.pop(effect.token, None)) is not None:
+                        ended.end(effect)
+                else:
+                    self._do(effect)
             except Exception as problem:
                 log.critical("effect_failed", effect=type(effect).__name__, exc_info=problem)
                 self.health.fault("effects", f"{type(effect).__name__} failed: {problem!r}")
@@ -350,7 +355,7 @@ class Core:
                 if isinstance(effect, IndexPut):
                     index.put(effect.entry)
                 elif isinstance(effect, IndexDelete):
-                    index.delete(effect.key)
+                    index.delete(effect.entry.key)
         except Exception as problem:
             # A row that should be gone may stand.
             log.critical("index_failed", exc_info=problem)
@@ -366,8 +371,8 @@ class Core:
 
     def _do(self, effect: Effect) -> None:
         match effect:
-            case IndexPut() | IndexDelete():
-                pass
+            case IndexPut() | IndexDelete() | SaveEnded():
+                pass  # `_carry_out` has done it
             case Reply():
                 reply = self._replies.pop(effect.request, None)
                 if reply is not None and not reply.done():
@@ -386,10 +391,6 @@ class Core:
                     why = "the reservation was lost"
                     now_ns = self.clock.now_ns()
                     self.post(WriteStopped(effect.token, SaveStatus.LOST, why, now_ns))
-            case SaveEnded():
-                ended = self.writes.pop(effect.token, None)
-                if ended is not None:
-                    ended.end(effect)
             case Verify():
                 self.verifications.request(effect.entry)
             case RecordUsage():

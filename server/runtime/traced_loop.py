@@ -54,4 +54,4 @@ class TracedCore(Core):
         super()._commit_done(result)
         calls = [write.call for write in writes if write.call is not None]
         if calls:
-            self.tracing.committed(calls, writes[0].order.tier, result.steps)
+            self.tracing.committed(calls, writes[0].entry.tier, result.steps)

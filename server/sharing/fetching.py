@@ -15,8 +15,9 @@ from ...proto.limits import DEFAULT_RESERVATION_TTL_MS, MAX_BATCH_KEYS
 from ...proto.vocabulary import ClaimMode, SaveReason, SaveStatus
 from ..core.answers import ReserveAnswer, WriteOrder
 from ..core.events import ReserveAsked, SaveItem
-from ..runtime.incoming import Incoming, Piece
+from ..runtime.incoming import Incoming
 from ..runtime.loop import Core
+from ..runtime.writes import Piece
 from .common import BATCH_BYTES, Link, What
 from .store import Outcome, SharedEntry, Wanted
 

@@ -297,7 +297,7 @@ def test_more_token_ids_than_a_message_takes_go_in_several(
     items = [SaveItem(key, b"a", token_ids=ids) for key in ALL]
     outcomes = client.save_many(items, tier=Tier.RAM, reason=SaveReason.EVICT)
     assert all(outcome.ok for outcome in outcomes)
-    assert [len(header.items) for header in daemon.saves] == [2, 1]
+    assert [len(header.keys) for header in daemon.saves] == [2, 1]
 
 
 def test_more_than_a_session_may_reserve_goes_in_several_calls(daemon: FakeDaemon) -> None:
@@ -320,13 +320,13 @@ def test_more_than_a_session_may_reserve_goes_in_several_calls(daemon: FakeDaemo
         # Also before there is a session: what it may reserve has to be known.
         outcomes = client.save_many(items, tier=Tier.RAM, reason=evict, deadline_ms=60_000)
         assert {outcome.status for outcome in outcomes} == {SaveStatus.SAVED}
-        assert [len(header.items) for header in daemon.saves] == [3, 1, 1, 2]
+        assert [len(header.keys) for header in daemon.saves] == [3, 1, 1, 2]
         assert [len(header.ancestors) for header in daemon.saves] == [0, 3, 4, 5]
         # Where nothing is said, and of reservations, which are held together, nothing is cut.
         client.save_many(items[:4], tier=Tier.SHM, reason=evict, deadline_ms=60_000)
         wanted = [ReserveItem(Key(key), 4096) for key in keys(5, start=100)]
         assert all(r.granted for r in client.reserve(wanted, tier=Tier.RAM, reason=evict))
-        assert [len(header.items) for header in daemon.saves[4:]] == [4, 5]
+        assert [len(header.keys) for header in daemon.saves[4:]] == [4, 5]
 
 
 def test_a_key_named_twice_is_saved_once(client: Client) -> None:

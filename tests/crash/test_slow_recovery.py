@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from prefixd.client.ctl.connection import Health
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import Tier
+from tests.support.columns import Item
 from tests.support.daemon import eventually
 from tests.support.outside import DaemonProcess, assert_sound, daemon_process
 from tests.support.running import in_loop, key, payload
@@ -91,7 +92,7 @@ async def test_what_came_back_is_read_and_the_rest_is_served_meanwhile() -> None
                     assert await session.restore(key(0)) == payload(0)
                     assert await session.restore(key(50)) == DATA
                     (refused,) = await session.reserve(
-                        [pb.SaveItem(key=key(9), payload_bytes=9)], Tier.DISK
+                        [Item(key=key(9), payload_bytes=9)], Tier.DISK
                     )
                     assert refused.status == pb.RESERVE_STATUS_NO_ROOM
                     for tier in (Tier.RAM, Tier.SHM):

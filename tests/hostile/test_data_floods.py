@@ -119,7 +119,8 @@ def reserved(link: Link, count: int) -> list[bytes]:
         session=link.ref,
         tier=pb.TIER_RAM,
         reason=pb.SAVE_REASON_COLD,
-        items=[pb.SaveItem(key=key, payload_bytes=1) for key in keys],
+        keys=keys,
+        payload_bytes=[1] * len(keys),
     )
     link.calls.Reserve(pb.ReserveRequest(header=header), timeout=60)
     return keys
@@ -161,7 +162,8 @@ def test_savers_that_send_half_are_cut_off(daemon: PrivateDaemon) -> None:
                     session=link.ref,
                     tier=pb.TIER_RAM,
                     reason=pb.SAVE_REASON_COLD,
-                    items=[pb.SaveItem(key=os.urandom(32), payload_bytes=len(LARGE))],
+                    keys=[os.urandom(32)],
+                    payload_bytes=[len(LARGE)],
                 )
                 line.sendall(frame(save=pb.RawSaveRequest(header=header)))
             for line in flood[:2]:  # who has room

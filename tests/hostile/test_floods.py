@@ -28,6 +28,7 @@ from prefixd.proto import local
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.endpoints import admin_address
 from prefixd.proto.limits import CHUNK_BYTES, MAX_BATCH_KEYS, MAX_MESSAGE_BYTES
+from tests.support.columns import columns
 from tests.support.daemon import SMALL_SLABS, eventually, problems_of, temporary_directories
 from tests.support.entries import key_of, restore, save
 from tests.support.outside import DaemonProcess
@@ -206,7 +207,7 @@ def test_requests_that_are_sent_ahead_stay_in_the_kernel() -> None:
                 session=link.ref,
                 tier=pb.TIER_RAM,
                 reason=pb.SAVE_REASON_COLD,
-                items=[item(key(1), bytes(1000))],
+                **columns([item(key(1), bytes(1000))]),
             )
         )
         link.connection.stub.Reserve(reserve, timeout=60)

@@ -17,6 +17,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor
 
 from prefixd.proto import prefixd_pb2 as pb
+from tests.support.columns import StagedPart, columns, staged
 from tests.support.data_client import data_connection
 from tests.support.running import (
     OpenSession,
@@ -81,13 +82,13 @@ class Victim:
             session=ref,
             tier=pb.TIER_RAM,
             reason=pb.SAVE_REASON_COLD,
-            items=[item(key(3), DATA)],
+            **columns([item(key(3), DATA)]),
         )
         written = pb.WritePart(token=self.token, data=DATA, last=True)
         release = pb.ReleaseRequest(session=ref, claim_ids=[self.claim])
         reserved = pb.StagedReservations(session=ref, tokens=[self.token])
         generation = self.daemon.tables.entries[MINE].generation if self.claim else 0
-        staged = pb.StagedPart(length_bytes=len(DATA), last=True)
+        whole = StagedPart(length_bytes=len(DATA), last=True)
         return {
             "Claim": pb.ClaimRequest(session=ref, keys=[MINE]),
             "Release": release,
@@ -106,7 +107,7 @@ class Victim:
             "reserve": pb.ReserveRequest(header=header),
             "cancel": pb.CancelRequest(session=ref, tokens=[self.token]),
             "save_lent": pb.SaveLentRequest(reserved=reserved, token=bytes(16), pieces=[0]),
-            "save_staged": pb.SaveStagedRequest(reserved=reserved, parts=[staged], last=True),
+            "save_staged": pb.SaveStagedRequest(reserved=reserved, **staged([whole]), last=True),
             "attach": ref,
             "read": pb.ReadRequest(session=ref, claim_id=self.claim, ranges=[pb.ReadRange()]),
             "fetch": pb.FetchRequest(

@@ -81,12 +81,8 @@ class Witness:
                 self.generations.add(entry.generation)
                 self.index[entry.key] = entry
                 if not starting:
-                    (writer,) = (
-                        order
-                        for order in self.orders.values()
-                        if order.generation == entry.generation
-                    )
-                    self.free(entry.tier, writer.location, ("save", writer.token))
+                    (token,) = (t for t, order in self.orders.items() if order.entry is entry)
+                    self.free(entry.tier, entry.location, ("save", token))
                 self.take(entry.tier, entry.location, ("entry", entry.key))
             case fx.IndexDelete():
                 key = effect.key
@@ -115,7 +111,7 @@ class Witness:
             case fx.SaveEnded():
                 order = self.orders.pop(effect.token)
                 if effect.outcome is not SaveStatus.SAVED:
-                    self.free(order.tier, order.location, ("save", order.token))
+                    self.free(order.entry.tier, order.entry.location, ("save", order.token))
             case fx.Verify(entry):
                 assert self.index[entry.key] is entry
             case fx.RecordUsage():
@@ -137,10 +133,11 @@ class Witness:
         if isinstance(answer, an.ReserveAnswer):
             for order in answer.results:
                 if isinstance(order, an.WriteOrder):
-                    assert order.generation > self.last_generation
-                    self.last_generation = order.generation
+                    entry = order.entry
+                    assert entry.generation > self.last_generation
+                    self.last_generation = entry.generation
                     self.orders[order.token] = order
-                    self.take(order.tier, order.location, ("save", order.token))
+                    self.take(entry.tier, entry.location, ("save", order.token))
         elif isinstance(answer, an.ClaimAnswer):
             entries = [
                 entry
@@ -266,8 +263,9 @@ def plain_found(found: an.Found) -> tuple[Any, ...] | None:
 
 def plain_reserved(reserved: an.Reserved) -> Any:
     match reserved:
-        case an.WriteOrder(token, key, tier, _, _, _, payload_bytes, token_count):
-            return ("order", token, name_of(key), tier.label, payload_bytes, token_count)
+        case an.WriteOrder(token, entry):
+            size = entry.payload_bytes, entry.token_count
+            return ("order", token, name_of(entry.key), entry.tier.label, *size)
         case an.FlightInfo():
             return plain_found(reserved)
         case an.Closed(tier, state):

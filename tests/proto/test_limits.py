@@ -9,6 +9,7 @@ from prefixd.proto.entry import EntryRecord, content_bytes
 from prefixd.proto.keys import Key, Namespace
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.tiers.rows import decode_entry, encode_rows
+from tests.support.columns import Item, columns
 
 U32, U64 = 2**32 - 1, 2**64 - 1
 KEY = b"\xff" * limits.KEY_BYTES
@@ -25,7 +26,7 @@ INFO = pb.EntryInfo(
     reason=pb.SAVE_REASON_SHUTDOWN,
 )
 IN_FLIGHT = pb.InFlight(owner="x" * 2 * limits.MAX_CLIENT_NAME_CHARS, age_ms=U64)
-ITEM = pb.SaveItem(
+ITEM = Item(
     key=KEY,
     payload_bytes=limits.MAX_PAYLOAD_BYTES,
     token_count=U32,
@@ -74,12 +75,12 @@ def largest_messages() -> dict[str, Message]:
         ),
         "blocks with their token ids": pb.SaveRequest(
             header=pb.SaveHeader(
-                session=SESSION, items=[ITEM] * BATCH, ancestors=[KEY] * BATCH, ttl_ms=U32
+                session=SESSION, **columns([ITEM] * BATCH), ancestors=[KEY] * BATCH, ttl_ms=U32
             )
         ),
         "one entry with all its token ids": pb.SaveRequest(
             header=pb.SaveHeader(
-                items=[pb.SaveItem(key=KEY, token_ids=bytes(limits.MAX_TOKEN_IDS_BYTES))],
+                **columns([Item(KEY, token_ids=bytes(limits.MAX_TOKEN_IDS_BYTES))]),
                 ancestors=[KEY] * BATCH,
             ),
             parts=[pb.WritePart(data=bytes(limits.CHUNK_BYTES))],
@@ -162,6 +163,7 @@ def test_the_save_gates_are_ordered() -> None:
 COUNTS = {
     "MAX_BATCH_KEYS",
     "MAX_LAYERS",
+    "MAX_LENT_PIECES",
     "MAX_CLIENT_NAME_CHARS",
     "MAX_LABEL_CHARS",
     "MAX_LABELS",

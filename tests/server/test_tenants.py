@@ -19,6 +19,7 @@ from prefixd.server.certificates import certificates_of
 from prefixd.server.config.loading import load_config
 from prefixd.server.remote import tokens_of
 from tests.support.certificates import Authority
+from tests.support.columns import Item
 from tests.support.data_client import HOST, secured_connection
 from tests.support.running import (
     OpenSession,
@@ -127,7 +128,7 @@ async def assert_there_is_room_for_its_share(clients: dict[Who, Tenant]) -> None
     assert len(await filled(a, SHARE, 600, "a")) == SHARE
 
 
-async def daemon_says(session: OpenSession, items: list[pb.SaveItem], data: bytes) -> pb.SaveResult:
+async def daemon_says(session: OpenSession, items: list[Item], data: bytes) -> pb.SaveResult:
     """The result of the first item."""
     parts = [part(0, data)] if data else []
     first = pb.SaveRequest(header=session.header(items), parts=parts)

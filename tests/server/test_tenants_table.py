@@ -11,6 +11,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api.access import Role
 from tests.support.certificates import Authority
+from tests.support.columns import columns
 from tests.support.data_client import DataConnection, data_connection
 from tests.support.running import (
     LocalConnection,
@@ -93,7 +94,7 @@ class World:
             session=ref,
             tier=pb.TIER_RAM,
             reason=pb.SAVE_REASON_COLD,
-            items=[item(new, data)],
+            **columns([item(new, data)]),
             touched=[] if who.of == "" else [*OWN.values()],
             ancestors=[COMMON],
         )

@@ -26,6 +26,7 @@ from prefixd.server.config import values
 from prefixd.server.config.loading import load_config
 from prefixd.server.runtime.clock import Clock
 from prefixd.server.tracing import OtelTracing, make_provider, shut_down
+from tests.support.columns import Item
 from tests.support.running import Refused, answer, in_loop, key, payload, running
 from tests.support.spans import Told, memory_provider, spans_of, tree
 
@@ -114,7 +115,7 @@ async def test_a_call_that_is_given_up_ends_its_span(tmp_path: Path) -> None:
     memory, provider = memory_provider()
     async with running(tmp_path, tracing=OtelTracing(provider)) as daemon:
         saver, waiter = await daemon.open(), await daemon.open()
-        await saver.granted([pb.SaveItem(key=key(1), payload_bytes=10)])
+        await saver.granted([Item(key(1), 10)])
         waiting = asyncio.create_task(waiter.claim([key(1)], wait_ms=60_000))
         await daemon.until(lambda: daemon.tables.waiting)
         waiting.cancel()

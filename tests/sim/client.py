@@ -28,6 +28,7 @@ from tests.sim.oracle import key_of
 from tests.sim.plan import Step
 from tests.sim.saving import save
 from tests.sim.world import Process, World
+from tests.support.columns import Item, columns
 
 if TYPE_CHECKING:
     from tests.sim.run import Run
@@ -352,9 +353,9 @@ class SimClient:
             ref.CopyFrom(stale.ref)
         else:
             ref.secret = bytes(16)
-        item = pb.SaveItem(key=key_of(99), payload_bytes=1, token_count=1)
+        item = Item(key=key_of(99), payload_bytes=1, token_count=1)
         header = pb.SaveHeader(
-            session=ref, tier=pb.TIER_RAM, reason=pb.SAVE_REASON_COLD, items=[item]
+            session=ref, tier=pb.TIER_RAM, reason=pb.SAVE_REASON_COLD, **columns([item])
         )
         request: Any = {
             "claim": pb.ClaimRequest(session=ref, keys=[key_of(0)]),

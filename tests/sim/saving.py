@@ -12,6 +12,7 @@ from prefixd.proto.vocabulary import SaveReason, Tier
 from tests.sim.daemon import STALL_S, TTL_S
 from tests.sim.network import Call
 from tests.sim.oracle import key_of
+from tests.support.columns import Item, StagedPart, columns, staged
 
 if TYPE_CHECKING:
     from tests.sim.client import Session, SimClient
@@ -44,10 +45,7 @@ class _Save:
             session=session.ref,
             tier=Tier[args["tier"].upper()].value,
             reason=SaveReason.FINISH.value,
-            items=[
-                pb.SaveItem(key=key, payload_bytes=len(payload), token_count=16)
-                for key, payload in payloads
-            ],
+            **columns(Item(key, len(payload), 16) for key, payload in payloads),
             wait_ms=args["wait_ms"],
         )
         if behaves == "wrong crc":
@@ -172,11 +170,11 @@ class _Save:
         call = self.client.begin(session.daemon, "save_staged")
         call.send(pb.SaveStagedRequest(header=header))
         offset = 0
-        parts: list[pb.StagedPart] = []
+        parts: list[StagedPart] = []
         for number, (_, payload) in enumerate(payloads):
             staging[offset : offset + len(payload)] = payload
             length = len(payload) - (behaves == "short" and len(payload) > 1)
-            part = pb.StagedPart(
+            part = StagedPart(
                 item=number,
                 staging_offset_bytes=offset,
                 length_bytes=length,
@@ -185,7 +183,7 @@ class _Save:
             )
             parts.append(part)
             if len(parts) >= self._together or number == len(payloads) - 1:
-                call.send(pb.SaveStagedRequest(parts=parts, quiet=self._quiet))
+                call.send(pb.SaveStagedRequest(**staged(parts), quiet=self._quiet))
                 parts = []
             self.client.world.operate(50_000)
             if behaves == "scribbles":

@@ -17,6 +17,7 @@ from prefixd.proto import limits
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.runtime.quota import Quota
+from tests.support.columns import Item, columns
 from tests.support.running import OpenSession, Running, answer, item, key, part, payload, stream
 from tests.support.watchers import watch_in_crowds
 
@@ -196,7 +197,7 @@ def _headers() -> Iterator[Mistake]:
     )
 
 
-def _with_header(rpc: str, items: list[pb.SaveItem], fields: dict[str, Any]) -> Attempt:
+def _with_header(rpc: str, items: list[Item], fields: dict[str, Any]) -> Attempt:
     def attempt(daemon: Running, session: OpenSession) -> Awaitable[Any]:
         header = session.header(items, **fields)
         match rpc:
@@ -211,16 +212,16 @@ def _with_header(rpc: str, items: list[pb.SaveItem], fields: dict[str, Any]) -> 
     return attempt
 
 
-def _wrong_headers() -> Iterator[tuple[str, str, list[pb.SaveItem], dict[str, Any]]]:
+def _wrong_headers() -> Iterator[tuple[str, str, list[Item], dict[str, Any]]]:
     """What is wrong, the error, the items and what else there is in the header."""
 
-    def of(**fields: Any) -> list[pb.SaveItem]:
+    def of(**fields: Any) -> list[Item]:
         fields = {"key": key(1), "payload_bytes": len(DATA)} | fields
-        return [pb.SaveItem(**fields)]
+        return [Item(**fields)]
 
     good = of()
     yield "an empty batch", "invalid_batch", [], {}
-    many = [pb.SaveItem(key=one, payload_bytes=1) for one in TOO_MANY]
+    many = [Item(key=one, payload_bytes=1) for one in TOO_MANY]
     yield "more than 4096 of something", "invalid_batch", many, {}
     yield "one key twice", "invalid_batch", good + good, {}
     yield "a key of 31 bytes", "invalid_key", of(key=SHORT), {}
@@ -235,6 +236,10 @@ def _wrong_headers() -> Iterator[tuple[str, str, list[pb.SaveItem], dict[str, An
     yield "layers that do not divide the payload", "invalid_size", layers, {}
     layers = of(payload_bytes=2**20, layer_count=2**16)
     yield "more layers than there can be", "invalid_size", layers, {}
+    yield "no sizes", "invalid_size", good, {"payload_bytes": []}
+    for column in ("payload_bytes", "token_counts", "layer_counts"):
+        yield f"too long a column {column}", "invalid_batch", good, {column: [1, 1]}
+    yield "too long a column of token ids", "invalid_batch", good, {"token_ids": [b"", b""]}
     yield "token ids of 3 bytes", "invalid_size", of(token_ids=b"123"), {}
     ids = bytes(limits.MAX_TOKEN_IDS_BYTES + 4)
     yield "token ids beyond 4 MiB", "invalid_size", of(token_ids=ids), {}
@@ -255,7 +260,7 @@ def _calls(daemon: Running, ref: pb.SessionRef, claim: int = 1) -> dict[str, Cal
     """Every rpc that belongs to a session, with nothing else wrong about it."""
     cache, keys = daemon.cache, [key(1)]
     header = pb.SaveHeader(
-        session=ref, tier=Tier.RAM, reason=SaveReason.COLD, items=[item(key(1), DATA)]
+        session=ref, tier=Tier.RAM, reason=SaveReason.COLD, **columns([item(key(1), DATA)])
     )
     parts = [part(0, DATA)]
     token = [pb.WritePart(token=1, data=DATA, last=True)]

@@ -14,6 +14,7 @@ from prefixd.proto import data
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import Tier
+from tests.support.columns import Item
 from tests.support.running import OpenSession, Refused, Running, payload, running
 
 HOST: Final = "127.0.0.1"
@@ -79,7 +80,7 @@ class DataConnection:
             await self.send_bytes(raw + data.CRC.pack(crc32c(raw)))
 
     async def save(
-        self, session: OpenSession, items: Sequence[pb.SaveItem], payloads: Sequence[bytes]
+        self, session: OpenSession, items: Sequence[Item], payloads: Sequence[bytes]
     ) -> list[int]:
         """One save of all that is wanted: the statuses."""
         response = await self.ask(save=pb.RawSaveRequest(header=session.header(items)))

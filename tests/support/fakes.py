@@ -24,13 +24,14 @@ from prefixd.proto import prefixd_pb2_grpc as rpc
 from prefixd.proto.errors import InvalidBatch, PrefixdError, StaleIncarnation, UnknownSession
 from prefixd.proto.layout import crc32c
 from prefixd.proto.limits import CHUNK_BYTES, MAX_MESSAGE_BYTES
+from tests.support.columns import Item, items_of
 from tests.support.fakes_service import PATIENCE_S, FakeClaim, FakeEntry, FakeService
 
 
 @dataclass
 class FakeReservation:
     session: int
-    item: pb.SaveItem
+    item: Item
     header: pb.SaveHeader
     received: bytearray = field(default_factory=bytearray)
 
@@ -171,7 +172,7 @@ class FakeDaemon:
         """Publish an entry without any client."""
         with self.changed:
             self._publish(
-                pb.SaveItem(key=key, payload_bytes=len(payload), **item),
+                Item(key=key, payload_bytes=len(payload), **item),
                 payload,
                 pb.SaveHeader(tier=pb.Tier.ValueType(tier), reason=pb.SAVE_REASON_COLD),
             )
@@ -185,7 +186,7 @@ class FakeDaemon:
 
     # ---- how it works
 
-    def _publish(self, item: pb.SaveItem, payload: bytes, header: pb.SaveHeader) -> None:
+    def _publish(self, item: Item, payload: bytes, header: pb.SaveHeader) -> None:
         self.entries[item.key] = FakeEntry(
             payload=payload,
             item=item,
@@ -219,13 +220,13 @@ class FakeDaemon:
             self.changed.wait_for(lambda: condition() or self._server is None, wait_ms / 1e3)
 
     def _reserve(self, header: pb.SaveHeader) -> list[pb.ReserveResult]:
-        if not header.items:
-            raise InvalidBatch("items is empty")
+        if not header.keys:
+            raise InvalidBatch("keys is empty")
         self.saves.append(header)
-        keys = [item.key for item in header.items]
+        items, keys = items_of(header), list(header.keys)
         self._wait_for(header.wait_ms, lambda: not any(map(self._in_flight, keys)))
         results = []
-        for item in header.items:
+        for item in items:
             flight = self._in_flight(item.key)
             if item.key in self.entries:
                 results.append(pb.ReserveResult(status=pb.RESERVE_STATUS_PRESENT))

@@ -15,6 +15,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto import prefixd_pb2_grpc as rpc
 from prefixd.proto.errors import ClaimLost, PrefixdError, UnknownClaim, metadata_of
 from prefixd.proto.limits import MAX_BATCH_KEYS
+from tests.support.columns import Item
 
 if TYPE_CHECKING:
     from tests.support.fakes import FakeDaemon
@@ -28,7 +29,7 @@ class FakeEntry:
     """A published entry. `crc32c` stays what it was when the payload is damaged."""
 
     payload: bytes
-    item: pb.SaveItem
+    item: Item
     tier: int
     reason: int
     crc32c: int

@@ -44,6 +44,7 @@ from prefixd.server.runtime.index import IndexWriter
 from prefixd.server.runtime.loop import Core
 from prefixd.server.runtime.tracing import Tracing
 from prefixd.tiers.store import Store
+from tests.support.columns import Item, columns
 
 #: What a test waits for at most before it fails.
 PATIENCE_S: Final = 60.0
@@ -119,9 +120,9 @@ def payload(number: int, length_bytes: int = 5000) -> bytes:
     return bytes((number + place * 7 + (place >> 8)) % 256 for place in range(length_bytes))
 
 
-def item(of: bytes, data: bytes, **fields: Any) -> pb.SaveItem:
+def item(of: bytes, data: bytes, **fields: Any) -> Item:
     fields = {"token_count": 16} | fields
-    return pb.SaveItem(key=of, payload_bytes=len(data), **fields)
+    return Item(of, len(data), **fields)
 
 
 def part(number: int, data: bytes, *, offset: int = 0, last: bool = True, **fields: Any) -> Any:
@@ -250,21 +251,23 @@ class OpenSession:
 
     def header(
         self,
-        items: Iterable[pb.SaveItem],
+        items: Iterable[Item],
         tier: Tier = Tier.RAM,
         reason: int = SaveReason.FINISH,
         **fields: Any,
     ) -> pb.SaveHeader:
-        return pb.SaveHeader(session=self.ref, tier=tier, reason=reason, items=items, **fields)
+        return pb.SaveHeader(
+            session=self.ref, tier=tier, reason=reason, **(columns(items) | fields)
+        )
 
     async def reserve(
-        self, items: Iterable[pb.SaveItem], tier: Tier = Tier.RAM, **fields: Any
+        self, items: Iterable[Item], tier: Tier = Tier.RAM, **fields: Any
     ) -> list[pb.ReserveResult]:
         request = pb.ReserveRequest(header=self.header(items, tier, **fields))
         return list((await answer(self.daemon.cache.Reserve(request))).results)
 
     async def granted(
-        self, items: Iterable[pb.SaveItem], tier: Tier = Tier.RAM, **fields: Any
+        self, items: Iterable[Item], tier: Tier = Tier.RAM, **fields: Any
     ) -> list[int]:
         """Tokens."""
         results = await self.reserve(items, tier, **fields)

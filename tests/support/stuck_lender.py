@@ -73,7 +73,8 @@ def main() -> None:
                 session=link.ref,
                 tier=Tier.RAM,
                 reason=SaveReason.COLD,
-                items=[pb.SaveItem(key=os.urandom(32), payload_bytes=100)],
+                keys=[os.urandom(32)],
+                payload_bytes=[100],
             )
             lent = pb.SaveLentRequest(
                 header=header,

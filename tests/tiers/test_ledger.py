@@ -226,3 +226,64 @@ def test_a_budget_that_is_not_secured_yet_is_no_room_rather_than_too_large() -> 
     assert ledger.admission(9 * SLAB) is Admission.TOO_LARGE
     ledger.grow(8 * SLAB)
     assert ledger.admission(8 * SLAB) is Admission.FITS
+
+
+def full(*stored_bytes: int) -> tuple[Ledger, ExtentAllocator, list[Resident]]:
+    """A ledger that is full of these, the first of them the next victim."""
+    extents = ExtentAllocator(sum(stored_bytes), SLAB)
+    ledger = Ledger(Tier.RAM, sum(stored_bytes), LRU(sum(stored_bytes)), extents=extents)
+    there = [resident(number, size_bytes) for number, size_bytes in enumerate(stored_bytes)]
+    for one in there:
+        ledger.reserve(one)
+        ledger.publish(one)
+    return ledger, extents, there
+
+
+def evict_for(ledger: Ledger, victim: Resident, heir: Resident) -> None:
+    assert ledger.next_victim(heir) == victim.key
+    ledger.forget(victim, heir)
+
+
+def test_what_comes_takes_the_place_of_what_leaves_for_it() -> None:
+    ledger, extents, (first, second) = full(SLAB, SLAB)
+    heir = resident(7, SLAB)
+    evict_for(ledger, first, heir)
+    assert heir.location == first.location
+    assert extents.free_bytes == 0, "it is nobody else's meanwhile"
+    ledger.reserve(heir)
+    ledger.publish(heir)
+    assert heir.location == first.location != second.location
+    assert ledger.published_bytes == 2 * SLAB
+    extents.check()
+
+
+def test_a_place_of_another_size_is_free() -> None:
+    ledger, extents, (first, _) = full(2 * SLAB, SLAB)
+    heir = resident(7, SLAB)
+    evict_for(ledger, first, heir)
+    assert heir.place == ()
+    assert extents.free_bytes == 2 * SLAB
+    ledger.reserve(heir)
+    assert extents.free_bytes == SLAB
+    extents.check()
+
+
+def test_a_place_in_pieces_is_not_left_to_others() -> None:
+    """Beside something else that is free it may be one."""
+    ledger, extents, there = full(SLAB, SLAB, SLAB, SLAB)
+    a, b, c, d = sorted(there, key=lambda one: one.location)
+    for one in (a, c):
+        ledger.remove(one)
+        ledger.forget(one)
+    pieces = resident(7, 2 * SLAB)
+    ledger.reserve(pieces)
+    ledger.publish(pieces)
+    assert len(pieces.location) == 4
+    for one in (b, d):
+        ledger.remove(one)
+        ledger.forget(one)
+    heir = resident(8, 2 * SLAB)
+    evict_for(ledger, pieces, heir)
+    ledger.reserve(heir)
+    assert len(heir.location) == 2
+    extents.check()

@@ -122,8 +122,11 @@ def test_the_statistics_fit_the_terminal(width: int) -> None:
 
 def test_the_statistics_say_what_there_is() -> None:
     text = drawn(stats_view(stats(), "unix:/x"), 120)
-    for word in ("1.2.3", "serving", "pid 7", "unix:/x", "50.0 %", "3 of 9"):
+    for word in ("1.2.3  serving", "serving", "pid 7", "unix:/x", "50.0 %", "3 of 9"):
         assert word in text
+    compiled = stats()
+    compiled.compiled = True
+    assert "1.2.3, compiled  serving" in drawn(stats_view(compiled, "unix:/x"), 120)
     assert "shm: 5 entries (0B) came back at the start, 2 were dropped" in text
     assert "shm: 1 entries were damaged and dropped" in text
     lines = [line.split() for line in text.splitlines()]

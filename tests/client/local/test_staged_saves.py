@@ -23,6 +23,7 @@ from prefixd.proto import local
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import PrefixdError
 from prefixd.proto.layout import crc32c
+from tests.support.columns import StagedPart, staged
 from tests.support.daemon import eventually, problems_of
 from tests.support.entries import key_of, payload_of, restore
 from tests.support.small_staging import (
@@ -46,12 +47,12 @@ class Raw:
     memory: mmap.mmap
 
     def begin(self, name: str, payload_bytes: int, *, tier: Tier = Tier.RAM) -> Call:
-        item = pb.SaveItem(key=key_of(name), payload_bytes=payload_bytes)
         header = pb.SaveHeader(
             session=self.link.ref,
             tier=int(tier),
             reason=pb.SAVE_REASON_COLD,
-            items=[item],  # type: ignore[arg-type]
+            keys=[key_of(name)],
+            payload_bytes=[payload_bytes],
         )
         return Call(self.link, header)
 
@@ -63,8 +64,8 @@ class Call:
         self._line = Line(link.welcome.local_socket, link.ref, 60)
         self._header: pb.SaveHeader | None = header
 
-    def send(self, *parts: pb.StagedPart, last: bool = False) -> None:
-        request = pb.SaveStagedRequest(header=self._header, parts=parts, last=last)
+    def send(self, *parts: StagedPart, last: bool = False) -> None:
+        request = pb.SaveStagedRequest(header=self._header, **staged(parts), last=last)
         self._line.send(pb.LocalRequest(save_staged=request), 60)
         self._header = None
 
@@ -90,10 +91,8 @@ class Call:
             self._line.close()
 
 
-def part(
-    offset: int, length: int, crc: int = 0, *, last: bool = True, item: int = 0
-) -> pb.StagedPart:
-    return pb.StagedPart(
+def part(offset: int, length: int, crc: int = 0, *, last: bool = True, item: int = 0) -> StagedPart:
+    return StagedPart(
         item=item,
         staging_offset_bytes=offset,
         length_bytes=length,
@@ -220,7 +219,7 @@ def test_a_save_that_ends_too_early(raw: Raw, unharmed: AdminConnection) -> None
     ],
 )
 def test_parts_that_are_not_the_payload(
-    raw: Raw, unharmed: AdminConnection, parts: list[pb.StagedPart]
+    raw: Raw, unharmed: AdminConnection, parts: list[StagedPart]
 ) -> None:
     assert unharmed
     call = raw.begin("not the payload", 1000)
@@ -284,7 +283,7 @@ def test_what_was_never_reserved_is_lost(
 ) -> None:
     assert unharmed
     reserved = pb.StagedReservations(session=raw.link.ref, tokens=tokens)
-    request = pb.SaveStagedRequest(reserved=reserved, parts=[part(0, 1000)], last=True)
+    request = pb.SaveStagedRequest(reserved=reserved, **staged([part(0, 1000)]), last=True)
     line = Line(raw.link.welcome.local_socket, raw.link.ref, 60)
     line.send(pb.LocalRequest(save_staged=request), 60)
     assert line.receive(60).save_staged.parts_copied == 1

@@ -24,6 +24,7 @@ from prefixd.proto.errors import (
     UnknownSession,
 )
 from prefixd.proto.layout import crc32c
+from tests.support.columns import parts_of
 
 SLOT = 4096
 HEADER = pb.SaveHeader(tier=pb.TIER_RAM)
@@ -73,14 +74,14 @@ class Daemon:
         self._responses: deque[pb.SaveStagedResponse | PrefixdError] = deque()
 
     def copy(self, request: pb.SaveStagedRequest) -> list[pb.SaveStagedResponse | PrefixdError]:
-        for part in request.parts:
+        for part in parts_of(request):
             place = self._memory.room(part.staging_offset_bytes, part.length_bytes)
             self.copied.append((part.item, bytes(place)))
             if part.last:
                 self.crcs[part.item] = part.payload_crc32c
         responses = []
-        if request.parts and not request.quiet:
-            responses.append(pb.SaveStagedResponse(parts_copied=len(request.parts)))
+        if request.items and not request.quiet:
+            responses.append(pb.SaveStagedResponse(parts_copied=len(request.items)))
         if request.last:
             responses.append(pb.SaveStagedResponse(results=[RESULT]))
         return [*responses]
@@ -187,7 +188,7 @@ def test_small_payloads_share_a_slot(memory: StagingMemory) -> None:
     (request,) = daemon.requests
     assert request.header == HEADER
     assert request.last
-    assert all(part.last for part in request.parts)
+    assert all(request.last_parts)
     assert daemon.copied == list(enumerate(payloads))
     assert daemon.crcs == {number: crc32c(data) for number, data in enumerate(payloads)}
     assert free(memory) == [0, SLOT]
@@ -209,7 +210,7 @@ def test_a_payload_may_lie_in_several_slots(memory: StagingMemory) -> None:
 def test_a_payload_that_fills_its_slot_exactly(memory: StagingMemory) -> None:
     daemon = Daemon(memory)
     save(daemon, memory, bytes(SLOT), bytes(SLOT))
-    assert [(len(r.parts), r.last) for r in daemon.requests] == [(1, False), (1, True)]
+    assert [(len(r.items), r.last) for r in daemon.requests] == [(1, False), (1, True)]
 
 
 def test_the_next_slot_is_filled_before_the_first_is_empty(memory: StagingMemory) -> None:
@@ -236,7 +237,7 @@ def test_who_has_slots_for_all_of_it_is_told_of_none() -> None:
     for slots, told in ((2, False), (3, True)):
         daemon = Daemon(memory)
         assert save(daemon, memory, bytes(slots * slot)) == [RESULT]
-        assert any(request.parts and not request.quiet for request in daemon.requests) is told
+        assert any(request.items and not request.quiet for request in daemon.requests) is told
         assert len(daemon.copied) == slots
         assert len(free(memory)) == 4
     memory.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from prefixd.client.wire import messages
@@ -9,6 +11,7 @@ from prefixd.client.wire.transport import ReserveItem, SaveTerms
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import PrefixdError
 from prefixd.proto.vocabulary import Presence, SaveReason, SaveStatus, Tier
+from tests.support.columns import items_of
 from tests.support.fakes import keys
 
 KEY, OTHER = keys(2)
@@ -49,13 +52,17 @@ def test_a_header_says_everything_of_a_save() -> None:
     header = messages.header_of(items, terms)
     assert (header.tier, header.reason) == (pb.TIER_DISK, pb.SAVE_REASON_COLD)
     on_the_wire = [items[0], items[1]._replace(token_count=0)]  # nobody said
-    assert [ReserveItem(**dict(_fields(item))) for item in header.items] == on_the_wire
+    assert [ReserveItem(**asdict(item)) for item in items_of(header)] == on_the_wire
     assert (list(header.ancestors), list(header.touched)) == ([OTHER], [KEY])
     assert (header.wait_ms, header.ttl_ms) == (5, 6)
 
 
-def _fields(item: pb.SaveItem) -> list[tuple[str, object]]:
-    return [(field.name, getattr(item, field.name)) for field in item.DESCRIPTOR.fields]
+def test_a_column_of_nothing_is_not_sent() -> None:
+    terms = SaveTerms(Tier.RAM, SaveReason.COLD)
+    header = messages.header_of([ReserveItem(KEY, 1, 2), ReserveItem(OTHER, 2)], terms)
+    assert list(header.token_counts) == [2, 0]
+    assert not header.layer_counts
+    assert not header.token_ids
 
 
 @pytest.mark.parametrize("status", range(1, 11))

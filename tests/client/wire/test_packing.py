@@ -67,7 +67,7 @@ def test_a_message_holds_about_a_chunk() -> None:
 
 
 def test_a_large_opening_goes_alone() -> None:
-    opening = pb.SaveRequest(header=pb.SaveHeader(items=[pb.SaveItem(token_ids=bytes(5_000))]))
+    opening = pb.SaveRequest(header=pb.SaveHeader(keys=[b""], token_ids=[bytes(5_000)]))
     _, messages = packed([100], 1_000, 6_000, opening)
     first, second = (pb.SaveRequest.FromString(message) for message in messages)
     assert first == opening

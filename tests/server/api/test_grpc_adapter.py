@@ -17,6 +17,7 @@ from prefixd.proto.errors import ClaimLost, LimitReached, UnknownEntry
 from prefixd.server.api.calls import Caller, cut_off
 from prefixd.server.api.grpc_adapter import Method, Streaming, Unary, add_service
 from prefixd.tiers.store import StoreError, StoreFull
+from tests.support.columns import Item
 from tests.support.running import (
     Refused,
     answer,
@@ -73,7 +74,7 @@ async def test_garbage_in_the_middle_of_a_stream_ends_it_and_what_it_began(
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         data = payload(1)
-        item = pb.SaveItem(key=key(1), payload_bytes=len(data))
+        item = Item(key=key(1), payload_bytes=len(data))
         first = pb.SaveRequest(header=session.header([item]), parts=[pb.WritePart(data=data[:100])])
         (method,) = [one for one in METHODS if one.name == "Save"]
         with pytest.raises(Refused) as refused:

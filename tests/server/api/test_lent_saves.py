@@ -216,18 +216,18 @@ async def test_a_thread_that_its_client_keeps_is_that_clients_loss(
         third = await daemon.connect_locally()
         with lent(session, [payload(0)]) as one, lent(session, [payload(0)]) as two:
             held += [one.token_address, two.token_address]
-            two.header.items[0].key = key(20)
+            two.header.keys[0] = key(20)
             await first.send(save_lent=one)
             await second.send(save_lent=two)
             for _ in range(2):
                 await asyncio.get_running_loop().run_in_executor(None, reading.acquire)
             more = pb.SaveLentRequest()
             more.CopyFrom(two)
-            more.header.items[0].key = key(21)
+            more.header.keys[0] = key(21)
             with pytest.raises(Refused, match="limit_reached"):
                 await third.ask(save_lent=more)
             with lent(other, [payload(0)]) as its:
-                its.header.items[0].key = key(22)
+                its.header.keys[0] = key(22)
                 answer = (await (await daemon.connect_locally()).ask(save_lent=its)).save_lent
                 assert [r.status for r in results_of(answer)] == [pb.SAVE_STATUS_SAVED]
             assert await other.save({key(23): payload(1)}) == [pb.SAVE_STATUS_SAVED]

@@ -17,10 +17,12 @@ import pytest
 from prefixd.client.wire.messages import results_of
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.layout import crc32c
+from prefixd.proto.limits import MAX_BATCH_KEYS
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api.local_socket import LocalServer
 from prefixd.server.runtime import incoming
 from tests.support.bare import Bare, bare, claim_of, frame, served
+from tests.support.columns import StagedPart, staged
 from tests.support.fakes_local import open_descriptors
 from tests.support.incoming import Gate
 from tests.support.running import (
@@ -186,14 +188,14 @@ async def test_descriptors_that_a_client_sends_are_not_taken(tmp_path: Path) -> 
 Save = pb.SaveStagedRequest
 
 
-def stage(daemon: Running, session: OpenSession, *payloads: bytes) -> list[pb.StagedPart]:
+def stage(daemon: Running, session: OpenSession, *payloads: bytes) -> list[StagedPart]:
     """Put payloads side by side into the session's staging memory: where they lie."""
     memory = daemon.front.stagings.open(session.number)
     parts, offset = [], 0
     for number, data in enumerate(payloads):
         os.pwrite(memory.fd, data, offset)
         parts.append(
-            pb.StagedPart(
+            StagedPart(
                 item=number,
                 staging_offset_bytes=offset,
                 length_bytes=len(data),
@@ -209,9 +211,9 @@ def header_of(session: OpenSession, *payloads: bytes, tier: Tier = Tier.RAM) -> 
     return session.header([item(key(n), data) for n, data in enumerate(payloads)], tier)
 
 
-def half(part: pb.StagedPart) -> pb.StagedPart:
+def half(part: StagedPart) -> StagedPart:
     """The first half of a part."""
-    return pb.StagedPart(
+    return StagedPart(
         item=part.item,
         staging_offset_bytes=part.staging_offset_bytes,
         length_bytes=part.length_bytes // 2,
@@ -225,15 +227,14 @@ async def test_a_save_is_answered_by_every_copy_and_its_results(tmp_path: Path, 
         session = await daemon.open()
         payloads = [payload(number) for number in range(3)]
         first, second, third = stage(daemon, session, *payloads)
-        rest = half(first)
-        rest.MergeFrom(pb.StagedPart(last=True, payload_crc32c=first.payload_crc32c))
-        rest.staging_offset_bytes += rest.length_bytes
+        before = half(first).length_bytes
+        rest = StagedPart(0, before, len(payloads[0]) - before, True, first.payload_crc32c)
         connection = await daemon.connect_locally()
         header = header_of(session, *payloads, tier=tier)
         requests = [
-            Save(header=header, parts=[half(first)]),
-            Save(parts=[rest, second]),
-            Save(parts=[third], last=True),
+            Save(header=header, **staged([half(first)])),
+            Save(**staged([rest, second])),
+            Save(**staged([third]), last=True),
         ]
         copied = [(await connection.ask(save_staged=each)).save_staged for each in requests]
         assert [each.parts_copied for each in copied] == [1, 2, 1]
@@ -244,7 +245,7 @@ async def test_a_save_is_answered_by_every_copy_and_its_results(tmp_path: Path, 
         for number, data in enumerate(payloads):
             assert await session.restore(key(number)) == data
         # Another one, and something else, on the same connection.
-        await connection.ask(save_staged=Save(header=header, parts=[third], last=True))
+        await connection.ask(save_staged=Save(header=header, **staged([third]), last=True))
         again = (await connection.response()).save_staged
         assert [result.status for result in results_of(again)] == [pb.SAVE_STATUS_PRESENT] * 3
         assert (await connection.ask(lookup=LOOKUP)).HasField("lookup")
@@ -257,8 +258,8 @@ async def test_requests_of_a_save_may_all_be_sent_ahead(tmp_path: Path) -> None:
         session = await daemon.open()
         payloads = [payload(number, 100) for number in range(200)]
         first, *parts = stage(daemon, session, *payloads)
-        requests = [Save(header=header_of(session, *payloads), parts=[first])]
-        requests += [Save(parts=[part]) for part in parts]
+        requests = [Save(header=header_of(session, *payloads), **staged([first]))]
+        requests += [Save(**staged([part])) for part in parts]
         requests[-1].last = True
         with bare(daemon) as connection:
             await connection.send(b"".join(frame(save_staged=each) for each in requests))
@@ -278,7 +279,7 @@ async def test_another_request_in_the_middle_of_a_save_ends_both(tmp_path: Path)
         session = await daemon.open()
         (part,) = stage(daemon, session, DATA)
         with bare(daemon) as connection:
-            first = Save(header=header_of(session, DATA), parts=[half(part)])
+            first = Save(header=header_of(session, DATA), **staged([half(part)]))
             await connection.send(frame(save_staged=first))
             assert (await connection.response()).save_staged.parts_copied == 1
             assert daemon.tables.reservations
@@ -290,7 +291,17 @@ async def test_another_request_in_the_middle_of_a_save_ends_both(tmp_path: Path)
         await daemon.assert_idle()
 
 
+def spoil_one(column: Any, value: int) -> None:
+    column[0] = value
+
+
 WRONG = {
+    "columns that differ": ("malformed_message", lambda r: r.length_bytes.append(1)),
+    "no column of its own": ("malformed_message", lambda r: r.ClearField("last_parts")),
+    "too many parts": (
+        "invalid_batch",
+        lambda r: r.MergeFrom(Save(**staged([StagedPart()] * MAX_BATCH_KEYS))),
+    ),
     "no session": ("unknown_session", lambda r: r.header.session.ClearField("session_id")),
     "another start": (
         "stale_incarnation",
@@ -298,10 +309,10 @@ WRONG = {
     ),
     "no header": ("malformed_message", lambda r: r.ClearField("header")),
     "no tier": ("unknown_tier", lambda r: r.header.ClearField("tier")),
-    "no such item": ("malformed_message", lambda r: r.parts[0].MergeFrom(pb.StagedPart(item=7))),
+    "no such item": ("malformed_message", lambda r: spoil_one(r.items, 7)),
     "beyond the end": (
         "unknown_staging",
-        lambda r: r.parts[0].MergeFrom(pb.StagedPart(staging_offset_bytes=2**40)),
+        lambda r: spoil_one(r.staging_offset_bytes, 2**40),
     ),
 }
 
@@ -314,7 +325,7 @@ async def test_a_save_that_fails_ends_the_connection(tmp_path: Path, case: str) 
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         parts = stage(daemon, session, DATA)
-        request = Save(header=header_of(session, DATA), parts=parts)
+        request = Save(header=header_of(session, DATA), **staged(parts))
         spoil(request)
         with bare(daemon) as connection:
             await connection.send(frame(save_staged=request) + frame(save_staged=request))
@@ -333,7 +344,7 @@ async def test_a_save_that_is_refused_is_a_result(tmp_path: Path) -> None:
         connection = await daemon.connect_locally()
         request = Save(
             header=header_of(session, DATA, DATA),
-            parts=stage(daemon, session, DATA, DATA[:-1]),
+            **staged(stage(daemon, session, DATA, DATA[:-1])),
             last=True,
         )
         assert (await connection.ask(save_staged=request)).save_staged.parts_copied == 2
@@ -352,7 +363,7 @@ async def test_who_hangs_up_in_the_middle_of_a_save_leaves_nothing(
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         (part,) = stage(daemon, session, DATA)
-        request = Save(header=header_of(session, DATA, tier=tier), parts=[half(part)])
+        request = Save(header=header_of(session, DATA, tier=tier), **staged([half(part)]))
         with bare(daemon) as connection:
             await connection.send(frame(save_staged=request))
             await connection.response()
@@ -381,7 +392,7 @@ async def test_its_end_is_the_end_of_whoever_is_served(tmp_path: Path) -> None:
                 frame(lookup=LOOKUP)[:-1],
                 frame(lookup=waiting_calls(other)["lookup"]),
                 frame(reserve=waiting_calls(other)["reserve"]),
-                frame(save_staged=Save(header=header_of(other, DATA), parts=[half(part)])),
+                frame(save_staged=Save(header=header_of(other, DATA), **staged([half(part)]))),
             ]
             connections = [connected.enter_context(bare(daemon)) for _ in asks]
             for connection, data in zip(connections, asks, strict=True):
@@ -412,7 +423,7 @@ async def test_its_end_waits_for_a_copy_that_another_thread_makes(
         session = await daemon.open()
         (part,) = stage(daemon, session, DATA)
         with bare(daemon) as connection:
-            request = Save(header=header_of(session, DATA), parts=[half(part)])
+            request = Save(header=header_of(session, DATA), **staged([half(part)]))
             await connection.send(frame(save_staged=request))
             await gate.entered()
             closing = asyncio.ensure_future(daemon.local_server.close())

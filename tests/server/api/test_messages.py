@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from prefixd.proto import limits
@@ -10,6 +12,7 @@ from prefixd.proto.errors import (
     InvalidBatch,
     InvalidKey,
     InvalidSize,
+    MalformedMessage,
     UnknownReason,
     UnknownTier,
 )
@@ -20,10 +23,10 @@ from prefixd.server.core.answers import ClaimAnswer, FlightInfo, LookupAnswer, W
 from prefixd.server.core.effects import SaveEnded
 from prefixd.server.core.entries import Entry
 from prefixd.server.core.events import SaveItem
+from tests.support.columns import Item, StagedPart, columns, staged
 from tests.support.running import key
 
 TIERS = {Tier.RAM, Tier.DISK}
-ORDER = WriteOrder(7, key(1), Tier.RAM, SaveReason.COLD, 9, (0, 4096), 5, 1, 0, b"")
 FLIGHT = FlightInfo("alice", 2_500_000)
 
 
@@ -112,7 +115,7 @@ def test_a_save_that_began_before_the_daemon_was_late_is_not_younger_than_nothin
 
 
 def test_what_is_granted_has_its_token() -> None:
-    granted = messages.reserve_result(ORDER)
+    granted = messages.reserve_result(WriteOrder(7, entry(), b""))
     assert (granted.status, granted.token) == (pb.RESERVE_STATUS_GRANTED, 7)
 
 
@@ -208,36 +211,79 @@ def test_times_have_a_default_and_a_bound() -> None:
         messages.milliseconds("ttl_ms", 11, 7, 10)
 
 
+def header(*items: Item) -> pb.SaveHeader:
+    return pb.SaveHeader(**columns(items))
+
+
 def test_items_are_taken_as_they_are() -> None:
-    item = pb.SaveItem(
-        key=key(1), payload_bytes=12, token_count=3, layer_count=4, token_ids=b"12345678"
-    )
-    assert messages.items_of([item]) == (SaveItem(key(1), 12, 3, 4, b"12345678"),)
-    largest = pb.SaveItem(key=key(1), payload_bytes=limits.MAX_PAYLOAD_BYTES)
-    assert messages.items_of([largest])[0].payload_bytes == limits.MAX_PAYLOAD_BYTES
+    item = Item(key(1), 12, 3, 4, b"12345678")
+    assert messages.items_of(header(item)) == (SaveItem(key(1), 12, 3, 4, b"12345678"),)
+    largest = Item(key(1), limits.MAX_PAYLOAD_BYTES)
+    assert messages.items_of(header(largest))[0].payload_bytes == limits.MAX_PAYLOAD_BYTES
+
+
+def test_a_column_that_is_left_out_says_nothing() -> None:
+    bare = pb.SaveHeader(keys=[key(1), key(2)], payload_bytes=[12, 13])
+    assert messages.items_of(bare) == (SaveItem(key(1), 12, 0), SaveItem(key(2), 13, 0))
+
+
+@pytest.mark.parametrize("column", ["payload_bytes", "token_counts", "layer_counts", "token_ids"])
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_column_has_a_value_for_each_key(column: str, change: int) -> None:
+    request = header(*(Item(key(number), 12, 3, 4, b"1234") for number in range(3)))
+    values = getattr(request, column)
+    values.append(values[0]) if change > 0 else values.pop()
+    with pytest.raises(InvalidBatch, match=f"{column} has {3 + change} elements for 3 keys"):
+        messages.items_of(request)
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"payload_bytes": 0}, "payload_bytes is 0, allowed are 1 to"),
+        ({"payload_bytes": 0}, "payload_bytes[1] is 0, allowed are 1 to"),
         ({"payload_bytes": limits.MAX_PAYLOAD_BYTES + 1}, "allowed are 1 to"),
-        ({"layer_count": 5}, "12 bytes are no 5 layers of one size"),
+        ({"layer_count": 5}, "layer_counts[1]: 12 bytes are no 5 layers of one size"),
         ({"layer_count": limits.MAX_LAYERS + 1}, "layers of one size"),
-        ({"token_ids": b"12345"}, "5 bytes of token ids; they are 4 bytes each"),
+        ({"token_ids": b"12345"}, "token_ids[1] has 5 bytes; they are 4 bytes each"),
         ({"token_ids": bytes(limits.MAX_TOKEN_IDS_BYTES + 4)}, "at most 4194304"),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_items_of_a_size_that_cannot_be_are_refused(fields: dict[str, int], words: str) -> None:
-    good = pb.SaveItem(key=key(1), payload_bytes=12)
-    bad = pb.SaveItem(**({"key": key(2), "payload_bytes": 12} | fields))  # type: ignore[arg-type]
-    with pytest.raises(InvalidSize, match=r"items\[1\]: ") as refused:
-        messages.items_of([good, bad])
+def test_items_of_a_size_that_cannot_be_are_refused(fields: dict[str, Any], words: str) -> None:
+    bad = Item(**({"key": key(2), "payload_bytes": 12} | fields))
+    with pytest.raises(InvalidSize) as refused:
+        messages.items_of(header(Item(key(1), 12), bad))
     assert words in str(refused.value)
 
 
 def test_a_key_is_named_once_in_a_save() -> None:
-    item = pb.SaveItem(key=key(1), payload_bytes=12)
+    item = Item(key(1), 12)
     with pytest.raises(InvalidBatch, match="twice"):
-        messages.items_of([item, item])
+        messages.items_of(header(item, item))
+
+
+# ---- parts in staging memory
+
+
+def test_parts_come_in_columns() -> None:
+    parts = [StagedPart(0, 7, 8, True, 9), StagedPart(1, 15, 3)]
+    request = pb.SaveStagedRequest(**staged(parts))
+    assert messages.parts_of(request) == [(0, 7, 8, True, 9), (1, 15, 3, False, 0)]
+    assert messages.parts_of(pb.SaveStagedRequest()) == []
+
+
+@pytest.mark.parametrize(
+    "column", ["items", "staging_offset_bytes", "length_bytes", "last_parts", "payload_crc32c"]
+)
+def test_columns_of_parts_are_of_one_length(column: str) -> None:
+    for change in (lambda values: values.append(1), lambda values: values.pop()):
+        request = pb.SaveStagedRequest(**staged([StagedPart(), StagedPart(1)]))
+        change(getattr(request, column))
+        with pytest.raises(MalformedMessage, match="the columns of"):
+            messages.parts_of(request)
+
+
+def test_parts_in_one_message_are_bounded() -> None:
+    request = pb.SaveStagedRequest(**staged([StagedPart()] * (limits.MAX_BATCH_KEYS + 1)))
+    with pytest.raises(InvalidBatch, match="4097 parts in one message"):
+        messages.parts_of(request)

@@ -19,6 +19,7 @@ from tests.contract.faulty import Fault, FaultyStore
 from tests.proto.test_contract import METHODS, can_be_wrong, comment_of
 from tests.support import bad_input
 from tests.support.bad_input import DATA, FLAGS, THERE, Mistake, mistakes
+from tests.support.columns import Item
 from tests.support.running import (
     OpenSession,
     Refused,
@@ -175,7 +176,7 @@ async def written_twice(session: OpenSession) -> pb.SaveResult:
 
 
 async def saved(
-    session: OpenSession, *parts: pb.WritePart, of: pb.SaveItem | None = None
+    session: OpenSession, *parts: pb.WritePart, of: Item | None = None
 ) -> pb.SaveResult:
     header = session.header([of or item(key(1), DATA)])
     first = pb.SaveRequest(header=header, parts=parts)

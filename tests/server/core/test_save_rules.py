@@ -44,12 +44,22 @@ def test_an_order_says_all_that_a_writer_needs(driver: Driver) -> None:
             driver.request(), 1, Tier.RAM, SaveReason.EVICT, (item,), (), True, 70, 50, 50
         )
     )
-    order = an.WriteOrder(1, key("a"), Tier.RAM, SaveReason.EVICT, 50, (6, 4), 4, 3, 2, b"12345678")
-    assert answer == an.ReserveAnswer(70, (order,))
+    assert isinstance(answer, an.ReserveAnswer)
+    (order,) = answer.results
+    assert isinstance(order, an.WriteOrder)
+    assert (answer.ttl_ns, order.token, order.key, order.token_ids) == (
+        70,
+        1,
+        key("a"),
+        b"12345678",
+    )
+    entry = order.entry
+    assert (entry.tier, entry.reason, entry.generation) == (Tier.RAM, SaveReason.EVICT, 50)
+    assert (entry.location, entry.payload_bytes, entry.token_count) == ((6, 4), 4, 3)
+    assert (entry.layer_count, entry.token_ids_bytes, entry.created_ns) == (2, 8, 50)
     driver.seal(1)
-    entry = driver.entry("a")
+    assert driver.entry("a") is entry
     assert (entry.generation, entry.location, entry.payload_crc32c) == (50, (6, 4), 7)
-    assert (entry.layer_count, entry.token_ids_bytes, entry.reason) == (2, 8, SaveReason.EVICT)
 
 
 def test_what_is_not_begun_is_reserved_only(driver: Driver) -> None:

@@ -385,7 +385,7 @@ class Scenario:
     def reserved(self, one: an.Reserved) -> str:
         if isinstance(one, an.WriteOrder):
             self.granted.append(one.token)
-            place = f" at {one.location}" if one.location else ""
+            place = f" at {one.entry.location}" if one.entry.location else ""
             return f"{name_of(one.key)} = {one.token}{place}"
         return one.name.lower() if isinstance(one, SaveStatus) else found(one)
 

@@ -296,7 +296,7 @@ def test_a_session_reserves_no_more_than_its_share() -> None:
     driver.cancel(bob, token)
     driver.stop(token)
     (order,) = driver.reserve(bob, "d", payload_bytes=6, begin=True).results
-    assert order.payload_bytes == 6, "alone it may be larger"
+    assert order.entry.payload_bytes == 6, "alone it may be larger"
 
 
 @pytest.mark.parametrize("ttl_ns", [1, 3_600_000_000_000])

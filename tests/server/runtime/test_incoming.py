@@ -14,7 +14,8 @@ from prefixd.proto.errors import InvalidSize, MalformedMessage
 from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import SaveStatus, Tier
 from prefixd.server.core.events import Event, SessionLost, WriteSealed
-from prefixd.server.runtime.incoming import Incoming, Piece, nothing
+from prefixd.server.runtime.incoming import Incoming, nothing
+from prefixd.server.runtime.writes import Piece
 from prefixd.tiers.store import Store
 from tests.contract.faulty import FaultyStore
 from tests.support.incoming import Gate, begin

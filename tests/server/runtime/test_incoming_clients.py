@@ -11,6 +11,7 @@ import pytest
 
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import Tier
+from tests.support.columns import StagedPart, staged
 from tests.support.incoming import Gate
 from tests.support.running import (
     OpenSession,
@@ -49,7 +50,7 @@ async def staged_call(daemon: Running, session: OpenSession, tier: Tier) -> tupl
     daemon.front.stagings.open(session.number)
     first = pb.SaveStagedRequest(
         header=session.header([item(key(1), DATA)], tier),
-        parts=[pb.StagedPart(item=0, staging_offset_bytes=0, length_bytes=2500)],
+        **staged([StagedPart(length_bytes=2500)]),
     )
     return await daemon.save_staged(), first
 
@@ -144,7 +145,7 @@ async def test_parts_beyond_staging_memory_are_refused(tmp_path: Path) -> None:
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         call, first = await staged_call(daemon, session, Tier.RAM)
-        first.parts[0].staging_offset_bytes = 2**20
+        first.staging_offset_bytes[0] = 2**20
         await call.write(first)
         await call.done_writing()
         with pytest.raises(Refused, match="unknown_staging"):

@@ -15,8 +15,8 @@ from prefixd.proto.errors import UnreadableMemory
 from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.runtime import lent_memory
-from prefixd.server.runtime.incoming import Feed
 from prefixd.server.runtime.lent_memory import LentMemory, LentPayload, LentTurn, turns_of
+from prefixd.server.runtime.writes import Write
 from tests.support.incoming import begin
 from tests.support.running import Running, in_loop, payload, running
 
@@ -104,9 +104,9 @@ def test_a_process_that_is_gone_lends_nothing() -> None:
 def test_turns_are_of_about_so_many_bytes() -> None:
     lender = Lender(bytes(100))
     payloads = [lender.payload((0, size)) for size in (10, 10, 50, 1, 1, 1)]
-    feeds = [object()] * len(payloads)
-    turns = turns_of(lender.memory, None, feeds, payloads, 20)  # type: ignore[arg-type]
-    assert [len(turn.feeds) for turn in turns] == [2, 1, 3]
+    writes = [object()] * len(payloads)
+    turns = turns_of(lender.memory, None, writes, payloads, 20)  # type: ignore[arg-type]
+    assert [len(turn.writes) for turn in turns] == [2, 1, 3]
 
 
 # ---- turns
@@ -126,10 +126,10 @@ class Fickle(LentMemory):
         super().prove()
 
 
-async def reserved(daemon: Running, data: bytes, tier: Tier) -> Feed:
+async def reserved(daemon: Running, data: bytes, tier: Tier) -> Write:
     """The write of one payload of this size, of which nothing came yet."""
     incoming = await begin(daemon, await daemon.open(), data, tier=tier)
-    return incoming.feed_of(0)
+    return incoming.write_of(0)
 
 
 @pytest.mark.parametrize("tier", list(Tier), ids=lambda tier: tier.label)
@@ -141,12 +141,12 @@ async def test_a_turn_copies_and_seals_what_was_lent(
     async with running(tmp_path) as daemon:
         data = payload(1, 100_000)
         lender = Lender(data)
-        feed = await reserved(daemon, data, tier)
+        write = await reserved(daemon, data, tier)
         lent = lender.payload((0, 1_000), (1_000, len(data) - 1_000))
-        turn = LentTurn(lender.memory, daemon.core.devices, [feed], [lent])
+        turn = LentTurn(lender.memory, daemon.core.devices, [write], [lent])
         assert turn.take() is None
-        assert feed.complete
-        assert feed.crc32c == feed.meant_crc32c == crc32c(data)
+        assert write.complete
+        assert write.crc32c == write.expected_crc32c == crc32c(data)
 
 
 @pytest.mark.parametrize("proofs", [0, 1])
@@ -155,23 +155,23 @@ async def test_nothing_is_sealed_of_memory_that_was_taken_back(tmp_path: Path, p
     """Before the first copy, or between it and the end."""
     async with running(tmp_path) as daemon:
         lender = Lender(payload(1))
-        feed = await reserved(daemon, bytes(lender.data), Tier.RAM)
+        write = await reserved(daemon, bytes(lender.data), Tier.RAM)
         memory = Fickle(lender, proofs)
         lent = lender.payload((0, len(lender.data)))
-        turn = LentTurn(memory, daemon.core.devices, [feed], [lent])
+        turn = LentTurn(memory, daemon.core.devices, [write], [lent])
         assert isinstance(turn.take(), UnreadableMemory)
-        assert not feed.complete
-        assert feed.crc32c is None
-        assert feed.write.writer.written_bytes == (len(lender.data) if proofs else 0)
+        assert not write.complete
+        assert write.crc32c is None
+        assert write.writer.written_bytes == (len(lender.data) if proofs else 0)
 
 
 @in_loop
 async def test_another_length_than_was_reserved_is_no_payload(tmp_path: Path) -> None:
     async with running(tmp_path) as daemon:
         lender = Lender(payload(1))
-        feed = await reserved(daemon, bytes(lender.data), Tier.RAM)
-        turn = LentTurn(lender.memory, daemon.core.devices, [feed], [lender.payload((0, 10))])
+        write = await reserved(daemon, bytes(lender.data), Tier.RAM)
+        turn = LentTurn(lender.memory, daemon.core.devices, [write], [lender.payload((0, 10))])
         assert turn.take() is None
-        assert feed.problem is not None
-        assert "10 bytes came" in feed.problem[1]
-        assert not feed.complete
+        assert write.problem is not None
+        assert "10 bytes came" in write.problem[1]
+        assert not write.complete

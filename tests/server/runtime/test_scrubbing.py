@@ -22,6 +22,7 @@ from prefixd.server.runtime.scrubbing import (
 )
 from prefixd.server.runtime.verification import ENTRY_BYTES
 from tests.contract.faulty import Fault, FaultyStore
+from tests.support.columns import Item
 from tests.support.running import (
     ManualClock,
     Running,
@@ -192,7 +193,7 @@ async def test_it_gives_way_to_saves_and_not_for_ever(tmp_path: Path) -> None:
         session = await daemon.open()
         await session.save({key(1): payload(1)}, Tier.SHM)
         (token,) = await session.granted(
-            [pb.SaveItem(key=key(2), payload_bytes=5_000, token_count=1)], Tier.SHM
+            [Item(key=key(2), payload_bytes=5_000, token_count=1)], Tier.SHM
         )
         saving = daemon.cache.Write()
         first = part(0, payload(2)[:100], last=False)

@@ -1,0 +1,38 @@
+"""The optional build by mypyc (setup.py). To compile its C takes a minute: only wheels do."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SETUP = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
+
+
+def test_without_the_variable_everything_is_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFIXD_COMPILE", raising=False)
+    assert SETUP["options"]() == {}
+
+
+def test_every_pattern_names_modules() -> None:
+    package = ROOT / "src" / "prefixd"
+    assert all(list(package.glob(pattern)) for pattern in SETUP["COMPILED"])
+
+
+def test_what_is_compiled_can_be(tmp_path: Path) -> None:
+    """As far as C: mypyc refuses what it can't translate."""
+    pytest.importorskip("mypyc.build", reason="mypyc is not installed")
+    (tmp_path / "src").symlink_to(ROOT / "src")
+    translate = (
+        "import runpy; from mypyc.build import mypycify;"
+        f"setup = runpy.run_path({str(ROOT / 'setup.py')!r}, run_name='setup');"
+        "mypycify(setup['arguments'](), target_dir='build')"
+    )
+    command = [sys.executable, "-c", translate]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list((tmp_path / "build").glob("*.c"))
