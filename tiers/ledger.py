@@ -123,14 +123,10 @@ class Ledger:
             return Admission.NO_ROOM
         if shares is not None and not shares.allows(self.room, [(number, stored_bytes, entries)]):
             return Admission.OVER_SHARE
-        free_bytes = self.limit_bytes - self.published_bytes - self.reserved_bytes
-        wanted = self.entries + self.reservations + entries
-        most = self.max_entries
-        if stored_bytes <= free_bytes and (not most or wanted <= most):
+        if self.fits(stored_bytes, entries):
             return Admission.FITS
-        if stored_bytes <= free_bytes + self.published_bytes - self.pinned_bytes and (
-            not most or wanted - self.entries + self.pinned_entries <= most
-        ):
+        unpinned_entries = self.entries - self.pinned_entries
+        if self.fits_after(stored_bytes, entries, self.unpinned_bytes, unpinned_entries):
             return Admission.AFTER_EVICTION
         return Admission.NO_ROOM
 
