@@ -41,13 +41,11 @@ def recovered(
             continue  # a recovery that failed begins again
         cost = footprint(record.payload_bytes, record.token_ids_bytes)
         fits = ledger.fits(cost)
+        saved_again = there is not None or key in t.in_flight
         if (
             key in t.deleted
             or not (fits or _has_room(ledger, cost))
-            or (
-                (there is not None or key in t.in_flight)
-                and not _gives_way(transition, record, tier)
-            )
+            or (saved_again and not _gives_way(transition, record, tier))
         ):
             counters.dropped_at_start += 1
             transition.effects.append(Erase(tier, (record,)))
@@ -56,6 +54,9 @@ def recovered(
             counters.dropped_at_start += 1
             transition.effects.append(Erase(tier, (record,)))
             continue
+        if saved_again:
+            # With the save that gave way its batch may have ended, which is a use of the rest.
+            last_ns = max(last_ns, _last_used_ns(transition, ledger))
         entry = _entry_of(stored, tier, cost, numbers)
         # In its tier's order and by its stamp it is the most recent so far, also where two starts
         # gave out the same stamp because the clock was set back in between, and where some of

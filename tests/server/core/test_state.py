@@ -290,6 +290,18 @@ def test_what_was_saved_while_a_tier_recovers_gives_way_to_what_is_found_there()
     assert (ram.published_bytes, ram.reserved_bytes) == (0, 0)
 
 
+def test_what_gives_way_last_of_its_batch_is_no_later_use_than_what_is_found() -> None:
+    """Its end is a use of the rest, which was found just before."""
+    driver = Driver()
+    session = driver.open()
+    driver.close_tier(Tier.DISK, ev.TierState.RECOVERING)
+    driver.reserve(session, "a b")
+    driver.recover(Tier.DISK, stored("a", used_ns=1, generation=1))
+    driver.recover(Tier.DISK, stored("b", used_ns=2, generation=2))
+    assert driver.entry("a").last_used_ns < driver.entry("b").last_used_ns
+    assert list(driver.tables.ledgers[Tier.DISK].victims()) == [key("a"), key("b")]
+
+
 def test_a_recovery_that_begins_again_drops_nothing() -> None:
     driver = Driver()
     one = stored("a", used_ns=1, generation=1)
