@@ -336,12 +336,7 @@ class Core:
             if type(effect) is IndexPut or type(effect) is IndexDelete:
                 continue
             try:
-                # First what there is for every block.
-                if isinstance(effect, SaveEnded):
-                    if (ended := self.writes.pop(effect.token, None)) is not None:
-                        ended.end(effect)
-                else:
-                    self._do(effect)
+                self._do(effect)
             except Exception as problem:
                 log.critical("effect_failed", effect=type(effect).__name__, exc_info=problem)
                 self.health.fault("effects", f"{type(effect).__name__} failed: {problem!r}")
@@ -371,8 +366,11 @@ class Core:
 
     def _do(self, effect: Effect) -> None:
         match effect:
-            case IndexPut() | IndexDelete() | SaveEnded():
-                pass  # `_carry_out` has done it
+            case SaveEnded():  # first, for there is one of every block
+                if (ended := self.writes.pop(effect.token, None)) is not None:
+                    ended.end(effect)
+            case IndexPut() | IndexDelete():
+                pass
             case Reply():
                 reply = self._replies.pop(effect.request, None)
                 if reply is not None and not reply.done():

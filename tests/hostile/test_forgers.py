@@ -49,7 +49,7 @@ def leads_to_a_session(message: Descriptor) -> bool:
 RPCS = [method.name for method in CACHE.methods if leads_to_a_session(method.input_type)]
 KINDS = [
     field.name
-    for field in pb.LocalRequest.DESCRIPTOR.fields
+    for field in pb.LocalRequest.DESCRIPTOR.oneofs_by_name["kind"].fields
     if leads_to_a_session(field.message_type)
 ]
 

@@ -120,8 +120,8 @@ async def test_a_token_that_is_taken_out_ends_its_watchers(
             await watcher.read_until_synced()
         lines = [who.line for who in (*EVERYBODY, *WATCHERS) if who != WATCHERS[0]]
         (tmp_path / "tokens").write_text("\n".join(lines))
-        daemon.front.read_tokens()
-        daemon.front.end_revoked()
+        assert daemon.front.tokens is not None
+        daemon.front.use_tokens(daemon.front.tokens.read())
         with pytest.raises(Refused, match=r"not_permitted.*not known any more"):
             await gone.read_to_the_end()
         saver = await writer(clients, "b")
