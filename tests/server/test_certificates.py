@@ -145,8 +145,11 @@ def test_new_connections_get_new_certificates_and_old_ones_live_on(
             client.wait_connected()
             moves(client)  # nothing was said to the daemon
         reloaded(daemon)
-        options = {line["option"] for line in daemon.logged("option_changed")}
-        assert options == {"server.tls_cert", "server.tls_key", "server.tls_client_ca"}
+        changed = {"server.tls_cert", "server.tls_key", "server.tls_client_ca"}
+        # One line after the other.
+        eventually(
+            lambda: {line["option"] for line in daemon.logged("option_changed")} == changed
+        )
         with after.client(daemon) as (client, _):
             assert not client.wait_connected(deadline_ms=1_000)
         after.be(new)
