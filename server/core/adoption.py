@@ -74,8 +74,9 @@ def recovered(
 
 
 def _gives_way(transition: Transition, record: EntryRecord, tier: Tier) -> bool:
-    """What was saved again before its record was read goes, if it is where less survives. False:
-    it stays, and the record goes."""
+    """What was saved again before its record was read goes if it is where less survives, and what
+    is being saved in any case: nobody was told yet that it is there. False: it stays, and the
+    record goes."""
     t = transition.tables
     there = t.entries.find(record.key)
     if there is not None:
@@ -84,9 +85,7 @@ def _gives_way(transition: Transition, record: EntryRecord, tier: Tier) -> bool:
         transition.drop(there, Happening.REPLACED)
     flight = t.in_flight.get(record.key)
     why = f"the same entry was found in the {tier.label} tier"
-    return flight is None or (
-        flight.tier < tier and save_rules.lose(transition, flight, why, tell=True)
-    )
+    return flight is None or save_rules.lose(transition, flight, why, tell=True)
 
 
 def _last_used_ns(transition: Transition, ledger: Ledger) -> int:

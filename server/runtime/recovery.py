@@ -146,22 +146,22 @@ async def _adopt(core: Core, tier: Tier, batch: RecoveryBatch, slices: Slices) -
     dropped = len(batch.dropped)
     for start in range(0, max(1, len(batch.entries)), _ADOPTED_AT_ONCE):
         some = tuple(batch.entries[start : start + _ADOPTED_AT_ONCE])
-        await _committed(core, tier, some)
+        await _committed(core, some)
         core.post(TierRecovered(tier, some, dropped, core.clock.now_ns()))
         dropped = 0
         await slices.pause()
 
 
-async def _committed(core: Core, tier: Tier, found: Sequence[StoredEntry]) -> None:
-    """Wait for saves of what was found that are being committed where less survives: once they are
-    published they give way to it, and until then nothing can take them back."""
+async def _committed(core: Core, found: Sequence[StoredEntry]) -> None:
+    """Wait for saves of what was found that are being committed: nothing can take them back, and
+    what was found is all that there is if they fail. Published, they may give way to it."""
     in_flight = core.state.tables.in_flight
     until_ns = core.clock.now_ns() + _COMMITTED_WITHIN_NS
     while core.clock.now_ns() < until_ns:
         keys = []
         for entry in found:
             flight = in_flight.get(entry.record.key)
-            if flight and flight.tier < tier and flight.stage is Stage.COMMITTING:
+            if flight and flight.stage is Stage.COMMITTING:
                 keys.append(entry.record.key)
         if not keys:
             return

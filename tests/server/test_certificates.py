@@ -147,9 +147,7 @@ def test_new_connections_get_new_certificates_and_old_ones_live_on(
         reloaded(daemon)
         changed = {"server.tls_cert", "server.tls_key", "server.tls_client_ca"}
         # One line after the other.
-        eventually(
-            lambda: {line["option"] for line in daemon.logged("option_changed")} == changed
-        )
+        eventually(lambda: {line["option"] for line in daemon.logged("option_changed")} == changed)
         with after.client(daemon) as (client, _):
             assert not client.wait_connected(deadline_ms=1_000)
         after.be(new)

@@ -290,6 +290,16 @@ def test_what_was_saved_while_a_tier_recovers_gives_way_to_what_is_found_there()
     assert (ram.published_bytes, ram.reserved_bytes) == (0, 0)
 
 
+def test_what_is_being_saved_gives_way_wherever_it_goes() -> None:
+    """Nobody was told that it is there, and it may fail: what is found is."""
+    driver = Driver()
+    session = driver.open()
+    driver.close_tier(Tier.SHM, ev.TierState.RECOVERING)
+    driver.granted(session, "a", tier=Tier.DISK)
+    driver.recover(Tier.SHM, stored("a", used_ns=1, generation=1, tier=Tier.SHM, location=(4, 1)))
+    assert driver.entry("a").tier is Tier.SHM
+
+
 def test_what_gives_way_last_of_its_batch_is_no_later_use_than_what_is_found() -> None:
     """Its end is a use of the rest, which was found just before."""
     driver = Driver()
