@@ -154,7 +154,8 @@ class Records:
 
     def probe(self) -> None:
         """Write the row that belongs to no entry, durably. Raises StoreError, StoreFull."""
-        self.table.probe()
+        with self._io:
+            self.table.probe()
 
     def close(self) -> None:
         """May be called twice. Does not wait for what was forgotten."""
