@@ -17,13 +17,7 @@ from ..proto.errors import (
 )
 from ..proto.keys import Key, check_key, token_bytes
 from ..proto.layout import check_layout, check_token_ids
-from ..proto.limits import (
-    KEY_BYTES,
-    MAX_LEASE_MS,
-    MAX_PAYLOAD_BYTES,
-    MAX_TOKEN_IDS_BYTES,
-    MAX_WAIT_MS,
-)
+from ..proto.limits import MAX_LEASE_MS, MAX_TOKEN_IDS_BYTES, MAX_WAIT_MS
 from ..proto.pieces import FlatBytes
 from ..proto.vocabulary import SaveReason, SaveStatus, Tier
 from .buffers import all_flat, flat_bytes
@@ -381,21 +375,19 @@ def _size_of(savings: Sequence[Saving]) -> int:
 
 
 def _saving(item: SaveItem, payload: FlatBytes) -> Saving:
-    # For every block: what is nearly always right is only looked at.
-    key, layer_count, token_count = item.key, item.layer_count, item.token_count
+    layer_count, token_count = item.layer_count, item.token_count
     token_ids = b"" if item.token_ids is None else item.token_ids
     if not isinstance(token_ids, bytes):
         token_ids = bytes(token_bytes(token_ids))
     payload_bytes = len(payload)
-    if layer_count or payload_bytes > MAX_PAYLOAD_BYTES:
-        check_layout(payload_bytes, layer_count)
+    check_layout(payload_bytes, layer_count)
     if token_ids:
         check_token_ids(len(token_ids))
-    if token_count is not None:
-        _check_tokens(token_count)
-    if type(key) is not bytes or len(key) != KEY_BYTES:
-        key = check_key(key)
-    return Saving(ReserveItem(key, payload_bytes, token_count, layer_count, token_ids), payload)
+    _check_tokens(token_count)
+    return Saving(
+        ReserveItem(check_key(item.key), payload_bytes, token_count, layer_count, token_ids),
+        payload,
+    )
 
 
 def _check_tokens(token_count: int | None) -> None:

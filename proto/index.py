@@ -208,9 +208,6 @@ def pack_header(layout: Layout, incarnation: bytes, multiplier: int) -> bytes:
     return fields + _U32.pack(crc32c(fields))
 
 
-_packed_crc: Final = _U32.pack
-
-
 def pack_row(entry: Listed, continuation: int = 0) -> bytes:
     """The row of an entry without its link. Raises struct.error for a number that has no room."""
     location = entry.location
@@ -228,8 +225,7 @@ def pack_row(entry: Listed, continuation: int = 0) -> bytes:
         len(location) // 2,
         continuation,
     )
-    kind = EXTENTS if len(location) > 2 else ONE_EXTENT
-    return fields + _packed_crc(crc32c(fields) ^ kind)
+    return _checked(fields, EXTENTS if len(location) > 2 else ONE_EXTENT)
 
 
 def pack_continuation(
@@ -238,7 +234,11 @@ def pack_continuation(
     """A row of at most `WORDS_PER_ROW` offsets and lengths, without its link."""
     padding = (0,) * (WORDS_PER_ROW - len(words))
     fields = _CONTINUATION.pack(*words, *padding, generation, position, continuation)
-    return fields + _packed_crc(crc32c(fields) ^ CONTINUATION)
+    return _checked(fields, CONTINUATION)
+
+
+def _checked(fields: bytes, kind: int) -> bytes:
+    return fields + _U32.pack(crc32c(fields) ^ kind)
 
 
 def unpack_row(row: bytes) -> IndexRow:

@@ -427,7 +427,7 @@ class Tables:
     def evicted(self, entry: Entry, cause: EvictionCause, now_ns: int, session: int = 0) -> None:
         """Count an eviction. `session`: for whose save."""
         tier = entry.tier
-        self.journal.note(cause.happening, entry.key, tier, entry.reason, now_ns, session)
+        self.happened(cause.happening, entry, now_ns, session)
         counters = self.tier_counters[tier]
         counters.evictions += 1
         counters.evicted_bytes += entry.stored_bytes

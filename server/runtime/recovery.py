@@ -13,8 +13,7 @@ from ...proto.entry import EntryRecord
 from ...proto.index import unpack_row
 from ...proto.vocabulary import Tier
 from ...tiers.store import RecoveryBatch, Store, StoredEntry, StoreError
-from ..core.answers import LookupAnswer
-from ..core.events import LookupAsked, TierRecovered, TierState
+from ..core.events import TierRecovered, TierState
 from ..core.tables import Stage
 from .loop import Core
 from .slices import Slices
@@ -23,8 +22,8 @@ log = structlog.get_logger("prefixd.recovery")
 
 #: Entries in one event, about a millisecond.
 _ADOPTED_AT_ONCE: Final = 64
-#: A device that takes longer to commit hangs, or nearly.
-_COMMITTED_WITHIN_NS: Final = 5 * 10**9
+#: How often a save that is being committed is looked at.
+_COMMITTED_LOOK_S: Final = 0.01
 #: Dropped entries of a tier that the log names. All of a million may be: another size of slabs.
 _MAX_LOGGED: Final = 1_000
 #: What a store could not read is asked for again this often.
@@ -153,21 +152,18 @@ async def _adopt(core: Core, tier: Tier, batch: RecoveryBatch, slices: Slices) -
 
 
 async def _committed(core: Core, found: Sequence[StoredEntry]) -> None:
-    """Wait for saves of what was found that are being committed: nothing can take them back, and
-    what was found is all that there is if they fail. Published, they may give way to it."""
-    in_flight = core.state.tables.in_flight
-    until_ns = core.clock.now_ns() + _COMMITTED_WITHIN_NS
-    while core.clock.now_ns() < until_ns:
-        keys = []
-        for entry in found:
-            flight = in_flight.get(entry.record.key)
-            if flight and flight.stage is Stage.COMMITTING:
-                keys.append(entry.record.key)
-        if not keys:
-            return
-        now_ns = core.clock.now_ns()
-        asked = LookupAsked(core.next_request(), tuple(keys), False, until_ns, now_ns)
-        await core.ask(asked, LookupAnswer)
+    """Wait for saves of what was found that are being committed, unless their device hangs: nothing
+    can take them back, and what was found is all that there is if they fail. Published, they may
+    give way to it."""
+    in_flight, devices = core.state.tables.in_flight, core.devices
+    while any(
+        (flight := in_flight.get(entry.record.key)) is not None
+        and flight.stage is Stage.COMMITTING
+        and devices.state(flight.tier) is TierState.SERVING
+        for entry in found
+    ):
+        # Not by a question: those have to find a place among the clients' own.
+        await asyncio.sleep(_COMMITTED_LOOK_S)
 
 
 def _next(batches: Iterator[RecoveryBatch]) -> RecoveryBatch | None:

@@ -229,9 +229,9 @@ path, *stolen = sys.argv[1:]
 for request in map(bytes.fromhex, stolen):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(path)
-        connection.sendall(len(request).to_bytes(4, "little") + request)
         look = pb.LocalRequest(lookup=pb.LookupRequest(keys=[bytes(32)]))
-        connection.sendall(local.frame(look))
+        # At once: a refused staged save ends its connection.
+        connection.sendall(len(request).to_bytes(4, "little") + request + local.frame(look))
         data, fds, _, _ = socket.recv_fds(connection, 2**16, local.MAX_DESCRIPTORS)
         frames = local.Frames(pb.LocalResponse.FromString)
         frames.feed(data)

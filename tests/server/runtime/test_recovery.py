@@ -16,6 +16,7 @@ from prefixd.proto.arena_header import ARENA_HEADER_BYTES, decode_arena_header
 from prefixd.proto.index import Listed
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
+from prefixd.server.core.events import TierState
 from prefixd.server.runtime import recovery, reindexing
 from prefixd.server.runtime.index import IndexWriter
 from prefixd.server.runtime.slices import Slices
@@ -114,12 +115,14 @@ async def test_what_survives_is_what_it_was(tmp_path: Path, how: str) -> None:
         await daemon.assert_idle()
 
 
+@pytest.mark.parametrize("hangs", [False, True])
 @in_loop
 async def test_what_is_found_on_disk_waits_for_a_save_to_shm_and_takes_its_place(
-    tmp_path: Path,
+    tmp_path: Path, hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A save that is being committed can't be taken back: published, it gives way. Else a client
-    that saves the same again, while a start recovers, would leave it where less survives."""
+    that saves the same again, while a start recovers, would leave it where less survives. A
+    device that hangs holds up nobody's recovery."""
     committing, go_on = threading.Event(), threading.Event()
 
     def hold(operation: str) -> None:
@@ -142,13 +145,18 @@ async def test_what_is_found_on_disk_waits_for_a_save_to_shm_and_takes_its_place
         record = next(record for batch in store.scan() for record in batch)
         found = RecoveryBatch([StoredEntry(record, 1, 0)], [], 0)
         adopting = asyncio.ensure_future(recovery._adopt(core, Tier.DISK, found, Slices()))
-        waiting = daemon.tables.waiting
-        await daemon.until(lambda: len(waiting) == 1)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not adopting.done()
         assert key(1) not in daemon.tables.entries
+        if hangs:
+            state = dict.fromkeys(Tier, TierState.SERVING) | {Tier.SHM: TierState.HUNG}
+            monkeypatch.setattr(core.devices, "state", state.__getitem__)
+            await adopting
         go_on.set()
         await adopting
         assert await saving == [pb.SAVE_STATUS_SAVED]
-        assert daemon.tables.entries[key(1)].tier is Tier.DISK
+        assert daemon.tables.entries[key(1)].tier is (Tier.SHM if hangs else Tier.DISK)
         assert await session.restore(key(1)) == DATA
         await daemon.assert_idle()
 
