@@ -83,7 +83,7 @@ ALSO: Final[dict[str, tuple[str, ...]]] = {
     ),
 }
 _OPTIONS: Final = (
-    *("-q", "-x", "-p", "no:cacheprovider", "--no-header", "--timeout=60"),
+    *("-q", "-x", "-p", "no:cacheprovider", "--no-header", "--timeout=150"),
     # Hypothesis is imported before pytest could rewrite it.
     *("-W", "ignore::pytest.PytestAssertRewriteWarning"),
 )
