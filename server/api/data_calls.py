@@ -8,7 +8,7 @@ can hold is bounded by the quotas of reads and saves, for how long by `stall_tim
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
@@ -20,32 +20,16 @@ from ..runtime.loop import Core
 from . import messages
 from .access import Access
 from .calls import Caller, Process
+from .data_frames import DataFrames
 from .raw_bytes import Progress, Receiving, Sending, SentRange
 from .saves import Refusals, Saves, results_of
 from .service import READ_BYTES, CacheService, bounds_of
-from .streams import Stream, to_its_end
+from .streams import to_its_end
 
 #: Fewer bytes than this are moved on the loop: to wake a thread takes as long.
 _INLINE_BYTES: Final = 256 * 2**10
 #: What a save takes of the daemon's memory: what the socket holds, and a piece for a disk.
 _SAVE_BYTES: Final = 4 * limits.CHUNK_BYTES
-
-
-class Line(Protocol):
-    """The connection of a call."""
-
-    stream: Stream
-    #: Would the client understand a message now? Not in the middle of a part.
-    may_tell: bool
-    #: Would the next bytes be a request? Not in the middle of a save.
-    in_step: bool
-
-    async def tell(self, response: pb.DataResponse) -> None:
-        """Raises OSError, LimitReached."""
-
-    async def until_ready(self) -> None:
-        """Wait for what the stream lacks. Raises LimitReached of a client that reads or sends
-        nothing."""
 
 
 class DataCalls:
@@ -58,13 +42,13 @@ class DataCalls:
 
     # ---- out
 
-    async def read(self, request: pb.ReadRequest, caller: Caller, line: Line) -> None:
+    async def read(self, request: pb.ReadRequest, caller: Caller, frames: DataFrames) -> None:
         session = self._service.session_of(request.session, caller).number
         async with self._service.reads.room(READ_BYTES, session):
-            await self._read(session, request, line)
-        await line.tell(pb.DataResponse(read_end=pb.ReadEnd()))
+            await self._read(session, request, frames)
+        await frames.tell(pb.DataResponse(read_end=pb.ReadEnd()))
 
-    async def fetch(self, request: pb.FetchRequest, caller: Caller, line: Line) -> None:
+    async def fetch(self, request: pb.FetchRequest, caller: Caller, frames: DataFrames) -> None:
         """A claim that ends with the last byte."""
         if len(request.generations) != len(request.keys):
             raise InvalidBatch("a fetch names the generation of each key")
@@ -74,7 +58,7 @@ class DataCalls:
             held = False
             try:
                 asked = pb.ReadRequest(claim_id=claim, ranges=request.ranges)
-                await self._read(session, asked, line)
+                await self._read(session, asked, frames)
                 question = self._release_of(session, claim)
                 (result,) = (await self._core.ask(question, ReleaseAnswer)).results
                 held = result.value == pb.RELEASE_STATUS_RELEASED
@@ -83,7 +67,7 @@ class DataCalls:
                     self._core.post(self._release_of(session, claim))
         if not held:
             raise ClaimLost("the claim was lost; throw away what was read under it")
-        await line.tell(pb.DataResponse(read_end=pb.ReadEnd()))
+        await frames.tell(pb.DataResponse(read_end=pb.ReadEnd()))
 
     async def _claim(self, request: pb.FetchRequest, caller: Caller) -> int:
         """A claim on exactly what the client means. Raises UnknownEntry."""
@@ -99,10 +83,10 @@ class DataCalls:
         core = self._core
         return ReleaseAsked(core.next_request(), session, (claim,), core.clock.now_ns())
 
-    async def _read(self, session: int, request: pb.ReadRequest, line: Line) -> None:
+    async def _read(self, session: int, request: pb.ReadRequest, frames: DataFrames) -> None:
         service, core = self._service, self._core
         ranges = self._ranges(session, request)
-        sending = Sending(core, line.stream, ranges)
+        sending = Sending(core, frames.stream, ranges)
         began_ns = 0 if core.tracing is None else core.tracing.now_ns()
         whole_bytes = sum(wanted.end - wanted.start for wanted in ranges)
         tier = max((wanted.entry.tier for wanted in ranges), default=None)
@@ -118,11 +102,11 @@ class DataCalls:
                         assert tier is not None
                         progress = await to_its_end(core.devices.run(tier, sending.run))
                     if progress is Progress.WAITING:
-                        await line.until_ready()
+                        await frames.until_ready()
                 # The last bytes left while the claim held, or nothing that was sent counts.
                 service.claimed(session, request.claim_id)
         finally:
-            line.may_tell = line.in_step = sending.between_parts
+            frames.may_tell = frames.in_step = sending.between_parts
             self._told(sending)
             if core.tracing is not None:
                 for sent_tier, sent_bytes in sending.sent_bytes.items():
@@ -150,7 +134,7 @@ class DataCalls:
 
     # ---- in
 
-    async def save(self, request: pb.RawSaveRequest, caller: Caller, line: Line) -> None:
+    async def save(self, request: pb.RawSaveRequest, caller: Caller, frames: DataFrames) -> None:
         saves, core = self._saves, self._core
         membership, reserved = saves.opened(request, caller)
         async with saves.arriving.room(_SAVE_BYTES, membership.number):
@@ -160,17 +144,17 @@ class DataCalls:
                 else:
                     refusals, incoming = await saves.begin_reserved(reserved, membership)
                 async with incoming.to_the_end():
-                    await self._receive(refusals, incoming, line)
+                    await self._receive(refusals, incoming, frames)
                 results = await results_of(refusals, incoming)
-        await line.tell(pb.DataResponse(save=pb.SaveResponse(results=results)))
+        await frames.tell(pb.DataResponse(save=pb.SaveResponse(results=results)))
 
-    async def _receive(self, refusals: Refusals, incoming: Incoming, line: Line) -> None:
+    async def _receive(self, refusals: Refusals, incoming: Incoming, frames: DataFrames) -> None:
         wanted = [number for number, refused in enumerate(refusals) if refused is None]
         if not wanted:
             return
-        await line.tell(pb.DataResponse(save_ready=pb.SaveReady(items=wanted)))
-        line.in_step = False
-        receiving = Receiving(line.stream, [incoming.write_of(number) for number in wanted])
+        await frames.tell(pb.DataResponse(save_ready=pb.SaveReady(items=wanted)))
+        frames.in_step = False
+        receiving = Receiving(frames.stream, [incoming.write_of(number) for number in wanted])
         blocking = self._core.stores[receiving.tier].blocking
         while not receiving.complete:
             inline = receiving.left_bytes <= _INLINE_BYTES and not blocking
@@ -181,8 +165,8 @@ class DataCalls:
             if incoming.broken is not None:
                 return  # which whoever waits for the end of it raises
             if receiving.starved:
-                await line.until_ready()
-        line.in_step = True
+                await frames.until_ready()
+        frames.in_step = True
 
 
 class _Nobody:
