@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 from ...proto import data
@@ -148,8 +147,12 @@ class DataLine:
 
     def _send(self, buffers: Sequence[memoryview]) -> None:
         while buffers:
-            with self._in_our_words():
+            try:
                 sent_bytes = self._wire.send(buffers, self._until_s)
+            except OSError as problem:
+                raise self._in_our_words(problem) from None
+            if len(buffers) == 1 and sent_bytes == len(buffers[0]):
+                return
             rest = []
             for buffer in buffers:
                 if len(buffer) > sent_bytes:
@@ -179,24 +182,22 @@ class DataLine:
             room = room[self._receive_some(room, whole=True) :]
 
     def _receive_some(self, room: memoryview, *, whole: bool) -> int:
-        with self._in_our_words():
+        try:
             came_bytes = self._wire.receive(room, self._until_s, whole=whole)
             if not came_bytes:
                 raise OSError("the daemon hung up")
+        except OSError as problem:
+            raise self._in_our_words(problem) from None
         self._unheard = False
         return came_bytes
 
-    @contextmanager
-    def _in_our_words(self) -> Iterator[None]:
-        """What a socket raises, as gRPC's failures are told."""
-        try:
-            yield
-        except (TimeoutError, BlockingIOError):
-            raise DeadlineExceeded("the daemon did not answer in time") from None
-        except OSError as problem:
-            if self._unheard:
-                raise NoLine(f"no handshake: {problem}") from None
-            raise DaemonUnavailable(f"the data connection broke: {problem}") from None
+    def _in_our_words(self, problem: OSError) -> Exception:
+        """What a socket raised, as gRPC's failures are told."""
+        if isinstance(problem, TimeoutError | BlockingIOError):
+            return DeadlineExceeded("the daemon did not answer in time")
+        if self._unheard:
+            return NoLine(f"no handshake: {problem}")
+        return DaemonUnavailable(f"the data connection broke: {problem}")
 
     def shut_down(self) -> None:
         """Make the call that is under way fail. From another thread."""
