@@ -259,13 +259,22 @@ class DataCalls(Lines[DataLine]):
         """Raises NoLine, PrefixdError: UnknownEntry, and what says that there is no such session,
         before anything came."""
 
+        asked = pb.DataRequest(fetch=request)
+        self._asked(asked, timeout_s, lambda line: _fetched(line, count, sink))
+
+    def fetch_found(
+        self, request: pb.FetchRequest, begin: Callable[[pb.ClaimResponse], Sink], timeout_s: float
+    ) -> None:
+        """`begin` is told what was found, and says what takes it. Raises NoLine, PrefixdError:
+        what says that there is no such session, before `begin` was called."""
+
         def take(line: DataLine) -> None:
-            try:
-                line.parts(count, sink)
-            except (UnknownSession, StaleIncarnation) as problem:
-                if line.moved:
-                    raise ClaimLost(str(problem)) from None
-                raise
+            response = line.response()
+            if not response.HasField("claim"):
+                raise PrefixdError("the daemon sent something that was not asked for")
+            line.moved = True
+            claimed = response.claim
+            _fetched(line, sum(result.claimed for result in claimed.results), begin(claimed))
 
         self._asked(pb.DataRequest(fetch=request), timeout_s, take)
 
@@ -289,3 +298,13 @@ class DataCalls(Lines[DataLine]):
             return list(response.save.results)
 
         return self._asked(pb.DataRequest(save=request), timeout_s, move)
+
+
+def _fetched(line: DataLine, count: int, sink: Sink) -> None:
+    """What a fetch sends of `count` ranges. Raises PrefixdError."""
+    try:
+        line.parts(count, sink)
+    except (UnknownSession, StaleIncarnation) as problem:
+        if line.moved:
+            raise ClaimLost(str(problem)) from None
+        raise

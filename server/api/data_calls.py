@@ -7,10 +7,10 @@ can hold is bounded by the quotas of reads and saves, for how long by `stall_tim
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from ...proto import limits
+from ...proto import data, limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import ClaimLost, InvalidBatch, UnknownEntry
 from ..core.answers import ReleaseAnswer
@@ -24,12 +24,13 @@ from .data_frames import DataFrames
 from .raw_bytes import Progress, Receiving, Sending, SentRange
 from .saves import Refusals, Saves, results_of
 from .service import READ_BYTES, CacheService, bounds_of
-from .streams import to_its_end
+from .streams import Stream, to_its_end
 
 #: Fewer bytes than this are moved on the loop: to wake a thread takes as long.
 _INLINE_BYTES: Final = 256 * 2**10
 #: What a save takes of the daemon's memory: what the socket holds, and a piece for a disk.
 _SAVE_BYTES: Final = 4 * limits.CHUNK_BYTES
+_READ_END: Final = pb.DataResponse(read_end=pb.ReadEnd())
 
 
 class DataCalls:
@@ -45,49 +46,73 @@ class DataCalls:
     async def read(self, request: pb.ReadRequest, caller: Caller, frames: DataFrames) -> None:
         session = self._service.session_of(request.session, caller).number
         async with self._service.reads.room(READ_BYTES, session):
-            await self._read(session, request, frames)
-        await frames.tell(pb.DataResponse(read_end=pb.ReadEnd()))
+            claim = request.claim_id
+            ranges = self._ranges(session, claim, request.ranges)
+            await self._send(session, claim, Sending(self._core, frames.stream, ranges), frames)
+        await frames.tell(_READ_END)
 
     async def fetch(self, request: pb.FetchRequest, caller: Caller, frames: DataFrames) -> None:
         """A claim that ends with the last byte."""
-        if len(request.generations) != len(request.keys):
-            raise InvalidBatch("a fetch names the generation of each key")
+        columns = request.room_bytes or request.generations
+        if len(columns) != len(request.keys) or (request.room_bytes and request.generations):
+            raise InvalidBatch("a fetch names the generation of each key, or the room for each")
         session = self._service.session_of(request.session, caller).number
         async with self._service.reads.room(READ_BYTES, session):
-            claim = await self._claim(request, caller)
-            held = False
+            asked = pb.ClaimRequest(
+                session=request.session,
+                keys=request.keys,
+                mode=request.mode,
+                brief=not request.room_bytes,
+            )
+            granted = self._service.claim_now(asked, _Nobody(caller.access))
+            claim, held = granted.claim_id, not granted.claim_id
             try:
-                asked = pb.ReadRequest(claim_id=claim, ranges=request.ranges)
-                await self._read(session, asked, frames)
-                question = self._release_of(session, claim)
-                (result,) = (await self._core.ask(question, ReleaseAnswer)).results
-                held = result.value == pb.RELEASE_STATUS_RELEASED
+                sending = self._sending(session, request, granted, frames.stream)
+                await self._send(session, claim, sending, frames)
+                if claim:
+                    question = self._release_of(session, claim)
+                    (result,) = self._core.ask_now(question, ReleaseAnswer).results
+                    held = result.value == pb.RELEASE_STATUS_RELEASED
             finally:
                 if not held:
                     self._core.post(self._release_of(session, claim))
         if not held:
             raise ClaimLost("the claim was lost; throw away what was read under it")
-        await frames.tell(pb.DataResponse(read_end=pb.ReadEnd()))
+        await frames.tell(_READ_END)
 
-    async def _claim(self, request: pb.FetchRequest, caller: Caller) -> int:
-        """A claim on exactly what the client means. Raises UnknownEntry."""
-        asked = pb.ClaimRequest(session=request.session, keys=request.keys, brief=True)
-        granted = await self._service.claim(asked, _Nobody(caller.access))
-        if list(granted.generations) == list(request.generations):
-            return granted.claim_id
-        if granted.claim_id:
-            self._core.post(self._release_of(request.session.session_id, granted.claim_id))
-        raise UnknownEntry("some entries are gone or were replaced since they were found")
+    def _sending(
+        self, session: int, request: pb.FetchRequest, granted: pb.ClaimResponse, stream: Stream
+    ) -> Sending:
+        """What a fetch sends of its claim. Raises UnknownEntry unless that is on exactly what the
+        client means."""
+        if not request.room_bytes:
+            if list(granted.generations) != list(request.generations):
+                raise UnknownEntry("some entries are gone or were replaced since they were found")
+            ranges = self._ranges(session, granted.claim_id, request.ranges)
+            return Sending(self._core, stream, ranges)
+        rooms_bytes = [
+            room_bytes
+            for room_bytes, result in zip(request.room_bytes, granted.results, strict=False)
+            if result.claimed
+        ]
+        entries = self._service.claimed(session, granted.claim_id) if rooms_bytes else ()
+        fitting = [
+            SentRange(number, entry, False, 0, entry.payload_bytes)
+            for number, (entry, room_bytes) in enumerate(zip(entries, rooms_bytes, strict=True))
+            if entry.payload_bytes == room_bytes
+        ]
+        granted.ClearField("claim_id")  # it is given back without the client
+        return Sending(self._core, stream, fitting, data.frame(pb.DataResponse(claim=granted)))
 
     def _release_of(self, session: int, claim: int) -> ReleaseAsked:
         core = self._core
         return ReleaseAsked(core.next_request(), session, (claim,), core.clock.now_ns())
 
-    async def _read(self, session: int, request: pb.ReadRequest, frames: DataFrames) -> None:
+    async def _send(self, session: int, claim: int, sending: Sending, frames: DataFrames) -> None:
+        """All of it, as long as the claim holds."""
         service, core = self._service, self._core
-        ranges = self._ranges(session, request)
-        sending = Sending(core, frames.stream, ranges)
         began_ns = 0 if core.tracing is None else core.tracing.now_ns()
+        ranges = sending.ranges
         whole_bytes = sum(wanted.end - wanted.start for wanted in ranges)
         tier = max((wanted.entry.tier for wanted in ranges), default=None)
         inline = tier is None or (whole_bytes <= _INLINE_BYTES and not core.stores[tier].blocking)
@@ -95,7 +120,8 @@ class DataCalls:
             with core.working():
                 progress = Progress.PAUSED
                 while progress is not Progress.DONE:
-                    service.claimed(session, request.claim_id)
+                    if ranges:
+                        service.claimed(session, claim)
                     if inline:
                         progress = sending.run(0)
                     else:
@@ -104,7 +130,8 @@ class DataCalls:
                     if progress is Progress.WAITING:
                         await frames.until_ready()
                 # The last bytes left while the claim held, or nothing that was sent counts.
-                service.claimed(session, request.claim_id)
+                if ranges:
+                    service.claimed(session, claim)
         finally:
             frames.may_tell = frames.in_step = sending.between_parts
             self._told(sending)
@@ -112,11 +139,11 @@ class DataCalls:
                 for sent_tier, sent_bytes in sending.sent_bytes.items():
                     core.tracing.read(sent_tier, sent_bytes, began_ns)
 
-    def _ranges(self, session: int, request: pb.ReadRequest) -> list[SentRange]:
-        messages.batch_of("ranges", request.ranges)
-        entries = self._service.claimed(session, request.claim_id)
+    def _ranges(self, session: int, claim: int, asked: Sequence[pb.ReadRange]) -> list[SentRange]:
+        messages.batch_of("ranges", asked)
+        entries = self._service.claimed(session, claim)
         found = []
-        for number, wanted in enumerate(request.ranges):
+        for number, wanted in enumerate(asked):
             entry, start, end = bounds_of(number, wanted, entries)
             if end > start:
                 found.append(SentRange(number, entry, wanted.token_ids, start, end))
