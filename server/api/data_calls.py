@@ -7,7 +7,8 @@ can hold is bounded by the quotas of reads and saves, for how long by `stall_tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 from ...proto import data, limits
@@ -24,7 +25,7 @@ from .data_frames import DataFrames
 from .raw_bytes import Progress, Receiving, Sending, SentRange
 from .saves import Refusals, Saves, results_of
 from .service import READ_BYTES, CacheService, bounds_of
-from .streams import Stream, to_its_end
+from .streams import to_its_end
 
 #: Fewer bytes than this are moved on the loop: to wake a thread takes as long.
 _INLINE_BYTES: Final = 256 * 2**10
@@ -48,7 +49,9 @@ class DataCalls:
         async with self._service.reads.room(READ_BYTES, session):
             claim = request.claim_id
             ranges = self._ranges(session, claim, request.ranges)
-            await self._send(session, claim, Sending(self._core, frames.stream, ranges), frames)
+            sending = Sending(self._core, frames.stream, ranges)
+            with self._told(sending):
+                await self._send(session, claim, sending, frames)
         await frames.tell(_READ_END)
 
     async def fetch(self, request: pb.FetchRequest, caller: Caller, frames: DataFrames) -> None:
@@ -67,21 +70,24 @@ class DataCalls:
             granted = self._service.claim_now(asked, _Nobody(caller.access))
             claim, held = granted.claim_id, not granted.claim_id
             try:
-                sending = self._sending(session, request, granted, frames.stream)
-                await self._send(session, claim, sending, frames)
-                if claim:
-                    question = self._release_of(session, claim)
-                    (result,) = self._core.ask_now(question, ReleaseAnswer).results
-                    held = result.value == pb.RELEASE_STATUS_RELEASED
+                sending = self._fetched(session, request, granted, frames)
+                # Not before the release: what is damaged would end the claim on the others.
+                with self._told(sending):
+                    await self._send(session, claim, sending, frames)
+                    if claim:
+                        question = self._release_of(session, claim)
+                        (result,) = self._core.ask_now(question, ReleaseAnswer).results
+                        held = result.value == pb.RELEASE_STATUS_RELEASED
+                    if held:
+                        await frames.tell(_READ_END)
             finally:
                 if not held:
                     self._core.post(self._release_of(session, claim))
         if not held:
             raise ClaimLost("the claim was lost; throw away what was read under it")
-        await frames.tell(_READ_END)
 
-    def _sending(
-        self, session: int, request: pb.FetchRequest, granted: pb.ClaimResponse, stream: Stream
+    def _fetched(
+        self, session: int, request: pb.FetchRequest, granted: pb.ClaimResponse, frames: DataFrames
     ) -> Sending:
         """What a fetch sends of its claim. Raises UnknownEntry unless that is on exactly what the
         client means."""
@@ -89,7 +95,7 @@ class DataCalls:
             if list(granted.generations) != list(request.generations):
                 raise UnknownEntry("some entries are gone or were replaced since they were found")
             ranges = self._ranges(session, granted.claim_id, request.ranges)
-            return Sending(self._core, stream, ranges)
+            return Sending(self._core, frames.stream, ranges)
         rooms_bytes = [
             room_bytes
             for room_bytes, result in zip(request.room_bytes, granted.results, strict=False)
@@ -102,7 +108,8 @@ class DataCalls:
             if entry.payload_bytes == room_bytes
         ]
         granted.ClearField("claim_id")  # it is given back without the client
-        return Sending(self._core, stream, fitting, data.frame(pb.DataResponse(claim=granted)))
+        head = data.frame(pb.DataResponse(claim=granted))
+        return Sending(self._core, frames.stream, fitting, head)
 
     def _release_of(self, session: int, claim: int) -> ReleaseAsked:
         core = self._core
@@ -111,7 +118,6 @@ class DataCalls:
     async def _send(self, session: int, claim: int, sending: Sending, frames: DataFrames) -> None:
         """All of it, as long as the claim holds."""
         service, core = self._service, self._core
-        began_ns = 0 if core.tracing is None else core.tracing.now_ns()
         ranges = sending.ranges
         whole_bytes = sum(wanted.end - wanted.start for wanted in ranges)
         tier = max((wanted.entry.tier for wanted in ranges), default=None)
@@ -134,10 +140,6 @@ class DataCalls:
                     service.claimed(session, claim)
         finally:
             frames.may_tell = frames.in_step = sending.between_parts
-            self._told(sending)
-            if core.tracing is not None:
-                for sent_tier, sent_bytes in sending.sent_bytes.items():
-                    core.tracing.read(sent_tier, sent_bytes, began_ns)
 
     def _ranges(self, session: int, claim: int, asked: Sequence[pb.ReadRange]) -> list[SentRange]:
         messages.batch_of("ranges", asked)
@@ -149,15 +151,22 @@ class DataCalls:
                 found.append(SentRange(number, entry, wanted.token_ids, start, end))
         return found
 
-    def _told(self, sending: Sending) -> None:
+    @contextmanager
+    def _told(self, sending: Sending) -> Iterator[None]:
         """Tell what came of it, once no thread sends any more."""
         core = self._core
-        for tier, sent_bytes in sending.sent_bytes.items():
-            core.post(BytesRead(tier, sent_bytes, core.clock.now_ns()))
-        for entry, why in sending.unreadable:
-            self._service.unreadable(entry, why)
-        for entry, why in sending.damaged.values():
-            core.damaged(entry, why)
+        began_ns = 0 if core.tracing is None else core.tracing.now_ns()
+        try:
+            yield
+        finally:
+            for tier, sent_bytes in sending.sent_bytes.items():
+                core.post(BytesRead(tier, sent_bytes, core.clock.now_ns()))
+                if core.tracing is not None:
+                    core.tracing.read(tier, sent_bytes, began_ns)
+            for entry, why in sending.unreadable:
+                self._service.unreadable(entry, why)
+            for entry, why in sending.damaged.values():
+                core.damaged(entry, why)
 
     # ---- in
 

@@ -271,10 +271,11 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_holds_up_nobody(tmp_pa
                 await slow.parts(1)
 
 
+@pytest.mark.parametrize("fetched", [False, True], ids=["read", "fetch"])
 @pytest.mark.parametrize("fault", [Damaged("bad"), StoreError("broken")], ids=["bad", "broken"])
 @in_loop
 async def test_an_entry_that_cannot_be_read_says_so_and_the_others_go_on(
-    tmp_path: Path, fault: Exception, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fault: Exception, fetched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(tmp_path, wrap={Tier.DISK: FaultyStore}) as daemon:
         session = await daemon.open()
@@ -288,15 +289,19 @@ async def test_an_entry_that_cannot_be_read_says_so_and_the_others_go_on(
             return read(entry, offset_bytes, length_bytes)  # type: ignore[arg-type]
 
         monkeypatch.setattr(store, "read", failing)
-        claim = (await session.claim([key(1), key(2)])).claim_id
+        claim = 0 if fetched else (await session.claim([key(1), key(2)])).claim_id
         async with data_connection(daemon, session) as line:
-            await line.send(
-                read=pb.ReadRequest(
-                    session=session.ref,
-                    claim_id=claim,
-                    ranges=[pb.ReadRange(index=0), pb.ReadRange(index=1)],
+            if fetched:
+                await line.send(fetch=found_of(session, dict.fromkeys([key(1), key(2)], len(DATA))))
+                assert all(each.claimed for each in (await line.response()).claim.results)
+            else:
+                await line.send(
+                    read=pb.ReadRequest(
+                        session=session.ref,
+                        claim_id=claim,
+                        ranges=[pb.ReadRange(index=0), pb.ReadRange(index=1)],
+                    )
                 )
-            )
             first, second = await line.part(), await line.part()
             assert first is not None
             assert second is not None
