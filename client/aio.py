@@ -135,6 +135,8 @@ class AsyncClient(Asynchronous):
     longest_run = coroutine(Client.longest_run, AsyncHit)
     claim = coroutine(Client.claim, AsyncHit)
     probe = coroutine(Client.probe)
+    #: When it is cancelled, it may go on writing into the buffers until its deadline.
+    restore_keys = coroutine(Client.restore_keys)
     exists = coroutine(Client.exists)
     exists_one = coroutine(Client.exists_one)
     leading_run = coroutine(Client.leading_run)

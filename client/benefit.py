@@ -72,6 +72,11 @@ class MinBenefit:
         self._lock = threading.Lock()
         self._skipped = 0
 
+    @property
+    def gates(self) -> bool:
+        """May there be something that is not worth loading?"""
+        return self._prefill_tokens_per_s is not None
+
     def prefill_ms(self, token_count: int) -> int:
         """How long the engine would compute so many tokens; 0: not known."""
         if self._prefill_tokens_per_s is None:

@@ -33,6 +33,7 @@ from .counters import Counters, Snapshot
 from .failures import Failures
 from .hits import Hit, Reader
 from .key_methods import CALL_THREADS, MAX_PENDING_CALLS, KeyCalls
+from .key_restores import KeyRestorer
 from .local.transport import LocalTransport
 from .owner import Owner
 from .policy import SavePolicy
@@ -155,7 +156,7 @@ class Client(Saves, KeyCalls):
         #: How fast each tier loads, as measured on restores.
         self.speeds = LoadSpeeds()
         benefit = MinBenefit(self.speeds, prefill_tokens_per_s, min_benefit_ms)
-        searcher_type, reader_type, writer_type, spans = _parts(tracing)
+        searcher_type, reader_type, restorer_type, writer_type, spans = _parts(tracing)
         if transport is None:
             transport = remote = DataTransport(
                 address,
@@ -187,6 +188,7 @@ class Client(Saves, KeyCalls):
             lease_ms=lease_ms,
             shared_wait_ms=shared_wait_ms,
         )
+        self._key_restorer = restorer_type(self._transport, self._searcher, self._reader, failures)
         self._writer = writer_type(
             self._transport,
             self._counters,
@@ -424,7 +426,7 @@ class Client(Saves, KeyCalls):
 
 def _parts(
     tracing: bool | None,
-) -> tuple[type[Searcher], type[Reader], type[Writer], CallSpans | None]:
+) -> tuple[type[Searcher], type[Reader], type[KeyRestorer], type[Writer], CallSpans | None]:
     """What a client is made of, and what makes spans of its calls. Raises ConfigError."""
     if tracing is None:
         asked = os.environ.get(TRACING_VARIABLE, "none")
@@ -432,15 +434,21 @@ def _parts(
             raise ConfigError(f"{TRACING_VARIABLE} is otel or none, not {asked}")
         tracing = asked == "otel"
     if not tracing:
-        return Searcher, Reader, Writer, None
+        return Searcher, Reader, KeyRestorer, Writer, None
     try:
-        from .tracing import OtelCalls, TracedReader, TracedSearcher, TracedWriter
+        from .tracing import (
+            OtelCalls,
+            TracedKeyRestorer,
+            TracedReader,
+            TracedSearcher,
+            TracedWriter,
+        )
     except ImportError as problem:
         raise ConfigError(
             f"tracing needs more than is installed ({problem}): "
             "pip install 'prefixd[opentelemetry]'"
         ) from None
-    return TracedSearcher, TracedReader, TracedWriter, OtelCalls()
+    return TracedSearcher, TracedReader, TracedKeyRestorer, TracedWriter, OtelCalls()
 
 
 def _close(

@@ -234,13 +234,40 @@ class Reader:
             found = self._restore(hit, fitting_indices, fitting_targets, deadline_ms)
             for number, miss in zip(fitting, found, strict=True):
                 misses[number] = miss
+        return self._result(hit, indices, misses)
+
+    def _result(
+        self, hit: Hit, indices: Sequence[int], misses: Sequence[MissReason | None]
+    ) -> RestoreResult:
+        """Counted."""
+        entries = [hit.entries[index] for index in indices]
         counts = [hit.token_counts[index] for index in indices]
-        result = restore_result(asked, counts, misses)
+        result = restore_result(entries, counts, misses)
         if result.miss is not None:
             self._counters.failure(result.miss)
         if tuple(indices[: result.run]) == tuple(range(result.run)):
             self._counters.restored_run(result.token_count)
         return result
+
+    def receive(self, hit: Hit, targets: Sequence[FlatBytes]) -> Restore:
+        """What takes the payloads of a hit that come by themselves, but those that are not as long
+        as their targets: of these nothing comes."""
+        rooms = [
+            target if len(target) == entry.payload_bytes else memoryview(b"")
+            for target, entry in zip(targets, hit.entries, strict=True)
+        ]
+        return Restore(hit.entries, rooms, self._verify, self._clock)
+
+    def received(self, hit: Hit, restore: Restore, stopped: MissReason | None) -> RestoreResult:
+        """What came of that. `stopped`: why it ended early, None if it did not."""
+        if stopped is not None:
+            restore.read_failed(lost=stopped is MissReason.LOST)
+        self._account(restore)
+        misses = [
+            miss if room else MissReason.WRONG_SIZE
+            for miss, room in zip(restore.misses(stopped), restore.rooms, strict=True)
+        ]
+        return self._result(hit, range(len(hit)), misses)
 
     def _restore(
         self,

@@ -9,12 +9,13 @@ from concurrent.futures import Future
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
-from ..proto.errors import CallerError
+from ..proto.errors import CallerError, InvalidSize
 from ..proto.keys import Key, check_key
 from ..proto.limits import KEY_BYTES
 from ..proto.vocabulary import ClaimMode, DeleteStatus, MissReason
 from .call_queue import CallQueue
 from .hits import Hit, Reader
+from .key_restores import KeyRestorer
 from .results import Found, RestoreResult, restore_result
 from .search import BlockChain, Searcher, checked_keys
 from .wire.deadline import Deadline
@@ -37,6 +38,7 @@ class KeyCalls(ABC):
     _transport: Transport
     _searcher: Searcher
     _reader: Reader
+    _key_restorer: KeyRestorer
     _calls: CallQueue
 
     @abstractmethod
@@ -123,6 +125,40 @@ class KeyCalls(ABC):
         if not self._calls.pending[0]:
             deadline = Deadline(self.deadline_ms)
             self._calls.submit(lambda: self._searcher.exist((_NO_KEY,), deadline), list)
+
+    # ---- its bytes
+
+    def restore_keys(
+        self,
+        keys: BlockChain | Sequence[Key],
+        buffers: Sequence[Payload],
+        *,
+        mode: ClaimMode = ClaimMode.RUN,
+        deadline_ms: int | None = None,
+    ) -> RestoreResult:
+        """Copy what is there of `keys` into `buffers`, one for each key, or for the first ones:
+        those of a chain up to the first that is missing, with `ClaimMode.ANY` each for itself.
+
+        What `longest_run` or `claim`, `Hit.restore_into` and `release` do one after the other, for
+        who knows how long the payloads are and wants to hold nothing: over the data socket it is
+        one trip. The result is that of a restore; a key that is not there is a miss, too. Raises
+        InvalidKey, InvalidSize for more buffers than keys, CallerError for another mode.
+        """
+        self._begin(deadline_ms)
+        if not isinstance(mode, ClaimMode) or mode is ClaimMode.FIRST:
+            raise CallerError(f"a restore of keys is of mode RUN or ANY, not {mode!r}")
+        counts: list[int | None] | None = None
+        wanted: Sequence[Key]
+        if isinstance(keys, BlockChain):
+            wanted = keys.complete_keys[: len(buffers)]
+            counts = [keys.block_tokens] * len(wanted)
+        else:
+            wanted = checked_keys(keys[: len(buffers)])
+        if len(buffers) > len(wanted):
+            raise InvalidSize(f"{len(buffers)} buffers for {len(wanted)} keys")
+        return self._key_restorer.restore(
+            wanted, counts, mode, buffers, self._countdown(deadline_ms)
+        )
 
     # ---- what becomes of it
 

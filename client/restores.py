@@ -117,6 +117,11 @@ class Restore(Rooms):
     def __len__(self) -> int:
         return len(self._views)
 
+    @property
+    def rooms(self) -> Sequence[FlatBytes]:
+        """Where each payload goes."""
+        return self._views
+
     def targets(
         self, indices: range
     ) -> tuple[Sequence[Entry], Sequence[FlatBytes], Sequence[bool]]:

@@ -23,7 +23,7 @@ from .hits import Hit, Reader
 from .results import NOT_FOUND, Entry, Found
 from .wire.deadline import Deadline
 from .wire.link import Holding
-from .wire.transport import Transport
+from .wire.transport import Claimed, Transport
 
 if TYPE_CHECKING:
     from ..proto.keys import Tokens
@@ -360,6 +360,32 @@ class Searcher:
         except Exception as problem:
             self._counters.failure(self._failures.reason(problem))
             return [NOT_FOUND] * len(keys)
+
+    def claimed_at_once(
+        self,
+        claimed: Claimed | MissReason,
+        keys: Sequence[Key],
+        token_counts: Sequence[int | None] | None,
+        mode: ClaimMode,
+    ) -> Hit:
+        """What was claimed, read and released in one, as a hit that pins nothing; or why it could
+        not be. Counted as a search is."""
+        found = _Search()
+        if isinstance(claimed, MissReason):
+            found.gap = claimed
+        else:
+            found.positions += claimed.positions
+            found.entries += claimed.entries
+            if claimed.in_flight:
+                found.gap = MissReason.IN_FLIGHT
+        return self._hit(found, keys, token_counts, mode, _wanted_tokens(token_counts, mode))
+
+    def sees_all(self, mode: ClaimMode) -> bool:
+        """Is what the daemon has by itself all that a search finds, and nothing of it left out?"""
+        if mode is ClaimMode.ANY:
+            return True
+        shared = self._shared_wait_ms and self._transport.shares
+        return not shared and not self._benefit.gates
 
     def _hit(
         self,

@@ -5,6 +5,7 @@ the parts are those without. Spans go to the program's own tracer provider, belo
 current where a method is called; this library sets up no exporter.
 
     prefixd.longest_run | prefixd.longest_prefix | prefixd.claim     one search
+    prefixd.restore_keys                                             in one trip, or by the others
     prefixd.restore, prefixd.read, prefixd.view, prefixd.release     of a hit
     prefixd.save, prefixd.reserve, prefixd.write                     of a writer
       prefixd.call.NAME                                              a call of the daemon, below any
@@ -28,6 +29,7 @@ from ..proto.traceparent import TraceParent, encode
 from ..proto.vocabulary import ClaimMode, MissReason
 from .call_queue import CallQueue
 from .hits import Hit, Reader
+from .key_restores import KeyRestorer
 from .saves import Reservation, Writer
 from .search import Searcher
 from .wire.trace_context import TRACEPARENT
@@ -115,6 +117,24 @@ class TracedSearcher(Searcher):
             span.set_attribute("prefixd.hit_tokens", sum(hit.token_counts))
             _missed(span, hit.miss)
         return hit
+
+
+class TracedKeyRestorer(KeyRestorer):
+    """`KeyRestorer` with a span of each restore; below it, what that takes."""
+
+    def restore(
+        self,
+        keys: Sequence[Key],
+        token_counts: Sequence[int | None] | None,
+        mode: ClaimMode,
+        buffers: Sequence[Payload],
+        left_ms: Callable[[], int],
+    ) -> RestoreResult:
+        with _span("restore_keys", keys=len(keys)) as span:
+            result = super().restore(keys, token_counts, mode, buffers, left_ms)
+            span.set_attribute("prefixd.restored_run", result.run)
+            _missed(span, result.miss)
+        return result
 
 
 class TracedReader(Reader):

@@ -62,12 +62,8 @@ class Pages:
         """Restore pages into their pieces; each for itself."""
 
         def work() -> list[bool]:
-            good = [False] * len(hashes)
-            with self._client.claim(self._namespace.keys(hashes), mode=ClaimMode.ANY) as hit:
-                result = hit.restore_into([targets[position] for position in hit.positions])
-                for position, restored in zip(hit.positions, result.restored, strict=True):
-                    good[position] = restored
-            return good
+            keys = self._namespace.keys(hashes)
+            return [*self._client.restore_keys(keys, targets, mode=ClaimMode.ANY).restored]
 
         return _or([False] * len(hashes), work)
 

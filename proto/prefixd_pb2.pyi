@@ -1847,7 +1847,7 @@ class DataRequest(google.protobuf.message.Message):
 
     @property
     def fetch(self) -> Global___FetchRequest:
-        """the same"""
+        """the same, with room_bytes by claim first"""
 
     @property
     def save(self) -> Global___RawSaveRequest:
@@ -1931,8 +1931,14 @@ Global___DataResponse: typing_extensions.TypeAlias = DataResponse
 
 @typing.final
 class FetchRequest(google.protobuf.message.Message):
-    """Claim, Read and Release in one: of entries that the client knows. Errors: those of Read, and
-    NOT_FOUND unknown_entry, before the first part, where not all of them are there any more.
+    """Claim, Read and Release in one. Errors: those of Claim and Read.
+
+    With `generations`: ranges of entries that the client knows. NOT_FOUND unknown_entry, before the
+    first part, where not all of them are there any more.
+
+    With `room_bytes`: the payloads of what `mode` wants of the keys. First comes `claim`, which has
+    what was found, and no claim_id; then the parts of those entries whose payload is as long as the
+    room of their key, each a range that is named by its place among the results with `claimed`.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1941,6 +1947,9 @@ class FetchRequest(google.protobuf.message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     GENERATIONS_FIELD_NUMBER: builtins.int
     RANGES_FIELD_NUMBER: builtins.int
+    MODE_FIELD_NUMBER: builtins.int
+    ROOM_BYTES_FIELD_NUMBER: builtins.int
+    mode: Global___ClaimMode.ValueType
     @property
     def session(self) -> Global___SessionRef: ...
     @property
@@ -1953,6 +1962,10 @@ class FetchRequest(google.protobuf.message.Message):
     def ranges(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ReadRange]:
         """index: among the keys"""
 
+    @property
+    def room_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """of each key"""
+
     def __init__(
         self,
         *,
@@ -1960,9 +1973,11 @@ class FetchRequest(google.protobuf.message.Message):
         keys: collections.abc.Iterable[builtins.bytes] | None = ...,
         generations: collections.abc.Iterable[builtins.int] | None = ...,
         ranges: collections.abc.Iterable[Global___ReadRange] | None = ...,
+        mode: Global___ClaimMode.ValueType = ...,
+        room_bytes: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["generations", b"generations", "keys", b"keys", "ranges", b"ranges", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generations", b"generations", "keys", b"keys", "mode", b"mode", "ranges", b"ranges", "room_bytes", b"room_bytes", "session", b"session"]) -> None: ...
 
 Global___FetchRequest: typing_extensions.TypeAlias = FetchRequest
 

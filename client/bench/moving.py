@@ -89,6 +89,8 @@ class Subject:
     local: bool
     #: A claim before a restore saves it calls; without, it makes one for itself if it needs one.
     claims: bool = False
+    #: A restore of keys is a single call.
+    by_key: bool = False
 
     @property
     def views(self) -> bool:
@@ -139,9 +141,13 @@ class Batch:
 
     def restore(self) -> None:
         """With the fewest calls that there can be."""
-        with self._subject.client.longest_run(self.keys, claim=self._subject.claims) as hit:
-            self._expect(len(hit))
-            result = hit.restore_into(self._rooms)
+        client = self._subject.client
+        if self._subject.by_key:
+            result = client.restore_keys(self.keys, self._rooms)
+        else:
+            with client.longest_run(self.keys, claim=self._subject.claims) as hit:
+                self._expect(len(hit))
+                result = hit.restore_into(self._rooms)
         if not result:
             raise PrefixdError(f"{self._subject.peer}: a block was not restored: {result.miss}")
 

@@ -185,7 +185,7 @@ def _subjects(plan: Plan, local: Client, over_data: Client, remote: Client) -> I
         if mover == "grpc":
             yield Subject("prefixd-grpc", remote, Tier.RAM, local=False, claims=True)
         elif mover == "data":
-            yield Subject("prefixd-data", over_data, Tier.RAM, local=False)
+            yield Subject("prefixd-data", over_data, Tier.RAM, local=False, by_key=True)
         else:
             yield Subject(f"prefixd-{mover}", local, Tier[mover.upper()], local=True)
 

@@ -350,6 +350,19 @@ class LocalTransport:
         """What could not be copied in place."""
         return self._remote.fetch(ranges, sink, deadline)
 
+    def fetch_found(
+        self,
+        keys: Sequence[Key],
+        mode: ClaimMode,
+        room_bytes: Sequence[int],
+        begin: Callable[[Claimed], Sink],
+        deadline: Deadline,
+    ) -> bool:
+        """Not where it takes no trip at all."""
+        if self._indexed(deadline) is not None:
+            return False
+        return self._remote.fetch_found(keys, mode, room_bytes, begin, deadline)
+
     def release(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
         """Of a claim whose rows are known, they alone decide: what was read or viewed under it is
         good as long as they stand, whatever became of the claim. The daemon is told without

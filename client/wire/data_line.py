@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 from ...proto import data
@@ -148,8 +147,12 @@ class DataLine:
 
     def _send(self, buffers: Sequence[memoryview]) -> None:
         while buffers:
-            with self._in_our_words():
+            try:
                 sent_bytes = self._wire.send(buffers, self._until_s)
+            except OSError as problem:
+                raise self._in_our_words(problem) from None
+            if len(buffers) == 1 and sent_bytes == len(buffers[0]):
+                return
             rest = []
             for buffer in buffers:
                 if len(buffer) > sent_bytes:
@@ -179,24 +182,22 @@ class DataLine:
             room = room[self._receive_some(room, whole=True) :]
 
     def _receive_some(self, room: memoryview, *, whole: bool) -> int:
-        with self._in_our_words():
+        try:
             came_bytes = self._wire.receive(room, self._until_s, whole=whole)
             if not came_bytes:
                 raise OSError("the daemon hung up")
+        except OSError as problem:
+            raise self._in_our_words(problem) from None
         self._unheard = False
         return came_bytes
 
-    @contextmanager
-    def _in_our_words(self) -> Iterator[None]:
-        """What a socket raises, as gRPC's failures are told."""
-        try:
-            yield
-        except (TimeoutError, BlockingIOError):
-            raise DeadlineExceeded("the daemon did not answer in time") from None
-        except OSError as problem:
-            if self._unheard:
-                raise NoLine(f"no handshake: {problem}") from None
-            raise DaemonUnavailable(f"the data connection broke: {problem}") from None
+    def _in_our_words(self, problem: OSError) -> Exception:
+        """What a socket raised, as gRPC's failures are told."""
+        if isinstance(problem, TimeoutError | BlockingIOError):
+            return DeadlineExceeded("the daemon did not answer in time")
+        if self._unheard:
+            return NoLine(f"no handshake: {problem}")
+        return DaemonUnavailable(f"the data connection broke: {problem}")
 
     def shut_down(self) -> None:
         """Make the call that is under way fail. From another thread."""
@@ -258,13 +259,22 @@ class DataCalls(Lines[DataLine]):
         """Raises NoLine, PrefixdError: UnknownEntry, and what says that there is no such session,
         before anything came."""
 
+        asked = pb.DataRequest(fetch=request)
+        self._asked(asked, timeout_s, lambda line: _fetched(line, count, sink))
+
+    def fetch_found(
+        self, request: pb.FetchRequest, begin: Callable[[pb.ClaimResponse], Sink], timeout_s: float
+    ) -> None:
+        """`begin` is told what was found, and says what takes it. Raises NoLine, PrefixdError:
+        what says that there is no such session, before `begin` was called."""
+
         def take(line: DataLine) -> None:
-            try:
-                line.parts(count, sink)
-            except (UnknownSession, StaleIncarnation) as problem:
-                if line.moved:
-                    raise ClaimLost(str(problem)) from None
-                raise
+            response = line.response()
+            if not response.HasField("claim"):
+                raise PrefixdError("the daemon sent something that was not asked for")
+            line.moved = True
+            claimed = response.claim
+            _fetched(line, sum(result.claimed for result in claimed.results), begin(claimed))
 
         self._asked(pb.DataRequest(fetch=request), timeout_s, take)
 
@@ -288,3 +298,13 @@ class DataCalls(Lines[DataLine]):
             return list(response.save.results)
 
         return self._asked(pb.DataRequest(save=request), timeout_s, move)
+
+
+def _fetched(line: DataLine, count: int, sink: Sink) -> None:
+    """What a fetch sends of `count` ranges. Raises PrefixdError."""
+    try:
+        line.parts(count, sink)
+    except (UnknownSession, StaleIncarnation) as problem:
+        if line.moved:
+            raise ClaimLost(str(problem)) from None
+        raise

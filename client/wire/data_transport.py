@@ -4,13 +4,14 @@ and the rest over gRPC; all of it over gRPC where the daemon has none, or it can
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.endpoints import UNIX_SCHEME
 from ...proto.errors import ClaimLost, UnknownEntry
 from ...proto.keys import Key
 from ...proto.pieces import FlatBytes
+from ...proto.vocabulary import ClaimMode
 from ..results import SaveOutcome
 from . import messages
 from .data_line import DataCalls
@@ -19,7 +20,7 @@ from .deadline import Deadline
 from .link import Holding, Link
 from .packing import check_header
 from .remote import RemoteTransport
-from .transport import Range, SaveTerms, Saving, Sink
+from .transport import Claimed, Range, SaveTerms, Saving, Sink
 
 
 class DataTransport(RemoteTransport):
@@ -84,6 +85,35 @@ class DataTransport(RemoteTransport):
         try:
             self._call("Fetch", deadline, ask)
         except (NoLine, UnknownEntry):
+            return False
+        return True
+
+    def fetch_found(
+        self,
+        keys: Sequence[Key],
+        mode: ClaimMode,
+        room_bytes: Sequence[int],
+        begin: Callable[[Claimed], Sink],
+        deadline: Deadline,
+    ) -> bool:
+        if self.link(deadline).data is None:
+            return False
+        request = pb.FetchRequest(
+            keys=keys, mode=pb.ClaimMode.ValueType(mode), room_bytes=room_bytes
+        )
+
+        def take(response: pb.ClaimResponse) -> Sink:
+            return begin(Claimed(None, *messages.claimed_of(keys, response)))
+
+        def ask(link: Link, timeout_s: float) -> None:
+            if link.data is None:
+                raise NoLine("the daemon of this session has no data socket")
+            request.session.CopyFrom(link.ref)
+            link.data.fetch_found(request, take, timeout_s)
+
+        try:
+            self._call("Fetch", deadline, ask)
+        except NoLine:
             return False
         return True
 

@@ -15,6 +15,8 @@ from .channel import Security
 
 _KEEPALIVE_S: Final = 30
 _TIMEVAL: Final = struct.Struct("ll")
+#: By how much more than is left the kernel may wait. It need not be told of each call, then.
+_SLACK_S: Final = 0.01
 #: What is in one record of TLS, at most.
 _RECORD_BYTES: Final = 16 * 2**10
 
@@ -44,6 +46,8 @@ class Wire:
         """Owns `sock`, which is connected."""
         self._socket = sock
         self._socket.settimeout(None)
+        #: How long the kernel waits, by direction.
+        self._armed_s = {socket.SO_SNDTIMEO: 0.0, socket.SO_RCVTIMEO: 0.0}
 
     def send(self, buffers: Sequence[memoryview], until_s: float) -> int:
         """Send some of it. `until_s`: on the monotonic clock. Raises TimeoutError, BlockingIOError,
@@ -58,8 +62,12 @@ class Wire:
         return self._socket.recv_into(room, len(room), socket.MSG_WAITALL if whole else 0)
 
     def _arm(self, direction: int, until_s: float) -> None:
-        """Let the kernel end the next call. 0 would be no end."""
-        packed = _TIMEVAL.pack(*divmod(max(1, int(_left_s(until_s) * 1e6)), 1_000_000))
+        """Let the kernel end the next call."""
+        left_s = _left_s(until_s)
+        if left_s <= self._armed_s[direction] <= left_s + _SLACK_S:
+            return
+        armed_s = self._armed_s[direction] = left_s + _SLACK_S / 2
+        packed = _TIMEVAL.pack(*divmod(int(armed_s * 1e6), 1_000_000))
         self._socket.setsockopt(socket.SOL_SOCKET, direction, packed)
 
     def shut_down(self) -> None:

@@ -7,6 +7,7 @@ connection, so that no answer is taken for that of another call.
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -63,27 +64,41 @@ class Lines(ABC, Generic[LineT]):
     @contextmanager
     def line(self, timeout_s: float) -> Iterator[LineT]:
         """A line for one call, from its request to its last response. Raises NoLine."""
-        with self._lock:
-            if self._closed:
-                raise NoLine("these connections were closed")
-            line = self._idle.pop() if self._idle else None
-        line = line or self._connect(timeout_s)
-        with self._lock:
-            closed = self._closed
-            if not closed:
-                self._busy.add(line)
-        if closed:
-            line.close()
-            raise NoLine("these connections were closed")
+        line = self._taken(timeout_s)
         try:
             yield line
         except BaseException as problem:
-            with self._lock:
-                self._busy.discard(line)
-            line.close()
-            if isinstance(problem, NoLine):
-                self._refused(str(problem))
+            self._failed(line, problem)
             raise
+        self._put_back(line)
+
+    def _taken(self, timeout_s: float) -> LineT:
+        """A line that is no other call's. Raises NoLine."""
+        with self._lock:
+            if self._closed:
+                raise NoLine("these connections were closed")
+            if self._idle:
+                line = self._idle.pop()
+                self._busy.add(line)
+                return line
+        line = self._connect(timeout_s)
+        with self._lock:
+            if not self._closed:
+                self._busy.add(line)
+                return line
+        line.close()
+        raise NoLine("these connections were closed")
+
+    def _failed(self, line: LineT, problem: BaseException) -> None:
+        """Its call failed on its way."""
+        with self._lock:
+            self._busy.discard(line)
+        line.close()
+        if isinstance(problem, NoLine):
+            self._refused(str(problem))
+
+    def _put_back(self, line: LineT) -> None:
+        """Its call is over: the next one may have it."""
         with self._lock:
             self._busy.discard(line)
             if not self._closed:
@@ -115,13 +130,20 @@ class Lines(ABC, Generic[LineT]):
             line.close()
 
     def _ask(self, name: str, request: object, _answer: type[T], timeout_s: float) -> T:
-        deadline = Deadline(timeout_s * 1e3)
+        until_s = time.monotonic() + timeout_s
         kind = name.lower()
         try:
-            with self.line(timeout_s) as line:
+            line = self._taken(timeout_s)
+            # Not `line`, which takes a tenth of a small call.
+            try:
                 self._send(line, kind, request, timeout_s)
                 answer: T = getattr(self._receive(line, timeout_s), kind)
+            except BaseException as problem:
+                self._failed(line, problem)
+                raise
+            self._put_back(line)
         except NoLine:
+            deadline = Deadline((until_s - time.monotonic()) * 1e3)
             answer = getattr(self._instead, name)(request, timeout=deadline.left_s())
         return answer
 

@@ -49,6 +49,22 @@ def entry_of(key: Key, info: pb.EntryInfo) -> Entry:
     )
 
 
+def claimed_of(
+    keys: Sequence[Key], response: pb.ClaimResponse
+) -> tuple[list[int], list[Entry], bool]:
+    """Positions and entries of what was claimed; is one of the others being saved? Raises
+    PrefixdError."""
+    positions, entries, in_flight = [], [], False
+    with understanding():
+        for position, result in enumerate(response.results):
+            if result.claimed:
+                positions.append(position)
+                entries.append(entry_of(keys[position], result.entry))
+            elif result.presence == pb.PRESENCE_IN_FLIGHT:
+                in_flight = True
+    return positions, entries, in_flight
+
+
 def found_of(key: Key, result: pb.LookupResult) -> Found:
     if result.presence == pb.PRESENCE_PRESENT:
         return Found(Presence.PRESENT, entry_of(key, result.entry))

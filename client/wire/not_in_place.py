@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ...proto.keys import Key
 from ...proto.pieces import FlatBytes
@@ -10,13 +10,23 @@ from ...proto.vocabulary import ClaimMode
 from ..results import Entry
 from .deadline import Deadline
 from .link import Holding
-from .transport import Copied, Looked, Range, Sink
+from .transport import Claimed, Copied, Looked, Range, Sink
 
 
 class NothingInPlace:
     """The part of `transport.Transport` that works in place, for one that can't."""
 
     def fetch(self, _ranges: Sequence[Range], _sink: Sink, _deadline: Deadline) -> bool:
+        return False
+
+    def fetch_found(
+        self,
+        _keys: Sequence[Key],
+        _mode: ClaimMode,
+        _room_bytes: Sequence[int],
+        _begin: Callable[[Claimed], Sink],
+        _deadline: Deadline,
+    ) -> bool:
         return False
 
     def peek(self, _keys: Sequence[Key]) -> list[bool] | None:

@@ -167,15 +167,8 @@ class RemoteTransport(NothingInPlace):
         link, response = self._call("Claim", deadline, ask)
         number = response.claim_id
         holding = link.claims.hold(link, number) if number else None
-        positions, entries, in_flight = [], [], False
         try:
-            with messages.understanding():
-                for position, result in enumerate(response.results):
-                    if result.claimed:
-                        positions.append(position)
-                        entries.append(messages.entry_of(keys[position], result.entry))
-                    elif result.presence == pb.PRESENCE_IN_FLIGHT:
-                        in_flight = True
+            positions, entries, in_flight = messages.claimed_of(keys, response)
         except PrefixdError:
             if holding is not None:
                 self.forget(holding)

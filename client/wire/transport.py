@@ -6,7 +6,7 @@ library makes misses of it (`failures.py`), whatever it is. `remote.RemoteTransp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -206,6 +206,19 @@ class Transport(Protocol):
         """`read` of entries that are not claimed, each in one range, under a claim while it lasts:
         all in one trip. False: that can't be done here, or not of all of these entries, and
         nothing was handed over; claim and read them."""
+
+    def fetch_found(
+        self,
+        keys: Sequence[Key],
+        mode: ClaimMode,
+        room_bytes: Sequence[int],
+        begin: Callable[[Claimed], Sink],
+        deadline: Deadline,
+    ) -> bool:
+        """Claim what `mode` wants of the keys, read the payloads of those that are as long as the
+        room for their key, and release, all in one trip; at most `max_batch_keys`. `begin` is told
+        what was claimed, and says what takes it, a range for each entry. False: that can't be done
+        here, `begin` was not called. Raises as `read` does."""
 
     def release(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
         """Give claims back. True: this call did, and the claim was held until now."""

@@ -7,10 +7,11 @@ can hold is bounded by the quotas of reads and saves, for how long by `stall_tim
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
 
-from ...proto import limits
+from ...proto import data, limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import ClaimLost, InvalidBatch, UnknownEntry
 from ..core.answers import ReleaseAnswer
@@ -20,32 +21,17 @@ from ..runtime.loop import Core
 from . import messages
 from .access import Access
 from .calls import Caller, Process
+from .data_frames import DataFrames
 from .raw_bytes import Progress, Receiving, Sending, SentRange
 from .saves import Refusals, Saves, results_of
 from .service import READ_BYTES, CacheService, bounds_of
-from .streams import Stream, to_its_end
+from .streams import to_its_end
 
 #: Fewer bytes than this are moved on the loop: to wake a thread takes as long.
 _INLINE_BYTES: Final = 256 * 2**10
 #: What a save takes of the daemon's memory: what the socket holds, and a piece for a disk.
 _SAVE_BYTES: Final = 4 * limits.CHUNK_BYTES
-
-
-class Line(Protocol):
-    """The connection of a call."""
-
-    stream: Stream
-    #: Would the client understand a message now? Not in the middle of a part.
-    may_tell: bool
-    #: Would the next bytes be a request? Not in the middle of a save.
-    in_step: bool
-
-    async def tell(self, response: pb.DataResponse) -> None:
-        """Raises OSError, LimitReached."""
-
-    async def until_ready(self) -> None:
-        """Wait for what the stream lacks. Raises LimitReached of a client that reads or sends
-        nothing."""
+_READ_END: Final = pb.DataResponse(read_end=pb.ReadEnd())
 
 
 class DataCalls:
@@ -58,52 +44,81 @@ class DataCalls:
 
     # ---- out
 
-    async def read(self, request: pb.ReadRequest, caller: Caller, line: Line) -> None:
+    async def read(self, request: pb.ReadRequest, caller: Caller, frames: DataFrames) -> None:
         session = self._service.session_of(request.session, caller).number
         async with self._service.reads.room(READ_BYTES, session):
-            await self._read(session, request, line)
-        await line.tell(pb.DataResponse(read_end=pb.ReadEnd()))
+            claim = request.claim_id
+            ranges = self._ranges(session, claim, request.ranges)
+            sending = Sending(self._core, frames.stream, ranges)
+            with self._told(sending):
+                await self._send(session, claim, sending, frames)
+        await frames.tell(_READ_END)
 
-    async def fetch(self, request: pb.FetchRequest, caller: Caller, line: Line) -> None:
+    async def fetch(self, request: pb.FetchRequest, caller: Caller, frames: DataFrames) -> None:
         """A claim that ends with the last byte."""
-        if len(request.generations) != len(request.keys):
-            raise InvalidBatch("a fetch names the generation of each key")
+        columns = request.room_bytes or request.generations
+        if len(columns) != len(request.keys) or (request.room_bytes and request.generations):
+            raise InvalidBatch("a fetch names the generation of each key, or the room for each")
         session = self._service.session_of(request.session, caller).number
         async with self._service.reads.room(READ_BYTES, session):
-            claim = await self._claim(request, caller)
-            held = False
+            asked = pb.ClaimRequest(
+                session=request.session,
+                keys=request.keys,
+                mode=request.mode,
+                brief=not request.room_bytes,
+            )
+            granted = self._service.claim_now(asked, _Nobody(caller.access))
+            claim, held = granted.claim_id, not granted.claim_id
             try:
-                asked = pb.ReadRequest(claim_id=claim, ranges=request.ranges)
-                await self._read(session, asked, line)
-                question = self._release_of(session, claim)
-                (result,) = (await self._core.ask(question, ReleaseAnswer)).results
-                held = result.value == pb.RELEASE_STATUS_RELEASED
+                sending = self._fetched(session, request, granted, frames)
+                # Not before the release: what is damaged would end the claim on the others.
+                with self._told(sending):
+                    await self._send(session, claim, sending, frames)
+                    if claim:
+                        question = self._release_of(session, claim)
+                        (result,) = self._core.ask_now(question, ReleaseAnswer).results
+                        held = result.value == pb.RELEASE_STATUS_RELEASED
+                    if held:
+                        await frames.tell(_READ_END)
             finally:
                 if not held:
                     self._core.post(self._release_of(session, claim))
         if not held:
             raise ClaimLost("the claim was lost; throw away what was read under it")
-        await line.tell(pb.DataResponse(read_end=pb.ReadEnd()))
 
-    async def _claim(self, request: pb.FetchRequest, caller: Caller) -> int:
-        """A claim on exactly what the client means. Raises UnknownEntry."""
-        asked = pb.ClaimRequest(session=request.session, keys=request.keys, brief=True)
-        granted = await self._service.claim(asked, _Nobody(caller.access))
-        if list(granted.generations) == list(request.generations):
-            return granted.claim_id
-        if granted.claim_id:
-            self._core.post(self._release_of(request.session.session_id, granted.claim_id))
-        raise UnknownEntry("some entries are gone or were replaced since they were found")
+    def _fetched(
+        self, session: int, request: pb.FetchRequest, granted: pb.ClaimResponse, frames: DataFrames
+    ) -> Sending:
+        """What a fetch sends of its claim. Raises UnknownEntry unless that is on exactly what the
+        client means."""
+        if not request.room_bytes:
+            if list(granted.generations) != list(request.generations):
+                raise UnknownEntry("some entries are gone or were replaced since they were found")
+            ranges = self._ranges(session, granted.claim_id, request.ranges)
+            return Sending(self._core, frames.stream, ranges)
+        rooms_bytes = [
+            room_bytes
+            for room_bytes, result in zip(request.room_bytes, granted.results, strict=False)
+            if result.claimed
+        ]
+        entries = self._service.claimed(session, granted.claim_id) if rooms_bytes else ()
+        fitting = [
+            SentRange(number, entry, False, 0, entry.payload_bytes)
+            for number, (entry, room_bytes) in enumerate(zip(entries, rooms_bytes, strict=True))
+            if entry.payload_bytes == room_bytes
+        ]
+        granted.ClearField("claim_id")  # it is given back without the client
+        head = data.frame(pb.DataResponse(claim=granted))
+        return Sending(self._core, frames.stream, fitting, head)
 
     def _release_of(self, session: int, claim: int) -> ReleaseAsked:
         core = self._core
         return ReleaseAsked(core.next_request(), session, (claim,), core.clock.now_ns())
 
-    async def _read(self, session: int, request: pb.ReadRequest, line: Line) -> None:
+    async def _send(self, session: int, claim: int, sending: Sending, frames: DataFrames) -> None:
+        """All of it, as long as the claim holds."""
         service, core = self._service, self._core
-        ranges = self._ranges(session, request)
-        sending = Sending(core, line.stream, ranges)
-        began_ns = 0 if core.tracing is None else core.tracing.now_ns()
+        ranges = sending.ranges
         whole_bytes = sum(wanted.end - wanted.start for wanted in ranges)
         tier = max((wanted.entry.tier for wanted in ranges), default=None)
         inline = tier is None or (whole_bytes <= _INLINE_BYTES and not core.stores[tier].blocking)
@@ -111,46 +126,51 @@ class DataCalls:
             with core.working():
                 progress = Progress.PAUSED
                 while progress is not Progress.DONE:
-                    service.claimed(session, request.claim_id)
+                    if ranges:
+                        service.claimed(session, claim)
                     if inline:
                         progress = sending.run(0)
                     else:
                         assert tier is not None
                         progress = await to_its_end(core.devices.run(tier, sending.run))
                     if progress is Progress.WAITING:
-                        await line.until_ready()
+                        await frames.until_ready()
                 # The last bytes left while the claim held, or nothing that was sent counts.
-                service.claimed(session, request.claim_id)
+                if ranges:
+                    service.claimed(session, claim)
         finally:
-            line.may_tell = line.in_step = sending.between_parts
-            self._told(sending)
-            if core.tracing is not None:
-                for sent_tier, sent_bytes in sending.sent_bytes.items():
-                    core.tracing.read(sent_tier, sent_bytes, began_ns)
+            frames.may_tell = frames.in_step = sending.between_parts
 
-    def _ranges(self, session: int, request: pb.ReadRequest) -> list[SentRange]:
-        messages.batch_of("ranges", request.ranges)
-        entries = self._service.claimed(session, request.claim_id)
+    def _ranges(self, session: int, claim: int, asked: Sequence[pb.ReadRange]) -> list[SentRange]:
+        messages.batch_of("ranges", asked)
+        entries = self._service.claimed(session, claim)
         found = []
-        for number, wanted in enumerate(request.ranges):
+        for number, wanted in enumerate(asked):
             entry, start, end = bounds_of(number, wanted, entries)
             if end > start:
                 found.append(SentRange(number, entry, wanted.token_ids, start, end))
         return found
 
-    def _told(self, sending: Sending) -> None:
+    @contextmanager
+    def _told(self, sending: Sending) -> Iterator[None]:
         """Tell what came of it, once no thread sends any more."""
         core = self._core
-        for tier, sent_bytes in sending.sent_bytes.items():
-            core.post(BytesRead(tier, sent_bytes, core.clock.now_ns()))
-        for entry, why in sending.unreadable:
-            self._service.unreadable(entry, why)
-        for entry, why in sending.damaged.values():
-            core.damaged(entry, why)
+        began_ns = 0 if core.tracing is None else core.tracing.now_ns()
+        try:
+            yield
+        finally:
+            for tier, sent_bytes in sending.sent_bytes.items():
+                core.post(BytesRead(tier, sent_bytes, core.clock.now_ns()))
+                if core.tracing is not None:
+                    core.tracing.read(tier, sent_bytes, began_ns)
+            for entry, why in sending.unreadable:
+                self._service.unreadable(entry, why)
+            for entry, why in sending.damaged.values():
+                core.damaged(entry, why)
 
     # ---- in
 
-    async def save(self, request: pb.RawSaveRequest, caller: Caller, line: Line) -> None:
+    async def save(self, request: pb.RawSaveRequest, caller: Caller, frames: DataFrames) -> None:
         saves, core = self._saves, self._core
         membership, reserved = saves.opened(request, caller)
         async with saves.arriving.room(_SAVE_BYTES, membership.number):
@@ -160,17 +180,17 @@ class DataCalls:
                 else:
                     refusals, incoming = await saves.begin_reserved(reserved, membership)
                 async with incoming.to_the_end():
-                    await self._receive(refusals, incoming, line)
+                    await self._receive(refusals, incoming, frames)
                 results = await results_of(refusals, incoming)
-        await line.tell(pb.DataResponse(save=pb.SaveResponse(results=results)))
+        await frames.tell(pb.DataResponse(save=pb.SaveResponse(results=results)))
 
-    async def _receive(self, refusals: Refusals, incoming: Incoming, line: Line) -> None:
+    async def _receive(self, refusals: Refusals, incoming: Incoming, frames: DataFrames) -> None:
         wanted = [number for number, refused in enumerate(refusals) if refused is None]
         if not wanted:
             return
-        await line.tell(pb.DataResponse(save_ready=pb.SaveReady(items=wanted)))
-        line.in_step = False
-        receiving = Receiving(line.stream, [incoming.write_of(number) for number in wanted])
+        await frames.tell(pb.DataResponse(save_ready=pb.SaveReady(items=wanted)))
+        frames.in_step = False
+        receiving = Receiving(frames.stream, [incoming.write_of(number) for number in wanted])
         blocking = self._core.stores[receiving.tier].blocking
         while not receiving.complete:
             inline = receiving.left_bytes <= _INLINE_BYTES and not blocking
@@ -181,8 +201,8 @@ class DataCalls:
             if incoming.broken is not None:
                 return  # which whoever waits for the end of it raises
             if receiving.starved:
-                await line.until_ready()
-        line.in_step = True
+                await frames.until_ready()
+        frames.in_step = True
 
 
 class _Nobody:

@@ -62,17 +62,19 @@ class Sending:
     `sent_bytes`, `damaged` and `unreadable` are the loop's to read between turns.
     """
 
-    def __init__(self, core: Core, stream: Stream, ranges: Sequence[SentRange]) -> None:
-        """`ranges` are not empty each."""
+    def __init__(
+        self, core: Core, stream: Stream, ranges: Sequence[SentRange], head: bytes = b""
+    ) -> None:
+        """`ranges` are not empty each. `head`: what is sent before them."""
         self._core = core
         self._stream = stream
-        self._ranges = ranges
+        self.ranges = ranges
         self._range = 0
         #: of the range at hand, the first byte that is not queued
         self._next = ranges[0].start if ranges else 0
         #: what goes out next, in order
-        self._queue: deque[memoryview | bytes] = deque()
-        self._queued_bytes = 0
+        self._queue: deque[memoryview | bytes] = deque((head,) if head else ())
+        self._queued_bytes = len(head)
         self.sent_bytes: dict[Tier, int] = {}
         #: entries whose bytes are not those that were saved, by generation, each with the reason
         self.damaged: dict[int, tuple[Entry, str]] = {}
@@ -113,9 +115,9 @@ class Sending:
 
     def _load(self) -> bool:
         """Queue the next part. False: there is none."""
-        if self._range == len(self._ranges):
+        if self._range == len(self.ranges):
             return False
-        wanted = self._ranges[self._range]
+        wanted = self.ranges[self._range]
         length_bytes = min(data.PART_BYTES, wanted.end - self._next)
         part = pb.RawPart(
             range=wanted.number,
@@ -143,8 +145,8 @@ class Sending:
         self._queued_bytes += len(self._queue[-1 - len(views)]) + part.length_bytes
         if self._next == wanted.end:
             self._range += 1
-            if self._range < len(self._ranges):
-                self._next = self._ranges[self._range].start
+            if self._range < len(self.ranges):
+                self._next = self.ranges[self._range].start
         return True
 
     def _take(self, wanted: SentRange, length_bytes: int) -> Sequence[memoryview | bytes]:

@@ -96,16 +96,28 @@ class CacheService:
     # ---- read side
 
     async def lookup(self, request: pb.LookupRequest, caller: Caller) -> pb.LookupResponse:
+        answer = await self._core.ask(self._lookup_asked(request, caller), LookupAnswer)
+        return self._lookup_response(request, answer)
+
+    def lookup_now(self, request: pb.LookupRequest, caller: Caller) -> pb.LookupResponse:
+        """`lookup` that waits for no save."""
+        answer = self._core.ask_now(self._lookup_asked(request, caller), LookupAnswer)
+        return self._lookup_response(request, answer)
+
+    def _lookup_asked(self, request: pb.LookupRequest, caller: Caller) -> LookupAsked:
         core = self._core
         now_ns = core.clock.now_ns()
-        question = LookupAsked(
+        return LookupAsked(
             request=core.next_request(),
             keys=self._keys(caller.access, request.keys),
             stop_at_first_absent=request.stop_at_first_absent,
             wait_until_ns=messages.wait_until(now_ns, request.wait_ms),
             now_ns=now_ns,
         )
-        answer = await core.ask(question, LookupAnswer)
+
+    def _lookup_response(
+        self, request: pb.LookupRequest, answer: LookupAnswer
+    ) -> pb.LookupResponse:
         if request.brief:
             return messages.brief_lookup_response(answer, self._config.incarnation)
         return messages.lookup_response(answer, self._config.incarnation)

@@ -36,6 +36,7 @@ def trace_sockets(local: LocalServer, data: DataServer, tracing: Tracing) -> Non
     _trace(local.methods, "local", tracing)
     _trace(local.at_once, "local", tracing)
     _trace(data.methods, "data", tracing)
+    _trace(data.at_once, "data", tracing)
     _trace(data.moving, "data", tracing)
     local.save_staged = tracing.rpc("SaveStaged", "local", local.save_staged, caller_at=2)
 

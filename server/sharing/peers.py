@@ -99,29 +99,17 @@ class DaemonPeer:
         left_ms = round(1e3 * (deadline_s - self._asked_at_s))
         if left_ms < 1:
             return outcomes
-        keys = [want.entry.key for want in wanted]
-        with self._client.claim(keys, mode=ClaimMode.ANY, deadline_ms=left_ms) as hit:
-            if hit.miss in (None, MissReason.ABSENT):
-                outcomes = [Outcome.ABSENT] * len(wanted)
-            there = [
-                (index, position)
-                for index, (position, entry) in enumerate(
-                    zip(hit.positions, hit.entries, strict=True)
-                )
-                if entry.payload_bytes == len(wanted[position].room)
-            ]
-            left_ms = round(1e3 * (deadline_s - monotonic()))
-            if not there or left_ms < 1:
-                return outcomes
-            rooms = [wanted[position].room for _, position in there]
-            indices = [index for index, _ in there]
-            result = hit.restore_into(rooms, indices=indices, deadline_ms=left_ms)
-            for (_, position), good in zip(there, result.restored, strict=True):
-                want = wanted[position]
-                if not good:
-                    outcomes[position] = Outcome.UNAVAILABLE
-                elif crc32c(want.room) == want.entry.payload_crc32c:
-                    outcomes[position] = Outcome.DONE
+        result = self._client.restore_keys(
+            [want.entry.key for want in wanted],
+            [want.room for want in wanted],
+            mode=ClaimMode.ANY,
+            deadline_ms=left_ms,
+        )
+        for number, (want, miss) in enumerate(zip(wanted, result.misses, strict=True)):
+            if miss is None and crc32c(want.room) == want.entry.payload_crc32c:
+                outcomes[number] = Outcome.DONE
+            elif miss in (None, MissReason.ABSENT, MissReason.WRONG_SIZE):
+                outcomes[number] = Outcome.ABSENT
         return outcomes
 
     def close(self) -> None:

@@ -260,7 +260,8 @@ def subjects(
         client = Client(transport=transport, counters=counters, save_timeout_ms=600_000)
         stack.enter_context(client)
         client.wait_connected()
-        found.append(Subject(name, client, Tier.RAM, local=False, claims=kind == "grpc"))
+        by_key = kind == "data"
+        found.append(Subject(name, client, Tier.RAM, local=False, claims=not by_key, by_key=by_key))
     return found
 
 

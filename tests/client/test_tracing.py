@@ -168,6 +168,31 @@ def test_one_tree_from_the_walk_to_the_store(traced: Traced, transport: str) -> 
     assert "worker" not in told
 
 
+@pytest.mark.parametrize(
+    ("transport", "steps"),
+    [
+        (
+            "data",
+            ["call.Fetch", "  rpc.Fetch", "    loop.Claim", "    store.read", "    loop.Release"],
+        ),
+        ("local", ["longest_run", "restore", "release"]),
+    ],
+)
+def test_a_restore_of_keys_is_the_call_that_it_takes_or_a_search_and_a_restore(
+    traced: Traced, transport: str, steps: list[str]
+) -> None:
+    with traced.client(transport) as client:
+        assert client.save(KEYS[0], PAYLOAD, tier=Tier.RAM).ok
+        exporter().clear()
+        with trace.get_tracer("engine").start_as_current_span("keys"):
+            assert client.restore_keys(KEYS[:1], [bytearray(len(PAYLOAD))])
+    spans = below(traced.told(), "keys")
+    named = [line.lstrip() and line.replace("prefixd.", "") for line in tree(spans)]
+    assert named == ["keys", "  restore_keys", *(f"    {step}" for step in steps)]
+    (whole,) = (span for span in spans if span.name == "prefixd.restore_keys")
+    assert whole.attributes == {"prefixd.keys": 1, "prefixd.restored_run": 1}
+
+
 def test_what_is_done_in_another_thread_is_below_the_span_that_asked(traced: Traced) -> None:
     with traced.client("local") as client:
         exporter().clear()

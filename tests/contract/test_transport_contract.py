@@ -543,6 +543,7 @@ USES: dict[str, Callable[[Client, Hit, Reservation], object]] = {
     "claim_async": lambda c, h, _r: c.claim_async(h.keys),
     "restore_async": lambda c, h, _r: c.restore_async(h, [bytearray(SIZES[0])]),
     "restore_into": lambda c, h, _r: c.restore_into(h, [bytearray(SIZES[0])]),
+    "restore_keys": lambda c, h, _r: c.restore_keys(h.keys, [bytearray(SIZES[0])]),
     "release_many": lambda c, h, _r: c.release_many([h]),
     "save": lambda c, h, _r: c.save(h.keys[0], b"a", tier=Tier.RAM, reason=EVICT),
     "save_async": lambda c, h, _r: c.save_async(h.keys[0], b"a", tier=Tier.RAM),

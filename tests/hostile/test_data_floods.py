@@ -126,7 +126,8 @@ def reserved(link: Link, count: int) -> list[bytes]:
     return keys
 
 
-def test_readers_that_take_nothing_are_cut_off(daemon: PrivateDaemon) -> None:
+@pytest.mark.parametrize("by_room", [False, True])
+def test_readers_that_take_nothing_are_cut_off(daemon: PrivateDaemon, by_room: bool) -> None:
     key = Key(os.urandom(32))
     with good_client(daemon) as client, session_at(daemon) as link:
         assert client.save(key, LARGE, tier=Tier.DISK, reason=SaveReason.EVICT).status in (
@@ -142,6 +143,8 @@ def test_readers_that_take_nothing_are_cut_off(daemon: PrivateDaemon) -> None:
             generations=[found.entry.generation],
             ranges=[pb.ReadRange()] * 8,
         )
+        if by_room:
+            fetch = pb.FetchRequest(session=link.ref, keys=[key] * 8, room_bytes=[len(LARGE)] * 8)
         with lines(link, 20, receive_bytes=2**16) as flood, watching(daemon, 0) as watch:
             for line in flood:
                 line.sendall(frame(fetch=fetch))

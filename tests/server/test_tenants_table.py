@@ -120,6 +120,9 @@ class World:
             "Fetch": lambda: pb.FetchRequest(
                 session=ref, keys=[COMMON], generations=[entry.generation], ranges=ranges
             ),
+            "FetchFound": lambda: pb.FetchRequest(
+                session=ref, keys=[COMMON], room_bytes=[entry.payload_bytes]
+            ),
         }[call]()
 
     async def by_grpc(self, caller: Who, call: str, session: Who) -> Any:
@@ -138,8 +141,11 @@ class World:
     async def by_data_socket(self, call: str, session: Who) -> Any:
         connection = self.datas[session]
         response = await connection.ask(**{DATA_CALLS[call]: self.request(call, session)})
-        if call not in ("Read", "Fetch"):
+        if call not in ("Read", "Fetch", "FetchFound"):
             return response
+        if call == "FetchFound":
+            assert response.claim.results[0].claimed
+            response = await connection.response()
         payload = await connection.exactly(response.part.length_bytes)
         assert await connection.part() is None
         return payload
@@ -192,9 +198,9 @@ LOCAL = {
     "Reserve": "reserve",
     "Cancel": "cancel",
 }
-DATA_CALLS = {**LOCAL, "Read": "read", "Fetch": "fetch"}
+DATA_CALLS = {**LOCAL, "Read": "read", "Fetch": "fetch", "FetchFound": "fetch"}
 #: What the sockets have beside the rpcs: as the rpc that it does the same as.
-ROLE_OF = {"Fetch": "Read"}
+ROLE_OF = {"Fetch": "Read", "FetchFound": "Read"}
 
 
 @in_loop
@@ -246,7 +252,7 @@ async def test_a_thousand_combinations_are_as_the_table_says(
 def assert_its_own(world: World, call: str, who: Who, got: Any) -> None:
     """What is said to be there is that of this namespace: by generation."""
     entries = world.daemon.tables.entries
-    if call in ("Read", "Fetch"):
+    if call in ("Read", "Fetch", "FetchFound"):
         payload = got if isinstance(got, bytes) else b"".join(p.data for m in got for p in m.parts)
         assert payload == DATA[who.of]
     if call not in ("Lookup", "Claim"):

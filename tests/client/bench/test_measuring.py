@@ -91,19 +91,21 @@ def test_the_same_over_grpc(remote: Client) -> None:
     assert (rpcs["Claim"], rpcs["Read"], rpcs["Lookup"]) == (1, 1, 1)
 
 
-def test_the_same_over_the_data_socket(daemon: PrivateDaemon) -> None:
-    """Two trips for a restore: what is there, and then claim and bytes in one."""
+@pytest.mark.parametrize("by_key", [False, True])
+def test_the_same_over_the_data_socket(daemon: PrivateDaemon, by_key: bool) -> None:
+    """Two trips for a restore: what is there, and then claim and bytes in one. Or all in one."""
     counters = Counters()
     transport = OverData(daemon.address, counters=counters)
     with Client(transport=transport, counters=counters) as client:
         assert client.wait_connected()
-        batch = Batch(Subject("me", client, Tier.RAM, local=False), Buffers(2, 50_000), 2)
+        subject = Subject("me", client, Tier.RAM, local=False, by_key=by_key)
+        batch = Batch(subject, Buffers(2, 50_000), 2)
         batch.verify()
         rpcs = client.counters["rpcs"]
         assert isinstance(rpcs, dict)
         assert {name: count for name, count in rpcs.items() if count} == {
             "Save": 1,
-            "Lookup": 1,
+            **({} if by_key else {"Lookup": 1}),
             "Fetch": 1,
         }
 

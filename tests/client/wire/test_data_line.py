@@ -19,7 +19,7 @@ from prefixd.client.bench.run import OverData
 from prefixd.client.counters import Counters
 from prefixd.client.restores import Restore
 from prefixd.client.results import Entry
-from prefixd.client.wire import remote
+from prefixd.client.wire import messages, remote
 from prefixd.client.wire.channel import Security
 from prefixd.client.wire.data_line import DataCalls, DataLine
 from prefixd.client.wire.data_transport import DataTransport
@@ -219,11 +219,83 @@ def test_where_nobody_listens_nothing_was_asked() -> None:
 
 def test_a_session_that_ended_in_the_middle_is_no_reason_to_ask_again() -> None:
     """What came before it would come twice."""
-    failure = answer(pb.DataResponse(failure=pb.Failure(error="unknown_session")))
-    for said, error in ((failure, UnknownSession), (part(0, 0, PAYLOAD) + failure, ClaimLost)):
+    for said, error in ((FAILURE, UnknownSession), (part(0, 0, PAYLOAD) + FAILURE, ClaimLost)):
         restore, _ = room_for(PAYLOAD)
         with daemon_that_says(said) as port, pytest.raises(error):
             calls_to(port).fetch(pb.FetchRequest(), 1, restore, PATIENCE_S)
+
+
+def claimed(*payloads: bytes, tier: int = pb.TIER_RAM) -> bytes:
+    """What a fetch of what is there begins with."""
+    results = [
+        pb.ClaimResult(
+            claimed=True,
+            entry=pb.EntryInfo(
+                tier=tier,  # type: ignore[arg-type]  # or none
+                reason=pb.SAVE_REASON_COLD,
+                payload_bytes=len(payload),
+                payload_crc32c=crc32c(payload),
+            ),
+        )
+        for payload in payloads
+    ]
+    return answer(pb.DataResponse(claim=pb.ClaimResponse(results=results)))
+
+
+FAILURE: Final = answer(pb.DataResponse(failure=pb.Failure(error="unknown_session")))
+#: What a daemon says to a fetch of two keys, each with room for `b"abc"`: what raises, and what of
+#: it may count where every checksum is looked at.
+FETCHES: Final[dict[str, tuple[bytes, type[PrefixdError] | None, list[bool]]]] = {
+    "all": (
+        claimed(b"abc", b"abd") + part(0, 0, b"abc") + part(1, 0, b"abd") + answer(END),
+        None,
+        [True, True],
+    ),
+    "one": (claimed(b"abc") + part(0, 0, b"abc") + answer(END), None, [True]),
+    "none": (claimed() + answer(END), None, []),
+    "nothing of what was found": (claimed(b"abc", b"abc") + answer(END), None, [False] * 2),
+    "what does not fit": (
+        claimed(b"abcd", b"abc") + part(1, 0, b"abc") + answer(END),
+        None,
+        [False, True],
+    ),
+    "what does not fit, sent": (claimed(b"abcd") + part(0, 0, b"abcd"), PrefixdError, [False]),
+    "other bytes": (claimed(b"abc") + part(0, 0, b"abd") + answer(END), None, [False]),
+    "bytes before what was found": (part(0, 0, b"abc") + answer(END), PrefixdError, []),
+    "a range that was not found": (claimed(b"abc") + part(1, 0, b"abc"), PrefixdError, [False]),
+    "more than was asked for": (claimed(*[b"abc"] * 3), PrefixdError, []),
+    "a tier of a later version": (claimed(b"abc", tier=99), PrefixdError, []),
+    "no session": (FAILURE, UnknownSession, []),
+    "no session any more": (claimed(b"abc") + FAILURE, ClaimLost, [False]),
+    "no end": (claimed(b"abc") + part(0, 0, b"abc"), DaemonUnavailable, [True]),
+    "two ends": (claimed(b"abc") + claimed(b"abc"), PrefixdError, [False]),
+}
+
+
+@pytest.mark.parametrize("said", FETCHES)
+def test_a_fetch_of_what_is_there_is_right_or_a_miss(said: str) -> None:
+    answers, error, good = FETCHES[said]
+    restores: list[Restore] = []
+    keys = [Key(bytes(32)), Key(bytes(31) + b"1")]
+
+    def begin(response: pb.ClaimResponse) -> Restore:
+        _, entries, _ = messages.claimed_of(keys, response)
+        rooms = [memoryview(bytearray(3 if entry.payload_bytes == 3 else 0)) for entry in entries]
+        restores.append(Restore(entries, rooms, "always"))
+        return restores[0]
+
+    with daemon_that_says(answers) as port:
+        calls = calls_to(port)
+        with ExitStack() as stack:
+            if error is not None:
+                stack.enter_context(pytest.raises(error))
+            calls.fetch_found(pb.FetchRequest(), begin, PATIENCE_S)
+        assert len(calls._idle) == (error is None), "what failed leaves no connection behind"
+        calls.close()
+    if error is not None and restores:
+        restores[0].read_failed(lost=error is ClaimLost)
+    misses = restores[0].misses(MissReason.UNEXPECTED) if restores else []
+    assert [miss is None for miss in misses] == good
 
 
 def test_a_connection_that_is_not_taken_leaves_time_for_grpc() -> None:
@@ -352,6 +424,9 @@ def moves(client: Client) -> None:
         assert hit.read(0) == PAYLOAD
         assert hit.release()
     assert client.longest_run([key], claim=False).read(0) == PAYLOAD
+    buffer = bytearray(len(PAYLOAD))
+    assert client.restore_keys([key], [buffer])
+    assert buffer == PAYLOAD
     assert client.exists([key]) == [True]
 
 
@@ -368,6 +443,8 @@ def test_a_daemon_that_stops_in_the_middle_costs_each_call_its_deadline() -> Non
         try:
             result = client.restore_into(hit, [bytearray(len(large))], deadline_ms=200)
             assert result.miss is MissReason.DEADLINE
+            result = client.restore_keys([key], [bytearray(len(large))], deadline_ms=200)
+            assert result.miss in (MissReason.DEADLINE, MissReason.UNAVAILABLE)
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
         assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api import raw_bytes
 from prefixd.server.api.streams import Stream
@@ -24,8 +26,10 @@ from tests.support.data_client import (
     generation_of,
 )
 from tests.support.running import (
+    OpenSession,
     Refused,
     in_loop,
+    item,
     key,
     payload,
     running,
@@ -66,6 +70,109 @@ async def test_a_fetch_claims_reads_and_releases(tmp_path: Path, tier: Tier) -> 
         await daemon.assert_idle()
 
 
+def found_of(session: OpenSession, rooms: dict[Key, int], **fields: Any) -> pb.FetchRequest:
+    """A fetch of what is there of these keys, each into room of so many bytes."""
+    return pb.FetchRequest(
+        session=session.ref, keys=[*rooms], room_bytes=[*rooms.values()], **fields
+    )
+
+
+@TIERS
+@in_loop
+async def test_a_fetch_of_what_is_there_says_what_that_is_and_sends_it(
+    tmp_path: Path, tier: Tier
+) -> None:
+    """In one trip: whole payloads, as far as there is room for them."""
+    large = LARGE[: 3 * MIB]
+    async with daemon_for_large(tmp_path) as (daemon, session):
+        await session.save({key(1): DATA, key(2): large, key(4): DATA}, tier)
+        await session.granted([item(key(5), DATA)])
+        rooms = {key(n): len(DATA) for n in (1, 2, 3, 4, 5)} | {key(2): len(large)}
+        async with data_connection(daemon, session) as line:
+            for mode, number, found, sent in (
+                (pb.CLAIM_MODE_RUN, 5, [1, 2], [DATA, large]),
+                (pb.CLAIM_MODE_ANY, 5, [1, 2, 4], [DATA, large, DATA]),
+                (pb.CLAIM_MODE_FIRST, 5, [1], [DATA]),
+                (pb.CLAIM_MODE_RUN, 1, [1], [DATA]),
+            ):
+                asked = dict([*rooms.items()][:number])
+                await line.send(fetch=found_of(session, asked, mode=mode))
+                claimed = (await line.response()).claim
+                assert not claimed.claim_id, "there is nothing to release"
+                entries = [each.entry for each in claimed.results if each.claimed]
+                assert [each.payload_bytes for each in entries] == [len(each) for each in sent]
+                names = [n for n, each in enumerate(claimed.results, 1) if each.claimed]
+                assert names == found
+                assert await line.parts(len(found)) == sent
+                assert not daemon.tables.claims
+            assert claimed.results[0].entry.generation == await generation_of(daemon, key(1))
+            # What does not fit is told of, and not sent.
+            await line.send(fetch=found_of(session, {key(1): len(DATA) + 1, key(2): len(large)}))
+            assert [each.claimed for each in (await line.response()).claim.results] == [True] * 2
+            assert await line.parts(2) == [b"", large]
+            await line.send(fetch=found_of(session, {key(5): 1, key(3): 1}, mode=pb.CLAIM_MODE_ANY))
+            assert [each.presence for each in (await line.response()).claim.results] == [
+                pb.PRESENCE_IN_FLIGHT,
+                pb.PRESENCE_ABSENT,
+            ]
+            assert await line.parts(0) == []
+        assert not daemon.tables.claims
+        assert not daemon.front.service.reads.used_bytes
+
+
+@in_loop
+async def test_a_fetch_that_makes_no_sense_claims_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        session, other = await daemon.open(), await daemon.open()
+        await session.save({key(1): DATA})
+        good = found_of(session, {key(1): len(DATA)})
+        async with data_connection(daemon, session) as line:
+            for error, fields in (
+                ("invalid_batch", pb.FetchRequest(room_bytes=[1])),
+                ("invalid_batch", pb.FetchRequest(keys=[key(2)])),
+                ("invalid_batch", pb.FetchRequest(generations=[1])),
+                ("invalid_batch", pb.FetchRequest(keys=[key(2)] * 4096, room_bytes=[1] * 4096)),
+                ("invalid_key", pb.FetchRequest(keys=[b"short"], room_bytes=[1])),
+                ("malformed_message", pb.FetchRequest(mode=7)),  # type: ignore[arg-type]
+                ("unknown_session", pb.FetchRequest(session=other.ref)),
+                ("unknown_session", pb.FetchRequest(session=pb.SessionRef(secret=b"wrong"))),
+            ):
+                asked = pb.FetchRequest()
+                asked.CopyFrom(good)
+                asked.MergeFrom(fields)
+                with pytest.raises(Refused) as refused:
+                    await line.ask(fetch=asked)
+                assert refused.value.name == error
+                assert not daemon.tables.claims
+            await line.ask(fetch=good)
+            assert await line.parts(1) == [DATA]
+        await daemon.assert_idle()
+
+
+@in_loop
+async def test_a_fetch_ends_with_its_client(tmp_path: Path) -> None:
+    """One that reads no further, and one that hangs up: neither keeps a claim, or room."""
+    async with daemon_for_large(tmp_path, "--server.stall_timeout=300ms") as (daemon, session):
+        large = LARGE[: 12 * MIB]
+        await session.save({key(1): large})
+        asked = found_of(session, {key(1): len(large)})
+        async with data_connection(daemon, session, receive_bytes=2**16) as stopped:
+            await stopped.send(fetch=asked)
+            assert (await stopped.response()).claim.results[0].claimed
+            assert daemon.tables.claims
+            await daemon.until(lambda: not daemon.tables.claims)
+            await daemon.until(lambda: not daemon.front.data.connections)
+            with pytest.raises((Refused, EOFError, ConnectionError)):
+                await stopped.parts(1)
+        async with data_connection(daemon, session, receive_bytes=2**16) as leaving:
+            await leaving.send(fetch=asked)
+            await leaving.response()
+            assert daemon.tables.claims
+        await daemon.until(lambda: not daemon.tables.claims)
+        await daemon.until(lambda: not daemon.front.service.reads.used_bytes)
+        await daemon.assert_idle()
+
+
 @in_loop
 async def test_what_is_lost_while_it_is_sent_never_counts(tmp_path: Path) -> None:
     """The client reads nothing until its claim has ended: it must not be told that all is well."""
@@ -85,9 +192,10 @@ async def test_what_is_lost_while_it_is_sent_never_counts(tmp_path: Path) -> Non
         await daemon.assert_idle()
 
 
+@pytest.mark.parametrize("by_room", [False, True])
 @in_loop
 async def test_a_fetch_whose_claim_is_lost_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_room: bool
 ) -> None:
     """Everything has left when it turns out."""
     async with running(tmp_path) as daemon:
@@ -102,7 +210,10 @@ async def test_a_fetch_whose_claim_is_lost_says_so(
 
         monkeypatch.setattr(raw_bytes.Sending, "run", release_then_end)
         async with data_connection(daemon, session) as line:
-            await line.send(fetch=fetch_of(session, (key(1), await generation_of(daemon, key(1)))))
+            generation = await generation_of(daemon, key(1))
+            known, found = fetch_of(session, (key(1), generation)), {key(1): len(DATA)}
+            await line.send(fetch=found_of(session, found) if by_room else known)
+            assert not by_room or (await line.response()).claim.results[0].claimed
             assert await line.part()
             with pytest.raises((Refused, EOFError, ConnectionError)):
                 await line.part()
@@ -160,10 +271,11 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_holds_up_nobody(tmp_pa
                 await slow.parts(1)
 
 
+@pytest.mark.parametrize("fetched", [False, True], ids=["read", "fetch"])
 @pytest.mark.parametrize("fault", [Damaged("bad"), StoreError("broken")], ids=["bad", "broken"])
 @in_loop
 async def test_an_entry_that_cannot_be_read_says_so_and_the_others_go_on(
-    tmp_path: Path, fault: Exception, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fault: Exception, fetched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(tmp_path, wrap={Tier.DISK: FaultyStore}) as daemon:
         session = await daemon.open()
@@ -177,15 +289,19 @@ async def test_an_entry_that_cannot_be_read_says_so_and_the_others_go_on(
             return read(entry, offset_bytes, length_bytes)  # type: ignore[arg-type]
 
         monkeypatch.setattr(store, "read", failing)
-        claim = (await session.claim([key(1), key(2)])).claim_id
+        claim = 0 if fetched else (await session.claim([key(1), key(2)])).claim_id
         async with data_connection(daemon, session) as line:
-            await line.send(
-                read=pb.ReadRequest(
-                    session=session.ref,
-                    claim_id=claim,
-                    ranges=[pb.ReadRange(index=0), pb.ReadRange(index=1)],
+            if fetched:
+                await line.send(fetch=found_of(session, dict.fromkeys([key(1), key(2)], len(DATA))))
+                assert all(each.claimed for each in (await line.response()).claim.results)
+            else:
+                await line.send(
+                    read=pb.ReadRequest(
+                        session=session.ref,
+                        claim_id=claim,
+                        ranges=[pb.ReadRange(index=0), pb.ReadRange(index=1)],
+                    )
                 )
-            )
             first, second = await line.part(), await line.part()
             assert first is not None
             assert second is not None

@@ -9,8 +9,11 @@ import pytest
 
 from prefixd.proto import data
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.layout import crc32c
 from prefixd.proto.limits import MAX_MESSAGE_BYTES
+from prefixd.server.api import data_connection as connections
 from prefixd.server.api import data_socket
+from prefixd.server.api.calls import Caller
 from tests.support.data_client import (
     LARGE,
     MIB,
@@ -185,7 +188,7 @@ async def test_connections_that_prove_nothing_make_room(
 async def test_one_that_proves_nothing_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_socket, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(connections, "_PATIENCE_S", 0.01)
     async with (
         running(tmp_path) as daemon,
         data_connection(daemon) as silent,
@@ -194,6 +197,167 @@ async def test_one_that_proves_nothing_is_closed(
         await slow.send_bytes(data.HEAD.pack(100))
         await silent.hung_up()
         await slow.hung_up()
+
+
+# ---- requests that wait for nothing
+
+
+@in_loop
+async def test_what_waits_for_nothing_is_answered_where_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task of the connection is asked for what may wait, and for nothing else."""
+    served: list[str | None] = []
+    serve = connections.DataConnection._serve
+
+    async def noted(self: connections.DataConnection) -> None:
+        served.append(self._next.WhichOneof("kind") if self._next else None)
+        await serve(self)
+
+    monkeypatch.setattr(connections.DataConnection, "_serve", noted)
+    async with running(tmp_path) as daemon:
+        session, other = await daemon.open(), await daemon.open()
+        await session.save({key(1): DATA})
+        not_its_own = (await other.claim([key(1)])).claim_id
+        async with data_connection(daemon, session) as line:
+            await line.ask(lookup=pb.LookupRequest(keys=[key(1)]))
+            claim = pb.ClaimRequest(session=session.ref, keys=[key(1)])
+            claims = [(await line.ask(claim=claim)).claim.claim_id for _ in range(2)]
+            release = pb.ReleaseRequest(session=session.ref, claim_ids=claims[:1])
+            assert list((await line.ask(release=release)).release.results) == [
+                pb.RELEASE_STATUS_RELEASED
+            ]
+            # Not answered, whatever comes of it.
+            for ref, number in ((session.ref, claims[1]), (other.ref, not_its_own)):
+                given = pb.ReleaseRequest(session=ref, claim_ids=[number])
+                await line.send(give_back=given)
+            with pytest.raises(Refused, match="does not belong"):
+                await line.ask(
+                    release=pb.ReleaseRequest(session=other.ref, claim_ids=[not_its_own])
+                )
+            assert [*daemon.tables.claims] == [not_its_own]
+            assert served == []
+            claim.wait_ms = 1
+            await line.ask(claim=claim)
+            await line.ask(lookup=pb.LookupRequest(keys=[key(9)], wait_ms=1))
+            assert served == ["claim", "lookup"]
+
+
+@in_loop
+async def test_what_waits_keeps_what_follows_it_waiting(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        await session.save({key(1): DATA})
+        (granted,) = await session.granted([item(key(2), DATA)])
+        async with data_connection(daemon, session) as line:
+            brief = pb.LookupRequest(keys=[key(1), key(2)], brief=True)
+            claim = pb.ClaimRequest(session=session.ref, keys=[key(2)], wait_ms=60_000)
+            asked = (
+                pb.DataRequest(lookup=brief),
+                pb.DataRequest(claim=claim),
+                pb.DataRequest(lookup=brief),
+            )
+            await line.send_bytes(b"".join(map(data.frame, asked)))
+            assert (await line.response()).lookup.presences[1] == pb.PRESENCE_IN_FLIGHT
+            await daemon.until(lambda: daemon.tables.waiting)
+            written = pb.WritePart(token=granted, data=DATA, last=True, payload_crc32c=crc32c(DATA))
+            await session.write(pb.WriteRequest(parts=[written]))
+            assert (await line.response()).claim.results[0].claimed
+            assert (await line.response()).lookup.presences[1] == pb.PRESENCE_PRESENT
+
+
+@in_loop
+async def test_one_that_sends_ahead_takes_turns_with_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_AT_ONCE", 2)
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        happened: list[str] = []
+        lookup_now = daemon.front.data.at_once["lookup"]
+
+        def noted(request: pb.LookupRequest, caller: Caller) -> pb.LookupResponse:
+            happened.append("answered")
+            response: pb.LookupResponse = lookup_now(request, caller)
+            return response
+
+        daemon.front.data.at_once["lookup"] = noted
+
+        async def others() -> None:
+            while True:
+                happened.append("others")
+                await asyncio.sleep(0)
+
+        async with data_connection(daemon, session) as line:
+            asked = data.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)])))
+            ticking = asyncio.ensure_future(others())
+            await line.send_bytes(asked * 100)
+            for _ in range(100):
+                await line.response()
+            ticking.cancel()
+        turns = "".join("a" if each == "answered" else " " for each in happened).split()
+        assert sum(map(len, turns)) == 100
+        assert max(map(len, turns)) <= 2
+
+
+@in_loop
+async def test_a_flood_of_small_calls_is_held_in_the_kernel(tmp_path: Path) -> None:
+    """Of answers that are not read one is in the daemon's memory, of requests one buffer; then
+    the client is cut off."""
+    async with running(tmp_path, "--server.stall_timeout=300ms") as daemon:
+        session = await daemon.open()
+        await session.save({key(1): DATA})
+        answered = 0
+        lookup_now = daemon.front.data.at_once["lookup"]
+
+        def noted(request: pb.LookupRequest, caller: Caller) -> pb.LookupResponse:
+            nonlocal answered
+            answered += len(request.keys) > 1
+            response: pb.LookupResponse = lookup_now(request, caller)
+            return response
+
+        daemon.front.data.at_once["lookup"] = noted
+        asked = data.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)] * 450)))
+        assert len(asked) < data.MAX_SMALL_REQUEST_BYTES
+        async with (
+            data_connection(daemon, session) as other,
+            data_connection(daemon, session, receive_bytes=2**16) as flood,
+        ):
+            await other.ask(lookup=pb.LookupRequest(keys=[key(1)]))
+            sending = asyncio.ensure_future(flood.send_bytes(asked * 2000))
+            await daemon.until(lambda: answered)
+            (flooded,) = (
+                each for each in daemon.front.data.connections if each._frames.ahead_bytes
+            )
+            await daemon.until(lambda: not flooded._frames.may_tell)
+            held = answered
+            assert flooded._frames.ahead_bytes <= data.HEAD.size + data.MAX_SMALL_REQUEST_BYTES
+            for _ in range(10):
+                assert (await other.ask(lookup=pb.LookupRequest(keys=[key(1)]))).HasField("lookup")
+            await daemon.until(lambda: flooded not in daemon.front.data.connections)
+            assert answered <= held + 2
+            with pytest.raises(ConnectionError):
+                await sending
+        await daemon.assert_idle()
+
+
+@in_loop
+async def test_an_answer_that_is_taken_late_is_whole(tmp_path: Path) -> None:
+    """What the socket did not take follows once it does, and then what was asked behind it."""
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        await session.save({key(1): DATA})
+        large = data.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)] * 450)))
+        small = data.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)], brief=True)))
+        async with data_connection(daemon, session, receive_bytes=2**16) as line:
+            sending = asyncio.ensure_future(line.send_bytes(large * 500 + small))
+            await daemon.until(lambda: daemon.front.data.attached)
+            (connection,) = daemon.front.data.connections
+            await daemon.until(lambda: not connection._frames.may_tell)
+            for _ in range(500):
+                assert len((await line.response()).lookup.results) == 450
+            assert (await line.response()).lookup.presences == [pb.PRESENCE_PRESENT]
+            await sending
 
 
 # ---- answers that nobody took

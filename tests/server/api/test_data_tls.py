@@ -23,6 +23,7 @@ from prefixd.client.wire.data_transport import DataTransport
 from prefixd.proto import data
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
+from prefixd.server.api import data_connection as connections
 from prefixd.server.api import data_socket
 from prefixd.server.api.access import DATA_ROLES, Role
 from prefixd.server.certificates import certificates_of
@@ -125,6 +126,12 @@ async def test_bytes_go_in_and_out(tmp_path: Path, authority: Authority) -> None
             for byte in data.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)]))):
                 await line.send_bytes(bytes([byte]))
             assert (await line.response()).lookup.results
+            # More than is taken in at a time: what TLS holds back no poll tells of.
+            asked = data.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)], brief=True)))
+            ahead = 3 * data.MAX_SMALL_REQUEST_BYTES // len(asked)
+            await line.send_bytes(asked * ahead)
+            for _ in range(ahead):
+                assert (await line.response()).lookup.presences == [pb.PRESENCE_PRESENT]
         await daemon.until(lambda: not daemon.front.data.connections)
         assert not daemon.front.data.handshake_refusals
         # What the last answer granted was taken: another request came behind it.
@@ -243,7 +250,7 @@ async def test_handshakes_that_stall_wait_for_nobody_and_end(
     tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Silent ones, some that stop in the middle of a hello, some that take it and say no more."""
-    monkeypatch.setattr(data_socket, "_PATIENCE_S", 2.0)
+    monkeypatch.setattr(connections, "_PATIENCE_S", 2.0)
     loop = asyncio.get_running_loop()
     async with secured(tmp_path, authority) as (daemon, session, port):
         front = daemon.front.data
