@@ -147,7 +147,7 @@ class Recount:
         count.shares.charge(reservation.entry, sign, sign)
         self._place(count, reservation.entry, sign)
 
-    def _place(self, count: _Count, entry: Entry, sign: int = 1) -> None:
+    def _place(self, count: _Count, entry: Entry, sign: int) -> None:
         """Mark the slabs of an entry, or take the marks away again."""
         if not count.slab_bytes:
             return
@@ -286,6 +286,11 @@ class Recount:
             self._say(f"session {number} holds reservation {token}, which does not exist")
         for request in session.waits.keys() - t.waiting.keys():
             self._say(f"session {number} counts request {request}, which does not wait")
+        waits = [
+            t.waiting[request].waited_keys for request in session.waits if request in t.waiting
+        ]
+        if session.waited_keys != sum(waits):
+            self._say(f"session {number} is charged {session.waited_keys} waited keys, not its own")
         held = [t.reservations[token] for token in session.tokens if token in t.reservations]
         reserved_bytes = sum(session.reserved_bytes.values())
         if reserved_bytes != sum(map(_STORED_BYTES, held)):

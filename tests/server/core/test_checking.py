@@ -248,6 +248,10 @@ def waited_keys_miscounted(d: Driver) -> None:
     d.tables.waited_keys += 1
 
 
+def waited_keys_of_a_session_miscounted(d: Driver) -> None:
+    d.tables.sessions[1].waited_keys += 1
+
+
 def pins_of_a_session_miscounted(d: Driver) -> None:
     d.tables.sessions[1].pinned_bytes[Tier.RAM] -= 1
 
@@ -331,6 +335,7 @@ PLANTS: dict[Plant, str] = {
     order_against_the_stamps: "65.* would be evicted too late for its last use",
     wait_that_is_not_there: "session 1 counts request 77, which does not wait",
     waited_keys_miscounted: "2 keys are said to be waited for, 1 are",
+    waited_keys_of_a_session_miscounted: r"session 1 is charged \d+ waited keys, not its own",
     pins_of_a_session_miscounted: "session 1 is charged 1 pinned bytes, and holds others",
     reservations_of_a_session_miscounted: "session 1 is charged 5 reserved bytes, and holds others",
     condemned_without_a_claim: "entry 61.* is condemned without a claim on it",
@@ -407,8 +412,14 @@ def test_what_is_planted_is_found_in_steps(plant: Plant) -> None:
 
 def test_what_happens_meanwhile_is_no_problem() -> None:
     driver = everything()
+    driver.save(2, "kept")
+    earlier = driver.claim(2, "kept").claim
     with driver.state.recount(items_a_step=1) as recount:
         for number, _ in enumerate(recount.steps()):
+            # One claim of two goes: the other still holds the entry.
+            later = driver.claim(2, "kept").claim
+            driver.release(2, earlier)
+            earlier = later
             name = f"n{number}"
             driver.save(2, f"{name} {name}b", tier=Tier.SHM)
             claim = driver.claim(2, name).claim

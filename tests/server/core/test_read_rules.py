@@ -92,6 +92,7 @@ def test_who_saves_a_key_and_since_when(driver: Driver) -> None:
         (ClaimMode.RUN, "z a", "-", "f"),
         (ClaimMode.FIRST, "z x b c", "-fp", "fft"),
         (ClaimMode.FIRST, "a z", "p", "t"),
+        (ClaimMode.FIRST, "a b", "p", "t"),
         (ClaimMode.FIRST, "z x", "-f", "ff"),
         (ClaimMode.ANY, "z a x c", "-pfp", "ftft"),
     ],

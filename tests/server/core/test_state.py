@@ -96,6 +96,8 @@ def test_a_lost_session_answers_its_own_waits_and_wakes_the_others() -> None:
     assert isinstance(driver.replies[hers].error, UnknownSession)
     assert driver.replies[anybodys] == an.LookupAnswer((None,))
     assert isinstance(driver.replies[his].results[0], an.WriteOrder)
+    tables = driver.tables
+    assert (tables.waited_keys, tables.anonymous_waited_keys) == (0, 0)
 
 
 # ---- questions and answers
