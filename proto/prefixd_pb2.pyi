@@ -3105,12 +3105,30 @@ class SessionDetail(google.protobuf.message.Message):
     HEARTBEAT_AGE_MS_FIELD_NUMBER: builtins.int
     CLAIMS_FIELD_NUMBER: builtins.int
     RESERVATIONS_FIELD_NUMBER: builtins.int
+    LABEL_FIELD_NUMBER: builtins.int
+    LOOKUPS_FIELD_NUMBER: builtins.int
+    HITS_FIELD_NUMBER: builtins.int
+    RESTORED_BYTES_FIELD_NUMBER: builtins.int
+    SAVES_FIELD_NUMBER: builtins.int
+    SAVED_BYTES_FIELD_NUMBER: builtins.int
     session_id: builtins.int
     owner: builtins.str
     age_ms: builtins.int
     heartbeat_age_ms: builtins.int
     claims: builtins.int
     reservations: builtins.int
+    label: builtins.str
+    """under which name the daemon adds up what its client counts"""
+    lookups: builtins.int
+    """Since it was opened, look-ups and restores as far as its client's heartbeats told."""
+    hits: builtins.int
+    """look-ups that found something"""
+    restored_bytes: builtins.int
+    """by any path"""
+    saves: builtins.int
+    """that were published"""
+    saved_bytes: builtins.int
+    """payloads of these"""
     def __init__(
         self,
         *,
@@ -3120,8 +3138,14 @@ class SessionDetail(google.protobuf.message.Message):
         heartbeat_age_ms: builtins.int = ...,
         claims: builtins.int = ...,
         reservations: builtins.int = ...,
+        label: builtins.str = ...,
+        lookups: builtins.int = ...,
+        hits: builtins.int = ...,
+        restored_bytes: builtins.int = ...,
+        saves: builtins.int = ...,
+        saved_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "claims", b"claims", "heartbeat_age_ms", b"heartbeat_age_ms", "owner", b"owner", "reservations", b"reservations", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "claims", b"claims", "heartbeat_age_ms", b"heartbeat_age_ms", "hits", b"hits", "label", b"label", "lookups", b"lookups", "owner", b"owner", "reservations", b"reservations", "restored_bytes", b"restored_bytes", "saved_bytes", b"saved_bytes", "saves", b"saves", "session_id", b"session_id"]) -> None: ...
 
 Global___SessionDetail: typing_extensions.TypeAlias = SessionDetail
 

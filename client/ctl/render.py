@@ -281,23 +281,6 @@ def reservations_table(reservations: Sequence[pb.ReservationDetail]) -> Renderab
     return table
 
 
-def sessions_table(sessions: Sequence[pb.SessionDetail]) -> RenderableType:
-    if not sessions:
-        return Text("no sessions")
-    numbers = ("age", "last heartbeat", "claims", "reservations")
-    table = make_table("session", "owner", *numbers, right=numbers)
-    for session in sessions:
-        table.add_row(
-            f"{session.session_id}",
-            session.owner,
-            age(session.age_ms * NS_PER_MS),
-            f"{age(session.heartbeat_age_ms * NS_PER_MS)} ago",
-            f"{session.claims:,}",
-            f"{session.reservations:,}",
-        )
-    return table
-
-
 def preview_view(preview: pb.PreviewResponse, tier: str, now_unix_ns: int) -> RenderableType:
     """What an admission would do."""
     if preview.admissible:

@@ -63,8 +63,7 @@ class AdminService(Operations):
     ) -> None:
         """`in_flight`: what calls take of the daemon's memory, by name. `scrubs`: how the tiers
         are doing that are read back in the background. `usage`: what clients count."""
-        super().__init__(core)
-        self._usage = usage
+        super().__init__(core, usage)
         self.latencies: Final = latencies
         self._scrubs = scrubs
         self._config = config

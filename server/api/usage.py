@@ -8,6 +8,7 @@ but numbers for people comes of it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from ...proto import prefixd_pb2 as pb
@@ -35,6 +36,8 @@ BECAUSE: Final = (
 )  # fmt: skip
 #: What has no dimension but the label.
 SCALARS: Final = ("lookups", "hits", "lookup_tokens", "restored_tokens")
+#: Of all labels together it fits into a message, too.
+_MOST_SHOWN: Final = 2**57
 
 
 class LabelUsage:
@@ -87,18 +90,18 @@ class LabelUsage:
         """As operators get it: what is 0 is left out."""
         usage = pb.Usage()
         for name, amount in self.scalars.items():
-            setattr(usage, name, amount)
+            setattr(usage, name, bounded(amount))
         for name in ("misses", "failures", "absent_because"):
             counts: Mapping[str, int] = getattr(self, name)
-            getattr(usage, name).update({reason: n for reason, n in counts.items() if n})
+            getattr(usage, name).update({reason: bounded(n) for reason, n in counts.items() if n})
         for tier in Tier:
-            paths = {path: self.restored_bytes[tier, path] for path in PATHS}
+            paths = {path: bounded(self.restored_bytes[tier, path]) for path in PATHS}
             told = pb.TierUsage(
-                hit_entries=self.hit_entries[tier],
-                hit_tokens=self.hit_tokens[tier],
+                hit_entries=bounded(self.hit_entries[tier]),
+                hit_tokens=bounded(self.hit_tokens[tier]),
                 restored_bytes={path: size for path, size in paths.items() if size},
                 saves=[
-                    pb.SavedUsage(reason=reason.value, outcome=outcome, entries=entries)  # type: ignore[arg-type]
+                    pb.SavedUsage(reason=reason.value, outcome=outcome, entries=bounded(entries))  # type: ignore[arg-type]
                     for (saved_in, reason, outcome), entries in self.saves.items()
                     if saved_in is tier
                 ],
@@ -109,12 +112,35 @@ class LabelUsage:
         return usage
 
 
+def bounded(amount: int) -> int:
+    """What a message can hold of a sum that clients made: without it, one that lies would keep
+    operators from seeing anything."""
+    return min(amount, _MOST_SHOWN)
+
+
+@dataclass(slots=True)
+class SessionUsage:
+    """What the client of one session told of itself since it was opened."""
+
+    lookups: int = 0
+    hits: int = 0
+    restored_bytes: int = 0
+
+    def add(self, usage: pb.Usage) -> None:
+        """`usage` was checked."""
+        self.lookups += usage.lookups
+        self.hits += usage.hits
+        self.restored_bytes += sum(sum(told.restored_bytes.values()) for told in usage.tiers)
+
+
 class UsageBook:
     """The sums of all labels, the first of which keep names of their own. The event loop's;
     `items` may be called on any thread."""
 
     def __init__(self) -> None:
         self._labels: dict[str, LabelUsage] = {}
+        #: of the open sessions, by number
+        self.sessions: Final[dict[int, SessionUsage]] = {}
 
     def of(self, label: str) -> LabelUsage:
         """Where to add up what a client with this label tells; "" is `DEFAULT_LABEL`.

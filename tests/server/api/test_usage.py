@@ -16,7 +16,13 @@ from prefixd.proto.limits import MAX_LABELS, MAX_REPORTED, MAX_TOLD_MISSES
 from prefixd.proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
 from prefixd.server.api import usage as subject
 from prefixd.server.api.metrics import StateCollector
-from prefixd.server.api.usage import UsageBook, check_usage
+from prefixd.server.api.usage import (
+    LabelUsage,
+    SessionUsage,
+    UsageBook,
+    bounded,
+    check_usage,
+)
 from prefixd.server.core.journal import Happening, Journal
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
@@ -114,6 +120,30 @@ def test_the_journal_says_why_what_was_looked_for_is_absent() -> None:
     for _ in range(2 * MAX_TOLD_MISSES):
         counters.miss(MissReason.ABSENT, 1, [never])
     assert len(check_usage(counters.take_report().message()).absent) == MAX_TOLD_MISSES
+
+
+def test_a_client_that_lies_again_and_again_hides_nothing_from_operators() -> None:
+    """Its sums would not fit into a message any more."""
+    most = MAX_REPORTED
+    saved = pb.SavedUsage(reason=pb.SAVE_REASON_COLD, outcome="saved", entries=most)
+    paths = dict.fromkeys(PATHS, most)
+    tiers = [
+        pb.TierUsage(
+            tier=pb.Tier.ValueType(tier), hit_entries=most, restored_bytes=paths, saves=[saved]
+        )
+        for tier in Tier
+    ]
+    told = pb.Usage(
+        lookups=most, misses={"slow": most}, failures={"slow": most}, lookup_tokens=most
+    )
+    told.tiers.extend(tiers)
+    label, session = LabelUsage(), SessionUsage()
+    for _ in range(2**16 + 1):
+        label.add(told)
+        session.add(told)
+    assert label.scalars["lookups"] > 2**64
+    assert pb.StatsResponse(usage={"a": label.message()}).usage["a"].lookups == 2**57
+    assert bounded(session.restored_bytes) == 2**57
 
 
 def test_labels_are_bounded() -> None:
