@@ -28,7 +28,7 @@ from prefixd.server.daemon import main
 from prefixd.server.runtime.clock import Clock
 from prefixd.server.runtime.lag import BUCKETS_US, LoopLag
 from prefixd.server.runtime.latencies import Latencies
-from tests.support.daemon import eventually, private_daemon
+from tests.support.daemon import eventually, metrics_of, private_daemon
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEPLOY = REPOSITORY / "deploy"
@@ -133,9 +133,7 @@ def labels() -> dict[str, set[str]]:
                 assert hit
         with daemon.admin() as admin:
             eventually(lambda: admin.stats().usage["default"].lookups)
-        (line,) = (line for line in daemon.log.read_text().splitlines() if '"metrics"' in line)
-        address = json.loads(line)["address"]
-        with urlopen(f"http://{address}/metrics") as response:
+        with urlopen(f"http://{metrics_of(daemon)}/metrics") as response:
             text = response.read().decode()
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
