@@ -573,8 +573,9 @@ class Usage(google.protobuf.message.Message):
 
     @property
     def absent_because(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """In Stats only: what the daemon's journal said of them: evicted, deleted, damaged, replaced, or
-        never_saved; not_remembered where the journal does not reach back to the start.
+        """In Stats only: the misses that are `absent`, by what the daemon's journal said when they were
+        told: evicted, deleted, damaged, replaced; never_saved since the daemon's start; not_remembered
+        where the journal does not reach back that far; not_told if the keys were not. They add up.
         """
 
     def __init__(
@@ -630,11 +631,28 @@ class TierUsage(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class AbsentBecauseEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     TIER_FIELD_NUMBER: builtins.int
     HIT_ENTRIES_FIELD_NUMBER: builtins.int
     HIT_TOKENS_FIELD_NUMBER: builtins.int
     RESTORED_BYTES_FIELD_NUMBER: builtins.int
     SAVES_FIELD_NUMBER: builtins.int
+    ABSENT_BECAUSE_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     hit_entries: builtins.int
     hit_tokens: builtins.int
@@ -644,6 +662,10 @@ class TierUsage(google.protobuf.message.Message):
 
     @property
     def saves(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SavedUsage]: ...
+    @property
+    def absent_because(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """In Stats only: of `Usage.absent_because`, what left this tier: evicted, deleted, damaged, replaced."""
+
     def __init__(
         self,
         *,
@@ -652,8 +674,9 @@ class TierUsage(google.protobuf.message.Message):
         hit_tokens: builtins.int = ...,
         restored_bytes: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         saves: collections.abc.Iterable[Global___SavedUsage] | None = ...,
+        absent_because: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["hit_entries", b"hit_entries", "hit_tokens", b"hit_tokens", "restored_bytes", b"restored_bytes", "saves", b"saves", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["absent_because", b"absent_because", "hit_entries", b"hit_entries", "hit_tokens", b"hit_tokens", "restored_bytes", b"restored_bytes", "saves", b"saves", "tier", b"tier"]) -> None: ...
 
 Global___TierUsage: typing_extensions.TypeAlias = TierUsage
 

@@ -235,6 +235,9 @@ def _subtract(usage: pb.Usage, before: pb.Usage) -> None:
         if was is not None:
             tier.hit_entries = max(0, tier.hit_entries - was.hit_entries)
             tier.hit_tokens = max(0, tier.hit_tokens - was.hit_tokens)
+            for how in list(tier.absent_because):
+                old_count = was.absent_because.get(how, 0)
+                tier.absent_because[how] = max(0, tier.absent_because[how] - old_count)
             for path in list(tier.restored_bytes):
                 old_bytes = was.restored_bytes.get(path, 0)
                 tier.restored_bytes[path] = max(0, tier.restored_bytes[path] - old_bytes)

@@ -445,13 +445,15 @@ def collect_usage(usage: UsageBook) -> Iterator[Metric]:
                 by_reason.add_metric([label, reason], count)
         yield by_reason
     absent = CounterMetricFamily(
-        "prefixd_client_absent_named",
-        "Absent misses whose keys clients named, by what the journal says of these.",
-        labels=["namespace", "because"],
+        "prefixd_client_absent",
+        "Absent misses, by what the journal says of their keys and the tier that these left.",
+        labels=["namespace", "because", "tier"],
     )
     for label, sums in labels:
         for because, count in sums.absent_because.items():
-            absent.add_metric([label, because], count)
+            absent.add_metric([label, because, "none"], count)
+        for (tier, because), count in sums.left.items():
+            absent.add_metric([label, because, tier.label], count)
     yield absent
     for name, about in (
         ("hit_entries", "Entries that searches found."),

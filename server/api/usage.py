@@ -7,8 +7,10 @@ but numbers for people comes of it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final
 
 from ...proto import prefixd_pb2 as pb
@@ -30,10 +32,10 @@ REASONS: Final = tuple(reason.value for reason in MissReason)
 OUTCOMES: Final = tuple(status.label for status in SaveStatus)
 #: Of the client: `client.counters.PATHS`.
 PATHS: Final = ("view", "copy", "stream")
-#: What became of what is absent: `journal.Happening`, or nothing that is known.
-BECAUSE: Final = (
-    "evicted", "deleted", "damaged", "replaced", "never_saved", "not_remembered",
-)  # fmt: skip
+#: What became of what is absent and was in a tier (`journal.Happening`), and of what was in none
+#: that is known: not saved since the start; not remembered so far back; its keys were not told.
+LEFT: Final = ("evicted", "deleted", "damaged", "replaced")
+BECAUSE: Final = (*LEFT, "never_saved", "not_remembered", "not_told")
 #: What has no dimension but the label.
 SCALARS: Final = ("lookups", "hits", "lookup_tokens", "restored_tokens")
 #: Of all labels together it fits into a message, too.
@@ -48,7 +50,10 @@ class LabelUsage:
         self.scalars = dict.fromkeys(SCALARS, 0)
         self.misses = dict.fromkeys(REASONS, 0)
         self.failures = dict.fromkeys(REASONS, 0)
-        self.absent_because = dict.fromkeys(BECAUSE, 0)
+        #: of the misses that are absent; together with `left` they add up to these
+        self.absent_because = dict.fromkeys(BECAUSE[len(LEFT) :], 0)
+        #: by the tier that it left
+        self.left = {(tier, because): 0 for tier in Tier for because in LEFT}
         self.hit_entries = dict.fromkeys(Tier, 0)
         self.hit_tokens = dict.fromkeys(Tier, 0)
         self.restored_bytes = {(tier, path): 0 for tier in Tier for path in PATHS}
@@ -56,9 +61,10 @@ class LabelUsage:
         self.saves: dict[tuple[Tier, SaveReason, str], int] = {}
 
     def add(self, usage: pb.Usage) -> None:
-        """`usage` was checked."""
+        """`usage` was checked, and is judged, too."""
         for name in SCALARS:
             self.scalars[name] += getattr(usage, name)
+        self.absent_because["not_told"] += usage.misses.get("absent", 0) - len(usage.absent)
         for reason, count in usage.misses.items():
             self.misses[reason] += count
         for reason, count in usage.failures.items():
@@ -77,22 +83,31 @@ class LabelUsage:
         """Why what was looked for is not there, as far as the journal reaches back. Of several keys
         it is enough that one was there."""
         for miss in absent:
-            fates = {fate for key in miss.keys if (fate := journal.fate(key)) is not None}
+            fates = [fate for key in miss.keys if (fate := journal.fate(key)) is not None]
             # What came and did not leave was saved since it was looked for.
-            left = sorted(fates - {Happening.SAVED})
+            left = [fate for fate in fates if fate.what is not Happening.SAVED]
             if left:
-                because = "evicted" if left[0] in CAUSES else left[0].name.lower()
+                first = min(left, key=attrgetter("what"))
+                because = "evicted" if first.what in CAUSES else first.what.name.lower()
+                self.left[first.tier, because] += 1
             else:
                 because = "never_saved" if fates or journal.reaches_back else "not_remembered"
-            self.absent_because[because] += 1
+                self.absent_because[because] += 1
 
     def message(self) -> pb.Usage:
         """As operators get it: what is 0 is left out."""
         usage = pb.Usage()
         for name, amount in self.scalars.items():
             setattr(usage, name, bounded(amount))
-        for name in ("misses", "failures", "absent_because"):
-            counts: Mapping[str, int] = getattr(self, name)
+        because: Counter[str] = Counter(self.absent_because)
+        for (_, how), count in self.left.items():
+            because[how] += count
+        counted: Iterable[tuple[str, Mapping[str, int]]] = (
+            ("misses", self.misses),
+            ("failures", self.failures),
+            ("absent_because", because),
+        )
+        for name, counts in counted:
             getattr(usage, name).update({reason: bounded(n) for reason, n in counts.items() if n})
         for tier in Tier:
             paths = {path: bounded(self.restored_bytes[tier, path]) for path in PATHS}
@@ -100,6 +115,9 @@ class LabelUsage:
                 hit_entries=bounded(self.hit_entries[tier]),
                 hit_tokens=bounded(self.hit_tokens[tier]),
                 restored_bytes={path: size for path, size in paths.items() if size},
+                absent_because={
+                    how: bounded(self.left[tier, how]) for how in LEFT if self.left[tier, how]
+                },
                 saves=[
                     pb.SavedUsage(reason=reason.value, outcome=outcome, entries=bounded(entries))  # type: ignore[arg-type]
                     for (saved_in, reason, outcome), entries in self.saves.items()
@@ -186,7 +204,7 @@ def check_usage(usage: pb.Usage) -> pb.Usage:
         for miss in usage.absent
     ):
         raise MalformedMessage("a report names keys of misses that it does not count, or no keys")
-    if usage.absent_because:
+    if usage.absent_because or any(told.absent_because for told in usage.tiers):
         raise MalformedMessage("why an entry is absent is for the daemon to say")
     hit_tokens = sum(told.hit_tokens for told in usage.tiers)
     if hit_tokens > usage.lookup_tokens:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from hashlib import sha256
@@ -14,6 +15,8 @@ from prefixd.proto.keys import Key
 from tests.support.daemon import eventually, private_daemon
 
 LABELS = ("llama", "qwen")
+#: Of those that are absent, the reasons that name a tier.
+LEFT = {"evicted", "deleted", "damaged", "replaced"}
 BLOCK_TOKENS = 16
 WHILE_IT_IS_DOWN = 10
 
@@ -59,6 +62,15 @@ def assert_they_add_up(daemon: PrivateDaemon, clients: dict[str, Client], prompt
         by_tier = {Tier(tier.tier).label: tier.hit_tokens for tier in told.tiers}
         assert {tier: n for tier, n in counted["hit_tokens_by_tier"].items() if n} == by_tier
         assert sum(by_tier.values()) == counted["hit_tokens"]
+        assert sum(told.absent_because.values()) == told.misses["absent"]
+        left: Counter[str] = Counter()
+        for tier in told.tiers:
+            left.update(tier.absent_because)
+        assert left == {why: n for why, n in told.absent_because.items() if why in LEFT}
+        # So each look-up is one of these, and is one only.
+        others = sum(n for why, n in told.misses.items() if why != "absent")
+        in_no_tier = sum(n for why, n in told.absent_because.items() if why not in LEFT)
+        assert told.lookups == told.hits + others + left.total() + in_no_tier
 
 
 def test_the_misses_add_up_for_each_label_and_tier_through_a_restart() -> None:

@@ -101,8 +101,10 @@ def test_the_journal_says_why_what_was_looked_for_is_absent() -> None:
         (Happening.SAVED, again),
     ):
         journal.note(what, key, Tier.RAM, SaveReason.COLD, 1)
+    gone = Key(bytes([5]) * 32)
+    journal.note(Happening.EVICTED_BY_RESIZE, gone, Tier.DISK, SaveReason.COLD, 1)
     counters = Counters()
-    for keys in ([evicted], [deleted], [again], [never], [never, evicted], [never, again]):
+    for keys in ([evicted], [deleted], [again], [never], [never, gone], [never, again]):
         counters.miss(MissReason.ABSENT, 1, keys)
     counters.miss(MissReason.SLOW, 1, [evicted])
     report = counters.take_report()
@@ -111,7 +113,12 @@ def test_the_journal_says_why_what_was_looked_for_is_absent() -> None:
     assert len(usage.absent) == 6
     book = UsageBook().of("m")
     book.judge(usage.absent, journal)
-    assert dict(book.message().absent_because) == {"evicted": 2, "deleted": 1, "never_saved": 3}
+    told = book.message()
+    assert dict(told.absent_because) == {"evicted": 2, "deleted": 1, "never_saved": 3}
+    by_tier = {tier.tier: dict(tier.absent_because) for tier in told.tiers}
+    assert by_tier == {pb.TIER_RAM: {"evicted": 1, "deleted": 1}, pb.TIER_DISK: {"evicted": 1}}
+    with pytest.raises(MalformedMessage):
+        check_usage(pb.Usage(tiers=told.tiers))
     for number in range(200):
         other = Key(number.to_bytes(32, "big"))
         journal.note(Happening.SAVED, other, Tier.RAM, SaveReason.COLD, 1)
@@ -119,7 +126,10 @@ def test_the_journal_says_why_what_was_looked_for_is_absent() -> None:
     assert book.absent_because["not_remembered"] == 1
     for _ in range(2 * MAX_TOLD_MISSES):
         counters.miss(MissReason.ABSENT, 1, [never])
-    assert len(check_usage(counters.take_report().message()).absent) == MAX_TOLD_MISSES
+    many = check_usage(counters.take_report().message())
+    assert len(many.absent) == MAX_TOLD_MISSES
+    book.add(many)
+    assert book.absent_because["not_told"] == MAX_TOLD_MISSES, "the others"
 
 
 def test_a_client_that_lies_again_and_again_hides_nothing_from_operators() -> None:
