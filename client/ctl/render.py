@@ -49,14 +49,15 @@ def age(duration_ns: int) -> str:
 
 class FittedTable(Table):
     """A table that loses nothing in a narrow terminal: columns that do not fit follow below, in
-    further tables that begin with the same first column."""
+    further tables that begin with the same first columns."""
+
+    #: those that say which row it is
+    name_columns = 1
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         parts = self._parts(console, options)
-        if len(parts) < 2:
-            yield from super().__rich_console__(console, options)
-            return
-        for number, part in enumerate(parts):
+        padding = self._get_padding_width(0)
+        for number, widths in enumerate(parts):
             table = Table(
                 box=self.box,
                 padding=self.padding,
@@ -66,40 +67,60 @@ class FittedTable(Table):
                 caption=self.caption if number == len(parts) - 1 else None,
                 caption_justify=self.caption_justify,
             )
-            columns = [self.columns[index] for index in part]
-            for column in columns:
+            columns = [self.columns[index] for index in widths]
+            for column, width in zip(columns, widths.values(), strict=True):
                 table.add_column(
                     column.header,
                     justify=column.justify,
                     no_wrap=column.no_wrap,
                     overflow="fold",
-                    min_width=column.min_width,
+                    width=width - padding,
                 )
             for cells in zip(*(column.cells for column in columns), strict=True):
                 table.add_row(*cells)
             yield table
 
-    def _parts(self, console: Console, options: ConsoleOptions) -> list[list[int]]:
-        """The columns of each table, as many as fit."""
+    def _parts(self, console: Console, options: ConsoleOptions) -> list[dict[int, int]]:
+        """The columns of each table with their widths: as many as fit without breaking a word."""
         unbounded = options.update(max_width=10_000)
-        widths = []
-        for column in self.columns:
-            least = self._measure_column(console, unbounded, column)
-            widths.append(least.maximum if column.no_wrap else least.minimum)
-        room = options.max_width - self._extra_width
-        parts, used = [[0]], widths[0]
-        for index in range(1, len(widths)):
-            if used + widths[index] > room and len(parts[-1]) > 1:
-                parts.append([0])
-                used = widths[0]
-            parts[-1].append(index)
-            used += widths[index]
-        return parts
+        measured = [self._measure_column(console, unbounded, column) for column in self.columns]
+        most = [each.maximum for each in measured]
+        least = [
+            each.maximum if column.no_wrap else each.minimum
+            for each, column in zip(measured, self.columns, strict=True)
+        ]
+        names = list(range(min(self.name_columns, len(least))))
+        # Between two columns, and at both ends.
+        rooms = [options.max_width - self._extra_width + n for n in range(len(least))][::-1]
+        parts = [[*names]]
+        for index in range(len(names), len(least)):
+            part = [*parts[-1], index]
+            if sum(least[i] for i in part) > rooms[len(part) - 1] and len(part) > len(names) + 1:
+                parts.append([*names, index])
+            else:
+                parts[-1] = part
+        return [_widths(part, least, most, rooms[len(part) - 1]) for part in parts]
 
 
-def make_table(*columns: str, title: str | None = None, right: Iterable[str] = ()) -> Table:
+def _widths(part: Sequence[int], least: list[int], most: list[int], room: int) -> dict[int, int]:
+    """By column: what it needs, and of what is left those get more first that have least."""
+    widths = {index: least[index] for index in part}
+    while sum(widths.values()) < room:
+        growing = [index for index in part if widths[index] < most[index]]
+        if not growing:
+            break
+        widths[min(growing, key=widths.__getitem__)] += 1
+    while sum(widths.values()) > room:  # a word is longer than the terminal is wide
+        widths[max(part, key=widths.__getitem__)] -= 1
+    return widths
+
+
+def make_table(
+    *columns: str, title: str | None = None, right: Iterable[str] = (), name_columns: int = 1
+) -> Table:
     """A plain table; `right` names the columns of numbers, a column without a name is for a bar.
-    Where it is too narrow for all columns, the table comes in several parts."""
+    Where it is too narrow for all columns, the table comes in several parts, each of which begins
+    with the first `name_columns`: what tells the rows apart."""
     table = FittedTable(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -107,6 +128,7 @@ def make_table(*columns: str, title: str | None = None, right: Iterable[str] = (
         title_justify="left",
         title_style="bold",
     )
+    table.name_columns = name_columns
     aligned = set(right)
     for column in columns:
         table.add_column(
