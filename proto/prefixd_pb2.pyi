@@ -550,6 +550,8 @@ class Usage(google.protobuf.message.Message):
     TIERS_FIELD_NUMBER: builtins.int
     ABSENT_FIELD_NUMBER: builtins.int
     ABSENT_BECAUSE_FIELD_NUMBER: builtins.int
+    RESTORE_TIMES_FIELD_NUMBER: builtins.int
+    RESTORE_NS_FIELD_NUMBER: builtins.int
     lookups: builtins.int
     hits: builtins.int
     """look-ups that found something"""
@@ -557,6 +559,7 @@ class Usage(google.protobuf.message.Message):
     """tokens looked for, as far as the caller said or the hit shows"""
     restored_tokens: builtins.int
     """tokens whose state arrived whole, from the first entry of a hit on"""
+    restore_ns: builtins.int
     @property
     def misses(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """the others by reason: they add up to lookups - hits"""
@@ -578,6 +581,12 @@ class Usage(google.protobuf.message.Message):
         where the journal does not reach back that far; not_told if the keys were not. They add up.
         """
 
+    @property
+    def restore_times(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Restores that were asked for, by how long they took, as StageTimes.times: 18 numbers, or none for
+        none; and how long all of them took.
+        """
+
     def __init__(
         self,
         *,
@@ -590,8 +599,10 @@ class Usage(google.protobuf.message.Message):
         tiers: collections.abc.Iterable[Global___TierUsage] | None = ...,
         absent: collections.abc.Iterable[Global___AbsentMiss] | None = ...,
         absent_because: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        restore_times: collections.abc.Iterable[builtins.int] | None = ...,
+        restore_ns: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["absent", b"absent", "absent_because", b"absent_because", "failures", b"failures", "hits", b"hits", "lookup_tokens", b"lookup_tokens", "lookups", b"lookups", "misses", b"misses", "restored_tokens", b"restored_tokens", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["absent", b"absent", "absent_because", b"absent_because", "failures", b"failures", "hits", b"hits", "lookup_tokens", b"lookup_tokens", "lookups", b"lookups", "misses", b"misses", "restore_ns", b"restore_ns", "restore_times", b"restore_times", "restored_tokens", b"restored_tokens", "tiers", b"tiers"]) -> None: ...
 
 Global___Usage: typing_extensions.TypeAlias = Usage
 
@@ -2786,7 +2797,7 @@ class StageTimes(google.protobuf.message.Message):
     BOUNDS_NS_FIELD_NUMBER: builtins.int
     TIMES_FIELD_NUMBER: builtins.int
     stage: builtins.str
-    """claim, save, commit (of a tier), loop: what the event loop was late"""
+    """claim, save, commit and sync (of a tier), restore (as clients told), loop: what the event loop was late"""
     @property
     def bounds_ns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """what each bucket holds at most, ascending; one more is above them"""
@@ -3131,6 +3142,7 @@ class SessionDetail(google.protobuf.message.Message):
     LABEL_FIELD_NUMBER: builtins.int
     LOOKUPS_FIELD_NUMBER: builtins.int
     HITS_FIELD_NUMBER: builtins.int
+    RESTORES_FIELD_NUMBER: builtins.int
     RESTORED_BYTES_FIELD_NUMBER: builtins.int
     SAVES_FIELD_NUMBER: builtins.int
     SAVED_BYTES_FIELD_NUMBER: builtins.int
@@ -3146,6 +3158,7 @@ class SessionDetail(google.protobuf.message.Message):
     """Since it was opened, look-ups and restores as far as its client's heartbeats told."""
     hits: builtins.int
     """look-ups that found something"""
+    restores: builtins.int
     restored_bytes: builtins.int
     """by any path"""
     saves: builtins.int
@@ -3164,11 +3177,12 @@ class SessionDetail(google.protobuf.message.Message):
         label: builtins.str = ...,
         lookups: builtins.int = ...,
         hits: builtins.int = ...,
+        restores: builtins.int = ...,
         restored_bytes: builtins.int = ...,
         saves: builtins.int = ...,
         saved_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "claims", b"claims", "heartbeat_age_ms", b"heartbeat_age_ms", "hits", b"hits", "label", b"label", "lookups", b"lookups", "owner", b"owner", "reservations", b"reservations", "restored_bytes", b"restored_bytes", "saved_bytes", b"saved_bytes", "saves", b"saves", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "claims", b"claims", "heartbeat_age_ms", b"heartbeat_age_ms", "hits", b"hits", "label", b"label", "lookups", b"lookups", "owner", b"owner", "reservations", b"reservations", "restored_bytes", b"restored_bytes", "restores", b"restores", "saved_bytes", b"saved_bytes", "saves", b"saves", "session_id", b"session_id"]) -> None: ...
 
 Global___SessionDetail: typing_extensions.TypeAlias = SessionDetail
 

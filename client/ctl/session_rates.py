@@ -17,6 +17,7 @@ class SessionRates(NamedTuple):
 
     lookups: float
     hits: float
+    restores: float
     restored_bytes: float
     saves: float
     saved_bytes: float
@@ -53,7 +54,8 @@ def sessions_table(
         return Text("no sessions")
     numbers = (
         "age", "last heartbeat", "claims", "reservations",
-        "look-ups/s", "hits/s", "restored/s", "restored", "saves/s", "saved/s", "saved",
+        "look-ups/s", "hits/s", "restores/s", "restored/s", "restored",
+        "saves/s", "saved/s", "saved",
     )  # fmt: skip
     table = make_table("session", "owner", "namespace", *numbers, right=numbers)
     for session, rate in zip(sessions, session_rates, strict=True):
@@ -67,6 +69,7 @@ def sessions_table(
             f"{session.reservations:,}",
             _per_second(rate.lookups),
             _per_second(rate.hits),
+            _per_second(rate.restores),
             size(rate.restored_bytes),
             size(session.restored_bytes),
             _per_second(rate.saves),

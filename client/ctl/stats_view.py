@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from operator import add
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -193,8 +194,11 @@ def total_usage(usages: Iterable[pb.Usage]) -> pb.Usage:
     because: Counter[str] = Counter()
     tiers: dict[int, pb.TierUsage] = {}
     for usage in usages:
-        for name in ("lookups", "hits", "lookup_tokens", "restored_tokens"):
+        for name in ("lookups", "hits", "lookup_tokens", "restored_tokens", "restore_ns"):
             setattr(total, name, getattr(total, name) + getattr(usage, name))
+        if usage.restore_times:
+            so_far = total.restore_times or [0] * len(usage.restore_times)
+            total.restore_times[:] = map(add, so_far, usage.restore_times)
         misses.update(usage.misses)
         failures.update(usage.failures)
         because.update(usage.absent_because)

@@ -223,8 +223,11 @@ def _restored_bytes(usage: pb.Usage) -> int:
 
 def _subtract(usage: pb.Usage, before: pb.Usage) -> None:
     """Turn sums since the start into what came since `before`."""
-    for name in ("lookups", "hits", "lookup_tokens", "restored_tokens"):
+    for name in ("lookups", "hits", "lookup_tokens", "restored_tokens", "restore_ns"):
         setattr(usage, name, max(0, getattr(usage, name) - getattr(before, name)))
+    if before.restore_times:
+        pairs = zip(usage.restore_times, before.restore_times, strict=True)
+        usage.restore_times[:] = [max(0, now - old) for now, old in pairs]
     for name in ("misses", "failures", "absent_because"):
         counts, old = getattr(usage, name), getattr(before, name)
         for reason in list(counts):

@@ -81,8 +81,8 @@ output.tip:empty { display: none; }
   background:
     linear-gradient(90deg, var(--bg) 30%, transparent) 0 0 / 40px 100% no-repeat local,
     linear-gradient(270deg, var(--bg) 30%, transparent) 100% 0 / 40px 100% no-repeat local,
-    linear-gradient(90deg, var(--soft), transparent) 0 0 / 12px 100% no-repeat scroll,
-    linear-gradient(270deg, var(--soft), transparent) 100% 0 / 12px 100% no-repeat scroll;
+    linear-gradient(90deg, var(--line), transparent) 0 0 / 12px 100% no-repeat scroll,
+    linear-gradient(270deg, var(--line), transparent) 100% 0 / 12px 100% no-repeat scroll;
 }
 .more { color: var(--soft); font-size: 13px; margin: 0 0 12px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }

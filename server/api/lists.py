@@ -191,6 +191,7 @@ class Lists:
                     label=session.label,
                     lookups=bounded(told.lookups),
                     hits=bounded(told.hits),
+                    restores=bounded(told.restores),
                     restored_bytes=bounded(told.restored_bytes),
                     saves=session.saves,
                     saved_bytes=session.saved_bytes,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import Final
 
 from ...proto import prefixd_pb2 as pb
@@ -18,12 +18,14 @@ from ...proto.errors import InvalidSize, MalformedMessage
 from ...proto.labels import check_label
 from ...proto.limits import (
     KEY_BYTES,
+    LATENCY_BOUNDS_NS,
     MAX_LABELS,
     MAX_REPORTED,
     MAX_TOLD_KEYS,
     MAX_TOLD_MISSES,
 )
 from ...proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
+from ..core.histogram import Histogram
 from ..core.journal import CAUSES, Happening, Journal
 
 DEFAULT_LABEL: Final = "default"
@@ -57,6 +59,8 @@ class LabelUsage:
         self.hit_entries = dict.fromkeys(Tier, 0)
         self.hit_tokens = dict.fromkeys(Tier, 0)
         self.restored_bytes = {(tier, path): 0 for tier in Tier for path in PATHS}
+        #: how long restores took, in nanoseconds
+        self.restores = Histogram(LATENCY_BOUNDS_NS)
         #: by tier, reason and outcome; those that there were
         self.saves: dict[tuple[Tier, SaveReason, str], int] = {}
 
@@ -69,6 +73,9 @@ class LabelUsage:
             self.misses[reason] += count
         for reason, count in usage.failures.items():
             self.failures[reason] += count
+        for bucket, count in enumerate(usage.restore_times):
+            self.restores.counts[bucket] += count
+        self.restores.total += usage.restore_ns
         for told in usage.tiers:
             tier = Tier(told.tier)
             self.hit_entries[tier] += told.hit_entries
@@ -99,6 +106,9 @@ class LabelUsage:
         usage = pb.Usage()
         for name, amount in self.scalars.items():
             setattr(usage, name, bounded(amount))
+        if any(self.restores.counts):
+            usage.restore_times.extend(map(bounded, self.restores.counts))
+            usage.restore_ns = bounded(self.restores.total)
         because: Counter[str] = Counter(self.absent_because)
         for (_, how), count in self.left.items():
             because[how] += count
@@ -142,12 +152,14 @@ class SessionUsage:
 
     lookups: int = 0
     hits: int = 0
+    restores: int = 0
     restored_bytes: int = 0
 
     def add(self, usage: pb.Usage) -> None:
         """`usage` was checked."""
         self.lookups += usage.lookups
         self.hits += usage.hits
+        self.restores += sum(usage.restore_times)
         self.restored_bytes += sum(sum(told.restored_bytes.values()) for told in usage.tiers)
 
 
@@ -174,6 +186,14 @@ class UsageBook:
             found = self._labels.setdefault(label, LabelUsage(label))
         return found
 
+    def restores(self) -> Histogram:
+        """Of all labels together."""
+        found = Histogram(LATENCY_BOUNDS_NS)
+        for sums in list(self._labels.values()):
+            found.counts = list(map(add, found.counts, sums.restores.counts))
+            found.total += sums.restores.total
+        return found
+
     def items(self) -> Iterator[tuple[str, LabelUsage]]:
         """Labels and their sums."""
         return iter(list(self._labels.items()))
@@ -186,6 +206,7 @@ def check_usage(usage: pb.Usage) -> pb.Usage:
     _known("reason of a failure", usage.failures, REASONS)
     numbers = [getattr(usage, name) for name in SCALARS]
     numbers += [*usage.misses.values(), *usage.failures.values()]
+    numbers += [*usage.restore_times, usage.restore_ns]
     tiers = set(map(int, Tier))
     for told in usage.tiers:
         _known("tier", [told.tier], tiers)
@@ -204,6 +225,8 @@ def check_usage(usage: pb.Usage) -> pb.Usage:
         for miss in usage.absent
     ):
         raise MalformedMessage("a report names keys of misses that it does not count, or no keys")
+    if len(usage.restore_times) not in (0, len(LATENCY_BOUNDS_NS) + 1):
+        raise MalformedMessage(f"the times of restores are {len(LATENCY_BOUNDS_NS) + 1} numbers")
     if usage.absent_because or any(told.absent_because for told in usage.tiers):
         raise MalformedMessage("why an entry is absent is for the daemon to say")
     hit_tokens = sum(told.hit_tokens for told in usage.tiers)

@@ -21,6 +21,7 @@ def session(number: int, age_ms: int, scale: int) -> pb.SessionDetail:
         heartbeat_age_ms=2000,
         lookups=30 * scale,
         hits=20 * scale,
+        restores=20 * scale,
         restored_bytes=2**30 * scale,
         saves=5 * scale,
         saved_bytes=2**20 * scale,
@@ -29,15 +30,15 @@ def session(number: int, age_ms: int, scale: int) -> pb.SessionDetail:
 
 def test_without_an_earlier_look_it_is_the_average_of_a_session() -> None:
     (rate,) = rates([session(1, 10_000, 2)], [], 0.0)
-    assert rate == SessionRates(6.0, 4.0, 2**30 / 5, 1.0, 2**20 / 5)
+    assert rate == SessionRates(6.0, 4.0, 4.0, 2**30 / 5, 1.0, 2**20 / 5)
 
 
 def test_with_one_it_is_what_came_between() -> None:
     before = [session(1, 60_000, 10), session(2, 60_000, 10)]
     now = [session(1, 62_000, 14), session(2, 62_000, 10), session(3, 500, 1)]
     busy, idle, new = rates(now, before, 2.0)
-    assert busy == SessionRates(60.0, 40.0, 2**31, 10.0, 2**21)
-    assert idle == SessionRates(0.0, 0.0, 0.0, 0.0, 0.0)
+    assert busy == SessionRates(60.0, 40.0, 40.0, 2**31, 10.0, 2**21)
+    assert idle == SessionRates(*[0.0] * 6)
     assert new.lookups == 60.0, "of the half second that it is there"
 
 
@@ -47,7 +48,7 @@ def test_sessions_of_another_start_are_others() -> None:
 
 
 def test_one_that_was_opened_this_moment_has_no_rate() -> None:
-    assert rates([session(1, 0, 0)], [], 0.0) == [SessionRates(0.0, 0.0, 0.0, 0.0, 0.0)]
+    assert rates([session(1, 0, 0)], [], 0.0) == [SessionRates(*[0.0] * 6)]
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.limits import LATENCY_BOUNDS_NS
 from prefixd.proto.vocabulary import MissReason, Tier
 from prefixd.server.api.metrics import PRESSURE, SHARED, StateCollector
 from prefixd.server.api.usage import BECAUSE, LEFT, PATHS, UsageBook
 from prefixd.server.core.events import Committed, TierChanged, TierState
-from prefixd.server.core.histogram import LATENCY_BOUNDS_NS, Histogram
+from prefixd.server.core.histogram import Histogram
 from prefixd.server.core.journal import EvictionCause
 from prefixd.server.runtime.clock import Clock
 from prefixd.server.runtime.lag import BUCKETS_US, LoopLag
@@ -37,7 +38,8 @@ class Sources:
         self.shared = dict.fromkeys(SHARED, 0)
         self.pressure = dict.fromkeys(PRESSURE, 0.0)
         self.certificates = {"server.tls_cert": 0}
-        self.scrub, self.commit = Scrub(), Histogram(LATENCY_BOUNDS_NS)
+        self.scrub = Scrub()
+        self.commit, self.sync = Histogram(LATENCY_BOUNDS_NS), Histogram(LATENCY_BOUNDS_NS)
         self.latencies, self.usage = Latencies(Clock()), UsageBook()
         self.usage.of("")
         self.lag = SimpleNamespace(counts=[0] * (len(BUCKETS_US) + 1), total_us=0)
@@ -54,6 +56,7 @@ class Sources:
             usage=self.usage,
             latencies=self.latencies,
             commits=lambda: {Tier.DISK: self.commit},
+            syncs=lambda: {Tier.DISK: self.sync},
             now_ns=lambda: self.now_ns,
             shared=lambda: self.shared,
             pressure=lambda: self.pressure,
@@ -95,7 +98,8 @@ def told() -> pb.Usage:
     reasons = {reason.value: 1 for reason in MissReason}
     return pb.Usage(
         lookups=len(reasons) + 1, hits=1, lookup_tokens=9, restored_tokens=1,
-        misses=reasons, failures=reasons, tiers=tiers,
+        misses=reasons, failures=reasons, tiers=tiers, restore_ns=1,
+        restore_times=[1] * (len(LATENCY_BOUNDS_NS) + 1),
     )  # fmt: skip
 
 
@@ -129,7 +133,7 @@ def happen(to: Sources) -> None:
     for name in PRESSURE:
         to.pressure[name] += 1
     add_to_all(to.scrub)
-    for histogram in (to.commit, to.latencies.claim, to.latencies.save):
+    for histogram in (to.commit, to.sync, to.latencies.claim, to.latencies.save):
         histogram.observe(1)
     to.lag.counts[0] += 1
     label = to.usage.of("")

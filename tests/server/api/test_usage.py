@@ -44,7 +44,8 @@ def test_what_a_client_counts_arrives() -> None:
     counters.failure(MissReason.LOST)
     counters.restored(entries[:2], "copy")
     counters.viewed(entries[2:])
-    counters.restored_run(30)
+    counters.restore(30, 60_000)
+    counters.restore(0, 3 * 10**12)
     counters.saves([SaveOutcome(KEY, SaveStatus.NO_ROOM)], [7], [(Tier.RAM, SaveReason.FINISH)])
     report = counters.take_report()
     assert not counters.take_report().amounts, "it is told once"
@@ -55,6 +56,9 @@ def test_what_a_client_counts_arrives() -> None:
     assert book.of("m").message() == message
     assert message.lookups == 2
     assert (message.lookup_tokens, message.restored_tokens) == (95, 30)
+    assert list(message.restore_times) == [0, 1, *[0] * 15, 1]
+    assert message.restore_ns == 3 * 10**12 + 60_000
+    assert counters.snapshot()["restores"] == 2
     assert dict(message.misses) == {"slow": 1}
     assert sum(tier.hit_tokens for tier in message.tiers) == 60
 
@@ -76,6 +80,9 @@ TIER = {"tier": pb.TIER_RAM}
         {**GOOD, "absent": [{"keys": [KEY[:8]]}]},
         {**GOOD, "absent": [{}]},
         {**GOOD, "absent_because": {"evicted": 1}},
+        {**GOOD, "restore_times": [1]},
+        {**GOOD, "restore_times": [0] * 17 + [MAX_REPORTED + 1]},
+        {**GOOD, "restore_ns": MAX_REPORTED + 1},
         {**GOOD, "tiers": [{"hit_tokens": 1}]},
         {**GOOD, "tiers": [{**TIER, "hit_tokens": 1}]},
         {**GOOD, "tiers": [{**TIER, "restored_bytes": {"air": 1}}]},
