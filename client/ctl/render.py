@@ -16,6 +16,7 @@ from rich.text import Text
 from ...proto import prefixd_pb2 as pb
 from ...proto.units import format_bytes, format_duration
 from ...proto.units import percent as share_text
+from .fitted_table import FittedTable
 from .messages import as_dict, reason_label, tier_label
 
 BAR_MIN_WIDTH: Final = 8
@@ -45,74 +46,6 @@ def age(duration_ns: int) -> str:
     if duration_ns < 1_000 * NS_PER_MS:
         return format_duration(max(0, duration_ns // NS_PER_MS) * NS_PER_MS)
     return format_duration(duration_ns // (1_000 * NS_PER_MS) * (1_000 * NS_PER_MS))
-
-
-class FittedTable(Table):
-    """A table that loses nothing in a narrow terminal: columns that do not fit follow below, in
-    further tables that begin with the same first columns."""
-
-    #: those that say which row it is
-    name_columns = 1
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        parts = self._parts(console, options)
-        padding = self._get_padding_width(0)
-        for number, widths in enumerate(parts):
-            table = Table(
-                box=self.box,
-                padding=self.padding,
-                title=None if number else self.title,
-                title_justify=self.title_justify,
-                title_style=self.title_style,
-                caption=self.caption if number == len(parts) - 1 else None,
-                caption_justify=self.caption_justify,
-            )
-            columns = [self.columns[index] for index in widths]
-            for column, width in zip(columns, widths.values(), strict=True):
-                table.add_column(
-                    column.header,
-                    justify=column.justify,
-                    no_wrap=column.no_wrap,
-                    overflow="fold",
-                    width=width - padding,
-                )
-            for cells in zip(*(column.cells for column in columns), strict=True):
-                table.add_row(*cells)
-            yield table
-
-    def _parts(self, console: Console, options: ConsoleOptions) -> list[dict[int, int]]:
-        """The columns of each table with their widths: as many as fit without breaking a word."""
-        unbounded = options.update(max_width=10_000)
-        measured = [self._measure_column(console, unbounded, column) for column in self.columns]
-        most = [each.maximum for each in measured]
-        least = [
-            each.maximum if column.no_wrap else each.minimum
-            for each, column in zip(measured, self.columns, strict=True)
-        ]
-        names = list(range(min(self.name_columns, len(least))))
-        # Between two columns, and at both ends.
-        rooms = [options.max_width - self._extra_width + n for n in range(len(least))][::-1]
-        parts = [[*names]]
-        for index in range(len(names), len(least)):
-            part = [*parts[-1], index]
-            if sum(least[i] for i in part) > rooms[len(part) - 1] and len(part) > len(names) + 1:
-                parts.append([*names, index])
-            else:
-                parts[-1] = part
-        return [_widths(part, least, most, rooms[len(part) - 1]) for part in parts]
-
-
-def _widths(part: Sequence[int], least: list[int], most: list[int], room: int) -> dict[int, int]:
-    """By column: what it needs, and of what is left those get more first that have least."""
-    widths = {index: least[index] for index in part}
-    while sum(widths.values()) < room:
-        growing = [index for index in part if widths[index] < most[index]]
-        if not growing:
-            break
-        widths[min(growing, key=widths.__getitem__)] += 1
-    while sum(widths.values()) > room:  # a word is longer than the terminal is wide
-        widths[max(part, key=widths.__getitem__)] -= 1
-    return widths
 
 
 def make_table(

@@ -22,6 +22,7 @@ from ...proto.errors import (
     UnknownSession,
 )
 from ...proto.keys import Key
+from ...proto.labels import printable
 from ...tiers.ledger import Ledger
 from ..core.answers import Opened
 from ..core.effects import TellClaimLost, TellReservationLost
@@ -251,8 +252,8 @@ class SessionStream:
         for field in ("client_name", "host"):
             if len(getattr(hello, field)) > limits.MAX_CLIENT_NAME_CHARS:
                 raise InvalidSize(f"{field} is longer than {limits.MAX_CLIENT_NAME_CHARS}")
-        name = hello.client_name or "client"
-        owner = f"{name} (pid {hello.pid} on {hello.host or 'this host'})"
+        name, host = hello.client_name or "client", hello.host or "this host"
+        owner = printable(f"{name} (pid {hello.pid} on {host})")
         core = self._core
         # As it is added up: there are no more labels than the book has.
         label = self._usage.name

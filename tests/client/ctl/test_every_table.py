@@ -31,6 +31,7 @@ from prefixd.client.ctl import (
     stats_view,
     why,
 )
+from prefixd.client.ctl.fitted_table import MANY_ROWS, FittedTable
 from prefixd.client.ctl.top_board import Board
 from prefixd.client.lab.generate import generate
 from prefixd.client.lab.outcome import Outcome, Totals
@@ -336,8 +337,34 @@ def test_every_row_says_which_it_is(views: dict[str, RenderableType]) -> None:
             assert len(set(named)) == len(set(rows)), (name, named)
 
 
-def tables_of(view: RenderableType) -> Iterator[render.FittedTable]:
-    if isinstance(view, render.FittedTable):
+def test_a_long_table_looks_like_a_short_one() -> None:
+    """Its rows are drawn by other means: styles and blanks are the same."""
+    for width in WIDTHS:
+        few, many = (
+            drawn(entries(count), width, force_terminal=True).splitlines()
+            for count in (MANY_ROWS, MANY_ROWS + 1)
+        )
+        begin = many.index(few[4])
+        assert many[: begin + MANY_ROWS] == few[: begin + MANY_ROWS]
+        assert len(many) - len(few) in (1, 2, 3), "one row more in each part"
+
+
+def entries(count: int) -> RenderableType:
+    return render.entries_table([entry(n) for n in range(count)], NOW_NS, "some")
+
+
+@pytest.mark.parametrize("name", ["[/]", "[red]x[/red]", ":smile:", "a\x1b[2J\x07b", "\u202e"])
+def test_names_that_clients_give_are_shown_as_they_are(name: str) -> None:
+    """And what a terminal might take for a command is not."""
+    one = pb.SessionDetail(session_id=1, owner=name, label=name)
+    text = drawn(session_rates.sessions_table([one], session_rates.rates([one], [], 0.0), 0.0), 200)
+    shown = "".join(each if each.isprintable() else "?" for each in name)
+    assert text.count(shown) == 2
+    assert "\x1b" not in text
+
+
+def tables_of(view: RenderableType) -> Iterator[FittedTable]:
+    if isinstance(view, FittedTable):
         yield view
     elif isinstance(view, Group):
         for part in view.renderables:

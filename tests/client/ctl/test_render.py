@@ -15,10 +15,18 @@ KEY = bytes(range(32))
 SECOND = 1_000_000_000
 
 
-def drawn(view: RenderableType, width: int = 100, *, encoding: str = "utf-8") -> str:
-    """As a terminal of that width, without colours, would show it."""
+def drawn(
+    view: RenderableType,
+    width: int = 100,
+    *,
+    encoding: str = "utf-8",
+    force_terminal: bool = False,
+) -> str:
+    """As a terminal of that width would show it, with or without its colours and styles."""
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    Console(file=file, width=width, no_color=True).print(view)
+    Console(
+        file=file, width=width, no_color=not force_terminal, force_terminal=force_terminal
+    ).print(view)
     file.flush()
     file.seek(0)
     return file.read()

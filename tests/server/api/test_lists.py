@@ -168,6 +168,14 @@ async def test_sessions_say_how_much_they_hold(tmp_path: Path) -> None:
 
 
 @in_loop
+async def test_a_client_names_no_commands_for_a_terminal(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        await daemon.open("a\x1b[2J\u202e\nb\x07 [red]\u00e9")
+        (listed,) = (await answer(daemon.admin.ListSessions(pb.ListSessionsRequest()))).sessions
+        assert listed.owner == "a?[2J??b? [red]\u00e9 (pid 1 on here)"
+
+
+@in_loop
 async def test_sessions_say_what_they_did_each_for_itself(tmp_path: Path) -> None:
     async with running(tmp_path) as daemon:
         session, idle = await daemon.open("busy", label="llama"), await daemon.open("idle")
