@@ -27,7 +27,7 @@ from tests.support.prometheus import PROGRAM, Prometheus, prometheus
 RULES = ROOT / "deploy/prometheus/prefixd.yml"
 ALERTS = re.findall(r"expr: >-\n +(.*)", RULES.read_text())
 #: Of the interval that Grafana chooses: a few scrapes, and all of them.
-SHORT, WHOLE = "2s", "1h"
+SHORT, WHOLE = "5s", "1h"
 
 pytestmark = [
     pytest.mark.skipif(

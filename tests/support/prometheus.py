@@ -27,9 +27,9 @@ _TRIES: Final = 5
 
 _CONFIG: Final = """
 global:
-  scrape_interval: 250ms
-  scrape_timeout: 250ms
-  evaluation_interval: 250ms
+  scrape_interval: 1s
+  scrape_timeout: 1s
+  evaluation_interval: 1s
 rule_files: [{rules}]
 scrape_configs:
   - job_name: prefixd
@@ -83,7 +83,7 @@ class Prometheus:
 
 @contextmanager
 def prometheus(target: str, rules: Path) -> Iterator[Prometheus]:
-    """One that scrapes `target` every quarter of a second and evaluates `rules`."""
+    """One that scrapes `target` every second and evaluates `rules`."""
     with tempfile.TemporaryDirectory(prefix="pd-prometheus-") as made:
         directory = Path(made)
         config = directory / "prometheus.yml"
