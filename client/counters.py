@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from ..proto import prefixd_pb2 as pb
 from ..proto.keys import Key
-from ..proto.limits import MAX_TOLD_MISSES
+from ..proto.limits import LATENCY_BOUNDS_NS, MAX_TOLD_MISSES
 from ..proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
 from .results import Entry, SaveOutcome
 
@@ -24,6 +25,7 @@ _SCALARS: Final = (
     "hit_tokens",
     "lookup_tokens",  # that were looked for, as far as it was said or the hit shows
     "restored_entries",
+    "restores",  # that were asked for, whatever came of them
     "restored_tokens",  # of the runs that restores had from their first entry on
     "restored_bytes",
     "saved_entries",
@@ -43,7 +45,7 @@ PATHS: Final = (_VIEW, "copy", "stream")
 _REPORTED: Final = frozenset(
     (
         *("lookups", "hits", "misses", "hit_entries", "hit_tokens", "lookup_tokens", "failures"),
-        *("restored_bytes", "restored_tokens", "saves"),
+        *("restored_bytes", "restored_tokens", "restore_times", "restore_ns", "saves"),
     )
 )
 
@@ -68,6 +70,9 @@ class Report:
                 setattr(usage, name, amount)
             elif name in ("misses", "failures"):
                 getattr(usage, name)[of[0]] = amount
+            elif name == "restore_times":
+                usage.restore_times[:] = usage.restore_times or [0] * (len(LATENCY_BOUNDS_NS) + 1)
+                usage.restore_times[of[0]] = amount
             else:
                 told = tiers.setdefault(of[0], pb.TierUsage(tier=of[0]))
                 match name:
@@ -155,9 +160,14 @@ class Counters:
             for tier, (_, size_bytes) in found.items():
                 self._amounts["restored_bytes", tier, _VIEW] += size_bytes
 
-    def restored_run(self, tokens: int) -> None:
-        """So many tokens need not be computed, thanks to one restore."""
-        self.add("restored_tokens", tokens)
+    def restore(self, tokens: int, took_ns: int) -> None:
+        """One restore, thanks to which so many tokens need not be computed."""
+        bucket = bisect_left(LATENCY_BOUNDS_NS, took_ns)
+        with self._lock:
+            amounts = self._amounts
+            amounts["restored_tokens",] += tokens
+            amounts["restore_times", bucket] += 1
+            amounts["restore_ns",] += took_ns
 
     def saves(
         self,
@@ -229,6 +239,10 @@ class Counters:
                     groups[name][of[0]] += amount
                 case "saves":
                     groups[name][of[-1]] += amount
+                case "restore_times":
+                    scalars["restores"] += amount
+                case "restore_ns":
+                    pass  # of use with the histogram only
                 case "restored_bytes":
                     tier, path = of
                     groups["restored_bytes_by_path"][path] += amount

@@ -221,6 +221,7 @@ class Reader:
         """Entries `indices` of the hit into `buffers`; see `Hit.restore_into`."""
         self.owner.check()
         hit._pins.check_held(indices)
+        began_s = self._clock()
         targets = all_flat(buffers, writable=True)
         asked = [hit.entries[index] for index in indices]
         misses: list[MissReason | None]
@@ -245,8 +246,10 @@ class Reader:
         result = restore_result(entries, counts, misses)
         if result.miss is not None:
             self._counters.failure(result.miss)
-        if tuple(indices[: result.run]) == tuple(range(result.run)):
-            self._counters.restored_run(result.token_count)
+        if asked:
+            run = tuple(indices[: result.run]) == tuple(range(result.run))
+            took_ns = max(0, round(1e9 * (self._clock() - began_s)))
+            self._counters.restore(result.token_count if run else 0, took_ns)
         return result
 
     def receive(self, hit: Hit, targets: Sequence[FlatBytes]) -> Restore:

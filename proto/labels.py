@@ -18,3 +18,9 @@ def check_label(label: str) -> str:
             f"a label has 1 ... {MAX_LABEL_CHARS} letters, digits or ._:/@+-, not {label[:80]!r}"
         )
     return label
+
+
+def printable(text: str) -> str:
+    """The same text, with a `?` for everything that a terminal might take for a command. For what
+    others say of themselves, such as the name of a client."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)

@@ -39,6 +39,13 @@ MAX_LABEL_CHARS: Final = 64
 #: One number of one such report: sums of them stay exact in the metrics for long.
 MAX_REPORTED: Final = 2**48
 
+#: Of the times that calls, commits and restores take, in nanoseconds: 50 us to 10 s. A report has a
+#: number for each, and one for what took longer.
+LATENCY_BOUNDS_NS: Final = tuple(
+    round(1e3 * us)
+    for us in (50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7)
+)
+
 #: Misses of which a report names keys, and how many keys of each.
 MAX_TOLD_MISSES: Final = 64
 MAX_TOLD_KEYS: Final = 8

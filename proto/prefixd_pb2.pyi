@@ -550,6 +550,8 @@ class Usage(google.protobuf.message.Message):
     TIERS_FIELD_NUMBER: builtins.int
     ABSENT_FIELD_NUMBER: builtins.int
     ABSENT_BECAUSE_FIELD_NUMBER: builtins.int
+    RESTORE_TIMES_FIELD_NUMBER: builtins.int
+    RESTORE_NS_FIELD_NUMBER: builtins.int
     lookups: builtins.int
     hits: builtins.int
     """look-ups that found something"""
@@ -557,6 +559,7 @@ class Usage(google.protobuf.message.Message):
     """tokens looked for, as far as the caller said or the hit shows"""
     restored_tokens: builtins.int
     """tokens whose state arrived whole, from the first entry of a hit on"""
+    restore_ns: builtins.int
     @property
     def misses(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """the others by reason: they add up to lookups - hits"""
@@ -573,8 +576,15 @@ class Usage(google.protobuf.message.Message):
 
     @property
     def absent_because(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """In Stats only: what the daemon's journal said of them: evicted, deleted, damaged, replaced, or
-        never_saved; not_remembered where the journal does not reach back to the start.
+        """In Stats only: the misses that are `absent`, by what the daemon's journal said when they were
+        told: evicted, deleted, damaged, replaced; never_saved since the daemon's start; not_remembered
+        where the journal does not reach back that far; not_told if the keys were not. They add up.
+        """
+
+    @property
+    def restore_times(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Restores that were asked for, by how long they took, as StageTimes.times: 18 numbers, or none for
+        none; and how long all of them took.
         """
 
     def __init__(
@@ -589,8 +599,10 @@ class Usage(google.protobuf.message.Message):
         tiers: collections.abc.Iterable[Global___TierUsage] | None = ...,
         absent: collections.abc.Iterable[Global___AbsentMiss] | None = ...,
         absent_because: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        restore_times: collections.abc.Iterable[builtins.int] | None = ...,
+        restore_ns: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["absent", b"absent", "absent_because", b"absent_because", "failures", b"failures", "hits", b"hits", "lookup_tokens", b"lookup_tokens", "lookups", b"lookups", "misses", b"misses", "restored_tokens", b"restored_tokens", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["absent", b"absent", "absent_because", b"absent_because", "failures", b"failures", "hits", b"hits", "lookup_tokens", b"lookup_tokens", "lookups", b"lookups", "misses", b"misses", "restore_ns", b"restore_ns", "restore_times", b"restore_times", "restored_tokens", b"restored_tokens", "tiers", b"tiers"]) -> None: ...
 
 Global___Usage: typing_extensions.TypeAlias = Usage
 
@@ -630,11 +642,28 @@ class TierUsage(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class AbsentBecauseEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     TIER_FIELD_NUMBER: builtins.int
     HIT_ENTRIES_FIELD_NUMBER: builtins.int
     HIT_TOKENS_FIELD_NUMBER: builtins.int
     RESTORED_BYTES_FIELD_NUMBER: builtins.int
     SAVES_FIELD_NUMBER: builtins.int
+    ABSENT_BECAUSE_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     hit_entries: builtins.int
     hit_tokens: builtins.int
@@ -644,6 +673,10 @@ class TierUsage(google.protobuf.message.Message):
 
     @property
     def saves(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SavedUsage]: ...
+    @property
+    def absent_because(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """In Stats only: of `Usage.absent_because`, what left this tier: evicted, deleted, damaged, replaced."""
+
     def __init__(
         self,
         *,
@@ -652,8 +685,9 @@ class TierUsage(google.protobuf.message.Message):
         hit_tokens: builtins.int = ...,
         restored_bytes: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         saves: collections.abc.Iterable[Global___SavedUsage] | None = ...,
+        absent_because: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["hit_entries", b"hit_entries", "hit_tokens", b"hit_tokens", "restored_bytes", b"restored_bytes", "saves", b"saves", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["absent_because", b"absent_because", "hit_entries", b"hit_entries", "hit_tokens", b"hit_tokens", "restored_bytes", b"restored_bytes", "saves", b"saves", "tier", b"tier"]) -> None: ...
 
 Global___TierUsage: typing_extensions.TypeAlias = TierUsage
 
@@ -2778,7 +2812,7 @@ class StageTimes(google.protobuf.message.Message):
     BOUNDS_NS_FIELD_NUMBER: builtins.int
     TIMES_FIELD_NUMBER: builtins.int
     stage: builtins.str
-    """claim, save, commit (of a tier), loop: what the event loop was late"""
+    """claim, save, commit and sync (of a tier), restore (as clients told), loop: what the event loop was late"""
     @property
     def bounds_ns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """what each bucket holds at most, ascending; one more is above them"""
@@ -3120,12 +3154,32 @@ class SessionDetail(google.protobuf.message.Message):
     HEARTBEAT_AGE_MS_FIELD_NUMBER: builtins.int
     CLAIMS_FIELD_NUMBER: builtins.int
     RESERVATIONS_FIELD_NUMBER: builtins.int
+    LABEL_FIELD_NUMBER: builtins.int
+    LOOKUPS_FIELD_NUMBER: builtins.int
+    HITS_FIELD_NUMBER: builtins.int
+    RESTORES_FIELD_NUMBER: builtins.int
+    RESTORED_BYTES_FIELD_NUMBER: builtins.int
+    SAVES_FIELD_NUMBER: builtins.int
+    SAVED_BYTES_FIELD_NUMBER: builtins.int
     session_id: builtins.int
     owner: builtins.str
     age_ms: builtins.int
     heartbeat_age_ms: builtins.int
     claims: builtins.int
     reservations: builtins.int
+    label: builtins.str
+    """under which name the daemon adds up what its client counts"""
+    lookups: builtins.int
+    """Since it was opened, look-ups and restores as far as its client's heartbeats told."""
+    hits: builtins.int
+    """look-ups that found something"""
+    restores: builtins.int
+    restored_bytes: builtins.int
+    """by any path"""
+    saves: builtins.int
+    """that were published"""
+    saved_bytes: builtins.int
+    """payloads of these"""
     def __init__(
         self,
         *,
@@ -3135,8 +3189,15 @@ class SessionDetail(google.protobuf.message.Message):
         heartbeat_age_ms: builtins.int = ...,
         claims: builtins.int = ...,
         reservations: builtins.int = ...,
+        label: builtins.str = ...,
+        lookups: builtins.int = ...,
+        hits: builtins.int = ...,
+        restores: builtins.int = ...,
+        restored_bytes: builtins.int = ...,
+        saves: builtins.int = ...,
+        saved_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "claims", b"claims", "heartbeat_age_ms", b"heartbeat_age_ms", "owner", b"owner", "reservations", b"reservations", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "claims", b"claims", "heartbeat_age_ms", b"heartbeat_age_ms", "hits", b"hits", "label", b"label", "lookups", b"lookups", "owner", b"owner", "reservations", b"reservations", "restored_bytes", b"restored_bytes", "restores", b"restores", "saved_bytes", b"saved_bytes", "saves", b"saves", "session_id", b"session_id"]) -> None: ...
 
 Global___SessionDetail: typing_extensions.TypeAlias = SessionDetail
 

@@ -133,6 +133,7 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
                 usage=front.sessions.usage,
                 latencies=front.sessions.latencies,
                 commits=core.orders.latencies,
+                syncs=core.orders.syncs,
                 now_ns=core.clock.now_ns,
                 shared=front.admin.shared,
                 pressure=lambda: pressure.counts()._asdict() if pressure else {},

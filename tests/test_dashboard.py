@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from prefixd.client import Client, ReserveItem, SaveItem, Tier
-from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.lab.generate import generate
-from prefixd.client.lab.live import LiveOptions, LiveReplay
-from prefixd.proto.keys import Key
-from tests.support.daemon import eventually, private_daemon
-
-ROOT = Path(__file__).resolve().parent.parent
-DASHBOARD = json.loads((ROOT / "deploy/grafana/prefixd.json").read_text())
-METRIC = re.compile(r"\b(?:prefixd|process)_[a-z_]+")
-#: What they show is nothing while all is well.
-WHEN_SOMETHING_IS_WRONG = {"Ill parts", "Failed reads / s", "Damage", "Lost / s"}
-
-
-def targets() -> Iterator[tuple[str, str]]:
-    """Each panel's title, with each of its expressions."""
-    for panel in DASHBOARD["panels"]:
-        for target in panel.get("targets", ()):
-            yield panel["title"], target["expr"]
+from tests.support.daemon import metrics_of
+from tests.support.dashboard import (
+    METRIC,
+    WHEN_SOMETHING_IS_WRONG,
+    started_again,
+    targets,
+    work,
+)
 
 
 def scraped(address: str) -> Counter[str]:
@@ -65,31 +51,6 @@ def looked_at(address: str) -> Iterator[list[Counter[str]]]:
     looks.append(scraped(address))
 
 
-def metrics_of(daemon: PrivateDaemon) -> str:
-    lines = [line for line in daemon.log.read_text().splitlines() if '"metrics"' in line]
-    return str(json.loads(lines[-1])["address"])
-
-
-def work(daemon: PrivateDaemon) -> None:
-    """What engines do with a daemon: traffic that does not fit, and what two want at once."""
-    for in_place in (True, False):
-        requests = list(generate("multi-turn", requests=150, seed=5, block_tokens=512))
-        options = LiveOptions(daemon.address, workers=2, tiers=tuple(Tier), in_place=in_place)
-        assert LiveReplay(requests, options).run().mismatches == 0
-    key = Key(b"wanted by two".ljust(32))
-    with Client(daemon.address) as one, Client(daemon.address, local=False) as other:
-        (mine,) = one.reserve([ReserveItem(key, 5, 1)], tier=Tier.RAM)
-        assert mine.granted
-        assert not other.probe([key], wait_ms=50)[0].present
-        assert mine.write(b"bytes").ok
-        assert other.save(key, b"bytes", tier=Tier.RAM).ok  # it is there
-        with other.claim([key]) as hit:
-            assert hit.read(0) == b"bytes"
-        assert not one.claim([Key(b"nobody has it".ljust(32))])
-        with daemon.admin() as admin:
-            eventually(lambda: admin.stats().usage["default"].misses["absent"])
-
-
 def moved(name: str, looks: list[Counter[str]]) -> bool:
     first, last = looks[0], looks[-1]
     if name.endswith(("_total", "_bucket")):
@@ -100,16 +61,8 @@ def moved(name: str, looks: list[Counter[str]]) -> bool:
 
 @pytest.mark.timeout(300)
 def test_no_panel_is_flat_under_load() -> None:
-    flags = "--server.metrics=127.0.0.1:0"
-    with private_daemon(flags, ram="256KiB", shm="1MiB", disk="1MiB") as daemon:
-        with Client(daemon.address) as client:
-            for tier in (Tier.SHM, Tier.DISK):
-                item = SaveItem(Key(bytes([tier]) * 32), b"it comes back", 5)
-                assert client.save_many([item], tier=tier)[0].ok
-        daemon.stop()
-        daemon.start()
-        with looked_at(metrics_of(daemon)) as looks:
-            work(daemon)
+    with started_again() as daemon, looked_at(metrics_of(daemon)) as looks:
+        work(daemon, lambda name: any(look[name] for look in looks))
     flat = {title for title, _ in targets()}
     for title, expression in targets():
         if all(moved(name, looks) for name in METRIC.findall(expression)):

@@ -28,7 +28,7 @@ from prefixd.server.daemon import main
 from prefixd.server.runtime.clock import Clock
 from prefixd.server.runtime.lag import BUCKETS_US, LoopLag
 from prefixd.server.runtime.latencies import Latencies
-from tests.support.daemon import eventually, private_daemon
+from tests.support.daemon import eventually, metrics_of, private_daemon
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEPLOY = REPOSITORY / "deploy"
@@ -133,14 +133,12 @@ def labels() -> dict[str, set[str]]:
                 assert hit
         with daemon.admin() as admin:
             eventually(lambda: admin.stats().usage["default"].lookups)
-        (line,) = (line for line in daemon.log.read_text().splitlines() if '"metrics"' in line)
-        address = json.loads(line)["address"]
-        with urlopen(f"http://{address}/metrics") as response:
+        with urlopen(f"http://{metrics_of(daemon)}/metrics") as response:
             text = response.read().decode()
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            found.setdefault(sample.name, {"instance"}).update(sample.labels)
+            found.setdefault(sample.name, {"instance", "job"}).update(sample.labels)
     return found
 
 
@@ -162,7 +160,9 @@ def test_every_label_that_is_asked_for_is_there(labels: dict[str, set[str]]) -> 
         named = set(metrics_in(expression)) - NOT_ALWAYS
         assert named <= labels.keys(), expression
         there = (
-            set.intersection(*(labels[name] for name in named)) if named else {"part", "instance"}
+            set.intersection(*(labels[name] for name in named))
+            if named
+            else {"part", "instance", "job"}
         )
         for metric, filters in re.findall(r"(prefixd_\w+)\{([^}]*)\}", expression):
             filtered = set(re.findall(r"(\w+)=~?\"", filters))
@@ -179,13 +179,32 @@ def test_every_label_that_is_asked_for_is_there(labels: dict[str, set[str]]) -> 
             assert kept is None or shown <= kept, panel["title"]
 
 
-def test_prometheus_takes_the_alerts() -> None:
-    promtool = shutil.which("promtool")
-    if promtool is None:
+def promtool(*arguments: str) -> None:
+    """Over the rules; skips where there is none."""
+    tool = shutil.which("promtool")
+    if tool is None:
         pytest.skip("there is no promtool here; it comes with Prometheus")
-    path = DEPLOY / "prometheus/prefixd.yml"
-    done = subprocess.run([promtool, "check", "rules", path], capture_output=True, text=True)
+    command = [tool, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=DEPLOY / "prometheus")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_prometheus_takes_the_alerts() -> None:
+    promtool("check", "rules", "prefixd.yml")
+
+
+def test_alerts_fire_when_they_should_and_not_otherwise() -> None:
+    promtool("test", "rules", "prefixd.test.yml")
+
+
+def test_every_alert_has_its_case() -> None:
+    """With series that make it fire, and a moment or a series that does not."""
+    cases = (DEPLOY / "prometheus/prefixd.test.yml").read_text()
+    for name in re.findall(r"- alert: (\w+)", ALERTS):
+        (case,) = (case for case in cases.split("  - name: ") if f"alertname: {name}\n" in case)
+        assert case.count("exp_alerts:") == 1, name
+        silent = case.count("alertname:") > case.count("exp_alerts:")
+        assert silent or case.count("- series:") > 1, name
 
 
 # ---- systemd

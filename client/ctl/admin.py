@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -231,13 +232,39 @@ def reservations(ctl: Ctl) -> None:
     )
 
 
-def sessions(ctl: Ctl) -> None:
-    """List connected clients and how much each holds."""
-    from . import messages, render
+def sessions(
+    ctl: Ctl,
+    every: Annotated[
+        float | None,
+        typer.Option(
+            "--every", metavar="TIME", parser=parse_seconds, help="Look twice, TIME apart."
+        ),
+    ] = None,
+) -> None:
+    """List connected clients, how much each holds, saves and restores.
 
+    Rates are averages since a session was opened; with --every, of the time between two looks.
+    """
+    from . import messages, session_rates
+
+    before: Sequence[pb.SessionDetail] = ()
+    between_s = 0.0
     with ctl.connect() as daemon:
-        response = daemon.sessions()
-    ctl.show(messages.as_dict(response), lambda: render.sessions_table(response.sessions))
+        if every is not None:
+            before, looked_s = daemon.sessions().sessions, time.monotonic()
+            time.sleep(every)
+            between_s = time.monotonic() - looked_s
+        found = daemon.sessions().sessions
+    rates = session_rates.rates(found, before, between_s)
+    ctl.show(
+        {
+            "sessions": [
+                messages.as_dict(session) | {"per_second": rate._asdict()}
+                for session, rate in zip(found, rates, strict=True)
+            ]
+        },
+        lambda: session_rates.sessions_table(found, rates, between_s),
+    )
 
 
 def preview(

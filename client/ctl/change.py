@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,6 +22,8 @@ from .options import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from ...proto import prefixd_pb2 as pb
 
 
@@ -181,7 +184,6 @@ def reload(ctl: Ctl) -> None:
 def _show(ctl: Ctl, response: pb.ConfigureResponse, live: str) -> None:
     from .command import make_console
     from .messages import as_dict
-    from .render import make_table
 
     if ctl.as_json:
         print_json({"changed": [as_dict(each) for each in response.changed]})
@@ -189,9 +191,16 @@ def _show(ctl: Ctl, response: pb.ConfigureResponse, live: str) -> None:
     if not response.changed:
         typer.echo("nothing differs")
         return
+    make_console().print(changed_table(response.changed, live))
+
+
+def changed_table(changed: Iterable[pb.ChangedOption], live: str) -> RenderableType:
+    """Options that differ. `live`: what is said of those that need no restart."""
+    from .render import make_table
+
     table = make_table("option", "running", "configured", "")
-    for each in response.changed:
+    for each in changed:
         table.add_row(
             each.option, each.running, each.configured, live if each.live else "needs a restart"
         )
-    make_console().print(table)
+    return table

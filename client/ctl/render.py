@@ -16,6 +16,7 @@ from rich.text import Text
 from ...proto import prefixd_pb2 as pb
 from ...proto.units import format_bytes, format_duration
 from ...proto.units import percent as share_text
+from .fitted_table import FittedTable
 from .messages import as_dict, reason_label, tier_label
 
 BAR_MIN_WIDTH: Final = 8
@@ -47,59 +48,12 @@ def age(duration_ns: int) -> str:
     return format_duration(duration_ns // (1_000 * NS_PER_MS) * (1_000 * NS_PER_MS))
 
 
-class FittedTable(Table):
-    """A table that loses nothing in a narrow terminal: columns that do not fit follow below, in
-    further tables that begin with the same first column."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        parts = self._parts(console, options)
-        if len(parts) < 2:
-            yield from super().__rich_console__(console, options)
-            return
-        for number, part in enumerate(parts):
-            table = Table(
-                box=self.box,
-                padding=self.padding,
-                title=None if number else self.title,
-                title_justify=self.title_justify,
-                title_style=self.title_style,
-                caption=self.caption if number == len(parts) - 1 else None,
-                caption_justify=self.caption_justify,
-            )
-            columns = [self.columns[index] for index in part]
-            for column in columns:
-                table.add_column(
-                    column.header,
-                    justify=column.justify,
-                    no_wrap=column.no_wrap,
-                    overflow="fold",
-                    min_width=column.min_width,
-                )
-            for cells in zip(*(column.cells for column in columns), strict=True):
-                table.add_row(*cells)
-            yield table
-
-    def _parts(self, console: Console, options: ConsoleOptions) -> list[list[int]]:
-        """The columns of each table, as many as fit."""
-        unbounded = options.update(max_width=10_000)
-        widths = []
-        for column in self.columns:
-            least = self._measure_column(console, unbounded, column)
-            widths.append(least.maximum if column.no_wrap else least.minimum)
-        room = options.max_width - self._extra_width
-        parts, used = [[0]], widths[0]
-        for index in range(1, len(widths)):
-            if used + widths[index] > room and len(parts[-1]) > 1:
-                parts.append([0])
-                used = widths[0]
-            parts[-1].append(index)
-            used += widths[index]
-        return parts
-
-
-def make_table(*columns: str, title: str | None = None, right: Iterable[str] = ()) -> Table:
+def make_table(
+    *columns: str, title: str | None = None, right: Iterable[str] = (), name_columns: int = 1
+) -> Table:
     """A plain table; `right` names the columns of numbers, a column without a name is for a bar.
-    Where it is too narrow for all columns, the table comes in several parts."""
+    Where it is too narrow for all columns, the table comes in several parts, each of which begins
+    with the first `name_columns`: what tells the rows apart."""
     table = FittedTable(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -107,6 +61,7 @@ def make_table(*columns: str, title: str | None = None, right: Iterable[str] = (
         title_justify="left",
         title_style="bold",
     )
+    table.name_columns = name_columns
     aligned = set(right)
     for column in columns:
         table.add_column(
@@ -277,23 +232,6 @@ def reservations_table(reservations: Sequence[pb.ReservationDetail]) -> Renderab
             age(held.age_ms * NS_PER_MS),
             age(held.ttl_left_ms * NS_PER_MS),
             f"{held.waiters}",
-        )
-    return table
-
-
-def sessions_table(sessions: Sequence[pb.SessionDetail]) -> RenderableType:
-    if not sessions:
-        return Text("no sessions")
-    numbers = ("age", "last heartbeat", "claims", "reservations")
-    table = make_table("session", "owner", *numbers, right=numbers)
-    for session in sessions:
-        table.add_row(
-            f"{session.session_id}",
-            session.owner,
-            age(session.age_ms * NS_PER_MS),
-            f"{age(session.heartbeat_age_ms * NS_PER_MS)} ago",
-            f"{session.claims:,}",
-            f"{session.reservations:,}",
         )
     return table
 

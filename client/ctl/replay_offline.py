@@ -263,7 +263,7 @@ def results_table(results: Sequence[Json], block_bytes: int | None = None) -> Ta
         "capacity", *sizes, "hit rate", "hit tokens", "p10", "p50", "p90",
         "resident", "evictions", "ghosts", "moves per access", "seconds",
     )  # fmt: skip
-    table = make_table("policy", *numbers, right=numbers)
+    table = make_table("policy", *numbers, right=numbers, name_columns=2)
     for row in results:
         capacity, spread = row["capacity_blocks"], row["hit_tokens_per_request"]
         order = row["touch_order"]

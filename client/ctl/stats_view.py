@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from operator import add
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -193,8 +194,11 @@ def total_usage(usages: Iterable[pb.Usage]) -> pb.Usage:
     because: Counter[str] = Counter()
     tiers: dict[int, pb.TierUsage] = {}
     for usage in usages:
-        for name in ("lookups", "hits", "lookup_tokens", "restored_tokens"):
+        for name in ("lookups", "hits", "lookup_tokens", "restored_tokens", "restore_ns"):
             setattr(total, name, getattr(total, name) + getattr(usage, name))
+        if usage.restore_times:
+            so_far = total.restore_times or [0] * len(usage.restore_times)
+            total.restore_times[:] = map(add, so_far, usage.restore_times)
         misses.update(usage.misses)
         failures.update(usage.failures)
         because.update(usage.absent_because)
@@ -204,6 +208,8 @@ def total_usage(usages: Iterable[pb.Usage]) -> pb.Usage:
             tier.hit_tokens += told.hit_tokens
             for path, size_bytes in told.restored_bytes.items():
                 tier.restored_bytes[path] += size_bytes
+            for how, count in told.absent_because.items():
+                tier.absent_because[how] += count
     total.misses.update(misses)
     total.failures.update(failures)
     total.absent_because.update(because)
@@ -257,13 +263,26 @@ def usage_view(stats: pb.StatsResponse) -> list[RenderableType]:
 
 
 def _because_line(usage: pb.Usage) -> Text:
-    """What became of the entries that were absent, of those misses whose keys are known."""
-    named = sum(usage.absent_because.values())
+    """What became of the entries that were absent, and which tier they left, of those misses whose
+    keys are known."""
+    known = Counter(usage.absent_because)
+    del known["not_told"]
+    named = known.total()
     parts = [
-        f"{because.replace('_', ' ')} {percent(count, named)}"
-        for because, count in Counter(usage.absent_because).most_common()
+        f"{because.replace('_', ' ')} {percent(count, named)}{_left_tiers(usage, because, named)}"
+        for because, count in known.most_common()
     ]
     return Text(f"absent     {', '.join(parts)} (of {named:,} whose keys are known)")
+
+
+def _left_tiers(usage: pb.Usage, because: str, named: int) -> str:
+    """` (ram 30.0 %, disk 10.0 %)`, or nothing of what was in no tier."""
+    parts = [
+        f"{tier_label(tier.tier)} {percent(tier.absent_because[because], named)}"
+        for tier in usage.tiers
+        if because in tier.absent_because
+    ]
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _labels_table(stats: pb.StatsResponse) -> Table:

@@ -223,8 +223,11 @@ def _restored_bytes(usage: pb.Usage) -> int:
 
 def _subtract(usage: pb.Usage, before: pb.Usage) -> None:
     """Turn sums since the start into what came since `before`."""
-    for name in ("lookups", "hits", "lookup_tokens", "restored_tokens"):
+    for name in ("lookups", "hits", "lookup_tokens", "restored_tokens", "restore_ns"):
         setattr(usage, name, max(0, getattr(usage, name) - getattr(before, name)))
+    if before.restore_times:
+        pairs = zip(usage.restore_times, before.restore_times, strict=True)
+        usage.restore_times[:] = [max(0, now - old) for now, old in pairs]
     for name in ("misses", "failures", "absent_because"):
         counts, old = getattr(usage, name), getattr(before, name)
         for reason in list(counts):
@@ -235,6 +238,9 @@ def _subtract(usage: pb.Usage, before: pb.Usage) -> None:
         if was is not None:
             tier.hit_entries = max(0, tier.hit_entries - was.hit_entries)
             tier.hit_tokens = max(0, tier.hit_tokens - was.hit_tokens)
+            for how in list(tier.absent_because):
+                old_count = was.absent_because.get(how, 0)
+                tier.absent_because[how] = max(0, tier.absent_because[how] - old_count)
             for path in list(tier.restored_bytes):
                 old_bytes = was.restored_bytes.get(path, 0)
                 tier.restored_bytes[path] = max(0, tier.restored_bytes[path] - old_bytes)

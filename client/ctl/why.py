@@ -72,7 +72,9 @@ def why_view(text: str, response: pb.WhyResponse, now_unix_ns: int) -> Renderabl
     if response.present:
         lines.append(entries_table(response.present, now_unix_ns, "there now"))
     if response.events:
-        table = make_table("key", "tier", "when", "what", "by", "namespace", right=("when",))
+        table = make_table(
+            "key", "tier", "when", "what", "by", "namespace", right=("when",), name_columns=3
+        )
         for event in response.events:
             table.add_row(
                 event.key.hex()[:16],

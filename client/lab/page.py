@@ -76,7 +76,15 @@ output.tip {
   font-variant-numeric: tabular-nums; pointer-events: none;
 }
 output.tip:empty { display: none; }
-.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px; margin: 12px 0; }
+.scroll {
+  overflow-x: auto; border: 1px solid var(--line); border-radius: 8px; margin: 12px 0 4px;
+  background:
+    linear-gradient(90deg, var(--bg) 30%, transparent) 0 0 / 40px 100% no-repeat local,
+    linear-gradient(270deg, var(--bg) 30%, transparent) 100% 0 / 40px 100% no-repeat local,
+    linear-gradient(90deg, var(--line), transparent) 0 0 / 12px 100% no-repeat scroll,
+    linear-gradient(270deg, var(--line), transparent) 100% 0 / 12px 100% no-repeat scroll;
+}
+.more { color: var(--soft); font-size: 13px; margin: 0 0 12px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 table { font-variant-numeric: tabular-nums; }
 th, td { padding: 7px 12px; text-align: right; white-space: nowrap; }
@@ -99,12 +107,12 @@ footer {
   font-size: 13px; color: var(--soft);
 }
 footer a { color: var(--accent); }
-@media print { .scroll { overflow: visible; } output.tip { display: none; } }
+@media print { .scroll { overflow: visible; } output.tip, .more { display: none; } }
 """
 )
 
-#: Reading values off the curve, if there is one, and saving the data as a file. The page is whole
-#: without it.
+#: Reading values off the curve, if there is one, saying of tables that are wider than the window
+#: that they scroll, and saving the data as a file. The page is whole without it.
 SCRIPT = """
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
@@ -140,6 +148,11 @@ for (const chart of document.querySelectorAll("svg.chart")) {
     cursor.setAttribute("visibility", "hidden");
     tip.textContent = "";
   });
+}
+for (const box of document.querySelectorAll("div.scroll")) {
+  const more = box.nextElementSibling;
+  const look = () => { more.hidden = box.scrollWidth <= box.clientWidth; };
+  new ResizeObserver(look).observe(box);
 }
 const save = document.getElementById("save");
 const text = JSON.stringify(data, null, 2);

@@ -145,6 +145,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return (
         f'<div class="scroll"><table><thead><tr>{names}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
+        '<p class="more" hidden>There are more columns: scroll the table sideways.</p>'
     )
 
 

@@ -40,7 +40,7 @@ from .calls import Caller
 from .metrics import counters_dict, lag_dict
 from .operations import Operations, audit
 from .sessions import ServiceConfig
-from .usage import UsageBook
+from .usage import UsageBook, bounded
 
 #: How often the client of a Verify hears how far it is.
 _PROGRESS_EVERY_S = 0.2
@@ -63,8 +63,7 @@ class AdminService(Operations):
     ) -> None:
         """`in_flight`: what calls take of the daemon's memory, by name. `scrubs`: how the tiers
         are doing that are read back in the background. `usage`: what clients count."""
-        super().__init__(core)
-        self._usage = usage
+        super().__init__(core, usage)
         self.latencies: Final = latencies
         self._scrubs = scrubs
         self._config = config
@@ -111,6 +110,12 @@ class AdminService(Operations):
         for tier, taken in core.orders.latencies().items():
             stage = f"commit {tier.label}"
             yield pb.StageTimes(stage=stage, bounds_ns=taken.bounds, times=taken.counts)
+        for tier, taken in core.orders.syncs().items():
+            stage = f"sync {tier.label}"
+            yield pb.StageTimes(stage=stage, bounds_ns=taken.bounds, times=taken.counts)
+        taken = self._usage.restores()
+        times = map(bounded, taken.counts)
+        yield pb.StageTimes(stage="restore", bounds_ns=taken.bounds, times=times)
         bounds_ns = [1_000 * bound_us for bound_us in BUCKETS_US]
         yield pb.StageTimes(stage="loop", bounds_ns=bounds_ns, times=core.lag.counts)
 

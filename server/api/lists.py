@@ -18,6 +18,7 @@ from ..runtime.loop import Core
 from ..runtime.slices import Slices
 from . import messages
 from .calls import Caller
+from .usage import SessionUsage, UsageBook, bounded
 
 _DEFAULT_PAGE_ENTRIES = 100
 #: Keys that are shown of a claim, and keys in a page of claims.
@@ -34,8 +35,10 @@ _ENDED = "(ended)"
 class Lists:
     """See prefixd.proto for what each rpc promises."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, usage: UsageBook) -> None:
+        """`usage`: what clients count."""
         self._core = core
+        self._usage = usage
         #: what went from and to other nodes, by the beginning of keys; set by the daemon
         self.shared_events: Callable[[bytes], Sequence[pb.SharedEvent]] = lambda _: ()
 
@@ -174,8 +177,10 @@ class Lists:
     ) -> pb.ListSessionsResponse:
         t = self._core.state.tables
         now_ns = t.served_ns(self._core.clock.now_ns())
-        return pb.ListSessionsResponse(
-            sessions=[
+        details = []
+        for session in t.sessions.values():
+            told = self._usage.sessions.get(session.session, SessionUsage())
+            details.append(
                 pb.SessionDetail(
                     session_id=session.session,
                     owner=session.owner,
@@ -183,10 +188,16 @@ class Lists:
                     heartbeat_age_ms=_ms(now_ns - session.heartbeat_ns),
                     claims=len(session.claims),
                     reservations=len(session.tokens),
+                    label=session.label,
+                    lookups=bounded(told.lookups),
+                    hits=bounded(told.hits),
+                    restores=bounded(told.restores),
+                    restored_bytes=bounded(told.restored_bytes),
+                    saves=session.saves,
+                    saved_bytes=session.saved_bytes,
                 )
-                for session in t.sessions.values()
-            ]
-        )
+            )
+        return pb.ListSessionsResponse(sessions=details)
 
 
 def _page_of(name: str, asked: int) -> int:

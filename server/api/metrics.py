@@ -187,10 +187,10 @@ class StateCollector(Collector):
 
     `unhealthy` says what of the daemon does not work, by name, `notices` what is less than it could
     be, `in_flight` what calls take of its memory (`front.Front.in_flight`), `oldest_ns` since when
-    a device owes an answer, `commits` how long its commits take, and `now_ns` what the time is;
-    they are called on that thread, too. `usage` is what the clients count, `shared` what went from
-    and to other nodes, `pressure` what is known of it (`pressure.PressureCounts`), `certificates`
-    when each ends, by its option, in Unix seconds.
+    a device owes an answer, `commits` and `syncs` how long those take, and `now_ns` what the time
+    is; they are called on that thread, too. `usage` is what the clients count, `shared` what went
+    from and to other nodes, `pressure` what is known of it (`pressure.PressureCounts`),
+    `certificates` when each ends, by its option, in Unix seconds.
     """
 
     def __init__(
@@ -206,6 +206,7 @@ class StateCollector(Collector):
         usage: UsageBook | None = None,
         latencies: Latencies | None = None,
         commits: Callable[[], Mapping[Tier, Histogram]] = _no_commits,
+        syncs: Callable[[], Mapping[Tier, Histogram]] = _no_commits,
         now_ns: Callable[[], int] | None = None,
         shared: Callable[[], Mapping[str, int]] = _nothing,
         pressure: Callable[[], Mapping[str, float]] = _nothing,
@@ -221,6 +222,7 @@ class StateCollector(Collector):
         self._usage = usage or UsageBook()
         self._latencies = latencies
         self._commits = commits
+        self._syncs = syncs
         self._shared = shared
         self._pressure = pressure
         self._certificates = certificates
@@ -311,6 +313,12 @@ class StateCollector(Collector):
             "From whole bytes until their store has recorded them.",
             ["tier"],
             [((tier.label,), taken) for tier, taken in self._commits().items()],
+        )
+        yield _histogram(
+            "prefixd_sync_seconds",
+            "How long a device took to make the payloads of a commit durable (fdatasync).",
+            ["tier"],
+            [((tier.label,), taken) for tier, taken in self._syncs().items()],
         )
         if self._latencies is not None:
             for name, about in (
@@ -445,13 +453,15 @@ def collect_usage(usage: UsageBook) -> Iterator[Metric]:
                 by_reason.add_metric([label, reason], count)
         yield by_reason
     absent = CounterMetricFamily(
-        "prefixd_client_absent_named",
-        "Absent misses whose keys clients named, by what the journal says of these.",
-        labels=["namespace", "because"],
+        "prefixd_client_absent",
+        "Absent misses, by what the journal says of their keys and the tier that these left.",
+        labels=["namespace", "because", "tier"],
     )
     for label, sums in labels:
         for because, count in sums.absent_because.items():
-            absent.add_metric([label, because], count)
+            absent.add_metric([label, because, "none"], count)
+        for (tier, because), count in sums.left.items():
+            absent.add_metric([label, because, tier.label], count)
     yield absent
     for name, about in (
         ("hit_entries", "Entries that searches found."),
@@ -479,3 +489,9 @@ def collect_usage(usage: UsageBook) -> Iterator[Metric]:
             saves.add_metric([label, tier.label, why.label, outcome], count)
     yield restored
     yield saves
+    yield _histogram(
+        "prefixd_client_restore_seconds",
+        "How long restores took, whatever came of them.",
+        ["namespace"],
+        [((label,), sums.restores) for label, sums in labels],
+    )

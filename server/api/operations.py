@@ -30,6 +30,7 @@ from ..runtime.slices import Slices
 from . import messages
 from .calls import Caller
 from .lists import Lists
+from .usage import UsageBook
 
 #: How often a drain looks whether something is held yet.
 _LOOK_S: Final = 0.02
@@ -54,8 +55,8 @@ def audit(caller: Caller, action: str, **what: object) -> None:
 class Operations(Lists):
     """See prefixd.proto for what each rpc promises."""
 
-    def __init__(self, core: Core) -> None:
-        super().__init__(core)
+    def __init__(self, core: Core, usage: UsageBook) -> None:
+        super().__init__(core, usage)
         self.resizing: Final = Resizing(core)
         #: says what of the configuration changed, and (True) changes it; set by the daemon
         self.configurer: Callable[[bool], Awaitable[pb.ConfigureResponse]] | None = None

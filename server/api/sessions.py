@@ -22,6 +22,7 @@ from ...proto.errors import (
     UnknownSession,
 )
 from ...proto.keys import Key
+from ...proto.labels import printable
 from ...tiers.ledger import Ledger
 from ..core.answers import Opened
 from ..core.effects import TellClaimLost, TellReservationLost
@@ -42,7 +43,7 @@ from . import messages
 from .access import Access, Role
 from .calls import Caller, CallerGone, Process, cut_off
 from .namespaces import Namespaces, check_same
-from .usage import LabelUsage, UsageBook, check_usage
+from .usage import LabelUsage, SessionUsage, UsageBook, check_usage
 
 log = structlog.get_logger("prefixd.sessions")
 
@@ -129,6 +130,7 @@ class Sessions:
     def open(self, number: int, access: Access | None = None) -> Membership:
         """A session that the state has opened. `access`: what its token gives."""
         membership = self._open[number] = Membership(number, access)
+        self.usage.sessions[number] = SessionUsage()
         return membership
 
     def access_of(self, number: int) -> Access | None:
@@ -149,6 +151,7 @@ class Sessions:
         membership = self._open.pop(number, None)
         if membership is None:
             return
+        del self.usage.sessions[number]
         membership.ended.set_result(None)
         for told in self.when_closed:
             told(number)
@@ -249,8 +252,8 @@ class SessionStream:
         for field in ("client_name", "host"):
             if len(getattr(hello, field)) > limits.MAX_CLIENT_NAME_CHARS:
                 raise InvalidSize(f"{field} is longer than {limits.MAX_CLIENT_NAME_CHARS}")
-        name = hello.client_name or "client"
-        owner = f"{name} (pid {hello.pid} on {hello.host or 'this host'})"
+        name, host = hello.client_name or "client", hello.host or "this host"
+        owner = printable(f"{name} (pid {hello.pid} on {host})")
         core = self._core
         # As it is added up: there are no more labels than the book has.
         label = self._usage.name
@@ -349,6 +352,8 @@ class SessionStream:
                     usage = check_usage(request.heartbeat.usage)
                     self._sessions.namespaces.hide(self._access, usage.absent)
                     self._usage.add(usage)
+                    if session in self._sessions.usage.sessions:
+                        self._sessions.usage.sessions[session].add(usage)
                     self._usage.judge(usage.absent, core.state.tables.journal)
                 core.post(HeartbeatCame(session, now_ns))
                 ack = pb.HeartbeatAck(

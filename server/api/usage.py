@@ -7,7 +7,10 @@ but numbers for people comes of it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import add, attrgetter
 from typing import Final
 
 from ...proto import prefixd_pb2 as pb
@@ -15,12 +18,14 @@ from ...proto.errors import InvalidSize, MalformedMessage
 from ...proto.labels import check_label
 from ...proto.limits import (
     KEY_BYTES,
+    LATENCY_BOUNDS_NS,
     MAX_LABELS,
     MAX_REPORTED,
     MAX_TOLD_KEYS,
     MAX_TOLD_MISSES,
 )
 from ...proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
+from ..core.histogram import Histogram
 from ..core.journal import CAUSES, Happening, Journal
 
 DEFAULT_LABEL: Final = "default"
@@ -29,12 +34,14 @@ REASONS: Final = tuple(reason.value for reason in MissReason)
 OUTCOMES: Final = tuple(status.label for status in SaveStatus)
 #: Of the client: `client.counters.PATHS`.
 PATHS: Final = ("view", "copy", "stream")
-#: What became of what is absent: `journal.Happening`, or nothing that is known.
-BECAUSE: Final = (
-    "evicted", "deleted", "damaged", "replaced", "never_saved", "not_remembered",
-)  # fmt: skip
+#: What became of what is absent and was in a tier (`journal.Happening`), and of what was in none
+#: that is known: not saved since the start; not remembered so far back; its keys were not told.
+LEFT: Final = ("evicted", "deleted", "damaged", "replaced")
+BECAUSE: Final = (*LEFT, "never_saved", "not_remembered", "not_told")
 #: What has no dimension but the label.
 SCALARS: Final = ("lookups", "hits", "lookup_tokens", "restored_tokens")
+#: Of all labels together it fits into a message, too.
+_MOST_SHOWN: Final = 2**57
 
 
 class LabelUsage:
@@ -45,21 +52,30 @@ class LabelUsage:
         self.scalars = dict.fromkeys(SCALARS, 0)
         self.misses = dict.fromkeys(REASONS, 0)
         self.failures = dict.fromkeys(REASONS, 0)
-        self.absent_because = dict.fromkeys(BECAUSE, 0)
+        #: of the misses that are absent; together with `left` they add up to these
+        self.absent_because = dict.fromkeys(BECAUSE[len(LEFT) :], 0)
+        #: by the tier that it left
+        self.left = {(tier, because): 0 for tier in Tier for because in LEFT}
         self.hit_entries = dict.fromkeys(Tier, 0)
         self.hit_tokens = dict.fromkeys(Tier, 0)
         self.restored_bytes = {(tier, path): 0 for tier in Tier for path in PATHS}
+        #: how long restores took, in nanoseconds
+        self.restores = Histogram(LATENCY_BOUNDS_NS)
         #: by tier, reason and outcome; those that there were
         self.saves: dict[tuple[Tier, SaveReason, str], int] = {}
 
     def add(self, usage: pb.Usage) -> None:
-        """`usage` was checked."""
+        """`usage` was checked, and is judged, too."""
         for name in SCALARS:
             self.scalars[name] += getattr(usage, name)
+        self.absent_because["not_told"] += usage.misses.get("absent", 0) - len(usage.absent)
         for reason, count in usage.misses.items():
             self.misses[reason] += count
         for reason, count in usage.failures.items():
             self.failures[reason] += count
+        for bucket, count in enumerate(usage.restore_times):
+            self.restores.counts[bucket] += count
+        self.restores.total += usage.restore_ns
         for told in usage.tiers:
             tier = Tier(told.tier)
             self.hit_entries[tier] += told.hit_entries
@@ -74,31 +90,46 @@ class LabelUsage:
         """Why what was looked for is not there, as far as the journal reaches back. Of several keys
         it is enough that one was there."""
         for miss in absent:
-            fates = {fate for key in miss.keys if (fate := journal.fate(key)) is not None}
+            fates = [fate for key in miss.keys if (fate := journal.fate(key)) is not None]
             # What came and did not leave was saved since it was looked for.
-            left = sorted(fates - {Happening.SAVED})
+            left = [fate for fate in fates if fate.what is not Happening.SAVED]
             if left:
-                because = "evicted" if left[0] in CAUSES else left[0].name.lower()
+                first = min(left, key=attrgetter("what"))
+                because = "evicted" if first.what in CAUSES else first.what.name.lower()
+                self.left[first.tier, because] += 1
             else:
                 because = "never_saved" if fates or journal.reaches_back else "not_remembered"
-            self.absent_because[because] += 1
+                self.absent_because[because] += 1
 
     def message(self) -> pb.Usage:
         """As operators get it: what is 0 is left out."""
         usage = pb.Usage()
         for name, amount in self.scalars.items():
-            setattr(usage, name, amount)
-        for name in ("misses", "failures", "absent_because"):
-            counts: Mapping[str, int] = getattr(self, name)
-            getattr(usage, name).update({reason: n for reason, n in counts.items() if n})
+            setattr(usage, name, bounded(amount))
+        if any(self.restores.counts):
+            usage.restore_times.extend(map(bounded, self.restores.counts))
+            usage.restore_ns = bounded(self.restores.total)
+        because: Counter[str] = Counter(self.absent_because)
+        for (_, how), count in self.left.items():
+            because[how] += count
+        counted: Iterable[tuple[str, Mapping[str, int]]] = (
+            ("misses", self.misses),
+            ("failures", self.failures),
+            ("absent_because", because),
+        )
+        for name, counts in counted:
+            getattr(usage, name).update({reason: bounded(n) for reason, n in counts.items() if n})
         for tier in Tier:
-            paths = {path: self.restored_bytes[tier, path] for path in PATHS}
+            paths = {path: bounded(self.restored_bytes[tier, path]) for path in PATHS}
             told = pb.TierUsage(
-                hit_entries=self.hit_entries[tier],
-                hit_tokens=self.hit_tokens[tier],
+                hit_entries=bounded(self.hit_entries[tier]),
+                hit_tokens=bounded(self.hit_tokens[tier]),
                 restored_bytes={path: size for path, size in paths.items() if size},
+                absent_because={
+                    how: bounded(self.left[tier, how]) for how in LEFT if self.left[tier, how]
+                },
                 saves=[
-                    pb.SavedUsage(reason=reason.value, outcome=outcome, entries=entries)  # type: ignore[arg-type]
+                    pb.SavedUsage(reason=reason.value, outcome=outcome, entries=bounded(entries))  # type: ignore[arg-type]
                     for (saved_in, reason, outcome), entries in self.saves.items()
                     if saved_in is tier
                 ],
@@ -109,12 +140,37 @@ class LabelUsage:
         return usage
 
 
+def bounded(amount: int) -> int:
+    """What a message can hold of a sum that clients made: without it, one that lies would keep
+    operators from seeing anything."""
+    return min(amount, _MOST_SHOWN)
+
+
+@dataclass(slots=True)
+class SessionUsage:
+    """What the client of one session told of itself since it was opened."""
+
+    lookups: int = 0
+    hits: int = 0
+    restores: int = 0
+    restored_bytes: int = 0
+
+    def add(self, usage: pb.Usage) -> None:
+        """`usage` was checked."""
+        self.lookups += usage.lookups
+        self.hits += usage.hits
+        self.restores += sum(usage.restore_times)
+        self.restored_bytes += sum(sum(told.restored_bytes.values()) for told in usage.tiers)
+
+
 class UsageBook:
     """The sums of all labels, the first of which keep names of their own. The event loop's;
     `items` may be called on any thread."""
 
     def __init__(self) -> None:
         self._labels: dict[str, LabelUsage] = {}
+        #: of the open sessions, by number
+        self.sessions: Final[dict[int, SessionUsage]] = {}
 
     def of(self, label: str) -> LabelUsage:
         """Where to add up what a client with this label tells; "" is `DEFAULT_LABEL`.
@@ -130,6 +186,14 @@ class UsageBook:
             found = self._labels.setdefault(label, LabelUsage(label))
         return found
 
+    def restores(self) -> Histogram:
+        """Of all labels together."""
+        found = Histogram(LATENCY_BOUNDS_NS)
+        for sums in list(self._labels.values()):
+            found.counts = list(map(add, found.counts, sums.restores.counts))
+            found.total += sums.restores.total
+        return found
+
     def items(self) -> Iterator[tuple[str, LabelUsage]]:
         """Labels and their sums."""
         return iter(list(self._labels.items()))
@@ -142,6 +206,7 @@ def check_usage(usage: pb.Usage) -> pb.Usage:
     _known("reason of a failure", usage.failures, REASONS)
     numbers = [getattr(usage, name) for name in SCALARS]
     numbers += [*usage.misses.values(), *usage.failures.values()]
+    numbers += [*usage.restore_times, usage.restore_ns]
     tiers = set(map(int, Tier))
     for told in usage.tiers:
         _known("tier", [told.tier], tiers)
@@ -160,7 +225,9 @@ def check_usage(usage: pb.Usage) -> pb.Usage:
         for miss in usage.absent
     ):
         raise MalformedMessage("a report names keys of misses that it does not count, or no keys")
-    if usage.absent_because:
+    if len(usage.restore_times) not in (0, len(LATENCY_BOUNDS_NS) + 1):
+        raise MalformedMessage(f"the times of restores are {len(LATENCY_BOUNDS_NS) + 1} numbers")
+    if usage.absent_because or any(told.absent_because for told in usage.tiers):
         raise MalformedMessage("why an entry is absent is for the daemon to say")
     hit_tokens = sum(told.hit_tokens for told in usage.tiers)
     if hit_tokens > usage.lookup_tokens:

@@ -5,11 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Final
 
-#: Of the times that calls take, in nanoseconds: 50 us to 10 s.
-LATENCY_BOUNDS_NS: Final = tuple(
-    round(1e3 * us)
-    for us in (50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7)
-)
 #: Of the times that entries went unused, in nanoseconds: a second to a month.
 AGE_BOUNDS_NS: Final = tuple(
     round(1e9 * s)

@@ -161,13 +161,13 @@ class Journal:
         places.sort(key=lambda place: (place - oldest) % len(self._ring))
         return [self._record(place)[0] for place in places]
 
-    def fate(self, key: bytes) -> Happening | None:
-        """How a key left the last time; SAVED: it came, and never left; None: nothing is known.
-        Takes no longer the more there is."""
+    def fate(self, key: bytes) -> Happened | None:
+        """How a key left the last time, and where it was; SAVED: it came, and never left; None:
+        nothing is known. Takes no longer the more there is."""
         if not self.written:
             return None
         link = self._last[hash(key) & self._mask]
-        fate: Happening | None = None
+        fate: Happened | None = None
         for _ in range(_MOST_LOOKS):
             # Numbers are kept modulo 2**32: how far it is back says which is meant.
             back = (self.written - (link - 1)) & _MASK_32
@@ -176,8 +176,8 @@ class Journal:
             place = (self.written - back) % self.most * RECORD_BYTES
             record, link = self._record(place)
             if record.key == key[:KEY_BYTES]:
-                fate = record.what
-                if fate is not Happening.SAVED:
+                fate = record
+                if record.what is not Happening.SAVED:
                     break
         return fate
 

@@ -417,6 +417,9 @@ def _settle(
         session.reserved_bytes[entry.tier] -= entry.stored_bytes
     saved = outcome is _SAVED
     if saved:
+        if session is not None:
+            session.saves += 1
+            session.saved_bytes += entry.payload_bytes
         transition.enter(entry)
     transition.effects.append(SaveEnded(token, outcome, why))
     if reservation.waiters:

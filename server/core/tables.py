@@ -156,6 +156,9 @@ class Session:
     reserving: int = 0
     #: the namespace that its client says it saves for
     label: str = ""
+    #: what it saved that was published, and the payloads of these
+    saves: int = 0
+    saved_bytes: int = 0
 
 
 class WaitMode(Enum):

@@ -10,8 +10,9 @@ from functools import partial
 
 import structlog
 
+from ...proto.limits import LATENCY_BOUNDS_NS
 from ...tiers.store import EntryWriter, Store, StoreError, StoreFull, Usage
-from ..core.histogram import LATENCY_BOUNDS_NS, Histogram
+from ..core.histogram import Histogram
 from .clock import Clock
 from .tracing import Step
 
@@ -77,11 +78,15 @@ class Committer:
         self._began_ns: dict[int, int] = {}
         #: from there until the store said how it ended, in nanoseconds
         self.latency = Histogram(LATENCY_BOUNDS_NS)
+        #: how long its device took to make the payloads of a commit durable, in nanoseconds
+        self.sync = Histogram(LATENCY_BOUNDS_NS)
         self.failure: str | None = None
         self.full: str | None = None
         self.usage_failure: str | None = None
         self._wall_ns: Callable[[], int] | None = None
         self._steps: list[Step] = []
+        if store.blocking:
+            store.step = self._step
         self._thread = threading.Thread(
             target=self._live, name=f"prefixd-{store.tier.label}-commit", daemon=True
         )
@@ -238,12 +243,15 @@ class Committer:
     @contextmanager
     def _step(self, name: str) -> Iterator[None]:
         """Around a step of the store."""
-        assert self._wall_ns is not None
-        began_ns = self._wall_ns()
+        wall_ns, began_ns = self._wall_ns, self._clock.monotonic_ns()
+        since_ns = wall_ns() if wall_ns is not None else 0
         try:
             yield
         finally:
-            self._steps.append(Step(f"store.{name}", began_ns, self._wall_ns()))
+            if name == "sync":
+                self.sync.observe(self._clock.monotonic_ns() - began_ns)
+            if wall_ns is not None:
+                self._steps.append(Step(f"store.{name}", since_ns, wall_ns()))
 
 
 def _failure(problem: BaseException) -> StoreError:

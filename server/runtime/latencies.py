@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..core.histogram import LATENCY_BOUNDS_NS, Histogram
+from ...proto.limits import LATENCY_BOUNDS_NS
+from ..core.histogram import Histogram
 from .clock import Clock
 
 

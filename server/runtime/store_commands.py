@@ -52,6 +52,14 @@ class StoreOrders:
         """How long commits take, in nanoseconds."""
         return {tier: committer.latency for tier, committer in self._committers.items()}
 
+    def syncs(self) -> dict[Tier, Histogram]:
+        """How long devices take to make the payloads of a commit durable, in nanoseconds."""
+        return {
+            tier: committer.sync
+            for tier, committer in self._committers.items()
+            if self._stores[tier].blocking
+        }
+
     def time_steps(self, wall_ns: Callable[[], int]) -> None:
         """Have each result of a commit say when its steps were, by `wall_ns`."""
         for committer in self._committers.values():

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from hashlib import sha256
 
 from prefixd.client import Client, SaveItem, Tier
 from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.client.lab.generate import generate
+from prefixd.client.lab.live import LiveOptions, LiveReplay
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from tests.support.daemon import eventually, private_daemon
 
 LABELS = ("llama", "qwen")
+#: Of those that are absent, the reasons that name a tier.
+LEFT = {"evicted", "deleted", "damaged", "replaced"}
 BLOCK_TOKENS = 16
 WHILE_IT_IS_DOWN = 10
 
@@ -48,13 +53,26 @@ def clients_of(daemon: PrivateDaemon) -> Iterator[dict[str, Client]]:
         yield made
 
 
+def assert_each_is_one_thing(told: pb.Usage) -> None:
+    """A look-up is a hit, a miss of another reason, absent from one tier, or absent and in none."""
+    assert sum(told.misses.values()) == told.lookups - told.hits
+    assert sum(told.absent_because.values()) == told.misses["absent"]
+    left: Counter[str] = Counter()
+    for tier in told.tiers:
+        left.update(tier.absent_because)
+    assert left == {why: n for why, n in told.absent_because.items() if why in LEFT}
+    others = sum(n for why, n in told.misses.items() if why != "absent")
+    in_no_tier = sum(n for why, n in told.absent_because.items() if why not in LEFT)
+    assert told.lookups == told.hits + others + left.total() + in_no_tier
+
+
 def assert_they_add_up(daemon: PrivateDaemon, clients: dict[str, Client], prompts: int) -> None:
     """In the daemon, for each label, and equal to what its clients say."""
     for label, client in clients.items():
         eventually(lambda label=label: usage(daemon, label).lookups == prompts)  # type: ignore[misc]
         told, counted = usage(daemon, label), client.counters
         assert 0 < told.hits == counted["hits"] < counted["lookups"] == prompts
-        assert sum(told.misses.values()) == told.lookups - told.hits
+        assert_each_is_one_thing(told)
         assert {why: n for why, n in counted["misses"].items() if n} == dict(told.misses)
         by_tier = {Tier(tier.tier).label: tier.hit_tokens for tier in told.tiers}
         assert {tier: n for tier, n in counted["hit_tokens_by_tier"].items() if n} == by_tier
@@ -87,3 +105,24 @@ def test_the_misses_add_up_for_each_label_and_tier_through_a_restart() -> None:
         assert_they_add_up(daemon, clients, 50 + WHILE_IT_IS_DOWN)
         for label in LABELS:
             assert usage(daemon, label).misses["unavailable"] == WHILE_IT_IS_DOWN
+
+
+def test_a_live_replay_adds_up_before_and_after_a_restart() -> None:
+    """With evictions in every tier, and in the daemon's numbers what the replay has counted."""
+    requests = list(generate("multi-turn", requests=400, seed=12, block_tokens=512))
+    with private_daemon(ram="256KiB", shm="256KiB", disk="512KiB") as daemon:
+        for part in (requests[:200], requests[200:]):
+            totals = LiveReplay(
+                part, LiveOptions(daemon.address, workers=2, tiers=tuple(Tier))
+            ).run()
+            assert totals.mismatches == 0
+            looked = sum(bool(request.hash_ids) for request in part)
+            eventually(lambda looked=looked: usage(daemon, "default").lookups == looked)  # type: ignore[misc]
+            told = usage(daemon, "default")
+            assert_each_is_one_thing(told)
+            assert told.lookup_tokens == totals.prompt_tokens
+            assert told.restored_tokens == totals.hit_tokens > 0
+            with daemon.admin() as admin:
+                assert all(tier.evictions for tier in admin.stats().tiers)
+            daemon.stop()
+            daemon.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -11,7 +10,7 @@ import pytest
 
 from prefixd.client import AsyncClient, Client, SaveItem, SaveReason, Tier
 from prefixd.proto.keys import Key
-from tests.support.daemon import eventually, private_daemon
+from tests.support.daemon import eventually, metrics_of, private_daemon
 
 SOURCE = """
 from pathlib import Path
@@ -35,8 +34,7 @@ def test_an_engine_hears_it_and_it_ends(tmp_path: Path, monkeypatch: pytest.Monk
     with private_daemon(*flags) as daemon, Client(daemon.address) as client:
         client.save_many([SaveItem(Key(bytes([1]) * 32), b"bytes", 5)], tier=Tier.RAM)
         assert not client.under_pressure
-        (line,) = (line for line in daemon.log.read_text().splitlines() if '"metrics"' in line)
-        metrics = f"http://{json.loads(line)['address']}/metrics"
+        metrics = f"http://{metrics_of(daemon)}/metrics"
 
         # Written whole: the daemon may read at any moment.
         (tmp_path / "next").write_text("99")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import socket
@@ -62,6 +63,12 @@ def temporary_directories() -> Iterator[tuple[Path, Path]]:
     finally:
         shutil.rmtree(directory)
         shutil.rmtree(shm_directory)
+
+
+def metrics_of(daemon: PrivateDaemon) -> str:
+    """Where its metrics are, `host:port`, as its last start said."""
+    lines = [line for line in daemon.log.read_text().splitlines() if '"metrics"' in line]
+    return str(json.loads(lines[-1])["address"])
 
 
 def problems_of(admin: AdminConnection) -> list[str]:

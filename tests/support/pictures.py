@@ -8,7 +8,6 @@ writes `top.svg` (`prefixctl top`) and, where there is Chromium, `page.png` and 
 from __future__ import annotations
 
 import io
-import json
 import sys
 import tempfile
 import threading
@@ -31,7 +30,7 @@ from prefixd.client.lab.generate import generate
 from prefixd.client.lab.worker import LiveOptions, Replayer
 from prefixd.proto.vocabulary import Tier
 from tests.support.chromium import browser, find_chromium
-from tests.support.daemon import private_daemon
+from tests.support.daemon import metrics_of, private_daemon
 
 BUDGETS = {"ram": "192MiB", "shm": "160MiB", "disk": "256MiB"}
 #: By label: requests until it begins again, and the pause between two of them.
@@ -92,13 +91,12 @@ def work(address: str, label: str, stop: threading.Event) -> None:
 
 
 def draw_page(daemon: PrivateDaemon, chromium: str, directory: Path) -> None:
-    (line,) = (line for line in daemon.log.read_text().splitlines() if '"metrics"' in line)
     with ExitStack() as stack:
         profile = stack.enter_context(tempfile.TemporaryDirectory())
         tab = stack.enter_context(browser(chromium, Path(profile)))
         for name, dark in (("page.png", False), ("page-dark.png", True)):
             tab.size(1080, 700, dark=dark)
-            tab.open(f"http://{json.loads(line)['address']}/")
+            tab.open(f"http://{metrics_of(daemon)}/")
             tab.until(f"Number(document.documentElement?.dataset.looks) >= {LOOKS}")
             tab.draw(directory / name)
 

@@ -385,9 +385,10 @@ class Outside:
         workers = method.containing_service.name == "Cache"
         return self.channel if workers else self.admin_channel
 
-    async def open(self, name: str = "tester") -> OpenSession:
+    async def open(self, name: str = "tester", label: str = "") -> OpenSession:
         call = self.cache.Session()
-        await call.write(pb.SessionRequest(hello=pb.Hello(client_name=name, pid=1, host="here")))
+        hello = pb.Hello(client_name=name, pid=1, host="here", label=label)
+        await call.write(pb.SessionRequest(hello=hello))
         first = await call.read()
         return OpenSession(self, call, first.welcome)
 

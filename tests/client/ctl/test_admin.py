@@ -169,6 +169,11 @@ def test_claims_and_sessions_name_their_owners(
         assert claim["lease_left_ms"] > 0
         (session,) = run_json(daemon, "sessions")["sessions"]
         assert session["claims"] == 1
+        assert session["saves"] == 3 * PER_TIER
+        assert session["saved_bytes"] == 3 * PER_TIER * 4096
+        assert session["per_second"]["saves"] > 0
+        (session,) = run_json(daemon, "sessions", "--every", "1ms")["sessions"]
+        assert session["per_second"]["saves"] == 0, "none between the two looks"
         assert "tester" in run(daemon, "claims").stdout
         assert "tester" in run(daemon, "sessions").stdout
         pinned = run_json(daemon, "ls", "--tier", "ram", "--limit", "0")["tiers"][0]["entries"]

@@ -20,6 +20,8 @@ def usage(scale: int) -> pb.Usage:
         misses={"absent": 2 * scale, "slow": scale},
         lookup_tokens=1000 * scale,
         restored_tokens=500 * scale,
+        restore_times=[scale, *[0] * 16, 2 * scale],
+        restore_ns=10**9 * scale,
         tiers=[
             pb.TierUsage(
                 tier=pb.TIER_RAM, hit_tokens=800 * scale, restored_bytes={"copy": 2**20 * scale}
@@ -81,6 +83,15 @@ def test_all_of_it_is_there_at_every_width(width: int) -> None:
         "disk arena: smaller", "oldest claims", "1m1s",
     ):  # fmt: skip
         assert words in text, words
+
+
+def test_restores_are_those_in_between() -> None:
+    board = Board("x")
+    board.take(sample(1), [], 10.0)
+    board.take(sample(3), [], 14.0)
+    between = board.between().usage["llama-3-70b"]
+    assert list(between.restore_times) == [2, *[0] * 16, 4]
+    assert between.restore_ns == 2 * 10**9
 
 
 def test_before_the_second_sample_there_are_no_rates() -> None:

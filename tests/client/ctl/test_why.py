@@ -62,5 +62,7 @@ def test_misses_are_told_apart(daemon: PrivateDaemon) -> None:
     with daemon.admin() as admin:
         usage = eventually(lambda: admin.stats().usage.get("misser"))
     assert dict(usage.absent_because) == {"evicted": 2, "never_saved": 1}
+    by_tier = {tier.tier: dict(tier.absent_because) for tier in usage.tiers if tier.absent_because}
+    assert by_tier == {Tier.SHM: {"evicted": 2}}
     said = run(daemon, "stats")
-    assert "evicted 66.7 %, never saved 33.3 % (of 3 whose keys are known)" in said
+    assert "evicted 66.7 % (shm 66.7 %), never saved 33.3 % (of 3 whose keys are known)" in said

@@ -128,6 +128,8 @@ def test_the_misses_by_reason_add_up(
     assert misses["absent"] > 0
     assert after.lookup_tokens - before.lookup_tokens == totals.prompt_tokens
     assert after.restored_tokens - before.restored_tokens == totals.hit_tokens > 0
+    restores = sum(after.restore_times) - sum(before.restore_times)
+    assert restores == after.hits - before.hits, "each hit is restored at once"
     found = [sum(t.hit_tokens for t in usage.tiers) for usage in (before, after)]
     assert found[1] - found[0] >= totals.hit_tokens, "what left before it was read was found, too"
     path = "copy" if in_place else "stream"

@@ -13,6 +13,7 @@ from prefixd.client.lab import charts
 from prefixd.client.lab.page import SCRIPT, STYLE
 from prefixd.client.lab.report import count, render_report, value_at
 from prefixd.proto.units import format_bytes, percent
+from tests.support.chromium import browser, find_chromium
 from tests.support.page import Page
 
 Json = dict[str, Any]
@@ -244,6 +245,28 @@ def test_the_chart_as_a_file_of_its_own() -> None:
     assert "#0b62a8" in picture
     assert "#62b5f5" not in picture, "the colours are those on white"
     assert charts.curve_picture(data) == picture
+
+
+@pytest.mark.parametrize(("width", "scrolls"), [(400, True), (1280, False)])
+def test_a_table_that_scrolls_says_so(tmp_path: Path, width: int, scrolls: bool) -> None:
+    """On a phone; the page itself scrolls sideways nowhere."""
+    chromium = find_chromium()
+    if chromium is None:
+        pytest.skip("needs Chromium")
+    path = tmp_path / "report.html"
+    path.write_text(render_report(report_data()), encoding="utf-8")
+    with browser(chromium, tmp_path / "profile") as tab:
+        tab.size(width, 900)
+        tab.open(path.as_uri())
+        tab.until("document.readyState == 'complete'")
+        said = "[...document.querySelectorAll('p.more')].map((p) => !p.hidden)"
+        wider = (
+            "[...document.querySelectorAll('div.scroll')].map((d) => d.scrollWidth > d.clientWidth)"
+        )
+        tab.until(f"JSON.stringify({said}) == JSON.stringify({wider})")
+        assert any(tab.evaluate(said)) is scrolls
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        assert not tab.logged
 
 
 def test_the_report_in_chromium(tmp_path: Path) -> None:

@@ -161,6 +161,42 @@ async def test_sessions_say_how_much_they_hold(tmp_path: Path) -> None:
             2,
         )
         assert (listed.age_ms, listed.heartbeat_age_ms) == (1_000, 1_000)
+        assert (listed.saves, listed.saved_bytes) == (1, len(DATA)), "what is not there yet is none"
         await session.beat()
         (listed,) = (await answer(daemon.admin.ListSessions(pb.ListSessionsRequest()))).sessions
         assert (listed.age_ms, listed.heartbeat_age_ms) == (1_000, 0)
+
+
+@in_loop
+async def test_a_client_names_no_commands_for_a_terminal(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        await daemon.open("a\x1b[2J\u202e\nb\x07 [red]\u00e9")
+        (listed,) = (await answer(daemon.admin.ListSessions(pb.ListSessionsRequest()))).sessions
+        assert listed.owner == "a?[2J??b? [red]\u00e9 (pid 1 on here)"
+
+
+@in_loop
+async def test_sessions_say_what_they_did_each_for_itself(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        session, idle = await daemon.open("busy", label="llama"), await daemon.open("idle")
+        tier = pb.TierUsage(tier=pb.TIER_SHM, restored_bytes={"view": 5, "copy": 6, "stream": 7})
+        told = pb.Usage(lookups=3, hits=1, misses={"absent": 2}, tiers=[tier])
+        told.restore_times[:] = [1] * 18
+        for sequence in (1, 2):
+            await session.say(heartbeat=pb.Heartbeat(sequence=sequence, usage=told))
+        await session.beat(3)
+
+        async def listed() -> dict[str, pb.SessionDetail]:
+            found = await answer(daemon.admin.ListSessions(pb.ListSessionsRequest()))
+            return {each.owner.split()[0]: each for each in found.sessions}
+
+        busy = (await listed())["busy"]
+        assert (busy.label, busy.lookups, busy.hits) == ("llama", 6, 2)
+        assert (busy.restores, busy.restored_bytes) == (36, 36)
+        assert (await listed())["idle"].lookups == 0
+        await session.close()
+        await daemon.until(lambda: len(daemon.tables.sessions) == 1)
+        assert list(daemon.front.sessions.usage.sessions) == [idle.number], "nothing is left of it"
+        again = await daemon.open("again", label="llama")
+        assert again.number
+        assert (await listed())["again"].lookups == 0

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from prefixd.proto.entry import EntryRecord
+from prefixd.proto.limits import LATENCY_BOUNDS_NS
 from prefixd.proto.vocabulary import SaveReason, SaveStatus, Tier
 from prefixd.server.api import metrics
 from prefixd.server.api.metrics import StateCollector, counters_dict
@@ -32,7 +33,7 @@ from prefixd.server.core.events import (
     TierState,
     WriteStopped,
 )
-from prefixd.server.core.histogram import LATENCY_BOUNDS_NS, Histogram
+from prefixd.server.core.histogram import Histogram
 from prefixd.server.core.tables import Counters, TierCounters
 from prefixd.server.runtime.clock import Clock
 from prefixd.server.runtime.latencies import Latencies

@@ -7,6 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from http.client import HTTPConnection
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from prefixd.server.api.page import FRESH_S, Board, NoSample, load_page, status_
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
 from tests.support.chromium import Browser, browser, find_chromium
-from tests.support.daemon import eventually, private_daemon
+from tests.support.daemon import eventually, metrics_of, private_daemon
 from tests.support.running import in_loop
 
 ANYWHERE = "127.0.0.1:0"
@@ -157,17 +158,20 @@ async def test_the_headers_let_nothing_in() -> None:
 @in_loop
 async def test_whoever_says_nothing_keeps_nobody_out() -> None:
     board = Board(cast(AdminService, Looked()))
-    with serve_metrics(ANYWHERE, collector(), board) as address:
+    with serve_metrics(ANYWHERE, collector(), board) as address, ExitStack() as stack:
         silent = [HTTPConnection(address, timeout=30) for _ in range(MAX_CONNECTIONS + 5)]
         for connection in silent:
+            stack.callback(connection.close)
             connection.connect()
         status, _, _ = await asyncio.to_thread(get, address, "/healthz")
         assert status == 200
         assert silent[0].sock.recv(1) == b"", "the oldest were closed"
-        serving = [t for t in threading.enumerate() if "process_request" in t.name]
-        assert len(serving) <= MAX_CONNECTIONS + 1
-        for connection in silent:
-            connection.close()
+        # Their threads end a moment later.
+        await asyncio.to_thread(eventually, lambda: serving_threads() <= MAX_CONNECTIONS)
+
+
+def serving_threads() -> int:
+    return sum("process_request" in thread.name for thread in threading.enumerate())
 
 
 def test_nothing_of_the_page_comes_from_elsewhere() -> None:
@@ -205,19 +209,21 @@ def test_no_key_and_no_secret_is_in_a_sample() -> None:
 def daemon() -> Iterator[tuple[PrivateDaemon, str]]:
     """One that has something to show: hits, misses, evictions, a claim, and odd names."""
     flags = ("--server.metrics=127.0.0.1:0", "--sessions.heartbeat=2s")
-    with private_daemon(*flags, ram="1MiB") as made:
-        (line,) = (line for line in made.log.read_text().splitlines() if '"metrics"' in line)
-        with Client(made.address, name=NASTY, label="a-" + "long" * 12) as client:
-            for tier in Tier:
-                for number in range(40):
-                    key = Key(bytes([tier, number]) * 16)
-                    client.save_many([SaveItem(key, b"x" * 65536, 512)], tier=tier)
-            with client.claim([Key(bytes([Tier.RAM, 39]) * 16)]) as hit, Client(made.address) as by:
-                assert hit
-                assert not by.claim([SECRET_KEY])
-                with made.admin() as admin:
-                    eventually(lambda: "default" in admin.stats().usage)
-                yield made, json.loads(line)["address"]
+    label = "a-" + "long" * 12
+    with (
+        private_daemon(*flags, ram="1MiB") as made,
+        Client(made.address, name=NASTY, label=label) as client,
+    ):
+        for tier in Tier:
+            for number in range(40):
+                key = Key(bytes([tier, number]) * 16)
+                client.save_many([SaveItem(key, b"x" * 65536, 512)], tier=tier)
+        with client.claim([Key(bytes([Tier.RAM, 39]) * 16)]) as hit, Client(made.address) as by:
+            assert hit
+            assert not by.claim([SECRET_KEY])
+            with made.admin() as admin:
+                eventually(lambda: "default" in admin.stats().usage)
+            yield made, metrics_of(made)
 
 
 @pytest.fixture(scope="module")

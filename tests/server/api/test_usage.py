@@ -16,7 +16,13 @@ from prefixd.proto.limits import MAX_LABELS, MAX_REPORTED, MAX_TOLD_MISSES
 from prefixd.proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
 from prefixd.server.api import usage as subject
 from prefixd.server.api.metrics import StateCollector
-from prefixd.server.api.usage import UsageBook, check_usage
+from prefixd.server.api.usage import (
+    LabelUsage,
+    SessionUsage,
+    UsageBook,
+    bounded,
+    check_usage,
+)
 from prefixd.server.core.journal import Happening, Journal
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
@@ -38,7 +44,8 @@ def test_what_a_client_counts_arrives() -> None:
     counters.failure(MissReason.LOST)
     counters.restored(entries[:2], "copy")
     counters.viewed(entries[2:])
-    counters.restored_run(30)
+    counters.restore(30, 60_000)
+    counters.restore(0, 3 * 10**12)
     counters.saves([SaveOutcome(KEY, SaveStatus.NO_ROOM)], [7], [(Tier.RAM, SaveReason.FINISH)])
     report = counters.take_report()
     assert not counters.take_report().amounts, "it is told once"
@@ -49,6 +56,9 @@ def test_what_a_client_counts_arrives() -> None:
     assert book.of("m").message() == message
     assert message.lookups == 2
     assert (message.lookup_tokens, message.restored_tokens) == (95, 30)
+    assert list(message.restore_times) == [0, 1, *[0] * 15, 1]
+    assert message.restore_ns == 3 * 10**12 + 60_000
+    assert counters.snapshot()["restores"] == 2
     assert dict(message.misses) == {"slow": 1}
     assert sum(tier.hit_tokens for tier in message.tiers) == 60
 
@@ -70,6 +80,9 @@ TIER = {"tier": pb.TIER_RAM}
         {**GOOD, "absent": [{"keys": [KEY[:8]]}]},
         {**GOOD, "absent": [{}]},
         {**GOOD, "absent_because": {"evicted": 1}},
+        {**GOOD, "restore_times": [1]},
+        {**GOOD, "restore_times": [0] * 17 + [MAX_REPORTED + 1]},
+        {**GOOD, "restore_ns": MAX_REPORTED + 1},
         {**GOOD, "tiers": [{"hit_tokens": 1}]},
         {**GOOD, "tiers": [{**TIER, "hit_tokens": 1}]},
         {**GOOD, "tiers": [{**TIER, "restored_bytes": {"air": 1}}]},
@@ -95,8 +108,10 @@ def test_the_journal_says_why_what_was_looked_for_is_absent() -> None:
         (Happening.SAVED, again),
     ):
         journal.note(what, key, Tier.RAM, SaveReason.COLD, 1)
+    gone = Key(bytes([5]) * 32)
+    journal.note(Happening.EVICTED_BY_RESIZE, gone, Tier.DISK, SaveReason.COLD, 1)
     counters = Counters()
-    for keys in ([evicted], [deleted], [again], [never], [never, evicted], [never, again]):
+    for keys in ([evicted], [deleted], [again], [never], [never, gone], [never, again]):
         counters.miss(MissReason.ABSENT, 1, keys)
     counters.miss(MissReason.SLOW, 1, [evicted])
     report = counters.take_report()
@@ -105,7 +120,12 @@ def test_the_journal_says_why_what_was_looked_for_is_absent() -> None:
     assert len(usage.absent) == 6
     book = UsageBook().of("m")
     book.judge(usage.absent, journal)
-    assert dict(book.message().absent_because) == {"evicted": 2, "deleted": 1, "never_saved": 3}
+    told = book.message()
+    assert dict(told.absent_because) == {"evicted": 2, "deleted": 1, "never_saved": 3}
+    by_tier = {tier.tier: dict(tier.absent_because) for tier in told.tiers}
+    assert by_tier == {pb.TIER_RAM: {"evicted": 1, "deleted": 1}, pb.TIER_DISK: {"evicted": 1}}
+    with pytest.raises(MalformedMessage):
+        check_usage(pb.Usage(tiers=told.tiers))
     for number in range(200):
         other = Key(number.to_bytes(32, "big"))
         journal.note(Happening.SAVED, other, Tier.RAM, SaveReason.COLD, 1)
@@ -113,7 +133,34 @@ def test_the_journal_says_why_what_was_looked_for_is_absent() -> None:
     assert book.absent_because["not_remembered"] == 1
     for _ in range(2 * MAX_TOLD_MISSES):
         counters.miss(MissReason.ABSENT, 1, [never])
-    assert len(check_usage(counters.take_report().message()).absent) == MAX_TOLD_MISSES
+    many = check_usage(counters.take_report().message())
+    assert len(many.absent) == MAX_TOLD_MISSES
+    book.add(many)
+    assert book.absent_because["not_told"] == MAX_TOLD_MISSES, "the others"
+
+
+def test_a_client_that_lies_again_and_again_hides_nothing_from_operators() -> None:
+    """Its sums would not fit into a message any more."""
+    most = MAX_REPORTED
+    saved = pb.SavedUsage(reason=pb.SAVE_REASON_COLD, outcome="saved", entries=most)
+    paths = dict.fromkeys(PATHS, most)
+    tiers = [
+        pb.TierUsage(
+            tier=pb.Tier.ValueType(tier), hit_entries=most, restored_bytes=paths, saves=[saved]
+        )
+        for tier in Tier
+    ]
+    told = pb.Usage(
+        lookups=most, misses={"slow": most}, failures={"slow": most}, lookup_tokens=most
+    )
+    told.tiers.extend(tiers)
+    label, session = LabelUsage(), SessionUsage()
+    for _ in range(2**16 + 1):
+        label.add(told)
+        session.add(told)
+    assert label.scalars["lookups"] > 2**64
+    assert pb.StatsResponse(usage={"a": label.message()}).usage["a"].lookups == 2**57
+    assert bounded(session.restored_bytes) == 2**57
 
 
 def test_labels_are_bounded() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from prefixd.server.core.histogram import AGE_BOUNDS_NS, LATENCY_BOUNDS_NS, Histogram
+from prefixd.proto.limits import LATENCY_BOUNDS_NS
+from prefixd.server.core.histogram import AGE_BOUNDS_NS, Histogram
 
 MINUTE, HOUR, DAY = 60, 3_600, 86_400
 

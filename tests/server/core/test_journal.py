@@ -39,7 +39,8 @@ def test_against_a_deque() -> None:
         known = [what for k, _, what, _ in model if k == probed]
         left = [what for what in known if what is not Happening.SAVED]
         expected_fate = left[-1] if left else Happening.SAVED if known else None
-        assert journal.fate(probed) is expected_fate
+        fate = journal.fate(probed)
+        assert (fate and fate.what) is expected_fate
 
 
 def test_a_bucket_of_many_costs_a_bounded_walk() -> None:
@@ -49,7 +50,9 @@ def test_a_bucket_of_many_costs_a_bounded_walk() -> None:
     keys = [Key(number.to_bytes(32, "little")) for number in range(1000)]
     for number, some in enumerate(keys):
         journal.note(Happening.SAVED, some, Tier.RAM, SaveReason.COLD, number)
-    assert journal.fate(keys[999]) is Happening.SAVED
+    last = journal.fate(keys[999])
+    assert last is not None
+    assert last.what is Happening.SAVED
     assert journal.fate(keys[5]) is None, "too far back"
 
 

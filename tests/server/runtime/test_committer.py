@@ -457,3 +457,17 @@ async def test_a_save_that_a_store_refuses_is_told_so_and_leaves_nothing(
         assert (await daemon.admin.Stats(pb.StatsRequest())).health == "serving"
         assert await session.restore(key(1)) == DATA
         await daemon.assert_idle()
+
+
+@in_loop
+async def test_the_device_is_timed_apart(tmp_path: Path) -> None:
+    """Its sync, and only where there is one: shm has none."""
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        for tier in Tier:
+            assert await session.save({key(tier): DATA}, tier) == [pb.SAVE_STATUS_SAVED]
+        orders = daemon.core.orders
+        assert orders.syncs().keys() == {Tier.DISK}
+        sync, commit = orders.syncs()[Tier.DISK], orders.latencies()[Tier.DISK]
+        assert sum(sync.counts) == sum(commit.counts) == 1
+        assert sync.total <= commit.total

@@ -1,0 +1,137 @@
+"""A real Prometheus, in a process and a directory of its own, that scrapes one daemon."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlencode
+
+from tests.support.daemon import WITHIN_S, eventually
+from tests.support.redis_servers import free_ports
+
+PROGRAM: Final = "prometheus"
+#: Points of an answer; Prometheus gives no more than 11,000.
+_MOST_POINTS: Final = 10_000
+_LEAST_STEP_S: Final = 0.1
+#: Another process may have taken the port that was free.
+_TRIES: Final = 5
+
+_CONFIG: Final = """
+global:
+  scrape_interval: 1s
+  scrape_timeout: 1s
+  evaluation_interval: 1s
+rule_files: [{rules}]
+scrape_configs:
+  - job_name: prefixd
+    static_configs:
+      - targets: ["{target}"]
+"""
+
+
+class Prometheus:
+    """What it knows, by its HTTP API."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.started_s: Final = time.time()
+
+    def get(self, path: str, **parameters: object) -> Any:
+        """The data of an answer. Fails on what Prometheus calls an error."""
+        connection = HTTPConnection("127.0.0.1", self._port, timeout=WITHIN_S)
+        try:
+            connection.request("GET", f"/api/v1/{path}?{urlencode(parameters)}")
+            answer = json.loads(connection.getresponse().read())
+        finally:
+            connection.close()
+        assert answer["status"] == "success", (parameters, answer)
+        assert not answer.get("warnings"), (parameters, answer)
+        return answer["data"]
+
+    def now(self, expression: str) -> list[float]:
+        """The values of all series of an expression at this moment."""
+        found = self.get("query", query=expression)
+        return [float(series["value"][1]) for series in found["result"]]
+
+    def since_the_start(self, expression: str) -> list[float]:
+        """The values of all series at all moments since it was started. Every scrape is there."""
+        end_s = time.time()
+        step_s = max(_LEAST_STEP_S, (end_s - self.started_s) / _MOST_POINTS)
+        found = self.get(
+            "query_range", query=expression, start=self.started_s, end=end_s, step=step_s
+        )
+        return [float(value) for series in found["result"] for _, value in series["values"]]
+
+    def saw(self, metric: str) -> bool:
+        """Was it above zero in any scrape?"""
+        return any(self.now(f"max_over_time({metric}[1h]) > 0"))
+
+    def scraped_since(self, moment_s: float) -> bool:
+        """Was the daemon, at or after this Unix time?"""
+        found = self.now("timestamp(prefixd_healthy)")
+        return bool(found) and min(found) >= moment_s and not any(map(math.isnan, found))
+
+
+@contextmanager
+def prometheus(target: str, rules: Path) -> Iterator[Prometheus]:
+    """One that scrapes `target` every second and evaluates `rules`."""
+    with tempfile.TemporaryDirectory(prefix="pd-prometheus-") as made:
+        directory = Path(made)
+        config = directory / "prometheus.yml"
+        config.write_text(_CONFIG.format(rules=rules, target=target))
+        process, port = _started(directory, config)
+        try:
+            one = Prometheus(port)
+            eventually(lambda: one.now("up == 1"))
+            yield one
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _started(directory: Path, config: Path) -> tuple[subprocess.Popen[bytes], int]:
+    program = shutil.which(PROGRAM)
+    assert program is not None
+    log = directory / "log"
+    for _ in range(_TRIES):
+        (port,) = free_ports(1)
+        process = _start(
+            (
+                program,
+                f"--config.file={config}",
+                f"--storage.tsdb.path={directory / 'data'}",
+                f"--web.listen-address=127.0.0.1:{port}",
+            ),
+            log,
+        )
+        if eventually(lambda process=process, port=port: _state_of(process, port)) == "ready":  # type: ignore[misc]
+            return process, port
+    raise AssertionError(log.read_text())
+
+
+def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+
+
+def _state_of(process: subprocess.Popen[bytes], port: int) -> str:
+    """`ready`, `ended`, or nothing yet."""
+    if process.poll() is not None:
+        return "ended"
+    connection = HTTPConnection("127.0.0.1", port, timeout=1)
+    try:
+        connection.request("GET", "/-/ready")
+        return "ready" if connection.getresponse().status == 200 else ""
+    except (OSError, HTTPException):
+        return ""
+    finally:
+        connection.close()
