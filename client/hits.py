@@ -235,18 +235,22 @@ class Reader:
             found = self._restore(hit, fitting_indices, fitting_targets, deadline_ms)
             for number, miss in zip(fitting, found, strict=True):
                 misses[number] = miss
-        return self._result(hit, indices, misses)
+        return self._result(hit, indices, misses, began_s)
 
     def _result(
-        self, hit: Hit, indices: Sequence[int], misses: Sequence[MissReason | None]
+        self,
+        hit: Hit,
+        indices: Sequence[int],
+        misses: Sequence[MissReason | None],
+        began_s: float,
     ) -> RestoreResult:
-        """Counted."""
+        """Counted, and timed since `began_s` of the clock."""
         entries = [hit.entries[index] for index in indices]
         counts = [hit.token_counts[index] for index in indices]
         result = restore_result(entries, counts, misses)
         if result.miss is not None:
             self._counters.failure(result.miss)
-        if asked:
+        if entries:
             run = tuple(indices[: result.run]) == tuple(range(result.run))
             took_ns = max(0, round(1e9 * (self._clock() - began_s)))
             self._counters.restore(result.token_count if run else 0, took_ns)
@@ -270,7 +274,7 @@ class Reader:
             miss if room else MissReason.WRONG_SIZE
             for miss, room in zip(restore.misses(stopped), restore.rooms, strict=True)
         ]
-        return self._result(hit, range(len(hit)), misses)
+        return self._result(hit, range(len(hit)), misses, restore.began_s)
 
     def _restore(
         self,

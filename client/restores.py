@@ -59,7 +59,8 @@ class Restore(Rooms):
         #: those of them that were copied in place and validated afterwards
         self._validated: set[int] = set()
         self._clock = clock
-        self._since_s = clock()
+        self.began_s: Final = clock()
+        self._since_s = self.began_s
         self._loaded: dict[Tier, tuple[int, float]] = {}
         #: Parts of different entries may come in two threads.
         self._finishing = threading.Lock()

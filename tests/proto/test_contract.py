@@ -73,6 +73,8 @@ COUNTS = {
     "requests",
     "unanswered",
     "refused",
+    "restores",
+    "restore_times",
 }
 NAMES = {
     "token_address",
