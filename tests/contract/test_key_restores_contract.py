@@ -59,6 +59,7 @@ def test_a_restore_of_keys_is_a_search_and_a_restore(
         "hit_entries": 4,
         "hit_tokens": 28,
         "lookup_tokens": 28,
+        "restores": 1,
         "restored_entries": 4,
         "restored_tokens": 28,
         "restored_bytes": sum(SIZES),
