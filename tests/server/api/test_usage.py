@@ -17,11 +17,16 @@ from prefixd.proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
 from prefixd.server.api import usage as subject
 from prefixd.server.api.metrics import StateCollector
 from prefixd.server.api.usage import UsageBook, check_usage
+from prefixd.server.core import entries
 from prefixd.server.core.journal import Happening, Journal
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
 
 KEY = Key(bytes(32))
+
+
+def saved(key: Key) -> entries.Entry:
+    return entries.Entry(key, 1, (), Tier.RAM, SaveReason.COLD, 1, 0, 1, 1, 0, 0, 0)
 
 
 def test_client_and_daemon_have_the_same_words() -> None:
@@ -94,7 +99,7 @@ def test_the_journal_says_why_what_was_looked_for_is_absent() -> None:
         (Happening.DELETED, deleted),
         (Happening.SAVED, again),
     ):
-        journal.note(what, key, Tier.RAM, SaveReason.COLD, 1)
+        journal.note(what, [saved(key)], 1)
     counters = Counters()
     for keys in ([evicted], [deleted], [again], [never], [never, evicted], [never, again]):
         counters.miss(MissReason.ABSENT, 1, keys)
@@ -108,7 +113,7 @@ def test_the_journal_says_why_what_was_looked_for_is_absent() -> None:
     assert dict(book.message().absent_because) == {"evicted": 2, "deleted": 1, "never_saved": 3}
     for number in range(200):
         other = Key(number.to_bytes(32, "big"))
-        journal.note(Happening.SAVED, other, Tier.RAM, SaveReason.COLD, 1)
+        journal.note(Happening.SAVED, [saved(other)], 1)
     book.judge([pb.AbsentMiss(keys=[never])], journal)
     assert book.absent_because["not_remembered"] == 1
     for _ in range(2 * MAX_TOLD_MISSES):
