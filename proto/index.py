@@ -134,6 +134,8 @@ _EXTENTS: Final = struct.Struct("<80xII")
 _PART: Final = struct.Struct("<72xQII")
 _GENERATION: Final = struct.Struct(f"<{GENERATION_OFFSET}xQ")
 _generation_of: Final = _GENERATION.unpack_from
+_pack_entry: Final = _ENTRY.pack
+_pack_u32: Final = _U32.pack
 _KEY_PART: Final = slice(KEY_BYTES)
 #: Walks along a chain that keeps changing before a key counts as absent.
 _TRIES: Final = 8
@@ -208,14 +210,16 @@ def pack_header(layout: Layout, incarnation: bytes, multiplier: int) -> bytes:
     return fields + _U32.pack(crc32c(fields))
 
 
-def pack_row(entry: Listed, continuation: int = 0) -> bytes:
-    """The row of an entry without its link. Raises struct.error for a number that has no room."""
-    location = entry.location
-    fields = _ENTRY.pack(
+def pack_row(entry: Listed, location: tuple[int, ...], continuation: int = 0) -> bytes:
+    """The row of an entry without its link. `location`: that of the entry, which takes a call to
+    find. Raises struct.error for a number that has no room."""
+    offset, length = location[:2] or (0, 0)
+    fields = _pack_entry(
         entry.key,
         entry.generation,
         entry.payload_bytes,
-        *(location[:2] or (0, 0)),
+        offset,
+        length,
         entry.token_count,
         entry.payload_crc32c,
         entry.token_ids_bytes,
@@ -225,7 +229,8 @@ def pack_row(entry: Listed, continuation: int = 0) -> bytes:
         len(location) // 2,
         continuation,
     )
-    return _checked(fields, EXTENTS if len(location) > 2 else ONE_EXTENT)
+    # Written out, without a call: it runs for every block that is saved.
+    return fields + _pack_u32(crc32c(fields) ^ (EXTENTS if len(location) > 2 else ONE_EXTENT))
 
 
 def pack_continuation(
@@ -234,11 +239,7 @@ def pack_continuation(
     """A row of at most `WORDS_PER_ROW` offsets and lengths, without its link."""
     padding = (0,) * (WORDS_PER_ROW - len(words))
     fields = _CONTINUATION.pack(*words, *padding, generation, position, continuation)
-    return _checked(fields, CONTINUATION)
-
-
-def _checked(fields: bytes, kind: int) -> bytes:
-    return fields + _U32.pack(crc32c(fields) ^ kind)
+    return fields + _pack_u32(crc32c(fields) ^ CONTINUATION)
 
 
 def unpack_row(row: bytes) -> IndexRow:

@@ -239,16 +239,17 @@ class Ledger:
         if self.extents is not None:
             self.extents.free(resident.location)
 
-    def publish(self, resident: Resident) -> None:
-        """A reservation becomes an entry: unpinned, and most recent."""
-        stored_bytes = resident.stored_bytes
-        self.reserved_bytes -= stored_bytes
-        self.reservations -= 1
-        self.published_bytes += stored_bytes
-        self.entries += 1
-        if self.shares is not None:
-            self.shares.charge(resident, 0, -1)
-        self.policy.unpin(resident)
+    def publish(self, residents: Sequence[Resident]) -> None:
+        """Reservations become entries: unpinned, and most recent, the last most of all."""
+        for resident in residents:
+            stored_bytes = resident.stored_bytes
+            self.reserved_bytes -= stored_bytes
+            self.reservations -= 1
+            self.published_bytes += stored_bytes
+            self.entries += 1
+            if self.shares is not None:
+                self.shares.charge(resident, 0, -1)
+            self.policy.unpin(resident)
 
     def adopt(self, resident: Resident) -> None:
         """What survived a restart, least recent first. The caller asked `admission`."""

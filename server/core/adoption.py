@@ -65,7 +65,7 @@ def recovered(
         t.adopted_ns = max(t.adopted_ns, entry.generation)
         entry.location = record.location
         ledger.adopt(entry)
-        transition.enter(entry)
+        transition.enter((entry,))
         counters.recovered_entries += 1
         counters.recovered_bytes += entry.payload_bytes
         transition.effects.append(IndexPut(entry))

@@ -68,9 +68,9 @@ class StopWriting:
 
 
 class SaveEnded(NamedTuple):
-    """How the save of a reservation ended, for whoever sends its bytes."""
+    """How the saves of reservations ended, all of them alike, for whoever sends their bytes."""
 
-    token: int
+    tokens: Sequence[int]
     outcome: SaveStatus
     why: str
 

@@ -78,6 +78,14 @@ class EntryTable(MutableMapping[Key, Entry]):
         shards = self.shards
         return [shards[hash(key) >> _SHIFT & _MASK].get(key) for key in keys]
 
+    def add(self, entries: Iterable[Entry]) -> None:
+        """Each under its key, which is not there yet."""
+        shards = self.shards
+        for entry in entries:
+            key = entry.key
+            shards[hash(key) >> _SHIFT & _MASK][key] = entry
+            self._count += 1
+
     def __contains__(self, key: object) -> bool:
         return key in self.shards[hash(key) >> _SHIFT & _MASK]
 

@@ -20,12 +20,13 @@ A record, 40 bytes, little-endian:
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from enum import IntEnum, StrEnum
 from struct import Struct
 from typing import Final, NamedTuple
 
-from ...proto.keys import Key
 from ...proto.vocabulary import SaveReason, Tier
+from .entries import Entry
 
 _RECORD: Final = Struct("<16sqIIBBB5x")
 RECORD_BYTES: Final = _RECORD.size
@@ -125,25 +126,25 @@ class Journal:
     def note(
         self,
         what: Happening,
-        key: Key,
-        tier: Tier,
-        reason: SaveReason,
+        entries: Iterable[Entry],
         now_ns: int,
         session: int = 0,
     ) -> None:
-        """Remember that. A save has to wait for it: half a microsecond, so that it takes no
-        attribute twice and no call more than it needs."""
-        most = self.most
+        """Remember that it happened to these, in this order. A save has to wait for it: half a
+        microsecond each, so that it takes no attribute twice and no call more than it needs."""
+        most, number = self.most, self.written
         if not most:
             return
-        number = self.written
-        self.written = number + 1
-        last, bucket = self._last, hash(key) & self._mask
-        # Of the key as much as fits is taken.
-        self._pack(
-            self._ring, number % most * 40, key, now_ns, session, last[bucket], what, tier, reason
-        )
-        last[bucket] = (number + 1) & _MASK_32
+        pack, ring, last, mask = self._pack, self._ring, self._last, self._mask
+        for entry in entries:
+            key = entry.key
+            bucket = hash(key) & mask
+            place = number % most * 40
+            # Of the key as much as fits is taken.
+            pack(ring, place, key, now_ns, session, last[bucket], what, entry.tier, entry.reason)
+            number += 1
+            last[bucket] = number & _MASK_32
+        self.written = number
 
     def of(self, beginning: bytes) -> list[Happened]:
         """What happened to keys that begin so, the oldest first. Looks at everything, a millisecond

@@ -6,7 +6,9 @@ wakes the requests that wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 
 from ...proto.errors import LimitReached, UnknownReservation, UnknownSession, UnknownTier
 from ...proto.vocabulary import SaveStatus, Tier
@@ -53,6 +55,8 @@ _SEALED, _REFUSED, _COMMITTED = Signal.SEALED, Signal.REFUSED, Signal.COMMITTED
 _DOOMED, _GONE, _SAVED = Stage.DOOMED, Stage.GONE, SaveStatus.SAVED
 _NOTED = Happening.SAVED
 _FITS, _AFTER_EVICTION = Admission.FITS, Admission.AFTER_EVICTION
+
+_batch_of = attrgetter("batch")
 
 #: payload bytes, token id bytes -> what the tier's budget is charged
 Footprint = Callable[[int, int], int]
@@ -322,6 +326,8 @@ def sealed(transition: Transition, event: WriteSealed, blocking: frozenset[Tier]
     """Bytes are complete: publish those that are what the client sent."""
     commits: dict[Tier, list[int]] = {}
     reservations = transition.tables.reservations
+    #: to be published, with nothing between them that others have to be told first
+    whole: list[Reservation] = []
     for token, crc32c, expected in zip(
         event.tokens, event.crc32c, event.expected_crc32c, strict=True
     ):
@@ -329,19 +335,23 @@ def sealed(transition: Transition, event: WriteSealed, blocking: frozenset[Tier]
         was = reservation.stage
         signal = _SEALED if crc32c == expected else _REFUSED
         now = reservation.stage = NEXT_STAGE[was, signal]
-        if was is _DOOMED:
-            _end(transition, reservation, SaveStatus.LOST, "the reservation was lost meanwhile")
-        elif now is _GONE:
-            transition.tables.counters.crc_mismatches += 1
-            why = f"the bytes that arrived have CRC32C {crc32c:08x}, {expected:08x} was sent"
-            _end(transition, reservation, SaveStatus.CRC_MISMATCH, why)
-        else:
+        if now is not _GONE:
             entry = reservation.entry
             entry.payload_crc32c = crc32c
             if entry.tier in blocking:
                 commits.setdefault(entry.tier, []).append(token)
             else:
-                _publish(transition, reservation)
+                whole.append(reservation)
+            continue
+        _publish_all(transition, whole)
+        whole = []
+        if was is _DOOMED:
+            _end(transition, reservation, SaveStatus.LOST, "the reservation was lost meanwhile")
+        else:
+            transition.tables.counters.crc_mismatches += 1
+            why = f"the bytes that arrived have CRC32C {crc32c:08x}, {expected:08x} was sent"
+            _end(transition, reservation, SaveStatus.CRC_MISMATCH, why)
+    _publish_all(transition, whole)
     for tier, tokens in commits.items():
         transition.effects.append(Commit(tier, tuple(tokens)))
 
@@ -359,8 +369,8 @@ def stopped(transition: Transition, event: WriteStopped) -> None:
 
 
 def committed(transition: Transition, event: Committed) -> None:
-    for token in event.tokens:
-        _publish(transition, transition.tables.reservations[token])
+    reservations = transition.tables.reservations
+    _publish_all(transition, [reservations[token] for token in event.tokens])
 
 
 def commit_failed(transition: Transition, event: CommitFailed) -> None:
@@ -375,60 +385,76 @@ def commit_failed(transition: Transition, event: CommitFailed) -> None:
 # ---- ends
 
 
-def _publish(transition: Transition, reservation: Reservation) -> None:
-    t = transition.tables
-    reservation.stage = NEXT_STAGE[reservation.stage, _COMMITTED]
-    entry = reservation.entry
-    entry.last_used_ns = t.stamp(transition.now_ns)
-    t.ledgers[entry.tier].publish(entry)
-    t.journal.note(
-        _NOTED, entry.key, entry.tier, entry.reason, transition.now_ns, reservation.session
-    )
-    counters = t.tier_counters[entry.tier]
-    counters.saves += 1
-    counters.saved_bytes += entry.payload_bytes
-    transition.effects.append(IndexPut(entry, reservation.parent))
-    _settle(transition, reservation, _SAVED, "")
+def _publish_all(transition: Transition, reservations: Sequence[Reservation]) -> None:
+    """What was saved is there for everybody, in this order."""
+    for batch, some in groupby(reservations, _batch_of):
+        _publish(transition, batch, list(some))
+
+
+def _publish(transition: Transition, batch: SaveBatch, reservations: Sequence[Reservation]) -> None:
+    """The same, of one batch: for one tier, of one session."""
+    # With few calls: it runs for every block that is saved.
+    t, now_ns, effects = transition.tables, transition.now_ns, transition.effects
+    in_flight, recounts, stamp_ns = t.in_flight, t.recounts, t.stamp_ns
+    number, tier, saved_bytes = reservations[0].session, reservations[0].entry.tier, 0
+    session = t.sessions.get(number) or t.ending.get(number)
+    entries = [reservation.entry for reservation in reservations]
+    t.ledgers[tier].publish(entries)
+    t.journal.note(_NOTED, entries, now_ns, number)
+    for reservation in reservations:
+        reservation.stage = NEXT_STAGE[reservation.stage, _COMMITTED]
+        entry, token = reservation.entry, reservation.token
+        entry.last_used_ns = stamp_ns = now_ns if now_ns > stamp_ns else stamp_ns + 1
+        saved_bytes += entry.payload_bytes
+        for recount in recounts:
+            recount.settled(reservation)
+        del t.reservations[token], in_flight[entry.key]
+        if session is not None:
+            session.tokens.pop(token, None)
+            session.reserved_bytes[tier] -= entry.stored_bytes
+        batch.unsettled.discard(token)
+        effects.append(IndexPut(entry, reservation.parent))
+        if reservation.waiters:
+            transition.wake(reservation, saved=True)
+    t.stamp_ns = stamp_ns
+    counters = t.tier_counters[tier]
+    counters.saves += len(entries)
+    counters.saved_bytes += saved_bytes
+    if session is not None:
+        session.saves += len(entries)
+        session.saved_bytes += saved_bytes
+    transition.enter(entries)
+    effects.append(SaveEnded([reservation.token for reservation in reservations], _SAVED, ""))
+    _used_as_a_whole(transition, batch)
+
+
+def _used_as_a_whole(transition: Transition, batch: SaveBatch) -> None:
+    """If nothing of a batch is under way any more, its chain is used, the root last."""
+    if not batch.unsettled:
+        there = transition.tables.entries.find_all(reversed(batch.chain))
+        transition.refresh_all([entry for entry in there if entry is not None])
 
 
 def _end(transition: Transition, reservation: Reservation, outcome: SaveStatus, why: str) -> None:
     """A reservation is gone without an entry."""
-    entry = reservation.entry
-    ledger = transition.tables.ledgers[entry.tier]
-    if transition.tables.in_flight.get(entry.key) is reservation:
-        ledger.withdraw(entry)
-    ledger.cancel(entry)
-    _settle(transition, reservation, outcome, why)
-
-
-def _settle(
-    transition: Transition, reservation: Reservation, outcome: SaveStatus, why: str
-) -> None:
-    t = transition.tables
+    t, batch = transition.tables, reservation.batch
     entry, token = reservation.entry, reservation.token
+    ledger = t.ledgers[entry.tier]
     for recount in t.recounts:
         recount.settled(reservation)
     del t.reservations[token]
     if t.in_flight.get(entry.key) is reservation:
         del t.in_flight[entry.key]
+        ledger.withdraw(entry)
+    ledger.cancel(entry)
     session = t.sessions.get(reservation.session) or t.ending.get(reservation.session)
     if session is not None:
         session.tokens.pop(token, None)
         session.reserved_bytes[entry.tier] -= entry.stored_bytes
-    saved = outcome is _SAVED
-    if saved:
-        if session is not None:
-            session.saves += 1
-            session.saved_bytes += entry.payload_bytes
-        transition.enter(entry)
-    transition.effects.append(SaveEnded(token, outcome, why))
-    if reservation.waiters:
-        transition.wake(reservation, saved=saved)
-    batch = reservation.batch
+    transition.effects.append(SaveEnded((token,), outcome, why))
+    transition.wake(reservation, saved=False)
     batch.unsettled.discard(token)
-    if not batch.unsettled:
-        there = t.entries.find_all(reversed(batch.chain))
-        transition.refresh_all([entry for entry in there if entry is not None])
+    _used_as_a_whole(transition, batch)
 
 
 def lose(transition: Transition, reservation: Reservation, why: str, *, tell: bool) -> bool:

@@ -425,7 +425,7 @@ class Tables:
 
     def happened(self, what: Happening, entry: Entry, now_ns: int, session: int = 0) -> None:
         """Let the journal remember it."""
-        self.journal.note(what, entry.key, entry.tier, entry.reason, now_ns, session)
+        self.journal.note(what, (entry,), now_ns, session)
 
     def evicted(self, entry: Entry, cause: EvictionCause, now_ns: int, session: int = 0) -> None:
         """Count an eviction. `session`: for whose save."""

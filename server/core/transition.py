@@ -247,14 +247,16 @@ class Transition:
             unrecorded.pop(entry.key, None)
             unrecorded[entry.key] = entry
 
-    def enter(self, entry: Entry) -> None:
-        """An entry can be found from now on; its room is the ledger's already."""
+    def enter(self, entries: Sequence[Entry]) -> None:
+        """Entries can be found from now on; their room is the ledger's already."""
         tables = self.tables
-        entry.published = True
-        tables.entries[entry.key] = entry
-        tables.tier_counters[entry.tier].payload_bytes += entry.payload_bytes
-        for recount in tables.recounts:
-            recount.entered(entry)
+        counters, recounts = tables.tier_counters, tables.recounts
+        for entry in entries:
+            entry.published = True
+            counters[entry.tier].payload_bytes += entry.payload_bytes
+            for recount in recounts:
+                recount.entered(entry)
+        tables.entries.add(entries)
 
     def evict(
         self, victim: Key, cause: EvictionCause, session: int = 0, heir: Entry | None = None

@@ -14,6 +14,7 @@ import mmap
 import os
 import secrets
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -200,6 +201,45 @@ class IndexWriter:
                 self._add_head()
         return True
 
+    def put_all(self, entries: Sequence[Listed]) -> None:
+        """`put` of each, in this order, in half of its time. Raises as `put` does, and has listed
+        those before then."""
+        for _ in range(HEADS_PER_ENTRY * len(entries)):
+            if self._count >= HEADS_PER_ENTRY * (self._entries + len(entries)):
+                break
+            self._add_head()
+        # Written out, without calls: it runs for every block that is saved.
+        mapping, heads, links = self._mapping, self._heads, self._links
+        multiplier, count, mask = self._multiplier, self._count, self._mask
+        for entry in entries:
+            key = entry.key
+            bucket = _hashed(key)[0] * multiplier >> HASH_SHIFT & mask
+            if bucket >= count:
+                bucket &= mask >> 1
+            first = number = heads[bucket]
+            length = 0
+            while number:
+                start = number * ROW_BYTES
+                if mapping[start : start + KEY_BYTES] == key:
+                    break
+                number = links[number]
+                length += 1
+            location = entry.location
+            if number or length >= MAX_CHAIN or len(location) > 2:
+                self.put(entry)  # in place of another, or not at all, or in several rows
+                count, mask = self._count, self._mask
+                continue
+            row = pack_row(entry, location)
+            number = self._take_row()
+            if not number:
+                self._unlisted += 1
+                continue
+            start = number * ROW_BYTES
+            mapping[start : start + CHECKED_BYTES] = row
+            links[number] = first
+            heads[bucket] = number
+            self._entries += 1
+
     def delete(self, key: Key) -> bool:
         """Remove an entry; False if it was not listed. After this, a reader that looks it up
         misses, and the entry's extents may be written."""
@@ -321,10 +361,13 @@ class IndexWriter:
 
     def _add_head(self) -> None:
         """Divide one chain in two: the new head takes the hashes that have its highest bit."""
-        count = self._shape & HEADS_MASK
+        count = self._count
         if count >= self._secured_heads and not self._secure_heads():
             return
         bit = 1 << (count.bit_length() - 1)
+        if not self._heads[count ^ bit]:
+            self._publish(self._shape + 1)
+            return
         staying: list[int] = []
         moving: list[int] = []
         number = self._heads[count ^ bit]
@@ -359,7 +402,7 @@ class IndexWriter:
         """
         if len(location) > 2:
             return self._write_extents(entry, location)
-        row = pack_row(entry)
+        row = pack_row(entry, location)
         number = self._take_row()
         if number:
             start = number * ROW_BYTES
@@ -376,7 +419,7 @@ class IndexWriter:
                 return 0
             numbers.append(number)
         try:
-            rows = [pack_row(entry, numbers[1])]
+            rows = [pack_row(entry, location, numbers[1])]
             for position, following in enumerate([*numbers[2:], 0]):
                 words = rest[position * WORDS_PER_ROW : (position + 1) * WORDS_PER_ROW]
                 rows.append(pack_continuation(entry.generation, position, words, following))

@@ -69,7 +69,7 @@ from .index import IndexWriter
 from .lag import LoopLag
 from .listeners import ChangeListener, EntryListener, Listener, tell_published
 from .recounting import recount
-from .reindexing import Reindexing
+from .reindexing import Reindexing, change
 from .store_commands import StoreOrders
 from .supervision import Supervisor
 from .threads import ended_within
@@ -318,7 +318,7 @@ class Core:
             # Its room may be somebody else's by now: what still comes is not written there.
             write.stopping = True
             why = "the reservation was lost before its bytes came"
-            write.end(SaveEnded(order.token, SaveStatus.LOST, why))
+            write.end(SaveEnded((order.token,), SaveStatus.LOST, why))
         return write
 
     def stop_write(self, write: Write, outcome: SaveStatus, why: str) -> None:
@@ -345,12 +345,8 @@ class Core:
     def _change_index(self, effects: list[Effect]) -> None:
         index = self.index
         try:
-            # Of one that was revoked nobody believes anything.
-            for effect in () if index.revoked else effects:
-                if isinstance(effect, IndexPut):
-                    index.put(effect.entry)
-                elif isinstance(effect, IndexDelete):
-                    index.delete(effect.entry.key)
+            if not index.revoked:  # of one that was nobody believes anything
+                change(index, effects)
         except Exception as problem:
             # A row that should be gone may stand.
             log.critical("index_failed", exc_info=problem)
@@ -366,9 +362,10 @@ class Core:
 
     def _do(self, effect: Effect) -> None:
         match effect:
-            case SaveEnded():  # first, for there is one of every block
-                if (ended := self.writes.pop(effect.token, None)) is not None:
-                    ended.end(effect)
+            case SaveEnded():
+                for token in effect.tokens:
+                    if (ended := self.writes.pop(token, None)) is not None:
+                        ended.end(effect)
             case IndexPut() | IndexDelete():
                 pass
             case Reply():

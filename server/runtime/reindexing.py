@@ -9,7 +9,7 @@ from typing import Final
 import structlog
 
 from ..core.effects import Effect, IndexDelete, IndexPut
-from ..core.entries import EntryTable
+from ..core.entries import Entry, EntryTable
 from .health import Health
 from .index import IndexWriter
 from .slices import Slices
@@ -73,12 +73,7 @@ class Reindexing:
         if new is None:
             return
         try:
-            for effect in effects:
-                match effect:
-                    case IndexPut():
-                        new.put(effect.entry)
-                    case IndexDelete():
-                        new.delete(effect.key)
+            change(new, effects)
         except Exception as problem:
             self._failed(new, problem)
 
@@ -94,8 +89,7 @@ class Reindexing:
             new = self._new = revoked.successor()
             slices = Slices()
             for shard in self._entries.shards:
-                for entry in shard.values():
-                    new.put(entry)
+                new.put_all(tuple(shard.values()))
                 await slices.pause()
         except Exception as problem:
             self._task = None  # this one: it ends by itself
@@ -105,3 +99,18 @@ class Reindexing:
         self._health.conditions.pop(_PART, None)
         log.info("index_made_anew", entries=len(new))
         self._done(new)
+
+
+def change(index: IndexWriter, effects: Iterable[Effect]) -> None:
+    """Do to an index what these effects say, in their order. Raises what the index does."""
+    coming: list[Entry] = []
+    for effect in effects:
+        if isinstance(effect, IndexPut):
+            coming.append(effect.entry)
+        elif isinstance(effect, IndexDelete):
+            if coming:
+                index.put_all(coming)
+                coming = []
+            index.delete(effect.entry.key)
+    if coming:
+        index.put_all(coming)

@@ -125,5 +125,7 @@ class Write:
         """The save ended."""
         if self.ended is None:
             self.ended = ended
-            if self.when_ended is not None:
-                self.when_ended()
+            # Not kept: it refers to what refers to this, and both would wait for the collector.
+            when_ended, self.when_ended = self.when_ended, None
+            if when_ended is not None:
+                when_ended()

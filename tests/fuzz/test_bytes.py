@@ -194,7 +194,7 @@ def test_the_header_of_an_arena_is_what_it_was_or_an_error(draw: st.DataObject) 
 @given(st.data(), entries())
 def test_a_row_of_the_index_is_a_row_or_an_error(draw: st.DataObject, entry: EntryRecord) -> None:
     """Its checksum is looked at where it is found (proto/test_index.py)."""
-    row = index.pack_row(entry)
+    row = index.pack_row(entry, entry.location)
     with contextlib.suppress(RecordError):
         found = index.unpack_row(draw.draw(damaged(row)))
         assert index.unpack_row(row).key == KEY
@@ -206,7 +206,7 @@ def test_a_row_of_the_index_is_a_row_or_an_error(draw: st.DataObject, entry: Ent
 def test_rows_that_are_unpacked_together_are_all_good_or_none(
     noise: list[bytes], good: int, draw: st.DataObject
 ) -> None:
-    rows = [index.pack_row(ENTRY)] * good + noise
+    rows = [index.pack_row(ENTRY, ENTRY.location)] * good + noise
     rows = draw.draw(st.permutations(rows))
     with contextlib.suppress(RecordError):
         columns_of(rows)

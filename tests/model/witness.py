@@ -109,9 +109,10 @@ class Witness:
             case fx.StopWriting():
                 assert effect.token in self.orders
             case fx.SaveEnded():
-                order = self.orders.pop(effect.token)
-                if effect.outcome is not SaveStatus.SAVED:
-                    self.free(order.entry.tier, order.entry.location, ("save", order.token))
+                for token in effect.tokens:
+                    entry = self.orders.pop(token).entry
+                    if effect.outcome is not SaveStatus.SAVED:
+                        self.free(entry.tier, entry.location, ("save", token))
             case fx.Verify(entry):
                 assert self.index[entry.key] is entry
             case fx.RecordUsage():
@@ -184,9 +185,12 @@ def units(location: Location) -> list[int]:
 
 
 def facts_of(effect: fx.Effect) -> list[tuple[Any, ...]]:
-    """One as a rule; of an erasure one for each entry."""
+    """One as a rule; of an erasure one for each entry, and of saves that ended one for each."""
     if isinstance(effect, fx.Erase):
         return [("erase", effect.tier.label, name_of(entry.key)) for entry in effect.entries]
+    if isinstance(effect, fx.SaveEnded):
+        outcome = effect.outcome.name.lower().replace("_", " ")
+        return [("ended", token, outcome) for token in effect.tokens]
     return [plain(effect)]
 
 
@@ -202,8 +206,6 @@ def plain(effect: fx.Effect) -> tuple[Any, ...]:
             return ("commit", tier.label, list(tokens))
         case fx.StopWriting(token):
             return ("stop", token)
-        case fx.SaveEnded(token, outcome):
-            return ("ended", token, outcome.name.lower().replace("_", " "))
         case fx.Verify(entry):
             return ("verify", name_of(entry.key))
         case fx.RecordUsage(tier, usages):

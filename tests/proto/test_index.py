@@ -114,7 +114,7 @@ def image(writer: IndexWriter) -> Image:
 
 def test_a_row_lies_as_its_table_says() -> None:
     entry = entry_of(KEYS[0], 5, extents=1)
-    row = pack_row(entry)
+    row = pack_row(entry, entry.location)
     assert len(row) == CHECKED_BYTES
     assert row[:32] == entry.key
     assert struct.unpack_from("<QQQQ", row, 32) == (5, entry.payload_bytes, *entry.location)
@@ -146,7 +146,8 @@ def test_other_bytes_are_no_row(data: bytes) -> None:
 
 
 def test_a_row_that_was_cut_is_refused() -> None:
-    row = pack_row(entry_of(KEYS[0], 3, extents=1))
+    entry = entry_of(KEYS[0], 3, extents=1)
+    row = pack_row(entry, entry.location)
     for read in (unpack_row, generation_of):
         with pytest.raises(RecordError):
             read(row[:-1])
@@ -354,7 +355,8 @@ def test_a_chain_is_followed_no_further_than_its_bound(image: Image) -> None:
     for bucket in range(image.reader.layout.max_heads):
         words[HEADER_BYTES // 4 + bucket] = numbers[0]
     key = KEYS[1]
-    entry = pack_row(entry_of(key, 5, extents=1))
+    listed = entry_of(key, 5, extents=1)
+    entry = pack_row(listed, listed.location)
     for place, found in ((MAX_CHAIN - 1, entry), (MAX_CHAIN, None)):
         start = numbers[place] * ROW_BYTES
         image.memory[start : start + CHECKED_BYTES] = entry

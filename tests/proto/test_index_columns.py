@@ -8,9 +8,8 @@ from prefixd.proto.keys import Key
 
 
 def row(number: int, location: tuple[int, ...]) -> bytes:
-    return pack_row(
-        IndexRow(Key(bytes([number]) * 32), number, 3, 16, 5, 6, 7, 1 + number % 3, 2, location)
-    )
+    key = Key(bytes([number]) * 32)
+    return pack_row(IndexRow(key, number, 3, 16, 5, 6, 7, 1 + number % 3, 2, location), location)
 
 
 def test_columns_are_the_fields_of_the_rows() -> None:

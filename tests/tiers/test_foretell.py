@@ -42,7 +42,7 @@ class _Tier:
         return coming, gone
 
     def publish(self, resident: Resident) -> None:
-        self.ledger.publish(resident)
+        self.ledger.publish([resident])
         self.entries[resident.key] = resident
 
     def use(self, chance: random.Random) -> None:

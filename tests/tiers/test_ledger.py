@@ -130,7 +130,7 @@ class Machine(RuleBasedStateMachine):
             assert name not in set(self.ledger.policy.keys())
             self.ledger.cancel(entry.resident)
             return
-        self.ledger.publish(entry.resident)
+        self.ledger.publish([entry.resident])
         self.entries[name] = entry
         self.order[name] = None
 
@@ -235,7 +235,7 @@ def full(*stored_bytes: int) -> tuple[Ledger, ExtentAllocator, list[Resident]]:
     there = [resident(number, size_bytes) for number, size_bytes in enumerate(stored_bytes)]
     for one in there:
         ledger.reserve(one)
-        ledger.publish(one)
+        ledger.publish([one])
     return ledger, extents, there
 
 
@@ -251,7 +251,7 @@ def test_what_comes_takes_the_place_of_what_leaves_for_it() -> None:
     assert heir.location == first.location
     assert extents.free_bytes == 0, "it is nobody else's meanwhile"
     ledger.reserve(heir)
-    ledger.publish(heir)
+    ledger.publish([heir])
     assert heir.location == first.location != second.location
     assert ledger.published_bytes == 2 * SLAB
     extents.check()
@@ -277,7 +277,7 @@ def test_a_place_in_pieces_is_not_left_to_others() -> None:
         ledger.forget(one)
     pieces = resident(7, 2 * SLAB)
     ledger.reserve(pieces)
-    ledger.publish(pieces)
+    ledger.publish([pieces])
     assert len(pieces.location) == 4
     for one in (b, d):
         ledger.remove(one)

@@ -138,7 +138,7 @@ class Model:
 
     def publish(self, held: Held) -> None:
         held.reserved = False
-        self.ledger.publish(held.resident)
+        self.ledger.publish([held.resident])
 
     def cancel(self, held: Held) -> None:
         self.ledger.withdraw(held.resident)
@@ -316,7 +316,7 @@ def test_while_the_memory_is_not_there_shares_are_smaller() -> None:
             assert ledger.admission(1, 1, coming.key) is Admission.FITS
             ledger.prepare(coming)
             ledger.reserve(coming)
-            ledger.publish(coming)
+            ledger.publish([coming])
     coming = Resident(key_in("a", 99), 1, ())
     assert ledger.admission(1, 1, coming.key) is Admission.AFTER_EVICTION
     assert ledger.next_victim(coming) == key_in("a", 0), "b has no more than its half"

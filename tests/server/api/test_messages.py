@@ -75,7 +75,7 @@ def test_the_enums_are_those_of_the_contract() -> None:
 
 @pytest.mark.parametrize("outcome", ENDINGS, ids=lambda outcome: outcome.name)
 def test_every_outcome_of_a_save_has_its_status_and_a_sentence(outcome: SaveStatus) -> None:
-    ended = messages.ended_save(SaveEnded(1, outcome, "something happened"))
+    ended = messages.ended_save(SaveEnded((1,), outcome, "something happened"))
     assert ended.status == outcome.value
     assert ended.message.startswith("something happened")
     tells_what_to_do = "; " in ended.message

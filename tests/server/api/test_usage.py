@@ -23,11 +23,16 @@ from prefixd.server.api.usage import (
     bounded,
     check_usage,
 )
+from prefixd.server.core import entries
 from prefixd.server.core.journal import Happening, Journal
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
 
 KEY = Key(bytes(32))
+
+
+def saved(key: Key, tier: Tier = Tier.RAM) -> entries.Entry:
+    return entries.Entry(key, 1, (), tier, SaveReason.COLD, 1, 0, 1, 1, 0, 0, 0)
 
 
 def test_client_and_daemon_have_the_same_words() -> None:
@@ -107,9 +112,9 @@ def test_the_journal_says_why_what_was_looked_for_is_absent() -> None:
         (Happening.DELETED, deleted),
         (Happening.SAVED, again),
     ):
-        journal.note(what, key, Tier.RAM, SaveReason.COLD, 1)
+        journal.note(what, [saved(key)], 1)
     gone = Key(bytes([5]) * 32)
-    journal.note(Happening.EVICTED_BY_RESIZE, gone, Tier.DISK, SaveReason.COLD, 1)
+    journal.note(Happening.EVICTED_BY_RESIZE, [saved(gone, Tier.DISK)], 1)
     counters = Counters()
     for keys in ([evicted], [deleted], [again], [never], [never, gone], [never, again]):
         counters.miss(MissReason.ABSENT, 1, keys)
@@ -128,7 +133,7 @@ def test_the_journal_says_why_what_was_looked_for_is_absent() -> None:
         check_usage(pb.Usage(tiers=told.tiers))
     for number in range(200):
         other = Key(number.to_bytes(32, "big"))
-        journal.note(Happening.SAVED, other, Tier.RAM, SaveReason.COLD, 1)
+        journal.note(Happening.SAVED, [saved(other)], 1)
     book.judge([pb.AbsentMiss(keys=[never])], journal)
     assert book.absent_because["not_remembered"] == 1
     for _ in range(2 * MAX_TOLD_MISSES):

@@ -11,8 +11,13 @@ import pytest
 
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.server.core.entries import Entry
 from prefixd.server.core.journal import Happening, Journal
 from tests.support.state_driver import Driver, key
+
+
+def saved(key: Key, tier: Tier = Tier.RAM) -> Entry:
+    return Entry(key, 1, (), tier, SaveReason.COLD, 1, 0, 1, 1, 0, 0, 0)
 
 
 def test_against_a_deque() -> None:
@@ -22,7 +27,7 @@ def test_against_a_deque() -> None:
     keys = [bytes([chance.randrange(3)]) * 8 + chance.randbytes(24) for _ in range(40)]
     for at_ns in range(400):
         some, what = Key(chance.choice(keys)), chance.choice(list(Happening))
-        journal.note(what, some, Tier.SHM, SaveReason.COLD, at_ns, at_ns % 7)
+        journal.note(what, [saved(some, Tier.SHM)], at_ns, at_ns % 7)
         model.append((some, at_ns, what, at_ns % 7))
         assert len(journal) == len(model)
         assert journal.since_ns() == model[0][1]
@@ -49,7 +54,7 @@ def test_a_bucket_of_many_costs_a_bounded_walk() -> None:
     journal._mask = 0  # type: ignore[misc]
     keys = [Key(number.to_bytes(32, "little")) for number in range(1000)]
     for number, some in enumerate(keys):
-        journal.note(Happening.SAVED, some, Tier.RAM, SaveReason.COLD, number)
+        journal.note(Happening.SAVED, [saved(some)], number)
     last = journal.fate(keys[999])
     assert last is not None
     assert last.what is Happening.SAVED
@@ -59,7 +64,7 @@ def test_a_bucket_of_many_costs_a_bounded_walk() -> None:
 @pytest.mark.parametrize("size_bytes", [0, 43])
 def test_nothing_is_remembered_without_room(size_bytes: int) -> None:
     journal = Journal(size_bytes)
-    journal.note(Happening.SAVED, key("a"), Tier.RAM, SaveReason.COLD, 1)
+    journal.note(Happening.SAVED, [saved(key("a"))], 1)
     assert (len(journal), journal.since_ns(), journal.of(key("a"))) == (0, 0, [])
     assert journal.fate(key("a")[:8]) is None
 
@@ -70,7 +75,7 @@ def test_it_takes_what_it_was_given() -> None:
         journal = Journal(2**20)
         for number in range(100_000):
             some = Key(number.to_bytes(32, "little"))
-            journal.note(Happening.SAVED, some, Tier.RAM, SaveReason.COLD, number)
+            journal.note(Happening.SAVED, [saved(some)], number)
         full_bytes = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()

@@ -30,7 +30,9 @@ def driver() -> Driver:
 
 
 def ended(driver: Driver) -> dict[int, SaveStatus]:
-    return {effect.token: effect.outcome for effect in driver.of_kind(fx.SaveEnded)}
+    return {
+        token: effect.outcome for effect in driver.of_kind(fx.SaveEnded) for token in effect.tokens
+    }
 
 
 # ---- reserve
@@ -269,6 +271,25 @@ def test_every_write_of_a_batch_is_judged_by_itself(driver: Driver) -> None:
     ]
 
 
+def test_what_is_published_together_is_told_together(driver: Driver) -> None:
+    """And neither before nor after what fails between them."""
+    tokens = driver.granted(1, "a b c d")
+    effects = driver.happens(ev.WriteSealed(tuple(tokens), (7, 7, 7, 7), (7, 7, 8, 7), 0))
+    told = [e.tokens for e in effects if isinstance(e, fx.SaveEnded)]
+    assert [list(each) for each in told] == [tokens[:2], tokens[2:3], tokens[3:]]
+    assert names(e.entry.key for e in effects if isinstance(e, fx.IndexPut)) == "a b d"
+    assert driver.order() == "d b a", "the root last"
+
+
+def test_one_message_may_seal_what_was_reserved_apart(driver: Driver) -> None:
+    (one,) = driver.granted(1, "a")
+    two, open_still = driver.granted(1, "b c")
+    driver.seal(two, one)
+    assert ended(driver) == {one: SaveStatus.SAVED, two: SaveStatus.SAVED}
+    driver.seal(open_still)
+    assert driver.order() == "a c b"
+
+
 def test_a_publication_comes_before_anybody_hears_of_it(driver: Driver) -> None:
     (token,) = driver.granted(1, "a")
     driver.claim(2, "a", wait_ns=10)
@@ -356,7 +377,7 @@ def test_a_reservation_runs_out(driver: Driver) -> None:
     why = "its time to live ran out"
     assert driver.effects == [
         fx.TellReservationLost(1, 1, key("a"), why),
-        fx.SaveEnded(1, SaveStatus.LOST, why),
+        fx.SaveEnded((1,), SaveStatus.LOST, why),
         fx.Reply(request, an.LookupAnswer((None,))),
     ]
     assert driver.counters.reservations_lost == 1

@@ -342,9 +342,9 @@ class Scenario:
                 return [f"  {tier.label} commits {' '.join(map(str, tokens))}"]
             case fx.StopWriting(token):
                 return [f"  stop writing {token}"]
-            case fx.SaveEnded(token, outcome, why):
+            case fx.SaveEnded(tokens, outcome, why):
                 reason = f" ({why})" if why else ""
-                return [f"  save {token}: {outcome.name.lower()}{reason}"]
+                return [f"  save {token}: {outcome.name.lower()}{reason}" for token in tokens]
             case fx.Verify(entry):
                 return [f"  verify {name_of(entry.key)}"]
             case fx.RecordUsage(tier, usages):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -89,6 +91,28 @@ async def test_a_thread_copies_what_takes_longer_than_to_wake_it(
             await incoming.feed(parts)
         assert await outcome(incoming) == [SaveStatus.SAVED] * pieces
         assert (threads == {threading.get_ident()}) == on_loop
+
+
+# ---- memory
+
+
+@in_loop
+async def test_a_save_that_ended_leaves_nothing_to_the_collector(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            incoming = await begin(daemon, session, DATA, DATA)
+            async with incoming.to_the_end():
+                await incoming.feed([piece(DATA, number, last=True) for number in range(2)])
+            assert await outcome(incoming) == [SaveStatus.SAVED] * 2
+            left = weakref.ref(incoming)
+            del incoming
+            assert left() is None
+        finally:
+            if collects:
+                gc.enable()
 
 
 # ---- events

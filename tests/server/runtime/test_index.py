@@ -123,6 +123,38 @@ def test_it_says_what_a_dict_says(seed: int) -> None:
         agrees(writer, reader, {})
 
 
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_what_is_listed_at_once_is_listed_as_one_by_one(seed: int) -> None:
+    """New keys and known ones, of few extents and of many, some named twice."""
+    chosen = random.Random(seed)
+    model: dict[Key, IndexRow] = {}
+    with index(3_000) as (writer, reader):
+        for step in range(400):
+            entries = [
+                entry_of(key_of(chosen.randrange(1_500)), 20 * step + number + 1)
+                for number in range(chosen.randrange(20))
+            ]
+            writer.put_all(entries)
+            model |= {entry.key: entry for entry in entries}
+            if chosen.random() < 0.2:
+                gone = chosen.choice(list(model) or [key_of(0)])
+                assert writer.delete(gone) == (model.pop(gone, None) is not None)
+        agrees(writer, reader, model)
+        assert writer.stats().heads >= min(2 * len(model), writer.layout.max_heads)
+
+
+def test_what_is_listed_at_once_and_has_no_room_is_counted() -> None:
+    keys = [Key(bytes(8) + key_of(number)[8:]) for number in range(2 * MAX_CHAIN)]
+    with index(100) as (writer, reader):
+        writer.put_all([entry_of(key, 1, extents=1) for key in keys])
+        assert reader.contains(keys) == [True] * MAX_CHAIN + [False] * MAX_CHAIN
+        assert (len(writer), writer.stats().unlisted) == (MAX_CHAIN, MAX_CHAIN)
+        writer.put_all([entry_of(key_of(number), 1, extents=1) for number in range(1, 301)])
+        assert len(writer) == writer.stats().entries == 200
+        assert writer.stats().unlisted == MAX_CHAIN + 300 - (200 - MAX_CHAIN)
+        assert reader.contains(keys[:MAX_CHAIN]) == [True] * MAX_CHAIN
+
+
 def test_it_grows_to_many_entries_within_its_memory() -> None:
     entries = 200_000
     keys = [Key(os.urandom(32)) for _ in range(entries)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -309,10 +309,10 @@ class FailingIndex(IndexWriter):
 
     refuses = ""
 
-    def put(self, entry: Listed) -> bool:
+    def put_all(self, entries: Sequence[Listed]) -> None:
         if self.refuses == "put":
             raise RuntimeError("a bug, on purpose")
-        return super().put(entry)
+        super().put_all(entries)
 
     def delete(self, key: Key) -> bool:
         if self.refuses == "delete":

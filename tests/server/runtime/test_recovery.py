@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -341,7 +341,7 @@ async def test_an_index_that_cannot_be_filled_is_handed_to_no_client(
     monkeypatch.setattr(reindexing, "FIRST_S", 3_600.0)
 
     class FailingIndex(IndexWriter):
-        def put(self, entry: Listed) -> bool:  # noqa: ARG002  # of every index
+        def put_all(self, entries: Sequence[Listed]) -> None:  # noqa: ARG002  # of every index
             raise OSError("no room, on purpose")
 
     async with running(tmp_path) as daemon:
