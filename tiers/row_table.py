@@ -23,11 +23,14 @@ from .files import (
     sync_directory,
     write_errors,
 )
-from .rows import ROW_BYTES, ZERO_ROW, generation_of
+from .rows import ROW_BYTES, ZERO_ROW, generation_of, has_crc
+from .store import StoreError
 
 #: Slabs that are read at once.
 CHUNK_SLABS: Final = 8192
 RECORDS_FILE: Final = "records"
+#: A row that is another one each time can't be read.
+_READINGS: Final = 5
 
 #: A slab whose row is to be erased if it is of this generation; None: whatever it is.
 Erasure = tuple[int, int | None]
@@ -118,12 +121,24 @@ class RowFile(RowTable):
             with write_errors(f"read the records in {self._path.parent}"):
                 chunk = os.pread(self._fd, CHUNK_SLABS * ROW_BYTES, first * ROW_BYTES)
             if chunk != zeros[: len(chunk)]:
-                yield first, list(_used_rows(first, chunk))
+                rows = [(slab, self._stored(slab, row)) for slab, row in _used_rows(first, chunk)]
+                yield first, [(slab, row) for slab, row in rows if row != ZERO_ROW]
 
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
+
+    def _stored(self, slab: int, row: bytes) -> bytes:
+        """What was read of a row, or is when it is read again: what is dropped for its checksum is
+        erased, so that is not believed once. Raises StoreError."""
+        for _ in range(_READINGS):
+            if has_crc(row) or row == ZERO_ROW:
+                return row
+            before, row = row, self.read(slab).ljust(ROW_BYTES, b"\0")
+            if row == before:
+                return row  # so it is stored
+        raise StoreError(f"the row of slab {slab} is another one each time")
 
     def _pread(self, slab: int) -> bytes:
         return os.pread(self._fd, ROW_BYTES, slab * ROW_BYTES)

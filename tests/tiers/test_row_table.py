@@ -136,3 +136,28 @@ def test_only_a_file_of_this_user_is_taken(tmp_path: Path) -> None:
             make(path)
             with pytest.raises(StoreError, match=name):
                 kind(path.parent, SLABS, sync=True)  # type: ignore[abstract]
+
+
+def test_a_row_is_read_again_before_it_counts_as_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory, or a device, that gave other bytes once destroys nothing."""
+    table = RowFile(tmp_path, 8, sync=False)
+    damaged = bytes([row_of(2)[0] ^ 1]) + row_of(2)[1:]
+    table.apply((), [(1, row_of(1)), (2, damaged)])
+    real, lies = os.pread, [0, 0]
+
+    def pread(fd: int, size: int, offset: int) -> bytes:
+        data = bytearray(real(fd, size, offset))
+        if lies[0]:
+            lies[:] = lies[0] - 1, lies[1] + 1
+            data[ROW_BYTES * (1 if size > ROW_BYTES else 0) + lies[1]] ^= 1
+        return bytes(data)
+
+    monkeypatch.setattr("prefixd.tiers.row_table.os.pread", pread)
+    for lies[0] in (0, 1, 2):
+        assert rows_in(table) == {1: row_of(1), 2: damaged}
+    lies[0] = 1_000
+    with pytest.raises(StoreError, match="the row of slab 1 is another one each time"):
+        rows_in(table)
+    table.close()
