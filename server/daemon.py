@@ -91,8 +91,9 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
     """Run a daemon until SIGTERM or SIGINT. `load`: reads the configuration again."""
     stop = Stop(plan.config.server.drain_timeout_ns / 1e9)
     stop.listen()
-    for line in plan.describe():
-        log.info("budget", tier=line)
+    for tier, given in plan.all_tiers.items():
+        where = {"directory": str(given.directory)} if given.directory else {}
+        log.info("budget", tier=tier.label, budget_bytes=given.budget_bytes, why=given.why, **where)
     for warning in plan.warnings:
         log.warning("configuration", problem=warning)
     async with AsyncExitStack() as stack:

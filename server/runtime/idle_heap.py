@@ -16,7 +16,6 @@ from typing import Final
 
 import structlog
 
-from ...proto.units import format_bytes
 from ...tiers.heap import free_heap_bytes, give_back_free_heap
 
 log = structlog.get_logger("prefixd.heap")
@@ -66,4 +65,4 @@ async def give_back_idle_heap(executor: Executor, served: Callable[[], object]) 
         collected = calm
         idle_bytes = await loop.run_in_executor(executor, partial(heap.look, calm=calm))
         if idle_bytes:
-            log.debug("heap_given_back", idle=format_bytes(idle_bytes))
+            log.debug("heap_given_back", idle_bytes=idle_bytes)

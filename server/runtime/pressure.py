@@ -154,7 +154,12 @@ class Pressure:
         self._note(under=True, episodes=self._counts.episodes + 1)
         used = f"{format_bytes(used_bytes)} of {format_bytes(total_bytes)}"
         self._core.health.notices[PART] = f"memory is short: {used} in use when it began"
-        log.warning("pressure_began", used=used, stalled=round(stalled, 3))
+        log.warning(
+            "pressure_began",
+            used_bytes=used_bytes,
+            total_bytes=total_bytes,
+            stalled=round(stalled, 3),
+        )
         for relieve in self._relieve:
             try:
                 relieve()
@@ -165,7 +170,7 @@ class Pressure:
         self.under = False
         self._note(under=False)
         self._core.health.notices.pop(PART, None)
-        log.info("pressure_ended", why=why, evicted=format_bytes(self._freed_bytes))
+        log.info("pressure_ended", why=why, evicted_bytes=self._freed_bytes)
 
     async def _evict(self, owed_bytes: int) -> None:
         for tier in self._tiers:

@@ -50,7 +50,7 @@ class Securing:
                 await asyncio.sleep(SECURE_AGAIN_S)
         finally:
             securing.discard(self._tier)
-        log.info("arena_secured", tier=self._tier.label, secured=format_bytes(self._secured_bytes))
+        log.info("arena_secured", tier=self._tier.label, secured_bytes=self._secured_bytes)
 
     async def secure(self, upto_bytes: int | None = None) -> bool:
         """Up to so many bytes, or (None) all. False: they are not to be had now."""
@@ -74,7 +74,12 @@ class Securing:
         secured, wanted = format_bytes(self._secured_bytes), format_bytes(self._store.size_bytes)
         if isinstance(problem, StoreFull):
             if self._part not in health.notices:
-                log.warning("arena_smaller", tier=tier, secured=secured, error=str(problem))
+                log.warning(
+                    "arena_smaller",
+                    tier=tier,
+                    secured_bytes=self._secured_bytes,
+                    error=str(problem),
+                )
             health.notices[self._part] = f"{secured} of {wanted}: its device has no more room"
             health.conditions.pop(self._part, None)
         else:

@@ -318,6 +318,17 @@ async def test_an_illness_shows_everywhere_and_goes_by_itself() -> None:
             await assert_sound(client)
 
 
+def test_the_log_says_in_numbers_what_each_tier_has() -> None:
+    with daemon_process("--ram.budget=256KiB", "--disk.budget=0") as daemon:
+        daemon.start()
+        said = {line["tier"]: line for line in daemon.logged("budget")}
+        assert list(said) == ["ram", "shm", "disk"]
+        assert (said["ram"]["budget_bytes"], said["ram"]["why"]) == (2**18, "configured")
+        assert (said["disk"]["budget_bytes"], said["disk"]["why"]) == (0, "switched off")
+        assert said["shm"]["budget_bytes"] == 2**20
+        assert Path(said["shm"]["directory"]).is_dir()
+
+
 @in_loop
 async def test_a_device_that_gets_full_later_costs_nothing(daemon: DaemonProcess) -> None:
     """All the room of a tier was taken at the start. Here its arena really can't grow."""
