@@ -445,6 +445,8 @@ async def test_memory_that_there_is_no_room_for_yet_is_asked_for_again(
             stores = [store for store in core.stores.values() if isinstance(store, ArenaStore)]
             assert len(stores) == len(Tier)
             for store in stores:
+                while f"{store.tier.label} arena" not in core.notices():
+                    await asyncio.sleep(0)
                 secured_bytes = store.secured_bytes
                 assert room_bytes - segment_bytes < secured_bytes <= room_bytes
                 assert ledgers[store.tier].limit_bytes == secured_bytes - store.header_bytes
