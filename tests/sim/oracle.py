@@ -85,6 +85,9 @@ class Oracle:
         self.left_ns: dict[tuple[bytes, int], int] = {}
         #: generations of entries whose bytes, or records, the run damaged
         self.tainted: set[int] = set()
+        #: of those that left for what a recovery found: until that is durable they may come back,
+        #: and leave again
+        self.gave_way: set[int] = set()
         #: for the order of eviction: what was told when the last daemon closed in order
         self.order: dict[Tier, list[Key]] | None = None
         #: reads may give other bytes than there are
@@ -155,6 +158,8 @@ class Oracle:
                 case IndexPut():
                     self._published(daemon, effect.entry, found=isinstance(event, ev.TierRecovered))
                 case IndexDelete():
+                    if isinstance(event, ev.TierRecovered) and effect.key in self.durable:
+                        self.gave_way.add(self.durable[effect.key].generation)
                     self._left(daemon, effect.key)
                 case Reply(answer=DeleteAnswer()):
                     assert isinstance(event, ev.DeleteAsked)
@@ -205,6 +210,7 @@ class Oracle:
             and before is not None
             and before.generation != entry.generation
             and before.generation not in self.tainted
+            and entry.generation not in self.gave_way
         ):
             self.fail(SURVIVES, f"{name_of(key)} came back as it was before its last save")
         if found and (entry.generation in self.buried or key in self._deleted):
