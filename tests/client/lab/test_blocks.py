@@ -63,7 +63,7 @@ def test_a_payload_is_what_the_documentation_says() -> None:
     size_bytes = 2 * TILE_BYTES + 100
     seed = b"prefixd/replay/v1" + struct.pack("<QQ", 9, size_bytes)
     tile = hashlib.shake_128(seed).digest(TILE_BYTES)
-    tiles = [tile] + [struct.pack("<Q", number) + tile[8:] for number in (1, 2)]
+    tiles = [tile] + [struct.pack("<I", number) + tile[4:] for number in (1, 2)]
     assert BlockPayloads(size_bytes).payload(9) == b"".join(tiles)[:size_bytes]
 
 
