@@ -55,9 +55,10 @@ class Restore(Rooms):
         self._crcs = [0] * len(views)
         #: What went wrong with single entries.
         self._misses: dict[int, MissReason] = {}
-        self._whole: set[int] = set()
-        #: those of them that were copied in place and validated afterwards
-        self._validated: set[int] = set()
+        #: Entries that arrived as they were saved: those copied in place, and validated afterwards,
+        #: and others that were sent.
+        self._copied: Sequence[int] = ()
+        self._sent: set[int] = set()
         self._clock = clock
         self.began_s: Final = clock()
         self._since_s = self.began_s
@@ -105,7 +106,7 @@ class Restore(Rooms):
         if self._check[index] and self._crcs[index] != entry.payload_crc32c:
             self._misses[index] = MissReason.CORRUPT
         else:
-            self._whole.add(index)
+            self._sent.add(index)
         with self._finishing:
             now_s = self._clock()
             loaded_bytes, seconds = self._loaded.get(entry.tier, (0, 0.0))
@@ -140,8 +141,7 @@ class Restore(Rooms):
             self._misses.update(
                 (n, MissReason.CORRUPT) for n, each in enumerate(outcomes) if each is Copied.CORRUPT
             )
-        self._whole.update(whole)
-        self._validated.update(whole)
+        self._copied = whole
         by_tier: dict[Tier, int] = {}
         entries = (
             self._entries if len(whole) == len(outcomes) else [self._entries[n] for n in whole]
@@ -162,19 +162,15 @@ class Restore(Rooms):
         """Reading from the daemon failed before it was known whether the bytes were the entries'
         own: of those that were read, only what matches its checksum counts, and under a claim
         that was `lost` nothing. What was copied in place was validated by itself."""
-        self._whole = {
-            n for n in self._whole if n in self._validated or (self._check[n] and not lost)
-        }
+        self._sent = {n for n in self._sent if self._check[n] and not lost}
 
     @property
     def whole_by_path(self) -> list[tuple[str, list[Entry]]]:
         """Entries that arrived as they were saved: those copied in place, those that were sent."""
-        entries, whole, in_place = self._entries, self._whole, self._validated
-        if len(in_place) == len(entries):
-            return [("copy", list(entries))]
+        entries = self._entries
         return [
-            ("copy", [entries[n] for n in sorted(whole & in_place)]),
-            ("stream", [entries[n] for n in sorted(whole - in_place)]),
+            ("copy", [entries[n] for n in self._copied]),
+            ("stream", [entries[n] for n in sorted(self._sent)]),
         ]
 
     @property
@@ -195,12 +191,11 @@ class Restore(Rooms):
         """Why each buffer is not good, None where it is. `stopped`: why the read ended early, None
         if it did not."""
         count = len(self._views)
-        if len(self._whole) == count:
+        if len(self._copied) + len(self._sent) == count:
             return [None] * count
+        whole = {*self._copied, *self._sent}
         return [
-            None
-            if index in self._whole
-            else self._misses.get(index) or stopped or MissReason.UNREADABLE
+            None if index in whole else self._misses.get(index) or stopped or MissReason.UNREADABLE
             for index in range(count)
         ]
 

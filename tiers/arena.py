@@ -133,13 +133,13 @@ class BaseArena(ABC):
 class Arena(BaseArena):
     """An arena in shared memory, mapped. Use `anonymous` or `file`."""
 
-    def __init__(self, fd: int, size_bytes: int, max_bytes: int, *, found: bool) -> None:
+    def __init__(self, fd: int, size_bytes: int, max_bytes: int) -> None:
         """Takes over `fd`, a file of `max_bytes`."""
         self.fd = fd
         self.size_bytes = size_bytes
         self.max_bytes = max_bytes
-        # Pages are only ever allocated in order, by `secure_segments`.
-        self.found_bytes = min(os.fstat(fd).st_blocks * 512, size_bytes) if found else 0
+        # Pages are only ever allocated in order, by `secure_segments`; a new file has none.
+        self.found_bytes = min(os.fstat(fd).st_blocks * 512, size_bytes)
         self.secured_bytes = self.found_bytes
         #: behind them, what an earlier start left is not in memory yet
         self._populated_bytes = 0
@@ -157,7 +157,7 @@ class Arena(BaseArena):
         try:
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, max_bytes)
-            arena = cls(fd, size_bytes, max_bytes, found=False)
+            arena = cls(fd, size_bytes, max_bytes)
             # After the one mapping that may write was made.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         except OSError as problem:
@@ -182,13 +182,12 @@ class Arena(BaseArena):
         fd = -1
         try:
             fd = open_own_file(path, writable)
-            found_bytes = os.fstat(fd).st_size
             if _holds_more(fd, size_bytes, max_bytes):
                 os.close(fd)
                 path.unlink()
-                fd, found_bytes = open_own_file(path, writable), 0
+                fd = open_own_file(path, writable)
             os.ftruncate(fd, max_bytes)
-            arena = cls(fd, size_bytes, max_bytes, found=found_bytes > 0)
+            arena = cls(fd, size_bytes, max_bytes)
             os.fchmod(fd, readable)
             return arena
         except (OSError, StoreError) as problem:
@@ -204,9 +203,9 @@ class Arena(BaseArena):
             length_bytes = min(segment_bytes, self.size_bytes - start)
             with write_errors(secure_sentence(self)):
                 secure_range(self.fd, start, length_bytes)
-            with address_of(self._writable[start : start + length_bytes]) as address:
+            with address_of(self._writable) as address:
                 # Older kernels don't have it (EINVAL); then pages are faulted in on first use.
-                _libc.madvise(address, length_bytes, _MADV_POPULATE_WRITE)
+                _libc.madvise(address + start, length_bytes, _MADV_POPULATE_WRITE)
             self._populated_bytes = start + length_bytes
             self.secured_bytes = max(self.secured_bytes, self._populated_bytes)
             yield self.secured_bytes
@@ -344,11 +343,8 @@ class ArenaWriter(EntryWriter):
 def _holds_more(fd: int, size_bytes: int, max_bytes: int) -> bool:
     """Has the file pages beyond the size? One that could grow is as long as it could get; cut to
     another length where it has none, it loses no page."""
-    found = os.fstat(fd)
-    if not found.st_size:
-        return False
     # The kernel may have rounded the last pages up to a huge one.
-    slack_bytes = 0 if found.st_size > max_bytes else _HUGE_PAGE_BYTES
+    slack_bytes = 0 if os.fstat(fd).st_size > max_bytes else _HUGE_PAGE_BYTES
     try:
         os.lseek(fd, size_bytes + slack_bytes, os.SEEK_DATA)
     except OSError as problem:

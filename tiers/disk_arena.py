@@ -58,7 +58,6 @@ class DiskArena(BaseArena):
         self.path: Final = path
         self.size_bytes = size_bytes
         self.max_bytes = max_bytes or size_bytes
-        self.fd = -1
         self._sync: Final = sync
         self._sync_lock = threading.Lock()
         #: Buffers that no thread uses now; there are never more than threads that write.

@@ -101,50 +101,24 @@ class ExtentAllocator:
 
         Raises ValueError if any of it is free already or was never there.
         """
-        if len(location) == 2:
-            # Nearly every one: without lists.
-            start, slabs = location[0] >> self._shift, location[1] >> self._shift
-            end = start + slabs
-            if (
-                not (location[0] | location[1]) & (self.slab_bytes - 1)
-                and location[0] >= self.header_bytes
-                and slabs > 0
-                and end <= self._slabs
-                and self._used.find(0, start, end) == -1
-            ):
-                self._release(start, slabs)
-                return
-        runs = self._runs_of(location)
-        for start, slabs in runs:
-            if self._used.find(0, start, start + slabs) != -1:
-                raise ValueError(f"a double free: not all of {location} is allocated")
-        for start, slabs in runs:
+        if len(location) == 2:  # nearly every one
+            start, slabs = self._run_of(location[0], location[1], 0)
             self._release(start, slabs)
+        else:
+            for start, slabs in self._runs_of(location, 0):
+                self._release(start, slabs)
 
     def claim(self, location: Location) -> None:
         """Mark a location as allocated that an earlier allocator handed out.
 
         Raises ValueError if any of it is allocated, beyond the capacity or not in whole slabs.
         """
-        if len(location) == 2:
-            # Nearly every one: without lists.
-            start, slabs = location[0] >> self._shift, location[1] >> self._shift
-            end = start + slabs
-            if (
-                not (location[0] | location[1]) & (self.slab_bytes - 1)
-                and location[0] >= self.header_bytes
-                and slabs > 0
-                and end <= self._slabs
-                and self._used.find(1, start, end) == -1
-            ):
-                self._mark(start, slabs)
-                return
-        runs = self._runs_of(location)
-        for start, slabs in runs:
-            if self._used.find(1, start, start + slabs) != -1:
-                raise ValueError(f"an overlap: part of {location} is allocated")
-        for start, slabs in runs:
+        if len(location) == 2:  # nearly every one
+            start, slabs = self._run_of(location[0], location[1], 1)
             self._mark(start, slabs)
+        else:
+            for start, slabs in self._runs_of(location, 1):
+                self._mark(start, slabs)
 
     def grow(self, arena_bytes: int) -> None:
         """The arena has so many bytes from now on; never fewer than before (ValueError)."""
@@ -329,29 +303,37 @@ class ExtentAllocator:
         if following == _NONE:
             self._classes ^= 1 << size_class
 
-    def _runs_of(self, location: Location) -> list[tuple[int, int]]:
-        """A location in slabs; raises ValueError unless it is one."""
+    def _runs_of(self, location: Location, other: int) -> list[tuple[int, int]]:
+        """A location in slabs; raises ValueError unless it is one, without any `other` slab: 1 for
+        those that are allocated, 0 for free ones."""
         if not location or len(location) % 2:
             raise ValueError(f"no location: {location}")
-        shift, mask = self._shift, self.slab_bytes - 1
-        runs: list[tuple[int, int]] = []
-        for offset, length in zip(location[::2], location[1::2], strict=True):
-            start, slabs = offset >> shift, length >> shift
-            if (
-                (offset | length) & mask
-                or offset < self.header_bytes
-                or slabs < 1
-                or start + slabs > self._slabs
-            ):
-                raise ValueError(
-                    f"no location in {self._slabs << self._shift} bytes of {self.slab_bytes}: "
-                    f"{location}"
-                )
-            runs.append((start, slabs))
-        if len(runs) > 1:
-            end = 0
-            for start, slabs in sorted(runs):
-                if start < end:
-                    raise ValueError(f"a location that overlaps itself: {location}")
-                end = start + slabs
+        runs = [
+            self._run_of(offset, length, other)
+            for offset, length in zip(location[::2], location[1::2], strict=True)
+        ]
+        end = 0
+        for start, slabs in sorted(runs):
+            if start < end:
+                raise ValueError(f"a location that overlaps itself: {location}")
+            end = start + slabs
         return runs
+
+    def _run_of(self, offset: int, length: int, other: int) -> tuple[int, int]:
+        """The same of one extent, in bytes."""
+        start, slabs = offset >> self._shift, length >> self._shift
+        end = start + slabs
+        if (
+            (offset | length) & (self.slab_bytes - 1)
+            or offset < self.header_bytes
+            or slabs < 1
+            or end > self._slabs
+        ):
+            raise ValueError(
+                f"no location in {self._slabs << self._shift} bytes of {self.slab_bytes}: "
+                f"{length} bytes at {offset}"
+            )
+        if self._used.find(other, start, end) != -1:
+            what = "an overlap: some" if other else "a double free: not all"
+            raise ValueError(f"{what} of {length} bytes at {offset} are allocated")
+        return start, slabs

@@ -29,10 +29,10 @@ class Arena(ABC):
     """One tier's memory. Thread-safe."""
 
     @abstractmethod
-    def read_into(self, location: tuple[int, ...], target: FlatBytes, *, check: bool) -> int:
+    def read_into(self, location: tuple[int, ...], target: FlatBytes, *, check: bool) -> int | None:
         """Copy the first `len(target)` bytes of the extents at `location` into `target`.
 
-        Returns the CRC32C of what then is in `target`, 0 without `check`. Raises OSError if the
+        Returns the CRC32C of what then is in `target`, None without `check`. Raises OSError if the
         bytes can't be read, or if the arena does not hold so many.
         """
 
@@ -54,13 +54,12 @@ class Arena(ABC):
 
         Returns their CRC32C, None where there is no `check`. Raises OSError.
         """
-        crcs: list[int | None] = []
-        for start, extent_bytes, target, checked in zip(
-            offsets, lengths, targets, check, strict=True
-        ):
-            crc = self.read_into((start, extent_bytes), target, check=checked)
-            crcs.append(crc if checked else None)
-        return crcs
+        return [
+            self.read_into((start, extent_bytes), target, check=checked)
+            for start, extent_bytes, target, checked in zip(
+                offsets, lengths, targets, check, strict=True
+            )
+        ]
 
     def views_all(
         self, offsets: Sequence[int], lengths: Sequence[int], payload_bytes: Sequence[int]
@@ -88,7 +87,7 @@ class MappedArena(Arena):
         self._view: Final = memoryview(mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ))
         self._outlives_daemon: Final = outlives_daemon
 
-    def read_into(self, location: tuple[int, ...], target: FlatBytes, *, check: bool) -> int:
+    def read_into(self, location: tuple[int, ...], target: FlatBytes, *, check: bool) -> int | None:
         if len(location) == 2:
             # Nearly every entry: without the detours of a list of extents.
             start, extent_bytes = location
@@ -98,11 +97,11 @@ class MappedArena(Arena):
                 raise _beyond_the_end()
             if size_bytes < RELEASE_BYTES and isinstance(target, memoryview):
                 target[:] = view
-                return crc32c(target) if check else 0
+                return crc32c(target) if check else None
             if check:
                 return copy_crc32c(target, view)
             copy(target, view)
-            return 0
+            return None
         crc = at = 0
         for view in self._range(location, 0, len(target)):
             room = target[at : at + len(view)]
@@ -111,7 +110,7 @@ class MappedArena(Arena):
             else:
                 copy(room, view)
             at += len(view)
-        return crc
+        return crc if check else None
 
     def read_all(
         self,
@@ -135,10 +134,9 @@ class MappedArena(Arena):
                 and isinstance(target, memoryview)
             ):
                 target[:] = whole[start:stop]
-                crc = crc32c(target) if checked else 0
+                crcs.append(crc32c(target) if checked else None)
             else:
-                crc = self.read_into((start, extent_bytes), target, check=checked)
-            crcs.append(crc if checked else None)
+                crcs.append(self.read_into((start, extent_bytes), target, check=checked))
         return crcs
 
     def views_all(
@@ -187,7 +185,7 @@ class FileArena(Arena):
         # Closed with the object, so that a thread that reads is never left with another file.
         finalize(self, os.close, self._fd).atexit = False
 
-    def read_into(self, location: tuple[int, ...], target: FlatBytes, *, check: bool) -> int:
+    def read_into(self, location: tuple[int, ...], target: FlatBytes, *, check: bool) -> int | None:
         fd, crc, at = self._fd, 0, 0
         piece_bytes = _PIECE_BYTES if check else len(target)
         for start, part_bytes in _parts(location, 0, len(target)):
@@ -201,7 +199,7 @@ class FileArena(Arena):
                     crc = crc32c_of(room[:read_bytes], crc)
                 start += read_bytes
                 at += read_bytes
-        return crc
+        return crc if check else None
 
     def views(
         self,

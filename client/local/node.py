@@ -187,7 +187,7 @@ class LocalNode:
                 if generation == entry.generation and arena is not None:
                     try:
                         crc = arena.read_into(location, target, check=checked)
-                        wrong = checked and crc != entry.payload_crc32c
+                        wrong = crc is not None and crc != entry.payload_crc32c
                         outcome = Copied.CORRUPT if wrong else whole
                         copied.append(found)
                         tiers.add(tier)

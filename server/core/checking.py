@@ -153,7 +153,7 @@ class Recount:
             return
         location: Location = entry.location
         tier = entry.tier.label
-        if sign > 0 and sum(location[1::2]) != entry.stored_bytes:
+        if sign == 1 and sum(location[1::2]) != entry.stored_bytes:
             lies = sum(location[1::2])
             self._say(f"{tier}: an entry of {entry.stored_bytes} bytes lies on {lies}")
         used = count.used
@@ -161,16 +161,26 @@ class Recount:
             start, end = offset // count.slab_bytes, (offset + length) // count.slab_bytes
             if end > len(used):
                 used.extend(bytes(end - len(used)))
-            if sign > 0 and used.find(1, start, end) != -1:
+            if sign == 1 and used.find(1, start, end) != -1:
                 taken = used.find(1, start, end) * count.slab_bytes
                 self._say(f"{tier}: two entries share the bytes at {taken}")
-            used[start:end] = (b"\1" if sign > 0 else b"\0") * (end - start)
+            used[start:end] = (b"\1" if sign == 1 else b"\0") * (end - start)
             count.placed_bytes += sign * length
 
     # ---- the steps
 
     def steps(self) -> Iterator[None]:
         """Yields between two steps."""
+        items = 0
+        for more in self._visits():
+            items += more
+            if items >= self._items_a_step:
+                items = 0
+                yield
+        self._compare()
+
+    def _visits(self) -> Iterator[int]:
+        """Everything once. Yields how much was looked at; there may be a step before it goes on."""
         t = self._t
         # What is alive at this moment has a timer at this moment.
         timed = {timer: list(t.timed(timer)) for timer in Timer}
@@ -178,37 +188,30 @@ class Recount:
         if not t.old_timers and len(timers) > t.max_timers:
             self._say(f"{len(timers)} timers are kept, at most {t.max_timers} are of use")
         claims = [*t.unpinning, *timed[Timer.CLAIM]]
-        yield
-        for at, number in enumerate(claims):
-            self._visit_claim(number)
-            if not at % 8:
-                yield
-        for at, token in enumerate(timed[Timer.RESERVATION]):
+        yield len(timers)
+        for number in claims:
+            yield self._visit_claim(number)
+        for token in timed[Timer.RESERVATION]:
             self._visit_reservation(token)
-            if not at % self._items_a_step:
-                yield
+            yield 1
         yield from self._visit_in_flight()
         for number in [*timed[Timer.SESSION], *t.ending]:
             session = t.sessions.get(number) or t.ending.get(number)
             if session is not None:
-                self._visit_session(session)
+                yield self._visit_session(session)
                 yield from self._visit_pins(session)
-                yield
         for number in timed[Timer.WAITING]:
-            self._visit_waiting(number)
-            yield
+            yield self._visit_waiting(number)
         yield from self._visit_timers(timed, timers)
         yield from self._visit_entries()
-        for at, (key, entry) in enumerate(list(t.unrecorded.items())):
+        for key, entry in list(t.unrecorded.items()):
             if t.unrecorded.get(key) is entry is not t.entries.find(key):
                 self._say(f"unrecorded use of {_name(key)}, which is not published")
-            if not at % self._items_a_step:
-                yield
+            yield 1
         for ledger in t.ledgers.values():
             yield from self._visit_extents(ledger)
-        self._compare()
 
-    def _visit_claim(self, number: int) -> None:
+    def _visit_claim(self, number: int) -> int:
         """Also one that ended, as long as it pins something."""
         t = self._t
         claim, unpin = t.claims.get(number), t.unpinning.get(number)
@@ -218,11 +221,12 @@ class Recount:
         elif unpin is not None:
             entries = unpin.entries[: unpin.left]
         else:
-            return
+            return 1
         self._claims.add(number)
         for entry in entries:
             held = self._held[shard_of(entry.key)]
             held[entry] = held.get(entry, 0) + 1
+        return len(entries)
 
     def _check_claim(self, number: int, claim: Claim) -> None:
         t = self._t
@@ -267,18 +271,17 @@ class Recount:
         if policy.keeps_pinned and in_flight and not policy.holds(reservation.entry):
             self._say(f"{reservation.tier.label}: the eviction order lacks {_name(key)}")
 
-    def _visit_in_flight(self) -> Iterator[None]:
+    def _visit_in_flight(self) -> Iterator[int]:
         t = self._t
-        for at, key in enumerate(list(t.in_flight)):
+        for key in list(t.in_flight):
             reservation = t.in_flight.get(key)
             if reservation is not None and (
                 key != reservation.key or t.reservations.get(reservation.token) is not reservation
             ):
                 self._say(f"{_name(key)} is in flight without a reservation")
-            if not at % self._items_a_step:
-                yield
+            yield 1
 
-    def _visit_session(self, session: Session) -> None:
+    def _visit_session(self, session: Session) -> int:
         t, number = self._t, session.session
         for claim in session.claims.keys() - t.claims.keys():
             self._say(f"session {number} holds claim {claim}, which does not exist")
@@ -297,8 +300,9 @@ class Recount:
             self._say(
                 f"session {number} is charged {reserved_bytes} reserved bytes, and holds others"
             )
+        return 1 + len(session.claims) + len(session.tokens) + len(session.waits)
 
-    def _visit_pins(self, session: Session) -> Iterator[None]:
+    def _visit_pins(self, session: Session) -> Iterator[int]:
         """What a session is charged for. Of one that holds much, and pins or lets go of something
         meanwhile, nothing can be said."""
         pins = session.pins
@@ -308,17 +312,17 @@ class Recount:
                 return
             stored_bytes += sum(map(_STORED_BYTES, part))
             if pins.mask:
-                yield
+                yield len(part)
         pinned_bytes = sum(session.pinned_bytes.values())
         if changes == pins.changes and pinned_bytes != stored_bytes:
             number = session.session
             self._say(f"session {number} is charged {pinned_bytes} pinned bytes, and holds others")
 
-    def _visit_waiting(self, request: int) -> None:
+    def _visit_waiting(self, request: int) -> int:
         t = self._t
         waiting = t.waiting.get(request)
         if waiting is None:
-            return
+            return 1
         for token in waiting.pending:
             if token in t.waking:
                 continue
@@ -327,21 +331,20 @@ class Recount:
                 self._say(f"request {request} waits for a save that ended")
             if reservation is not None and request not in reservation.waiters:
                 self._say(f"reservation {token} would not wake request {request}")
+        return len(waiting.pending)
 
     def _visit_timers(
         self, timed: dict[Timer, list[int]], timers: list[tuple[int, Timer, int]]
-    ) -> Iterator[None]:
+    ) -> Iterator[int]:
         armed: set[tuple[Timer, int]] = set()
-        for at, (_, timer, number) in enumerate(timers):
+        for _, timer, number in timers:
             armed.add((timer, number))
-            if not at % self._items_a_step:
-                yield
+            yield 1
         for timer, numbers in timed.items():
-            for at, number in enumerate(numbers):
+            for number in numbers:
                 if self._has_deadline(timer, number) and (timer, number) not in armed:
                     self._say(f"{timer.name.lower()} {number} would never run out")
-                if not at % self._items_a_step:
-                    yield
+                yield 1
 
     def _has_deadline(self, timer: Timer, number: int) -> bool:
         """One of its own, that is: what ends with its session, or is being committed or was
@@ -355,11 +358,10 @@ class Recount:
 
     # ---- entries
 
-    def _visit_entries(self) -> Iterator[None]:
+    def _visit_entries(self) -> Iterator[int]:
         # Stamps of this start are unique; those of earlier ones may not be, if the clock was
         # set back in between. Many sets, for a large one stops everything when it grows.
         generations: defaultdict[int, set[int]] = defaultdict(set)
-        visited = 0
         for number, shard in enumerate(self._t.entries.shards):
             if not shard and number not in self._held:
                 continue
@@ -382,10 +384,7 @@ class Recount:
                 if shard.get(entry.key) is not entry:
                     self._unpublished += entry.generation not in self._t.condemned
             self._shard = number + 1
-            visited += len(shard)
-            if visited >= self._items_a_step:
-                visited = 0
-                yield
+            yield len(shard)
         self._shard = SHARDS
 
     def _check_entry(self, entry: Entry) -> None:
@@ -418,11 +417,12 @@ class Recount:
         if entry is not None and follower.last_used_ns <= entry.last_used_ns:
             self._say(f"{_name(follower.key)} would be evicted too late for its last use")
 
-    def _visit_extents(self, ledger: Ledger) -> Iterator[None]:
+    def _visit_extents(self, ledger: Ledger) -> Iterator[int]:
         if ledger.extents is None:
             return
         try:
-            yield from ledger.extents.copy().check_steps()
+            for _ in ledger.extents.copy().check_steps():
+                yield self._items_a_step
         except AssertionError as problem:
             self._say(f"{ledger.tier.label}: the extents are inconsistent: {problem}")
 

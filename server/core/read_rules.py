@@ -265,7 +265,7 @@ def touched(transition: Transition, event: KeysTouched) -> None:
     """Reads that needed no claim are accesses like others."""
     found = (transition.tables.entries.find(key) for key in event.keys)
     read = [entry for entry in found if entry is not None]
-    transition.observe_entries(reversed(read))
+    transition.observe_entries(read[::-1])
     transition.read_all(read)
     transition.tables.counters.touches += len(read)
 

@@ -149,7 +149,7 @@ def _observe(
         if isinstance(result, WriteOrder | Closed | OverShare) or result is SaveStatus.NO_ROOM
     ]
     transition.observe(asked.tier, missed)
-    transition.observe_entries(entries[item.key] for item in asked.items if item.key in entries)
+    transition.observe_entries([entries[i.key] for i in asked.items if i.key in entries])
 
 
 def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: Footprint) -> None:

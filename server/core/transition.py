@@ -202,15 +202,11 @@ class Transition:
         if accesses and tier in self.tables.curves:
             self.tables.unobserved.append((tier, accesses))
 
-    def observe_entries(self, entries: Iterable[Entry]) -> None:
+    def observe_entries(self, entries: Sequence[Entry]) -> None:
         """Show hits to the curves of their tiers."""
-        if self.tables.curves:
-            by_tier: dict[Tier, list[Access]] = {}
-            for entry in entries:
-                access = (entry.key, entry.token_count, entry.stored_bytes)
-                by_tier.setdefault(entry.tier, []).append(access)
-            for tier, accesses in by_tier.items():
-                self.observe(tier, accesses)
+        for tier in self.tables.curves:
+            its_own = [entry for entry in entries if entry.tier is tier]
+            self.observe(tier, [(e.key, e.token_count, e.stored_bytes) for e in its_own])
 
     def observe_now(self) -> None:
         """Do what `observe` left."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from itertools import count
@@ -211,12 +213,13 @@ class InPlace:
         ([30, 5, 5], [1, 2]),
         ([5, 5, 30], [1, 2]),
         ([100], [1]),
+        ([20, 19], [2]),
     ],
 )
 def test_a_large_copy_is_shared_by_bytes(
     monkeypatch: pytest.MonkeyPatch, sizes: list[int], calls: list[int]
 ) -> None:
-    monkeypatch.setattr(restores, "SHARED_BYTES", 1)
+    monkeypatch.setattr(restores, "SHARED_BYTES", 40)
     monkeypatch.setattr(restores, "CPUS", 2)
     restoring = Restoring(payloads(sizes))
     in_place = InPlace(restoring.data)
@@ -228,6 +231,18 @@ def test_a_large_copy_is_shared_by_bytes(
     copier.close()
     assert copier.copy(restoring.restore) == []  # by this thread alone
     assert restoring.result([1] * len(sizes), None).run == len(sizes)
+
+
+def test_a_process_that_is_kept_to_one_processor_has_one() -> None:
+    """Whatever the machine has: a second thread would only take turns with the first."""
+    kept = (
+        "import os\n"
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from prefixd.client.restores import CPUS\n"
+        "print(CPUS)"
+    )
+    said = subprocess.run([sys.executable, "-c", kept], check=True, capture_output=True, text=True)
+    assert said.stdout == "1\n"
 
 
 @pytest.mark.parametrize("broken", [0, 1])

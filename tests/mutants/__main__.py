@@ -83,9 +83,9 @@ ALSO: Final[dict[str, tuple[str, ...]]] = {
     ),
 }
 _OPTIONS: Final = (
-    *("-q", "-x", "-p", "no:cacheprovider", "--no-header", "--timeout=150"),
+    *("-q", "-x", "-p", "no:cacheprovider", "--no-header", "--timeout=400"),
     # Hypothesis is imported before pytest could rewrite it.
-    *("-W", "ignore::pytest.PytestAssertRewriteWarning"),
+    *("-W", "ignore::pytest.PytestAssertRewriteWarning", "--hypothesis-profile=mutants"),
 )
 #: Older than any other file: what was compiled of a mutant is never taken for the module.
 _LONG_AGO: Final = 946_684_800
@@ -133,22 +133,35 @@ class Bench:
                 os.utime(copy, (_LONG_AGO, _LONG_AGO), follow_symlinks=False)
 
     def noticed_by(self, path: str, mutant: Mutant) -> tuple[str, float] | None:
-        """The run that failed, and after how long; None: it survives. One that did not end in
-        time noticed it too, and is called late."""
+        """What failed, and after how long; None: it survives. What did not end in time noticed it
+        too, if it does end without the mutant, and is called late."""
         file = self.root / path
         source = file.read_text()
-        file.write_text(mutant.apply(source))
         begun_s = time.monotonic()
         try:
             for stage in stages(path):
+                file.write_text(mutant.apply(source))
                 took_s = time.monotonic()
-                if not self.passes(stage):
-                    late = time.monotonic() - took_s > self._within_s
-                    return f"late: {stage}" if late else stage, time.monotonic() - begun_s
+                if self.passes(stage):
+                    continue
+                said = self._output.read_text(errors="replace")
+                late = time.monotonic() - took_s > self._within_s or "Timeout" in said
+                failed = next((s for s in said.splitlines() if s.startswith("FAILED ")), stage)
+                after_s = time.monotonic() - begun_s
+                if not late:
+                    return failed, after_s
+                # On a busy machine nothing may be in time.
+                self._restore(file, source)
+                if self.passes(stage):
+                    return f"late: {failed}", after_s
             return None
         finally:
-            file.write_text(source)
-            os.utime(file, (_LONG_AGO, _LONG_AGO))
+            self._restore(file, source)
+
+    @staticmethod
+    def _restore(file: Path, source: str) -> None:
+        file.write_text(source)
+        os.utime(file, (_LONG_AGO, _LONG_AGO))
 
     def passes(self, stage: str) -> bool:
         """Does a run end well and in time? It is a fork: what is imported once is imported."""
@@ -180,8 +193,17 @@ class Bench:
         os.environ["PYTHONHASHSEED"] = "0"
         status = 1
         try:
+            import hypothesis
             import pytest
 
+            # What fails need not be made small as well.
+            hypothesis.settings.register_profile(
+                "mutants",
+                deadline=None,
+                derandomize=True,
+                database=None,
+                phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+            )
             if stage.startswith("sim "):
                 status = _simulated(int(stage.removeprefix("sim ")))
             else:
@@ -237,7 +259,7 @@ def main() -> None:
     parser.add_argument("--mutants", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="leave out so many")
-    parser.add_argument("--within", type=float, default=300.0, help="seconds of one run")
+    parser.add_argument("--within", type=float, default=800.0, help="seconds of one run")
     parser.add_argument("--least", type=float, default=95.0, help="of 100 that have to be noticed")
     parser.add_argument("--unchecked", action="store_true", help="do not try the tests themselves")
     arguments = parser.parse_args()

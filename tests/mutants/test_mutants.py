@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from .__main__ import ROOT, TARGETS, chosen, stages
+from .__main__ import ROOT, TARGETS, Bench, chosen, stages
 from .mutate import mutants_of
 
 SOURCE = '''\
@@ -63,3 +65,47 @@ def test_every_file_has_tests_that_are_there(pattern: str) -> None:
         for stage in found:
             if not stage.startswith("sim "):
                 assert all((ROOT / test).exists() for test in stage.split()), stage
+
+
+class Run(Bench):
+    """Says of each run how it ended: with a mutant, and without."""
+
+    def __init__(self, directory: Path, mutated: str, whole: str) -> None:
+        self.root = directory
+        self._output = directory / "output"
+        self._within_s = 60.0
+        self._file = directory / "tiers/order.py"
+        self._source = SOURCE
+        self._said = {True: mutated, False: whole}
+        self._file.parent.mkdir()
+        self._file.write_text(SOURCE)
+
+    def passes(self, _stage: str) -> bool:
+        said = self._said[self._file.read_text() != SOURCE]
+        self._output.write_text(said)
+        return said == "1 passed"
+
+    def seen(self) -> str | None:
+        found = self.noticed_by("tiers/order.py", mutants_of(SOURCE)[0])
+        assert self._file.read_text() == SOURCE
+        return None if found is None else found[0]
+
+
+FAILED = "E   AssertionError\nFAILED tests/a.py::test_it - AssertionError\n1 failed"
+LATE = "FAILED tests/a.py::test_it - Failed: Timeout (>400.0s) from pytest-timeout.\n1 failed"
+
+
+def test_a_mutant_is_noticed_by_the_first_test_that_fails(tmp_path: Path) -> None:
+    assert Run(tmp_path, FAILED, "1 passed").seen() == FAILED.splitlines()[1]
+
+
+def test_a_mutant_that_makes_no_difference_survives(tmp_path: Path) -> None:
+    assert Run(tmp_path, "1 passed", "1 passed").seen() is None
+
+
+def test_what_is_late_without_the_mutant_too_says_nothing(tmp_path: Path) -> None:
+    """The machine may be too busy for it."""
+    (tmp_path / "busy").mkdir()
+    (tmp_path / "stuck").mkdir()
+    assert Run(tmp_path / "busy", LATE, LATE).seen() is None
+    assert str(Run(tmp_path / "stuck", LATE, "1 passed").seen()).startswith("late: FAILED tests/a")

@@ -274,10 +274,12 @@ def test_a_range_of_a_payload_that_lies_in_one_piece(made: Made) -> None:
 
 
 def test_views_of_entries_in_one_piece_and_in_several(made: Made) -> None:
-    payloads = [payload_of(2 * SLAB), payload_of(2 * SLAB - 1)]
+    payloads = [payload_of(2 * SLAB), payload_of(2 * SLAB - 1), payload_of(2 * SLAB)]
     entries = [
         made.put(1, (SLAB, 2 * SLAB), payloads[0]),
         made.put(2, (4 * SLAB, SLAB, 6 * SLAB, SLAB), payloads[1]),
+        # The last extent is for its token ids.
+        made.put(3, (8 * SLAB, SLAB, 10 * SLAB, SLAB, 12 * SLAB, SLAB), payloads[2]),
     ]
     found = made.node.views(entries, {})
     if made.tier is Tier.DISK:
@@ -285,7 +287,7 @@ def test_views_of_entries_in_one_piece_and_in_several(made: Made) -> None:
         return
     assert found is not None
     assert [b"".join(views) for views in found[0]] == payloads
-    assert [len(views) for views in found[0]] == [1, 2]
+    assert [len(views) for views in found[0]] == [1, 2, 2]
 
 
 def test_views_are_good_as_long_as_their_rows_stand(made: Made) -> None:
@@ -360,6 +362,16 @@ def test_what_a_later_version_hands_over_is_closed() -> None:
     with suppress(OSError):
         os.fstat(fd)
         pytest.fail("it is still open")
+
+
+def test_no_target_is_left_without_its_bytes(tmp_path: Path) -> None:
+    fd = arena_file(tmp_path / "arena")
+    targets = [memoryview(bytearray(1)) for _ in range(2)]
+    for arena in (MappedArena(fd, SLAB * SLABS, outlives_daemon=True), FileArena(fd)):
+        for offsets, lengths, check in ([1, 1, 2], [2, 1, 2], [2, 2, 1]):
+            with pytest.raises(ValueError, match=r"shorter|longer"):
+                arena.read_all([SLAB] * offsets, [SLAB] * lengths, targets, [False] * check)
+    os.close(fd)
 
 
 def test_arenas_say_who_wrote_to_them(tmp_path: Path) -> None:

@@ -410,6 +410,32 @@ def test_what_is_planted_is_found_in_steps(plant: Plant) -> None:
     assert any(re.search(PLANTS[plant], problem) for problem in recount.problems)
 
 
+def test_a_step_is_as_much_as_it_may_be() -> None:
+    """Of a claim or a session: by what it holds. The extents of two tiers are a step each."""
+    driver = everything()
+    for _ in range(4):
+        driver.claim(1, "a b c")
+    t = driver.tables
+    claims, sessions, waits = t.claims.values(), t.sessions.values(), t.waiting.values()
+    items = (
+        2 * len(t.timers)
+        + sum(len(t.timed(timer)) for timer in Timer)
+        + sum(len(claim.entries) for claim in claims)
+        + len(t.reservations)
+        + len(t.in_flight)
+        + sum(1 + len(each.claims) + len(each.tokens) + len(each.waits) for each in sessions)
+        + sum(len(wait.pending) for wait in waits)
+        + len(t.entries)
+        + len(t.unrecorded)
+    )
+
+    def steps(items_a_step: int) -> int:
+        with driver.state.recount(items_a_step) as recount:
+            return sum(1 for _ in recount.steps())
+
+    assert (steps(items + 1), steps(items)) == (2, 3)
+
+
 def test_what_happens_meanwhile_is_no_problem() -> None:
     driver = everything()
     driver.save(2, "kept")

@@ -9,7 +9,6 @@ from prefixd.proto.vocabulary import ClaimMode, DeleteStatus, Tier
 from prefixd.server.core import answers as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
-from prefixd.server.core import read_rules
 from tests.support.state_driver import Driver, key, keys, stored
 
 
@@ -183,6 +182,19 @@ def test_only_so_many_claims() -> None:
 
 
 # ---- what one session may hold
+
+
+def test_a_claim_takes_nothing_of_what_others_are_sure_of() -> None:
+    driver = Driver(shares={"team": 4}, max_pinned_share=1)
+    session = driver.open()
+    for one in "abcdefg":
+        driver.save(session, one)
+    assert driver.claim(session, "a b c d e f").claim
+    refused = driver.claim(session, "f g")
+    assert isinstance(refused.error, LimitReached)
+    assert "a claim on 1 bytes more of the ram tier would take" in str(refused.error)
+    assert driver.counters.quota_refusals == 1
+    assert driver.claim(session, "f").claim, "it is pinned already"
 
 
 def test_a_session_pins_no_more_than_its_share() -> None:
@@ -359,12 +371,12 @@ def test_what_was_deleted_is_not_found_by_a_recovery(saved: bool) -> None:
     assert not driver.tables.deleted
 
 
-def test_deletes_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_rules, "MAX_DELETED", 2)
+def test_deletes_that_are_remembered_are_bounded() -> None:
     driver = Driver()
     session = driver.open()
     driver.happens(ev.TierChanged(Tier.DISK, ev.TierState.RECOVERING, 0))
-    assert delete(driver, session, "a b") == [DeleteStatus.ABSENT] * 2
+    many = " ".join(map(str, range(65_536)))
+    assert delete(driver, session, many) == [DeleteStatus.ABSENT] * 65_536
     question = ev.DeleteAsked(driver.request(), session, keys("c"), 0)
     assert isinstance(driver.ask(question).error, LimitReached)
     driver.happens(ev.TierChanged(Tier.DISK, ev.TierState.SERVING, 0))

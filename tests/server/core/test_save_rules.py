@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import tracemalloc
+from collections.abc import Callable
 
 import pytest
 
 from prefixd.proto.errors import LimitReached, UnknownReservation, UnknownTier
 from prefixd.proto.keys import Key
-from prefixd.proto.vocabulary import SaveReason, SaveStatus, Tier
+from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.core import answers as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
@@ -406,6 +407,35 @@ def test_a_lost_reservation_is_not_published_however_good_its_bytes(
     assert ended(driver) == {token: SaveStatus.LOST}
     assert driver.counters.crc_mismatches == 0
     assert not driver.tables.entries
+
+
+def fails(driver: Driver, token: int) -> None:
+    driver.stop(token)
+
+
+def arrives_wrong(driver: Driver, token: int) -> None:
+    driver.seal(token, wrong=True)
+
+
+def is_cancelled(driver: Driver, token: int) -> None:
+    driver.cancel(1, token)
+
+
+@pytest.mark.parametrize("end", [fails, arrives_wrong, is_cancelled])
+def test_who_waits_is_told_that_a_save_ended_without_an_entry(
+    driver: Driver, end: Callable[[Driver, int], None]
+) -> None:
+    """A run ends there at once; who wants any of several goes on waiting for the others."""
+    first, second = driver.granted(1, "a b")
+    driver.lookup("a b", stop=True, wait_ns=90)
+    run = driver.last_request
+    driver.claim(2, "a b", ClaimMode.FIRST, wait_ns=90)
+    any_of_them = driver.last_request
+    end(driver, first)
+    assert driver.replies[run] == an.LookupAnswer((None,))
+    assert any_of_them not in driver.replies
+    driver.seal(second)
+    assert driver.replies[any_of_them].claimed == (False, True)
 
 
 def test_a_reservation_is_lost_once(driver: Driver) -> None:

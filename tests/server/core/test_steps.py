@@ -173,6 +173,19 @@ def test_a_run_that_waits_is_answered_when_nothing_can_change_it() -> None:
     del bob
 
 
+def test_a_question_that_is_given_up_while_others_are_told_is_not_answered() -> None:
+    driver = large(12)
+    session = driver.open()
+    (token,) = driver.granted(session, "a")
+    for _ in range(20):
+        driver.lookup("a", wait_ns=50)
+    requests = range(driver.last_request - 19, driver.last_request + 1)
+    told = [*driver.seal(token), *driver.happens(ev.RequestDropped(requests[-1], 0))]
+    assert driver.state.busy
+    told += finish(driver)
+    assert [effect.request for effect in told if isinstance(effect, fx.Reply)] == [*requests[:-1]]
+
+
 def test_only_so_much_is_waited_for() -> None:
     driver = large(4096, max_waited_keys=10, max_waited_keys_per_session=4)
     alice, bob = driver.open("alice"), driver.open("bob")
