@@ -191,9 +191,9 @@ class Restore(Rooms):
         """Why each buffer is not good, None where it is. `stopped`: why the read ended early, None
         if it did not."""
         count = len(self._views)
-        if len(self._copied) + len(self._sent) == count:
-            return [None] * count
         whole = {*self._copied, *self._sent}
+        if len(whole) == count:
+            return [None] * count
         return [
             None if index in whole else self._misses.get(index) or stopped or MissReason.UNREADABLE
             for index in range(count)
