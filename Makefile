@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: dev demo test pictures sim power mutants fuzz soak s3 engines docs check format proto clean
+.PHONY: dev demo test quick pictures sim power mutants fuzz soak s3 engines docs check format proto clean
 .DEFAULT_GOAL := dev
 
 # Runtime only: what a user has after `pip install 'prefixd[server]'`.
@@ -28,6 +28,9 @@ demo: $(VENV)/.runtime ## a private daemon, three tiers, real bytes, verified
 test: $(VENV)/.dev ## the whole test suite
 	$(BIN)/python -m pytest -n auto --dist worksteal --maxfail 4 || \
 	{ test $$? = 1 && echo "again, alone: what failed" && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none; }
+
+quick: $(VENV)/.dev ## the tests that are not marked slow
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
 pictures: $(VENV)/.dev ## docs/top.svg and, with Chromium, docs/page*.png, of a daemon under load
 	$(BIN)/python -m tests.support.pictures docs

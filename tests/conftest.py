@@ -4,6 +4,7 @@ environment that says nothing of the terminal or of a daemon that is not a test'
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -13,6 +14,38 @@ from prefixd.client.local import transport
 # No deadline: an example that takes long says something of the machine, not of the code.
 settings.register_profile("prefixd", deadline=None, derandomize=True, database=None)
 settings.load_profile("prefixd")
+
+#: Marked `slow`: one test in twelve, which together take most of the time. They try thousands of
+#: steps, or kill, stop and flood daemons of their own. `make quick` leaves them out.
+SLOW = (
+    "bench",
+    "client/lab/test_live.py",
+    "client/local/test_fast_path_crowd.py",
+    "client/test_eight_workers.py",
+    "client/test_misses_add_up.py",
+    "contract/test_store_faults.py",
+    "crash",
+    "fuzz",
+    "hostile",
+    "model",
+    "mutants",
+    "nemesis",
+    "power",
+    "server/sharing",
+    "server/test_daemon.py",
+    "server/test_daemon_running.py",
+    "sim",
+    "soak",
+)
+TESTS = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = [TESTS / name for name in SLOW]
+    for item in items:
+        if any(item.path.is_relative_to(path) for path in slow):
+            item.add_marker(pytest.mark.slow)
+
 
 #: pytest-xdist, for one, claims a terminal of 80 columns.
 FOREIGN = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PREFIXD_ADDRESS")

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SLOW
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("proto", "tiers", "server", "client", "connectors")
 MAX_LINES, MAX_TEST_LINES = 500, 600
@@ -366,6 +368,10 @@ def test_tests_do_not_sleep() -> None:
                     yield f"{name(path)}:{line}: wait for what happens, or own the clock"
 
     none(problems())
+
+
+def test_what_is_marked_slow_is_there() -> None:
+    assert [name for name in SLOW if not (ROOT / "tests" / name).exists()] == []
 
 
 def test_only_command_lines_print() -> None:

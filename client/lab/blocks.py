@@ -27,7 +27,7 @@ from ...proto.limits import MAX_PAYLOAD_BYTES
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-#: Of SHAKE-128 a byte costs ten times what it costs to copy: enough that nothing is alike by chance.
+#: A byte of SHAKE-128 costs ten times as much as a copied one.
 TILE_BYTES: Final = 512
 _LABEL: Final = b"prefixd/replay/v1"
 _SEED: Final = struct.Struct("<QQ")
