@@ -63,12 +63,12 @@ class Prometheus:
         return [float(series["value"][1]) for series in found["result"]]
 
     def since_the_start(self, expression: str) -> list[float]:
-        """The values of all series at all moments since it was started. Every scrape is there."""
+        """The values of all series at all moments since it was started, this one the last. Every
+        scrape is there."""
         end_s = time.time()
         step_s = max(_LEAST_STEP_S, (end_s - self.started_s) / _MOST_POINTS)
-        found = self.get(
-            "query_range", query=expression, start=self.started_s, end=end_s, step=step_s
-        )
+        start_s = end_s - (end_s - self.started_s) // step_s * step_s
+        found = self.get("query_range", query=expression, start=start_s, end=end_s, step=step_s)
         return [float(value) for series in found["result"] for _, value in series["values"]]
 
     def saw(self, metric: str) -> bool:
