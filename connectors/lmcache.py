@@ -27,6 +27,7 @@ from ..proto.errors import CallerError
 from ..proto.keys import ForeignNamespace, Key
 from ..proto.vocabulary import MissReason, Tier
 from . import compat
+from .options import attach
 
 ENGINE: Final = "LMCache"
 PACKAGE: Final = "lmcache"
@@ -210,11 +211,17 @@ class L2Core:
         """
         number = next(self._numbers)
         lock: Lock | None = None
-        if self._client.in_place:
-            found = self._client.exists(keys, in_place_only=True)
-            lock = self._locks.add([key for key, there in zip(keys, found, strict=True) if there])
-            self._end(self._found, number, found, self.lookup_event)
-        claiming = self._client.claim_async(keys)
+        try:
+            if self._client.in_place:
+                found = self._client.exists(keys, in_place_only=True)
+                locked = [key for key, there in zip(keys, found, strict=True) if there]
+                lock = self._locks.add(locked)
+                self._end(self._found, number, found, self.lookup_event)
+            claiming = self._client.claim_async(keys)
+        except CallerError:  # a closed client
+            if lock is None:
+                self._end(self._found, number, [False] * len(keys), self.lookup_event)
+            return number
         claiming.add_done_callback(lambda done: self._claimed(number, keys, lock, done))
         return number
 
@@ -266,14 +273,22 @@ class L2Core:
         loading = _Loading(len(keys), len(held) + bool(rest))
         loading.then = lambda: self._end(self._loaded, number, loading.good, self.load_event)
         for part in held.values():
-            restoring = self._client.restore_async(
-                part.hit, [buffers[each] for each in part.positions], indices=part.places
-            )
+            try:
+                restoring = self._client.restore_async(
+                    part.hit, [buffers[each] for each in part.positions], indices=part.places
+                )
+            except CallerError:  # a closed client
+                loading.ended(part.positions, None)
+                continue
             restoring.add_done_callback(
                 lambda done, positions=part.positions: loading.ended(positions, done)  # type: ignore[misc]
             )
         if rest:
-            claiming = self._client.claim_async([keys[position] for position in rest])
+            try:
+                claiming = self._client.claim_async([keys[position] for position in rest])
+            except CallerError:  # the same
+                loading.ended(rest, None)
+                return number
             claiming.add_done_callback(
                 lambda done: self._load_unlocked(loading, rest, buffers, done)
             )
@@ -378,14 +393,8 @@ def _adapter() -> type:
         def __init__(self, config: dict[str, Any], l1_memory_desc: object = None) -> None:
             super().__init__()
             del l1_memory_desc
-            client = Client(
-                config.get("address"),
-                name="lmcache",
-                deadline_ms=int(config.get("deadline_ms", 5_000)),
-                max_pending_saves=int(config.get("max_pending_saves", 1_024)),
-            )
-            self._keys = Keys(dict(config.get("fields", {})))
-            self._core = L2Core(client, Tier[str(config.get("tier", "ram")).upper()])
+            self._keys = Keys(dict(config.get("fields") or {}))
+            self._core = L2Core(*attach("lmcache", config, ["fields"]))
 
         def get_store_event_fd(self) -> int:
             return self._core.store_event.fd
@@ -438,7 +447,7 @@ def _adapter() -> type:
                 made.set(position)
         return made
 
-    compat.check_abstract(ENGINE, PACKAGE, TESTED, PrefixdL2Adapter)
+    compat.check_interface(ENGINE, PACKAGE, TESTED, PrefixdL2Adapter)
     return PrefixdL2Adapter
 
 

@@ -217,6 +217,11 @@ def test_without_a_daemon_every_task_ends(tmp_path: os.PathLike[str]) -> None:
     assert core.stored() == {stored: -1, bad: -1}
     assert (core.found(found), core.loaded(loaded)) == ([False], [False])
     core.close()
+    stored, found = core.store(ours, [b"abc"]), core.look_up(ours)
+    loaded, nothing = core.load(ours, [bytearray(3)]), core.load([], [])
+    assert core.stored() == {stored: -1}
+    assert (core.found(found), core.loaded(loaded)) == ([False], [False])
+    assert core.loaded(nothing) == []
 
 
 def test_another_lmcache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
