@@ -240,3 +240,12 @@ def test_a_foreign_namespace_names_its_engine() -> None:
         ForeignNamespace("", {})
     with pytest.raises(InvalidNamespace):
         ForeignNamespace("a", {"b": float("nan")})
+
+
+def test_keys_behind_a_prefix_are_those_of_both_together() -> None:
+    namespace = ForeignNamespace("a", {"b": 1})
+    hashes = [bytes([number]) * 20 for number in range(3)]
+    together = namespace.keys([b"1/0/" + each for each in hashes])
+    assert namespace.keys_behind(b"1/0/", hashes) == together
+    assert all(type(key) is bytes for key in together)
+    assert namespace.keys_behind(b"1/0/", []) == []
