@@ -37,8 +37,7 @@ T = TypeVar("T")
 
 #: Namespaces that are remembered: a process serves few models.
 _MAX_NAMESPACES: Final = 1024
-#: What a key of LMCache's says beside its hash.
-_KIND: Final = attrgetter("model_name", "cache_salt", "kv_rank", "object_group_id")
+_KIND: Final = attrgetter("model_name", "cache_salt")
 
 
 class Keys:
@@ -50,14 +49,12 @@ class Keys:
         self._namespaces: dict[tuple[str, str], ForeignNamespace] = {}
 
     def of(self, objects: Sequence[Any]) -> list[Key]:
-        kinds = set(map(_KIND, objects))
-        if not kinds:
-            return []
-        if len(kinds) > 1:  # of hardly any call
-            return [self.of((each,))[0] for each in objects]
-        ((model, salt, rank, group),) = kinds
-        hashes = [each.chunk_hash for each in objects]
-        return self._namespace(model, salt).keys_behind(b"%d/%d/" % (rank, group), hashes)
+        kinds = list(map(_KIND, objects))
+        hashes = [b"%d/%d/%b" % (o.kv_rank, o.object_group_id, o.chunk_hash) for o in objects]
+        if len(set(kinds)) == 1:
+            # Nearly every call.
+            return self._namespace(*kinds[0]).keys(hashes)
+        return [self._namespace(*kind).key(each) for kind, each in zip(kinds, hashes, strict=True)]
 
     def _namespace(self, model: str, salt: str) -> ForeignNamespace:
         found = self._namespaces.get((model, salt))

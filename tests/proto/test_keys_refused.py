@@ -210,6 +210,7 @@ def test_foreign_keys_are_made_as_it_is_written() -> None:
     assert namespace.key(b"abc") == foreign_key(b"sglang", context, b"y", b"abc")
     assert namespace.key(-17) == foreign_key(b"sglang", context, b"i", b"-17")
     assert namespace.keys(["616263", "616263".upper(), b"abc"]) == [namespace.key(b"abc")] * 3
+    assert namespace.keys([b"abc", b"abd"]) == [namespace.key(b"abc"), namespace.key("616264")]
     assert namespace.keys([]) == []
 
 
@@ -233,6 +234,8 @@ def test_two_that_differ_in_anything_share_no_key() -> None:
 def test_what_is_no_foreign_hash_is_refused(wrong: Any) -> None:
     with pytest.raises(InvalidKey):
         ForeignNamespace("a", {}).key(wrong)
+    with pytest.raises(InvalidKey):
+        ForeignNamespace("a", {}).keys([b"right", wrong])
 
 
 def test_a_foreign_namespace_names_its_engine() -> None:
@@ -240,12 +243,3 @@ def test_a_foreign_namespace_names_its_engine() -> None:
         ForeignNamespace("", {})
     with pytest.raises(InvalidNamespace):
         ForeignNamespace("a", {"b": float("nan")})
-
-
-def test_keys_behind_a_prefix_are_those_of_both_together() -> None:
-    namespace = ForeignNamespace("a", {"b": 1})
-    hashes = [bytes([number]) * 20 for number in range(3)]
-    together = namespace.keys([b"1/0/" + each for each in hashes])
-    assert namespace.keys_behind(b"1/0/", hashes) == together
-    assert all(type(key) is bytes for key in together)
-    assert namespace.keys_behind(b"1/0/", []) == []
