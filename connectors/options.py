@@ -57,4 +57,10 @@ def attach(
         ]
     if wrong:
         raise ConfigError(f"prefixd's options for {engine}: {'; '.join(wrong)}")
-    return Attached(Client(address, name=engine, **numbers), tiers[tier.lower()])
+    client = Client(
+        address,
+        name=engine,
+        deadline_ms=numbers["deadline_ms"],
+        max_pending_saves=numbers["max_pending_saves"],
+    )
+    return Attached(client, tiers[tier.lower()])
