@@ -35,6 +35,20 @@ def flat_bytes(payload: Payload, *, writable: bool = False) -> FlatBytes:
         view = _view(payload)
         if view.c_contiguous:
             return _checked(view, writable=writable)
+    elif 1 < len(payload) <= MAX_PIECES:
+        # A page of an engine is many pieces, mostly as they should be: these are only looked at.
+        ready = [
+            piece
+            for piece in payload
+            if type(piece) is memoryview
+            and piece.format == "B"
+            and piece.ndim == 1
+            and piece.c_contiguous
+            and piece.nbytes
+            and not (writable and piece.readonly)
+        ]
+        if len(ready) == len(payload):
+            return Pieces(ready)
     pieces: list[memoryview] = []
     _gather(pieces, payload, writable=writable)
     if not pieces:

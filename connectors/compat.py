@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from inspect import Parameter, Signature, signature
 from typing import Any
 
 
@@ -37,12 +38,34 @@ def require(engine: str, package: str, tested: str, module: str, names: Iterable
     return found
 
 
-def check_abstract(engine: str, package: str, tested: str, ours: type) -> None:
-    """Has our class every method that the engine asks for? Raises UnsupportedEngine."""
+def check_interface(engine: str, package: str, tested: str, ours: type) -> None:
+    """Has our class every method that the engine asks for, and can each be called as its base
+    declares it? Raises UnsupportedEngine."""
     missing: frozenset[str] = getattr(ours, "__abstractmethods__", frozenset())
     if missing:
         what = f"it asks for {', '.join(sorted(missing))}"
         raise unsupported(engine, package, tested, what)
+    for name, method in vars(ours).items():
+        declared = getattr(ours.__base__, name, None)
+        # Constructors are called by the engine's factories, not as the base declares its own.
+        if name.startswith("_") or not callable(method) or not callable(declared):
+            continue
+        expected = signature(declared)
+        if not _takes(signature(method), expected):
+            what = f"it calls {name}{_untyped(expected)}"
+            raise unsupported(engine, package, tested, what)
+
+
+def check_call(
+    engine: str, package: str, tested: str, function: Callable[..., Any], *names: str
+) -> None:
+    """Does a function of the engine take such arguments, by position? Raises UnsupportedEngine."""
+    expected = signature(function)
+    try:
+        expected.bind(*names)
+    except TypeError:
+        what = f"it has {function.__qualname__}{_untyped(expected)}"
+        raise unsupported(engine, package, tested, what) from None
 
 
 def unsupported(engine: str, package: str, tested: str, what: str) -> UnsupportedEngine:
@@ -59,3 +82,31 @@ def _has(owner: Any, dotted: str) -> bool:
             return False
         owner = getattr(owner, name)
     return True
+
+
+def _takes(ours: Signature, expected: Signature) -> bool:
+    """Every call that `expected` allows: all arguments or the required ones, by position or by
+    name."""
+    every = [
+        each
+        for each in expected.parameters.values()
+        if each.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    ]
+    required = [each for each in every if each.default is Parameter.empty]
+    try:
+        for some in (every, required):
+            for named in (Parameter.POSITIONAL_OR_KEYWORD, None):
+                by_name = (Parameter.KEYWORD_ONLY, named)
+                ours.bind(
+                    *(each.name for each in some if each.kind not in by_name),
+                    **{each.name: each.name for each in some if each.kind in by_name},
+                )
+    except TypeError:
+        return False
+    return True
+
+
+def _untyped(of: Signature) -> str:
+    """Its parameters, without their types."""
+    plain = [each.replace(annotation=Parameter.empty) for each in of.parameters.values()]
+    return str(Signature(plain))

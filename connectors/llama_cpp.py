@@ -112,10 +112,13 @@ class PrefixdCache:
 
     def __contains__(self, tokens: Sequence[int]) -> bool:
         tokens = list(tokens)
-        if self._context.has_spare_sequence:
-            return self._client.leading_run(self._blocks(tokens)[0]) > 0
-        keys, _ = self._prefixes(tokens)
-        return any(self._client.exists(keys))
+        try:
+            if self._context.has_spare_sequence:
+                return self._client.leading_run(self._blocks(tokens)[0]) > 0
+            return any(self._client.exists(self._prefixes(tokens)[0]))
+        except Exception:
+            logger.exception("looking into the cache failed; nothing is there")
+            return False
 
     def __getitem__(self, tokens: Sequence[int]) -> NoReturn:
         """Load what there is of this prompt into the context. Raises KeyError, always: what is in

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from itertools import count
+from itertools import chain, count
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
 from ..client.buffers import flat_bytes
@@ -27,6 +28,7 @@ from ..proto.errors import CallerError
 from ..proto.keys import ForeignNamespace, Key
 from ..proto.vocabulary import MissReason, Tier
 from . import compat
+from .options import attach
 
 ENGINE: Final = "LMCache"
 PACKAGE: Final = "lmcache"
@@ -35,6 +37,7 @@ T = TypeVar("T")
 
 #: Namespaces that are remembered: a process serves few models.
 _MAX_NAMESPACES: Final = 1024
+_KIND: Final = attrgetter("model_name", "cache_salt")
 
 
 class Keys:
@@ -46,30 +49,31 @@ class Keys:
         self._namespaces: dict[tuple[str, str], ForeignNamespace] = {}
 
     def of(self, objects: Sequence[Any]) -> list[Key]:
-        hashes = [b"%d/%d/" % (o.kv_rank, o.object_group_id) + bytes(o.chunk_hash) for o in objects]
-        kinds = [(each.model_name, each.cache_salt) for each in objects]
+        kinds = list(map(_KIND, objects))
+        hashes = [b"%d/%d/%b" % (o.kv_rank, o.object_group_id, o.chunk_hash) for o in objects]
         if len(set(kinds)) == 1:
             # Nearly every call.
-            return self._namespace(kinds[0]).keys(hashes)
-        return [self._namespace(kind).key(each) for kind, each in zip(kinds, hashes, strict=True)]
+            return self._namespace(*kinds[0]).keys(hashes)
+        return [self._namespace(*kind).key(each) for kind, each in zip(kinds, hashes, strict=True)]
 
-    def _namespace(self, kind: tuple[str, str]) -> ForeignNamespace:
-        found = self._namespaces.get(kind)
+    def _namespace(self, model: str, salt: str) -> ForeignNamespace:
+        found = self._namespaces.get((model, salt))
         if found is None:
             if len(self._namespaces) >= _MAX_NAMESPACES:
                 self._namespaces.clear()
-            model, salt = kind
             found = ForeignNamespace("lmcache", {**self._fields, "model": model, "salt": salt})
-            self._namespaces[kind] = found
+            self._namespaces[model, salt] = found
         return found
 
 
 class Lock:
     """What one lookup locked."""
 
-    def __init__(self, keys: Iterable[Key]) -> None:
-        #: What was not unlocked yet.
-        self.open = Counter(keys)
+    def __init__(self, keys: Sequence[Key]) -> None:
+        #: What was not unlocked yet, and how often.
+        self.open = dict.fromkeys(keys, 1)
+        if len(self.open) < len(keys):
+            self.open = dict(Counter(keys))
         #: The claim that holds it, and where in it each key is; None until it was made.
         self.hit: Hit | None = None
         self.places: dict[Key, int] = {}
@@ -83,15 +87,23 @@ class Locks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: dict[Key, list[Lock]] = {}
+        self._held: dict[Key, Lock] = {}
+        #: Of keys that are locked more than once: the later locks.
+        self._more: dict[Key, deque[Lock]] = {}
         self._closed = False
 
     def add(self, keys: Sequence[Key]) -> Lock:
         """These are locked from now on; the claim may land later."""
         lock = Lock(keys)
         with self._lock:
+            if len(lock.open) == len(keys) and self._held.keys().isdisjoint(lock.open):
+                self._held.update(dict.fromkeys(keys, lock))
+                return lock
             for key in keys:
-                self._held.setdefault(key, []).append(lock)
+                if key in self._held:
+                    self._more.setdefault(key, deque()).append(lock)
+                else:
+                    self._held[key] = lock
         return lock
 
     def landed(self, lock: Lock, hit: Hit) -> bool:
@@ -105,8 +117,8 @@ class Locks:
     def holding(self, key: Key) -> tuple[Hit, int] | None:
         """A hit that holds it, and its place there."""
         with self._lock:
-            for lock in self._held.get(key, ()):
-                if lock.hit is not None and key in lock.places:
+            for lock in (self._held.get(key), *self._more.get(key, ())):
+                if lock is not None and lock.hit is not None and key in lock.places:
                     return lock.hit, lock.places[key]
             return None
 
@@ -115,12 +127,13 @@ class Locks:
         done: list[Hit] = []
         with self._lock:
             for key in keys:
-                locks = self._held.get(key)
-                if not locks:
+                lock = self._held.pop(key, None)
+                if lock is None:
                     continue
-                lock = locks.pop(0)
-                if not locks:
-                    del self._held[key]
+                if more := self._more.get(key):
+                    self._held[key] = more.popleft()
+                    if not more:
+                        del self._more[key]
                 lock.open[key] -= 1
                 if not lock.open[key]:
                     del lock.open[key]
@@ -132,8 +145,9 @@ class Locks:
         """Returns every hit that is held; what lands later is not wanted."""
         with self._lock:
             self._closed = True
-            locks = {id(lock): lock for held in self._held.values() for lock in held}
+            locks = {id(lock): lock for lock in chain(self._held.values(), *self._more.values())}
             self._held.clear()
+            self._more.clear()
             return [lock.hit for lock in locks.values() if lock.hit is not None]
 
 
@@ -210,11 +224,17 @@ class L2Core:
         """
         number = next(self._numbers)
         lock: Lock | None = None
-        if self._client.in_place:
-            found = self._client.exists(keys, in_place_only=True)
-            lock = self._locks.add([key for key, there in zip(keys, found, strict=True) if there])
-            self._end(self._found, number, found, self.lookup_event)
-        claiming = self._client.claim_async(keys)
+        try:
+            if self._client.in_place:
+                found = self._client.exists(keys, in_place_only=True)
+                locked = [key for key, there in zip(keys, found, strict=True) if there]
+                lock = self._locks.add(locked)
+                self._end(self._found, number, found, self.lookup_event)
+            claiming = self._client.claim_async(keys)
+        except CallerError:  # a closed client
+            if lock is None:
+                self._end(self._found, number, [False] * len(keys), self.lookup_event)
+            return number
         claiming.add_done_callback(lambda done: self._claimed(number, keys, lock, done))
         return number
 
@@ -266,14 +286,22 @@ class L2Core:
         loading = _Loading(len(keys), len(held) + bool(rest))
         loading.then = lambda: self._end(self._loaded, number, loading.good, self.load_event)
         for part in held.values():
-            restoring = self._client.restore_async(
-                part.hit, [buffers[each] for each in part.positions], indices=part.places
-            )
+            try:
+                restoring = self._client.restore_async(
+                    part.hit, [buffers[each] for each in part.positions], indices=part.places
+                )
+            except CallerError:  # a closed client
+                loading.ended(part.positions, None)
+                continue
             restoring.add_done_callback(
                 lambda done, positions=part.positions: loading.ended(positions, done)  # type: ignore[misc]
             )
         if rest:
-            claiming = self._client.claim_async([keys[position] for position in rest])
+            try:
+                claiming = self._client.claim_async([keys[position] for position in rest])
+            except CallerError:  # the same
+                loading.ended(rest, None)
+                return number
             claiming.add_done_callback(
                 lambda done: self._load_unlocked(loading, rest, buffers, done)
             )
@@ -378,14 +406,8 @@ def _adapter() -> type:
         def __init__(self, config: dict[str, Any], l1_memory_desc: object = None) -> None:
             super().__init__()
             del l1_memory_desc
-            client = Client(
-                config.get("address"),
-                name="lmcache",
-                deadline_ms=int(config.get("deadline_ms", 5_000)),
-                max_pending_saves=int(config.get("max_pending_saves", 1_024)),
-            )
-            self._keys = Keys(dict(config.get("fields", {})))
-            self._core = L2Core(client, Tier[str(config.get("tier", "ram")).upper()])
+            self._keys = Keys(dict(config.get("fields") or {}))
+            self._core = L2Core(*attach("lmcache", config, ["fields"]))
 
         def get_store_event_fd(self) -> int:
             return self._core.store_event.fd
@@ -432,13 +454,14 @@ def _adapter() -> type:
     def _bitmap(good: list[bool] | None) -> Any:
         if good is None:
             return None
-        made = native.Bitmap(len(good))
-        for position, each in enumerate(good):
-            if each:
+        run = good.index(False) if False in good else len(good)
+        made = native.Bitmap(len(good), run)
+        for position in range(run + 1, len(good)):
+            if good[position]:
                 made.set(position)
         return made
 
-    compat.check_abstract(ENGINE, PACKAGE, TESTED, PrefixdL2Adapter)
+    compat.check_interface(ENGINE, PACKAGE, TESTED, PrefixdL2Adapter)
     return PrefixdL2Adapter
 
 

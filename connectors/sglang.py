@@ -21,6 +21,7 @@ from ..proto.errors import ConfigError
 from ..proto.keys import ForeignNamespace
 from ..proto.vocabulary import ClaimMode, Tier
 from . import compat
+from .options import attach
 
 ENGINE: Final = "SGLang"
 PACKAGE: Final = "sglang"
@@ -180,12 +181,8 @@ def _backend() -> type:
                 raise ConfigError('the extra configuration of prefixd has "interface_v1": 1')
             self._config = storage_config
             self._extra = extra
-            self._client = Client(
-                extra.get("address"),
-                name="sglang",
-                deadline_ms=int(extra.get("deadline_ms", 5_000)),
-            )
-            self._tier = Tier[str(extra.get("tier", "ram")).upper()]
+            # Beside SGLang's own, of which there are more with every version.
+            self._client, self._tier = attach("sglang", extra)
             self._pools: dict[str, tuple[Any, Pages]] = {}
 
         # ---- pools
@@ -246,10 +243,14 @@ def _backend() -> type:
             """A pool with another policy than SGLang's first two (`block_groups`) never shortens
             the run, and counts as absent."""
             del extra_info
+            nothing = base.PoolTransferResult(0, {}, [])
+            return _or(nothing, lambda: self._exist_in_pools(keys, pool_transfers or ()))
+
+        def _exist_in_pools(self, keys: Sequence[str], pool_transfers: Sequence[Any]) -> Any:
             run = self._run(_ANCHOR, keys)
             lengths = set(range(1, run + 1))
             pages: dict[str, int] = {}
-            for each in pool_transfers or ():
+            for each in pool_transfers:
                 name, policy = _name(each.name), _name(getattr(each, "hit_policy", None))
                 if policy not in ("all_pages", "trailing_pages"):
                     pages[name] = 0
@@ -335,7 +336,7 @@ def _backend() -> type:
         def close(self) -> None:
             self._client.close()
 
-    compat.check_abstract(ENGINE, PACKAGE, TESTED, PrefixdStorage)
+    compat.check_interface(ENGINE, PACKAGE, TESTED, PrefixdStorage)
     return PrefixdStorage
 
 

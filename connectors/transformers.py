@@ -174,5 +174,7 @@ def _modules() -> tuple[Any, Any]:
         "DynamicLayer.get_seq_length",
     ]
     utils = compat.require(ENGINE, ENGINE, TESTED, "transformers.cache_utils", names)
+    initialize = utils.DynamicLayer.lazy_initialization
+    compat.check_call(ENGINE, ENGINE, TESTED, initialize, "self", "keys", "values")
     torch = compat.require("torch", "torch", "2.13", "torch", ["empty"])
     return torch, utils

@@ -16,6 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Final
@@ -23,10 +24,11 @@ from typing import Any, Final
 from ..client.client import Client
 from ..client.hits import Hit
 from ..client.saves import SaveItem
-from ..proto.errors import InvalidSize
+from ..proto.errors import CallerError, InvalidSize
 from ..proto.keys import ForeignNamespace, Key
 from ..proto.vocabulary import Tier
 from . import compat
+from .options import attach
 
 ENGINE: Final = "vLLM"
 PACKAGE: Final = "vllm"
@@ -93,12 +95,19 @@ class TierCore:
         key = self.key(block_hash)
         if self._failed and monotonic() < self._failed.get(key, 0.0):
             return False
+        try:
+            return self._look(key)
+        except CallerError:  # a closed client
+            return False
+
+    def _look(self, key: Key) -> bool | None:
         if self._client.in_place:
             return self._client.exists_one(key, in_place_only=True)
         with self._changed:
-            asked = self._asked.get(key)
-            if asked is not None and monotonic() - asked[0] < _ANSWER_TTL_S:
-                return asked[1]
+            since, answer = self._asked.get(key, (0.0, None))
+            # One that is under way ends within the client's deadline.
+            if since and (answer is None or monotonic() - since < _ANSWER_TTL_S):
+                return answer
             self._asked[key] = monotonic(), None
             if len(self._asked) > _MAX_ANSWERS:
                 self._asked.popitem(last=False)
@@ -198,7 +207,8 @@ class TierCore:
                 logger.warning("%d jobs have not ended yet", len(self._jobs))
 
     def touch(self, hashes: Iterable[bytes]) -> None:
-        self._client.touch([self.key(each) for each in hashes])
+        with suppress(CallerError):  # a closed client
+            self._client.touch([self.key(each) for each in hashes])
 
     @property
     def counters(self) -> Mapping[str, Any]:
@@ -292,16 +302,10 @@ def _tier() -> type:
             elif events:
                 logger.warning("no KV events: vLLM has them switched off")
             self._stores: set[int] = set()
-            client = Client(
-                config.get("address"),
-                name="vllm",
-                deadline_ms=int(config.get("deadline_ms", 5_000)),
-                max_pending_saves=int(config.get("max_pending_saves", 1_024)),
-            )
+            client, tier = attach("vllm", config, ["salt", "enable_kv_events", "locality"])
             # So that the first lookup can be done in place.
             if client.wait_connected():
                 client.exists_one(namespace.key(b"none"))
-            tier = Tier[str(config.get("tier", "ram")).upper()]
             self._core = TierCore(client, namespace, rows, tier)
 
         def lookup(self, key: Any, req_context: object) -> Any:
@@ -310,12 +314,14 @@ def _tier() -> type:
             results = base.LookupResult
             return results.RETRY if there is None else results.HIT if there else results.MISS
 
-        def submit_store(self, job: Any) -> None:
+        def submit_store(self, job_metadata: Any) -> None:
+            job = job_metadata
             if self._events is not None:
                 self._stores.add(job.job_id)
             self._core.store(job.job_id, [bytes(key) for key in job.keys], list(job.chunk_ids))
 
-        def submit_load(self, job: Any) -> None:
+        def submit_load(self, job_metadata: Any) -> None:
+            job = job_metadata
             self._core.load(job.job_id, [bytes(key) for key in job.keys], list(job.chunk_ids))
 
         def get_finished_jobs(self) -> list[Any]:
@@ -369,7 +375,7 @@ def _tier() -> type:
         def shutdown(self) -> None:
             self._core.close()
 
-    compat.check_abstract(ENGINE, PACKAGE, TESTED, PrefixdTier)
+    compat.check_interface(ENGINE, PACKAGE, TESTED, PrefixdTier)
     return PrefixdTier
 
 

@@ -104,7 +104,8 @@ def addresses_of(buffers: Sequence[Buffer]) -> Iterator[list[int]]:
 def copy(destination: FlatBytes, source: Buffer | Pieces) -> None:
     """Copy `source` into `destination`: bytes of the same number, else ValueError."""
     if isinstance(destination, Pieces) or isinstance(source, Pieces):
-        for room, part in _pairs(destination, source):
+        whole = source if isinstance(source, Pieces) else _bytes_of(destination, source)
+        for room, part in pairs(destination, whole):
             copy(room, part)
         return
     data = _bytes_of(destination, source)
@@ -117,13 +118,22 @@ def copy(destination: FlatBytes, source: Buffer | Pieces) -> None:
 
 def copy_crc32c(destination: FlatBytes, source: Buffer | Pieces, crc: int = 0) -> int:
     """`copy`, and the CRC32C of what then is in `destination`, continuing `crc`."""
-    if isinstance(destination, Pieces) or isinstance(source, Pieces):
-        for room, part in _pairs(destination, source):
-            if len(room) < RELEASE_BYTES:
-                room[:] = part
+    if isinstance(source, Pieces):
+        for room, part in pairs(destination, source):
+            crc = copy_crc32c(room, part, crc)
+        return crc
+    if isinstance(destination, Pieces):
+        # Written out: a page of an engine is many pieces.
+        flat = _bytes_of(destination, source)
+        start = 0
+        for room in destination.views:
+            end = start + len(room)
+            if end - start < RELEASE_BYTES:
+                room[:] = flat[start:end]
                 crc = crc32c(room, crc)
             else:
-                crc = copy_crc32c(room, part, crc)
+                crc = copy_crc32c(room, flat[start:end], crc)
+            start = end
         return crc
     data = _bytes_of(destination, source)
     if len(data) < RELEASE_BYTES:
@@ -155,19 +165,12 @@ def crc32c_of(data: FlatBytes, crc: int = 0) -> int:
     return crc
 
 
-def _pairs(
-    destination: FlatBytes, source: Buffer | Pieces
-) -> Iterator[tuple[memoryview, memoryview]]:
-    if isinstance(source, Pieces):
-        return pairs(destination, source)
-    data = memoryview(source)
-    return pairs(destination, data if data.format == "B" and data.ndim == 1 else data.cast("B"))
-
-
-def _bytes_of(destination: memoryview, source: Buffer) -> memoryview:
+def _bytes_of(destination: FlatBytes, source: Buffer) -> memoryview:
+    """`source` as bytes. Raises ValueError unless they fill `destination`, bytes as well."""
     data = memoryview(source)
     if data.format != "B" or data.ndim != 1:
         data = data.cast("B")
-    if len(data) != len(destination) or destination.format != "B":
+    fills = isinstance(destination, Pieces) or destination.format == "B"
+    if len(data) != len(destination) or not fills:
         raise ValueError(f"{data.nbytes} bytes do not fill {destination.nbytes}")
     return data

@@ -90,6 +90,7 @@ ROW_BYTES: Final = 96
 CHECKED_BYTES: Final = 92
 HEADER_BYTES: Final = 4096
 MAX_CHAIN: Final = 16
+_REST_OF_CHAIN: Final = range(MAX_CHAIN - 1)
 #: At slabs of 64 KiB: at least 256 MiB, in the worst case of fragmentation.
 MAX_EXTENTS: Final = 4096
 #: Offsets and lengths in a row that carries on a list.
@@ -351,17 +352,27 @@ class IndexReader:
         return [found is not None for found in self.find(keys)]
 
     def has(self, key: bytes) -> bool | None:
-        """Is it there? None: the index may not be believed. What one look can't say `find` does."""
+        """Is it there? None: the index may not be believed. What one walk can't say `find` does."""
         seen, count, mask = self._shape()
-        hashed = HASHED.unpack(key)[0] * self._multiplier >> HASH_SHIFT
-        bucket = hashed & mask
-        start = self._heads[bucket if bucket < count else bucket & mask >> 1] * ROW_BYTES
-        row = self._data[start : start + CHECKED_BYTES] if start else b""
+        data = self._data
+        bucket = HASHED.unpack(key)[0] * self._multiplier >> HASH_SHIFT & mask
+        number = self._heads[bucket if bucket < count else bucket & mask >> 1]
+        start = number * ROW_BYTES
+        row = data[start : start + CHECKED_BYTES] if number else b""
+        if row[_KEY_PART] != key and number:
+            # Another key of that bucket; the rest of the chain.
+            links = self._links
+            for _ in _REST_OF_CHAIN:
+                number = links[number] if number < len(links) else 0
+                start = number * ROW_BYTES
+                row = data[start : start + CHECKED_BYTES] if number else b""
+                if not number or row[_KEY_PART] == key:
+                    break
         if self._header[STATE] != LIVE:
             return None
-        if row[_KEY_PART] == key and crc32c(row) == _WHOLE_ONE_EXTENT:
+        if number and crc32c(row) == _WHOLE_ONE_EXTENT and row[_KEY_PART] == key:
             return True
-        return bool(start or self._header[SHAPE] != seen) and any(self.contains((key,)))
+        return bool(number or self._header[SHAPE] != seen) and any(self.contains((key,)))
 
     def unchanged(self, rows: Iterable[Placed]) -> bool:
         """Does each row that was found before still stand, or one of its key and generation?

@@ -32,7 +32,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NewType, TypeAlias
+from typing import TYPE_CHECKING, Final, NewType, TypeAlias, cast
 
 from .errors import InvalidKey, InvalidNamespace, InvalidSize, InvalidTokens
 from .limits import FINGERPRINT_BYTES, KEY_BYTES, QUANT_BYTES
@@ -51,6 +51,8 @@ _SALT_LABEL: Final = b"prefixd/salt/v1\0"
 _SHARD_LABEL: Final = b"prefixd/shard/v1\0"
 _FOREIGN_LABEL: Final = b"prefixd/foreign/v1\0"
 _CONTEXT_LABEL: Final = b"prefixd/context/v1\0"
+#: Before a foreign hash of bytes; `i` before one that is a number.
+_RAW: Final = b"y"
 _PADDING: Final = b"\xff" * TOKEN_BYTES
 _U32: Final = struct.Struct("<I")
 _LITTLE: Final = sys.byteorder == "little"
@@ -257,15 +259,22 @@ class ForeignNamespace:
 
         Raises `InvalidKey` for anything else, and for none at all.
         """
-        return self.keys((foreign,))[0]
+        return Key(_sha256(self.root, _foreign_id(foreign)))
 
     def keys(self, foreign: Iterable[bytes | str | int]) -> list[Key]:
         """The keys of these hashes, in their order."""
+        hashes = list(foreign)
         begun = hashlib.sha256(self.root)
+        ids: Iterable[bytes]
+        if set(map(type, hashes)) == {bytes} and all(hashes):
+            begun.update(_RAW)  # nearly always, at a half of the cost
+            ids = cast("list[bytes]", hashes)
+        else:
+            ids = map(_foreign_id, hashes)
         keys: list[Key] = []
-        for each in foreign:
+        for each in ids:
             digest = begun.copy()
-            digest.update(_foreign_id(each))
+            digest.update(each)
             keys.append(Key(digest.digest()))
         return keys
 
@@ -290,7 +299,7 @@ def _foreign_id(foreign: bytes | str | int) -> bytes:
     if not raw:
         shown = repr(foreign)[:80]
         raise InvalidKey(f"a foreign hash is bytes, hexadecimal digits or an int, not {shown}")
-    return b"y" + raw
+    return _RAW + raw
 
 
 # ---- tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import prefixd.client
-from prefixd.client import Client
+from prefixd.client import Client, Tier
 from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.connectors.options import attach
 from tests.support.daemon import private_daemon
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,6 +63,31 @@ def test_the_methods_that_a_connector_is_told_of_are_there() -> None:
     named = set(re.findall(r"client\.(\w+)", text))
     assert len(named) > 8
     assert {name for name in named if not hasattr(Client, name)} == set()
+
+
+#: Of a page for an engine: the option that its configuration follows, and where in it ours begins.
+CONFIGURED = {
+    "vllm": ("--kv-transfer-config", ("kv_connector_extra_config", "secondary_tiers", 0)),
+    "sglang": ("--hicache-storage-backend-extra-config", ()),
+    "lmcache": ("--l2-adapter", ("adapter_params",)),
+}
+
+
+@pytest.mark.parametrize("engine", CONFIGURED)
+def test_what_a_page_configures_an_engine_with_is_known(engine: str) -> None:
+    option, place = CONFIGURED[engine]
+    text = (ROOT / f"docs/{engine}.md").read_text()
+    (found,) = re.findall(rf"{option} '(\{{.*?\}})'$", text, re.MULTILINE | re.DOTALL)
+    options = given = json.loads(found)
+    for step in place:
+        options = options[step]
+    theirs = {"type", "backend_name", "module_path", "class_name", "interface_v1"}
+    client, tier = attach(engine, {k: v for k, v in options.items() if k not in theirs}, [])
+    client.close()
+    assert tier is Tier.SHM
+    if "module_path" in given:
+        module = importlib.import_module(given["module_path"])
+        assert f'"{given["class_name"]}"' in Path(module.__file__ or "").read_text()
 
 
 def test_everything_public_is_there() -> None:

@@ -102,6 +102,18 @@ def test_several_buffers_are_one_payload() -> None:
         flat_bytes([b"a"] * (MAX_PIECES + 1))
 
 
+def test_views_of_bytes_are_pieces_as_they_are() -> None:
+    views = [memoryview(bytearray(b"ab")), memoryview(bytearray(b"c"))]
+    made = flat_bytes(views, writable=True)
+    assert isinstance(made, Pieces)
+    assert all(one is other for one, other in zip(made.views, views, strict=True))
+    assert made.views is not views, "what becomes of the list is the caller's"
+    assert flat_bytes([*views, memoryview(b"")]).tobytes() == b"abc"
+    assert flat_bytes([views[0], memoryview(array("H", [1, 2]))]).tobytes() == b"ab\1\0\2\0"
+    with pytest.raises(InvalidSize, match="read-only"):
+        flat_bytes([*views, memoryview(b"d")], writable=True)
+
+
 @pytest.mark.parametrize("thing", [None, 5, "text", object()])
 def test_anything_else_is_the_callers_mistake(thing: object) -> None:
     with pytest.raises(CallerError, match=type(thing).__name__):

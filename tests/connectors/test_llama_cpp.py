@@ -177,6 +177,7 @@ def test_what_fails_on_the_way_is_no_failed_request(
     cache = cache_of(context, client, namespace)
     monkeypatch.setattr(client, "leading_run", lambda *_: 1 / 0)
     assert context.run(cache, PROMPT) == len(PROMPT)
+    assert PROMPT not in cache
 
 
 # ---- the adapter

@@ -25,8 +25,8 @@ SIZE = 4_096
 
 
 class Bitmap(list[bool]):
-    def __init__(self, size: int) -> None:
-        super().__init__([False] * size)
+    def __init__(self, size: int, prefix_bits: int = 0) -> None:
+        super().__init__([True] * prefix_bits + [False] * (size - prefix_bits))
 
     def set(self, position: int) -> None:
         self[position] = True
@@ -190,6 +190,22 @@ def test_a_claim_lands_later_than_its_answer() -> None:
     assert not locks.landed(other, hit)
 
 
+def test_a_key_that_several_lookups_locked_is_held_by_the_oldest() -> None:
+    key, other = fresh_keys(2)
+    locks = lmcache.Locks()
+    taken = [locks.add(keys) for keys in ([key], [key, other], [other, key, key])]
+    hits: list[Any] = [SimpleNamespace(keys=[key, other]) for _ in taken]
+    assert all(map(locks.landed, taken, hits))
+    assert locks.holding(key) == (hits[0], 0)
+    assert locks.drop([key]) == [hits[0]]
+    assert (locks.holding(key), locks.holding(other)) == ((hits[1], 0), (hits[1], 1))
+    assert locks.drop([key]) == []
+    assert (locks.holding(key), locks.drop([other])) == ((hits[2], 0), [hits[1]])
+    assert (locks.drop([key]), locks.drop([other]), locks.drop([key])) == ([], [], [hits[2]])
+    assert (locks.holding(key), locks.drop([key, other])) == (None, [])
+    assert (locks._held, locks._more) == ({}, {}), "nothing is left of them"
+
+
 def test_a_closed_event_rings_nobody() -> None:
     event = lmcache.Event()
     event.ring()
@@ -217,6 +233,11 @@ def test_without_a_daemon_every_task_ends(tmp_path: os.PathLike[str]) -> None:
     assert core.stored() == {stored: -1, bad: -1}
     assert (core.found(found), core.loaded(loaded)) == ([False], [False])
     core.close()
+    stored, found = core.store(ours, [b"abc"]), core.look_up(ours)
+    loaded, nothing = core.load(ours, [bytearray(3)]), core.load([], [])
+    assert core.stored() == {stored: -1}
+    assert (core.found(found), core.loaded(loaded)) == ([False], [False])
+    assert core.loaded(nothing) == []
 
 
 def test_another_lmcache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,6 +233,10 @@ def test_nothing_raises_without_a_daemon(tmp_path: os.PathLike[str], pool: Pool)
     assert storage.batch_set_v1(keys, [0, 1]) == [False] * 2
 
 
+def test_what_pools_ask_in_a_way_that_is_not_known_is_nothing(storage: Any) -> None:
+    assert storage.batch_exists_v2(hashes(1), [object()]) == PoolTransferResult(0, {}, [])
+
+
 def test_what_it_can_t_work_with_is_refused_at_the_start(
     monkeypatch: pytest.MonkeyPatch, daemon: PrivateDaemon
 ) -> None:

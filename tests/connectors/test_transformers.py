@@ -155,6 +155,14 @@ def test_what_it_does_not_know_is_refused_by_name(client: Client, namespace: Nam
         save_cache(client, namespace, TOKENS, filled(50, batch=2))
 
 
+def test_one_whose_layers_are_filled_in_another_way_is_refused(
+    client: Client, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DynamicLayer, "lazy_initialization", lambda _self, _keys: None)
+    with pytest.raises(UnsupportedEngine, match=r"it was made for 5\.23\.0"):
+        load_cache(client, namespace, config_of(), TOKENS)
+
+
 def test_without_the_engine_a_sentence_says_so(
     monkeypatch: pytest.MonkeyPatch, client: Client, namespace: Namespace
 ) -> None:

@@ -6,7 +6,9 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from concurrent.futures import Future
 from enum import Enum
+from time import monotonic
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.connectors import vllm
 from prefixd.connectors.compat import UnsupportedEngine
+from prefixd.proto.errors import ConfigError
 from tests.support.daemon import eventually, private_daemon
 
 CHUNKS, CHUNK_BYTES = 6, 4_096
@@ -215,6 +218,33 @@ def test_from_another_host_a_lookup_is_asked_again(daemon: PrivateDaemon, memory
     tier.shutdown()
 
 
+def test_a_look_up_that_is_under_way_is_not_asked_again(
+    daemon: PrivateDaemon, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the daemon takes: it ends with the client's deadline."""
+    tier, (key,) = tier_of(daemon.address, memory), keys_of(1)
+    client, asked = tier._core._client, []
+    monkeypatch.setattr(client._transport, "peek", lambda _keys: None)
+
+    def slow(_keys: list[bytes]) -> Future[Any]:
+        asked.append(Future[Any]())
+        return asked[-1]
+
+    monkeypatch.setattr(client, "claim_async", slow)
+    now_s = monotonic()
+    monkeypatch.setattr(vllm, "monotonic", lambda: now_s)
+    for _ in range(3):
+        assert tier.lookup(key, None) is LookupResult.RETRY
+        now_s += 2
+    assert len(asked) == 1
+    asked[0].set_exception(TimeoutError())
+    assert tier.lookup(key, None) is LookupResult.MISS
+    now_s += 2
+    assert tier.lookup(key, None) is LookupResult.RETRY
+    assert len(asked) == 2
+    tier.shutdown()
+
+
 @pytest.mark.parametrize("other", [spec("n"), spec(rank=1)], ids=["model", "rank"])
 def test_another_model_or_rank_is_another_namespace(
     daemon: PrivateDaemon, memory: Any, other: Any
@@ -238,6 +268,8 @@ def test_a_chunk_that_is_none_fails_its_job(daemon: PrivateDaemon, memory: Any) 
     tier.submit_store(job(2, keys, [0]))
     tier.submit_load(job(3, keys, [0]))
     assert [each.success for each in tier.get_finished_jobs()] == [False, False]
+    assert tier.lookup(keys[0], None) is LookupResult.MISS
+    tier.touch(keys, None)
 
 
 def test_a_daemon_that_is_killed_fails_the_jobs(daemon: PrivateDaemon, memory: Any) -> None:
@@ -258,4 +290,19 @@ def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     install(monkeypatch, Later)
     with pytest.raises(UnsupportedEngine, match="it asks for submit_swap; it was made for"):
+        _ = vllm.PrefixdTier
+
+
+def test_what_it_can_t_be_told_is_refused_at_the_start(daemon: PrivateDaemon, memory: Any) -> None:
+    for wrong in ({"tier": "nvme"}, {"deadline": 5}):
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))}"):
+            tier_of(daemon.address, memory, **wrong)
+
+
+def test_a_vllm_that_calls_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Later(SecondaryTierManager):
+        def submit_store(self, job_metadata: Any, priority: int) -> None: ...
+
+    install(monkeypatch, Later)
+    with pytest.raises(UnsupportedEngine, match=r"it calls submit_store\(self, job_metadata, prio"):
         _ = vllm.PrefixdTier

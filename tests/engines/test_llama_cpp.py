@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.client import Client
+from prefixd.client import Client, Tier
 from prefixd.client.ctl.private import PrivateDaemon
 from tests.engines.tiny_models import write_gguf
 from tests.support.daemon import private_daemon
@@ -94,6 +95,41 @@ def test_the_same_text_from_fewer_tokens(
         print(f"{blocks=}: diverging at 2,600, {evaluated}")
         assert text == other
         assert evaluated <= 300 or not blocks
+
+
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "whole"])
+@pytest.mark.parametrize("how", ["truncated", "longer", "foreign", "another block"])
+def test_a_state_that_is_none_never_gets_into_the_text(
+    daemon: PrivateDaemon, model: Path, blocks: bool, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved by somebody under the right keys, checksums and all."""
+    expected, _ = run(make(model, blocks=blocks), PROMPT, monkeypatch)
+    with Client(daemon.address) as client:
+        llama = make(model, blocks=blocks)
+        cache = PrefixdCache.of(llama, client)
+        llama.set_cache(cache)
+        run(llama, PROMPT, monkeypatch)
+        assert client.flush()
+        keys = cache._blocks(PROMPT)[0] if blocks else cache._prefixes(PROMPT)[0][:1]
+        with client.claim(keys) as hit:
+            states = [bytearray(entry.payload_bytes) for entry in hit.entries]
+            assert all(hit.restore_into(states).restored)
+        spoilt = {
+            "truncated": [bytes(state[:-1]) for state in states],
+            "longer": [bytes(state) + bytes(8) for state in states],
+            "foreign": [os.urandom(len(state)) for state in states],
+            "another block": [bytes(state) for state in states[1:] + states[:1]],
+        }[how]
+        assert {status.name for status in client.delete(keys)} == {"DELETED"}
+        for key, state in zip(keys, spoilt, strict=True):
+            assert client.save(key, state, tier=Tier.RAM).ok
+        other = make(model, blocks=blocks)
+        other.set_cache(PrefixdCache.of(other, client))
+        text, evaluated = run(other, PROMPT, monkeypatch)
+    assert text == expected
+    print(f"{blocks=}, {how}: {evaluated} evaluated")
+    if blocks or how != "another block":  # of one state there is no other
+        assert evaluated >= len(PROMPT)
 
 
 def test_its_server_finds_the_prompt_too(

@@ -210,6 +210,7 @@ def test_foreign_keys_are_made_as_it_is_written() -> None:
     assert namespace.key(b"abc") == foreign_key(b"sglang", context, b"y", b"abc")
     assert namespace.key(-17) == foreign_key(b"sglang", context, b"i", b"-17")
     assert namespace.keys(["616263", "616263".upper(), b"abc"]) == [namespace.key(b"abc")] * 3
+    assert namespace.keys([b"abc", b"abd"]) == [namespace.key(b"abc"), namespace.key("616264")]
     assert namespace.keys([]) == []
 
 
@@ -233,6 +234,8 @@ def test_two_that_differ_in_anything_share_no_key() -> None:
 def test_what_is_no_foreign_hash_is_refused(wrong: Any) -> None:
     with pytest.raises(InvalidKey):
         ForeignNamespace("a", {}).key(wrong)
+    with pytest.raises(InvalidKey):
+        ForeignNamespace("a", {}).keys([b"right", wrong])
 
 
 def test_a_foreign_namespace_names_its_engine() -> None:

@@ -90,6 +90,9 @@ def agrees(writer: IndexWriter, reader: IndexReader, model: dict[Key, IndexRow])
     assert len(writer) == writer.stats().entries == len(model)
     rows = [row for row in reader.get(model) if row is not None]
     assert [unpack_row(row) for row in rows] == list(model.values())
+    absent = [Key(key[:-1] + bytes([key[-1] ^ 1])) for key in model]
+    assert all(map(reader.has, model))
+    assert list(map(reader.has, absent)) == [key in model for key in absent]
     assert sorted(all_rows(writer)) == sorted(rows)
     extents = [len(entry.location) // 2 for entry in model.values()]
     continuation_rows = sum(-(-2 * (n - 1) // 9) for n in extents if n > 1)
