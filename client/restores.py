@@ -190,14 +190,12 @@ class Restore(Rooms):
     def misses(self, stopped: MissReason | None) -> list[MissReason | None]:
         """Why each buffer is not good, None where it is. `stopped`: why the read ended early, None
         if it did not."""
-        count = len(self._views)
-        whole = {*self._copied, *self._sent}
-        if len(whole) == count:
-            return [None] * count
-        return [
-            None if index in whole else self._misses.get(index) or stopped or MissReason.UNREADABLE
-            for index in range(count)
-        ]
+        reasons: list[MissReason | None] = [stopped or MissReason.UNREADABLE] * len(self._views)
+        for index, reason in self._misses.items():
+            reasons[index] = reason
+        for index in (*self._copied, *self._sent):
+            reasons[index] = None
+        return reasons
 
 
 #: `Transport.copy`.

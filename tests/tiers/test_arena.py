@@ -267,6 +267,18 @@ def test_a_smaller_arena_leaves_the_old_one_to_its_readers(shm: Path) -> None:
     smaller.close()
 
 
+def test_a_huge_page_beyond_the_size_is_no_larger_arena(shm: Path) -> None:
+    """The kernel may have rounded up: those pages are used again."""
+    mebi = 2**20
+    for size_bytes, found_bytes in ((4 * mebi, 4 * mebi), (4 * mebi - PAGE, 0)):
+        arena = Arena.file(shm / "arena", 6 * mebi, max_bytes=8 * mebi)
+        arena.secure()
+        arena.close()
+        smaller = Arena.file(shm / "arena", size_bytes, max_bytes=8 * mebi)
+        assert smaller.found_bytes == found_bytes
+        smaller.close()
+
+
 def test_a_file_has_the_mode_that_was_asked_for(shm: Path) -> None:
     arena = Arena.file(shm / "arena", SIZE, mode=0o644)
     assert (shm / "arena").stat().st_mode & 0o777 == 0o444

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import (
@@ -31,7 +32,7 @@ from prefixd.tiers.records import USAGE_FILE
 from prefixd.tiers.row_table import RECORDS_FILE
 from prefixd.tiers.rows import ROW_BYTES, encode_rows
 from prefixd.tiers.shm import ShmStore
-from prefixd.tiers.store import Damaged, StoreError, StoreFull, Usage
+from prefixd.tiers.store import SEGMENT_BYTES, Damaged, StoreError, StoreFull, Usage
 
 Opened = Callable[..., Placed]
 
@@ -448,3 +449,13 @@ def test_a_closed_store_answers_with_an_error(opened: Opened) -> None:
         with pytest.raises(StoreError):
             action()
     placed.store.close()
+
+
+def test_what_an_earlier_start_left_needs_no_room_again(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However full its device is by now."""
+    store = opened(1024).store
+    free = SimpleNamespace(f_bavail=store.record_bytes(1024), f_frsize=1)
+    monkeypatch.setattr(os, "statvfs", lambda _: free)
+    assert store._fits(SEGMENT_BYTES)

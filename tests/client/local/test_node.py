@@ -307,6 +307,14 @@ def test_views_are_good_as_long_as_their_rows_stand(made: Made) -> None:
     assert not claim.stands()
 
 
+def test_an_entry_that_was_saved_again_is_not_seen_in_the_place_of_the_old_one(made: Made) -> None:
+    for extents in ((SLAB, SLAB), (SLAB, SLAB, 3 * SLAB, SLAB)):
+        old = made.put(1, extents, payload_of(100, 1))
+        made.put(1, (5 * SLAB, *extents[1:]), payload_of(100, 2))
+        assert made.node.views([old], {}) is None
+        assert made.node.read(old, 0, 10) is None
+
+
 def test_views_and_claims_outlive_what_the_client_holds_of_a_node(made: Made) -> None:
     payload = payload_of(100)
     entry = made.put(1, (SLAB, SLAB), payload)

@@ -434,6 +434,7 @@ def test_a_step_is_as_much_as_it_may_be() -> None:
             return sum(1 for _ in recount.steps())
 
     assert (steps(items + 1), steps(items)) == (2, 3)
+    assert all((steps(each) - 2) * each <= items for each in range(1, items))
 
 
 def test_what_happens_meanwhile_is_no_problem() -> None:

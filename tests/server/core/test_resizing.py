@@ -142,6 +142,7 @@ def test_the_order_of_any_policy_says_who_leaves(policy: str) -> None:
                     continue
                 ledger.policy.resize(target if target < ledger.limit_bytes else ledger.budget_bytes)
                 foretold = list(ledger.victims())
+                ledger.policy.resize(ledger.budget_bytes)
                 before = dict(driver.tables.entries)
                 excess = max(0, ledger.limit_bytes - target - ledger.free_bytes)
                 assert resize(driver, target).done

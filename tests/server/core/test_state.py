@@ -181,8 +181,12 @@ def test_a_damaged_entry_is_dropped_if_it_is_still_that_one() -> None:
     assert driver.tables.tier_counters[Tier.RAM].corrupt == 1
 
 
-def test_a_damaged_entry_that_is_claimed_is_gone_at_once_and_its_room_later() -> None:
-    driver = Driver()
+@pytest.mark.parametrize("sure_bytes", [0, 1])
+def test_a_damaged_entry_that_is_claimed_is_gone_at_once_and_its_room_later(
+    sure_bytes: int,
+) -> None:
+    """`sure_bytes`: of others; without any the tier has no shares."""
+    driver = Driver(shares={"team": sure_bytes} if sure_bytes else {})
     alice, bob = driver.open("alice"), driver.open("bob")
     driver.save(alice, "a b")
     one = driver.claim(alice, "a b").claim
@@ -195,13 +199,13 @@ def test_a_damaged_entry_that_is_claimed_is_gone_at_once_and_its_room_later() ->
     assert driver.lookup("b").results == (None,)
     ram = driver.tables.ledgers[Tier.RAM]
     assert (ram.published_bytes, ram.pinned_bytes) == (2, 2), "its bytes are still looked at"
-    driver.save(alice, "b", payload_bytes=8)
+    driver.save(alice, "b", payload_bytes=8 - sure_bytes)
     assert driver.entry("b").location[0] != damaged.location[0]
     assert driver.release(alice, one) == "lost", "what was read under it may be wrong"
     assert driver.release(alice, one) == "lost", "also if it asks again"
     assert driver.release(bob, two) == "lost"
     assert driver.counters.claims_lost == 2
-    assert (ram.published_bytes, ram.pinned_bytes) == (9, 0)
+    assert (ram.published_bytes, ram.pinned_bytes) == (9 - sure_bytes, 0)
     assert not driver.tables.condemned
 
 

@@ -247,6 +247,23 @@ def test_timers_are_sifted_in_steps_and_none_is_late_for_it() -> None:
     assert driver.counters.claims_lost == 1
 
 
+def test_the_next_deadline_is_the_first_of_all_while_timers_are_sifted() -> None:
+    driver = large(7)
+    session = driver.open()
+    saved(driver, session, "a")
+    last = driver.claim(session, "a", lease_ns=890).claim
+    while not driver.tables.old_timers:
+        last += 1
+        driver.state.apply(ev.ClaimAsked(0, session, keys("a"), ClaimMode.RUN, 900, 0, 0))
+        driver.state.apply(ev.ReleaseAsked(0, session, (last,), 0))
+    driver.state.apply(ev.ClaimAsked(0, session, keys("a"), ClaimMode.RUN, 500, 0, 0))
+    assert driver.tables.old_timers
+    assert driver.state.next_deadline_ns() == 100, "that of the save of a, which nobody needs"
+    driver.state.apply(ev.ClaimAsked(0, session, keys("a"), ClaimMode.RUN, 5, 0, 0))
+    assert driver.tables.old_timers
+    assert driver.state.next_deadline_ns() == 5
+
+
 # ---- a late daemon
 
 

@@ -11,7 +11,7 @@ from prefixd.server.core.events import LookupAsked
 from prefixd.server.core.journal import EvictionCause
 from prefixd.server.core.tables import Claim, WaitMode
 from prefixd.server.core.transition import Refusal, Transition
-from tests.support.state_driver import Driver, erased, key, keys
+from tests.support.state_driver import Driver, erased, key, keys, names
 
 
 @pytest.fixture
@@ -141,3 +141,28 @@ def test_an_eviction_is_told_to_readers_before_the_store(driver: Driver) -> None
     assert gone == fx.IndexDelete(entry)
     assert erased(rest) == [(Tier.RAM, "b")]
     assert driver.state.check() == []
+
+
+def test_a_curve_is_shown_what_is_read_in_its_tier_and_what_is_saved_there() -> None:
+    driver = Driver(curve_keys=1_000)
+    session = driver.open()
+
+    def shown() -> dict[Tier, str]:
+        for _, accesses in driver.tables.unobserved:
+            assert {access[1:] for access in accesses} == {(10, 1)}, "tokens, and bytes"
+        return {
+            tier: names(access[0] for access in accesses)
+            for tier, accesses in driver.tables.unobserved
+        }
+
+    tokens = driver.granted(session, "a b")
+    assert shown() == {Tier.RAM: "a b"}
+    driver.seal(*tokens)
+    assert shown() == {}
+    driver.save(session, "c", tier=Tier.SHM)
+    driver.claim(session, "a c b")
+    assert shown() == {Tier.RAM: "a b", Tier.SHM: "c"}
+    driver.reserve(session, "b d", tier=Tier.SHM)
+    assert shown() == {Tier.RAM: "b", Tier.SHM: "d"}, "b is there already"
+    driver.touch("c b a")
+    assert shown() == {Tier.RAM: "a b", Tier.SHM: "c"}, "the root first"
