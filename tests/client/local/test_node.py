@@ -193,7 +193,9 @@ class Meanwhile(Arena):
         self._arena = arena
         self._then = then
 
-    def read_into(self, location: tuple[int, ...], target: memoryview, *, check: bool) -> int:
+    def read_into(
+        self, location: tuple[int, ...], target: memoryview, *, check: bool
+    ) -> int | None:
         crc = self._arena.read_into(location, target, check=check)
         self._then()
         return crc
