@@ -72,6 +72,7 @@ ALSO: Final[dict[str, tuple[str, ...]]] = {
         "tests/server/runtime/test_loop.py tests/server/runtime/test_health.py",
         "sim 20",
         "tests/server/api/test_service_faults.py tests/server/runtime/test_devices.py",
+        "tests/server/test_tracing.py",
     ),
     "client/": (
         "tests/client/local/test_node.py tests/client/local/test_fast_path.py",

@@ -29,8 +29,8 @@ _ARITHMETIC: Final[dict[type[ast.operator], tuple[str, str]]] = {
     ast.LShift: ("<<", ">>"),
     ast.RShift: (">>", "<<"),
 }
-#: What only says something to people, and what is no statement of its own.
-_WORDS: Final = ("log.", "warnings.", "super().__init__")
+#: What only says something to people or to mypy, and what is no statement of its own.
+_WORDS: Final = ("log.", "warnings.", "assert_never", "super().__init__")
 
 
 class Mutant(NamedTuple):

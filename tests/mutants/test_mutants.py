@@ -21,6 +21,7 @@ def taken(room: int, wanted: int = 0) -> bool:
         raise ValueError("no room")
     free = room - LIMIT
     log.info("said", free=free + 1)
+    assert_never(free + 1)
     return free > wanted and free != 7
 '''
 
@@ -35,12 +36,12 @@ def test_each_mutant_is_one_line_that_means_something_else() -> None:
         (8, "`not ` -> ``"),
         (9, '`raise ValueError("no room")` -> `pass`'),
         (10, "`-` -> `+`"),
-        (12, "`free > wanted and free != 7` -> `None`"),
-        (12, "`>` -> `>=`"),
-        (12, "`>` -> `<`"),
-        (12, "`and` -> `or`"),
-        (12, "`!=` -> `==`"),
-        (12, "`7` -> `8`"),
+        (13, "`free > wanted and free != 7` -> `None`"),
+        (13, "`>` -> `>=`"),
+        (13, "`>` -> `<`"),
+        (13, "`and` -> `or`"),
+        (13, "`!=` -> `==`"),
+        (13, "`7` -> `8`"),
     }
     for mutant in mutants:
         before, after = SOURCE.splitlines(), mutant.apply(SOURCE).splitlines()

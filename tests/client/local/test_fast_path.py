@@ -204,7 +204,9 @@ def test_two_threads_restore_as_one_does(
     arena = FileArena if tier is Tier.DISK else MappedArena
     real = arena.read_into
 
-    def read_into(this: Any, location: tuple[int, ...], target: memoryview, *, check: bool) -> int:
+    def read_into(
+        this: Any, location: tuple[int, ...], target: memoryview, *, check: bool
+    ) -> int | None:
         threads.add(threading.get_ident())
         crc = real(this, location, target, check=check)
         return crc ^ 1 if wrong is not None and target.obj is buffers[wrong] else crc
