@@ -12,6 +12,7 @@ from typing import cast
 
 import pytest
 
+from prefixd.client.local import found
 from prefixd.client.local.arenas import Arena, FileArena, MappedArena
 from prefixd.client.local.calls import LocalCalls
 from prefixd.client.local.node import InPlace, LocalNode
@@ -24,7 +25,7 @@ from prefixd.proto.arena_header import ARENA_HEADER_BYTES, encode_arena_header
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
-from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.proto.vocabulary import ClaimMode, SaveReason, Tier
 from prefixd.server.runtime.index import IndexWriter
 
 INCARNATION = b"i" * 16
@@ -372,6 +373,27 @@ def test_what_a_later_version_hands_over_is_closed() -> None:
     with suppress(OSError):
         os.fstat(fd)
         pytest.fail("it is still open")
+
+
+@pytest.mark.parametrize("mode", ClaimMode)
+def test_where_nothing_is_nothing_is_found(made: Made, mode: ClaimMode) -> None:
+    assert found.found_in(made.node, [key_of(1), key_of(2)], mode) == ((), [], [])
+
+
+@pytest.mark.parametrize(
+    ("mode", "positions"),
+    [(ClaimMode.RUN, [0]), (ClaimMode.ANY, [0, 2])],
+)
+def test_a_row_that_says_nothing_ends_a_run(
+    made: Made, monkeypatch: pytest.MonkeyPatch, mode: ClaimMode, positions: list[int]
+) -> None:
+    entries = [made.put(n, (n * SLAB, SLAB), payload_of(100, n)) for n in (1, 2, 3)]
+    monkeypatch.setattr(found, "_entries", lambda _rows: [entries[0], None, entries[2]])
+    keys = [entry.key for entry in entries]
+    at, known, rows = found.found_in(made.node, keys, mode)
+    assert at == positions
+    assert known == [entries[position] for position in positions]
+    assert len(rows) == len(known)
 
 
 def test_no_target_is_left_without_its_bytes(tmp_path: Path) -> None:
