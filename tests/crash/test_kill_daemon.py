@@ -16,7 +16,7 @@ from prefixd.client.lab.generate import generate
 from prefixd.client.lab.live import LiveReplay
 from prefixd.client.lab.outcome import Totals
 from prefixd.client.lab.worker import LiveOptions
-from tests.support.daemon import eventually, private_daemon, problems_of
+from tests.support.daemon import eventually, private_daemon, problems_of, whole_lines
 
 BLOCK_BYTES = 20_000
 PAYLOADS = BlockPayloads(BLOCK_BYTES)
@@ -59,7 +59,7 @@ class Witness:
 
 def start_up_report(daemon: PrivateDaemon) -> dict[str, dict[str, int]]:
     """What the daemon logged at its last start, by tier."""
-    lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
+    lines = [json.loads(line) for line in whole_lines(daemon.log)]
     return {line["tier"]: line for line in lines if line["event"] == "tier_recovered"}
 
 

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 from prefixd.client import Client, Tier
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto.errors import PrefixdError
-from tests.support.daemon import private_daemon
+from tests.support.daemon import private_daemon, whole_lines
 
 from .history import History
 from .keyspace import BUDGETS, DURABLE, ENTRIES, key, payload
@@ -122,9 +122,7 @@ class _Damage:
         self._explained: Counter[str] = Counter()
 
     def read(self) -> None:
-        events = [
-            json.loads(line) for line in self._log.read_text().splitlines() if line[:1] == "{"
-        ]
+        events = [json.loads(line) for line in whole_lines(self._log) if line[:1] == "{"]
         said = [told["key"] for told in events if told["event"] in _DAMAGE]
         names = {key(tier, number).hex() for tier in Tier for number in range(ENTRIES[tier])}
         # A damaged record may show any key.

@@ -65,9 +65,14 @@ def temporary_directories() -> Iterator[tuple[Path, Path]]:
         shutil.rmtree(shm_directory)
 
 
+def whole_lines(log: Path) -> list[str]:
+    """What another process has logged; not a line that it is in the middle of."""
+    return [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
 def metrics_of(daemon: PrivateDaemon) -> str:
     """Where its metrics are, `host:port`, as its last start said."""
-    lines = [line for line in daemon.log.read_text().splitlines() if '"metrics"' in line]
+    lines = [line for line in whole_lines(daemon.log) if '"metrics"' in line]
     return str(json.loads(lines[-1])["address"])
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.endpoints import admin_address
-from tests.support.daemon import SMALL_SLABS, WITHIN_S, temporary_directories
+from tests.support.daemon import SMALL_SLABS, WITHIN_S, temporary_directories, whole_lines
 from tests.support.namespaces import Host
 from tests.support.running import Outside, answer
 
@@ -65,7 +65,7 @@ class DaemonProcess(PrivateDaemon):
 
     def logged(self, event: str) -> list[dict[str, Any]]:
         """What its log says of something, oldest first."""
-        lines = (line for line in self.log.read_text().splitlines() if line.startswith("{"))
+        lines = (line for line in whole_lines(self.log) if line.startswith("{"))
         return [line for line in map(json.loads, lines) if line["event"] == event]
 
     @asynccontextmanager
