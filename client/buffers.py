@@ -36,17 +36,8 @@ def flat_bytes(payload: Payload, *, writable: bool = False) -> FlatBytes:
         if view.c_contiguous:
             return _checked(view, writable=writable)
     elif 1 < len(payload) <= MAX_PIECES:
-        # A page of an engine is many pieces, mostly as they should be: these are only looked at.
-        ready = [
-            piece
-            for piece in payload
-            if type(piece) is memoryview
-            and piece.format == "B"
-            and piece.ndim == 1
-            and piece.c_contiguous
-            and piece.nbytes
-            and not (writable and piece.readonly)
-        ]
+        # A page of an engine is many pieces, mostly as they should be.
+        ready = _ready(payload, writable=writable)
         if len(ready) == len(payload):
             return Pieces(ready)
     pieces: list[memoryview] = []
@@ -56,19 +47,25 @@ def flat_bytes(payload: Payload, *, writable: bool = False) -> FlatBytes:
     return pieces[0] if len(pieces) == 1 else Pieces(pieces)
 
 
-def all_flat(payloads: Sequence[Payload], *, writable: bool = False) -> list[FlatBytes]:
-    """`flat_bytes` of each. What is such a buffer already, as most of a batch are, is only looked
-    at."""
+def all_flat(payloads: Sequence[Payload], *, writable: bool = False) -> Sequence[FlatBytes]:
+    """`flat_bytes` of each. What is so already, as most of a batch are, is only looked at."""
+    ready = _ready(payloads, writable=writable)
+    if len(ready) == len(payloads):
+        return ready
+    return [flat_bytes(payload, writable=writable) for payload in payloads]
+
+
+def _ready(payloads: Sequence[Payload], *, writable: bool) -> list[memoryview]:
+    """Those that are flat unsigned bytes already, without a call for each."""
     return [
         payload
+        for payload in payloads
         if type(payload) is memoryview
         and payload.format == "B"
         and payload.ndim == 1
         and payload.c_contiguous
         and payload.nbytes
         and not (writable and payload.readonly)
-        else flat_bytes(payload, writable=writable)
-        for payload in payloads
     ]
 
 
@@ -85,12 +82,7 @@ def _gather(pieces: list[memoryview], payload: Payload, *, writable: bool) -> No
         if view.c_contiguous or view.ndim < 2 or isinstance(payload, memoryview):
             if len(pieces) == MAX_PIECES:
                 raise InvalidSize(f"a payload lies in at most {MAX_PIECES} pieces")
-            # Most pieces are as they should be, and there may be many.
-            fits = view.format == "B" and view.ndim == 1 and view.c_contiguous
-            if fits and not (writable and view.readonly):
-                pieces.append(view)
-            else:
-                pieces.append(_checked(view, writable=writable))
+            pieces.append(_checked(view, writable=writable))
             return
         members = cast("Iterable[Any]", view.obj)
     for member in members:

@@ -27,7 +27,7 @@ from ...proto.limits import MAX_PAYLOAD_BYTES
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-#: A byte of SHAKE-128 costs ten times as much as a copied one.
+#: Few: to make them takes most of the time of a small payload.
 TILE_BYTES: Final = 512
 _LABEL: Final = b"prefixd/replay/v1"
 _SEED: Final = struct.Struct("<QQ")
