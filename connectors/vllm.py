@@ -112,13 +112,20 @@ class TierCore:
             if len(self._asked) > _MAX_ANSWERS:
                 self._asked.popitem(last=False)
         # A claim pins; it is let go at once. What is evicted until the load is a failed job.
-        self._client.claim_async([key]).add_done_callback(lambda done: self._answered(key, done))
+        try:
+            claiming = self._client.claim_async([key])
+        except CallerError:
+            with self._changed:
+                self._asked.pop(key, None)
+            raise
+        claiming.add_done_callback(lambda done: self._answered(key, done))
         return None
 
     def _answered(self, key: Key, claiming: Future[Hit]) -> None:
-        there = not claiming.exception() and bool(claiming.result())
-        if there:
-            claiming.result().release()
+        there = False
+        # It may have been given up with a client that was closed, and is a miss then.
+        with suppress(Exception), claiming.result() as hit:
+            there = bool(hit)
         with self._changed:
             self._asked[key] = monotonic(), there
 

@@ -242,7 +242,19 @@ def test_a_look_up_that_is_under_way_is_not_asked_again(
     now_s += 2
     assert tier.lookup(key, None) is LookupResult.RETRY
     assert len(asked) == 2
+    assert asked[1].cancel()
+    assert tier.lookup(key, None) is LookupResult.MISS
     tier.shutdown()
+
+
+def test_with_a_closed_client_nothing_is_asked_again(
+    daemon: PrivateDaemon, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, (key,) = tier_of(daemon.address, memory), keys_of(1)
+    monkeypatch.setattr(tier._core._client._transport, "peek", lambda _keys: None)
+    tier.shutdown()
+    for _ in range(2):
+        assert tier.lookup(key, None) is LookupResult.MISS
 
 
 @pytest.mark.parametrize("other", [spec("n"), spec(rank=1)], ids=["model", "rank"])
