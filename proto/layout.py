@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from crc32c import crc32c as crc32c
+from fastcrc import crc32
 
 from .errors import InvalidSize
 from .keys import TOKEN_BYTES, Key, Namespace, block_key_of_bytes, prefix_key_of_bytes
@@ -15,6 +15,13 @@ from .limits import MAX_LAYERS, MAX_PAYLOAD_BYTES, MAX_TOKEN_IDS_BYTES
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+# ---- checksum
+
+#: CRC32C (Castagnoli, as in iSCSI) of any contiguous buffer, continuing the second argument. Another
+#: thread can run meanwhile from 16 KiB on. It folds with carry-less multiplication where the
+#: processor can, which takes 0.6 of the time of its CRC32 instruction.
+crc32c = crc32.iscsi
 
 # ---- payload
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ALONE = """
 import importlib.abc, sys
 
-ALLOWED = {"prefixd", "grpc", "google", "crc32c", "typing_extensions"}
+ALLOWED = {"prefixd", "grpc", "google", "fastcrc", "typing_extensions"}
 
 class Refuse(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
@@ -71,7 +71,7 @@ def test_the_commands_say_what_to_install(command: str, missing: str) -> None:
 def test_the_package_asks_for_no_more() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = {wanted.partition(">")[0] for wanted in project["dependencies"]}
-    assert names == {"grpcio", "protobuf", "crc32c"}
+    assert names == {"grpcio", "protobuf", "fastcrc"}
     assert {"structlog", "msgpack", "pydantic", "typer"} <= {
         wanted.partition(">")[0] for wanted in project["optional-dependencies"]["server"]
     }

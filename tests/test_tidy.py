@@ -53,7 +53,7 @@ MAY_IMPORT = {
 PROGRAMS = ("client/ctl", "client/lab", "client/bench", "connectors")
 #: What an engine imports, and what that may need. `typing_extensions` is for type checkers only.
 LIBRARY = ("proto/", "client/")
-LIBRARY_NEEDS = {"prefixd", "grpc", "google", "crc32c", "typing_extensions"}
+LIBRARY_NEEDS = {"prefixd", "grpc", "google", "fastcrc", "typing_extensions"}
 #: The parts of these folders that a developer runs, or that are imported when they are asked for.
 NEEDS_MORE = ("proto/generate.py", "client/tracing.py")
 #: No clock, no randomness, no files, no threads, no logging, no configuration.

@@ -39,9 +39,10 @@ import time
 from typing import Any, Final
 
 import msgpack
-from crc32c import crc32c
+from fastcrc import crc32
 
 ROW_BYTES: Final = 128
+crc32c: Final = crc32.iscsi
 CELL: Final = struct.Struct("<4sQI128s")
 CELL_BYTES: Final = CELL.size + 4
 CELL_MAGIC: Final = b"PFXr"

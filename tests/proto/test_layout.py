@@ -128,4 +128,4 @@ def test_the_checksum_has_one_source() -> None:
         for p in (root / d).rglob("*.py")
     ]
     # The process of the LMDB rows imports nothing of ours, for its memory and its start.
-    assert importers_of("crc32c", paths) == {"layout.py", "lmdb_wire.py"}
+    assert importers_of("fastcrc", paths) == {"layout.py", "lmdb_wire.py"}
