@@ -403,7 +403,7 @@ class Searcher:
             return self._miss(found.gap, lookup_tokens, told)
         counts = _counts(entries, found.positions, token_counts)
         worth = len(entries)
-        if mode is not ClaimMode.ANY:
+        if mode is not ClaimMode.ANY and self._benefit.gates:
             worth = self._benefit.worth(entries, counts)
         complete = mode is ClaimMode.FIRST or len(entries) == len(keys)
         hit = Hit(
@@ -462,8 +462,7 @@ def _counts(
 ) -> list[int]:
     if token_counts is None:
         return [entry.token_count for entry in entries]
-    known = [token_counts[position] for position in positions]
     return [
-        entry.token_count if count is None else count
-        for entry, count in zip(entries, known, strict=True)
+        entry.token_count if (known := token_counts[position]) is None else known
+        for entry, position in zip(entries, positions, strict=True)
     ]
