@@ -22,6 +22,7 @@ SMALL = {
     "bench_state.py": "--few 100 --many 200 --pinned 10 --repeats 1",
     "bench_watch.py": "--rounds 1",
     "bench_tracing.py": "--turns 1",
+    "bench_small.py": "--blocks 2 --kib 64 --turns 1",
     "bench_tiers.py": "--entries 2 --repeats 1 --slabs 60000 --records 100 --puts 4",
 }
 

@@ -1,0 +1,170 @@
+#!/usr/bin/env python3
+"""Small blocks beside files in /dev/shm, the best that is used instead at that size, and memcpy.
+
+    python tests/bench/bench_small.py
+
+One process, the same memory, everything by turns: each finds the caches as the others left them,
+which is not so in runs of their own. `files` are written and renamed, one for each block, and read
+into place; nothing of them is checked. `unchecked` restores without CRC32C, as files are read. One
+JSON object per line: medians of all turns; `beside_us` is what a block takes more than its memcpy,
+`cpu_us` what it takes of the processors of client and daemon together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from prefixd.client.bench.moving import Batch, Buffers, Subject, memcpy_case
+from prefixd.client.client import Client
+from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
+from prefixd.proto.vocabulary import Tier
+
+KIB: Final = 2**10
+#: Actions a turn; of a view, which takes microseconds, so many times as many.
+SAMPLES: Final = 4
+#: A tier has room for so many batches.
+BATCHES: Final = 2 * SAMPLES
+LIGHT: Final = 10
+
+
+@dataclass(slots=True)
+class Case:
+    """What takes its turn, and what it took."""
+
+    who: str
+    what: str
+    action: Callable[[], object]
+    before: Callable[[], object] = lambda: None
+    taken_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+
+
+class Files:
+    """One file a block, as one would keep them without a daemon."""
+
+    def __init__(self, directory: Path, buffers: Buffers, blocks: int) -> None:
+        self._paths = [directory / str(number) for number in range(blocks)]
+        self._sources, self._rooms = buffers.sources(blocks), buffers.rooms(blocks)
+
+    def save(self) -> None:
+        for path, source in zip(self._paths, self._sources, strict=True):
+            unfinished = f"{path}.new"
+            with open(unfinished, "wb", buffering=0) as file:  # noqa: PTH123  # as fast as it gets
+                file.write(source)
+            os.rename(unfinished, path)  # noqa: PTH104
+
+    def restore(self) -> None:
+        for path, room in zip(self._paths, self._rooms, strict=True):
+            with open(path, "rb", buffering=0) as file:  # noqa: PTH123
+                file.readinto(room)  # type: ignore[attr-defined]
+
+
+def cpu_s(pid: int) -> float:
+    """What the threads of a process took of the processors."""
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
+
+
+def measured(cases: list[Case], pid: int, turns: int) -> None:
+    for _ in range(turns):
+        for case in cases:
+            samples = SAMPLES * (LIGHT if case.what == "view" else 1)
+            case.before()
+            case.action()  # brings back what the others drove out of the caches
+            before_s = time.process_time() + cpu_s(pid)
+            for _ in range(samples):
+                case.before()
+                start_s = time.perf_counter()
+                case.action()
+                case.taken_s.append(time.perf_counter() - start_s)
+            case.cpu_s.append((time.process_time() + cpu_s(pid) - before_s) / samples)
+
+
+def rows(blocks: int, block_bytes: int, turns: int) -> Iterator[dict[str, object]]:
+    buffers = Buffers(blocks, block_bytes)
+    room_bytes = BATCHES * blocks * block_bytes
+    with ExitStack() as stack:
+        directory, shm = stack.enter_context(temporary_directories("bench"))
+        budgets = [f"--{tier}.budget={room_bytes}" for tier in ("ram", "shm")]
+        slabs = [f"--{tier}.slab=64KiB" for tier in ("ram", "shm")]
+        command = [*budgets, *slabs, "--disk.budget=0"]
+        daemon = stack.enter_context(PrivateDaemon(directory, shm, command))
+        client = stack.enter_context(Client(daemon.address, verify="always"))
+        trusting = stack.enter_context(Client(daemon.address, verify="never"))
+        assert client.wait_connected()
+        assert trusting.wait_connected()
+        files_directory = Path(tempfile.mkdtemp(prefix="bench-files-", dir=shm))
+        stack.callback(shutil.rmtree, files_directory)
+        files = Files(files_directory, buffers, blocks)
+        cases = [
+            Case("memcpy", "restore", memcpy_case(buffers, blocks).action),
+            Case("files", "save", files.save),
+            Case("files", "restore", files.restore),
+        ]
+        for tier in (Tier.RAM, Tier.SHM):
+            batch = Batch(Subject(tier.label, client, tier, True), buffers, blocks)
+            unchecked = Batch(Subject(tier.label, trusting, tier, True), buffers, blocks)
+            batch.warm_up()
+            unchecked.renew()
+            unchecked.save()
+            cases += [
+                Case(tier.label, "save", batch.save, batch.renew),
+                Case(tier.label, "restore", batch.restore),
+                Case(tier.label, "unchecked", unchecked.restore, kept(unchecked, trusting)),
+                Case(tier.label, "view", batch.view),
+            ]
+        measured(cases, daemon.pid, turns)
+        floor_s = statistics.median(cases[0].taken_s)
+        of_files = {case.what: statistics.median(case.taken_s) for case in cases[1:3]}
+        for case in cases:
+            median_s = statistics.median(case.taken_s)
+            peer_s = of_files.get("restore" if case.what == "unchecked" else case.what)
+            yield {
+                "peer": case.who,
+                "op": case.what,
+                "blocks": blocks,
+                "block_bytes": block_bytes,
+                "us": round(median_s * 1e6),
+                "gb_per_s": round(blocks * block_bytes / median_s / 1e9, 2),
+                "of_memcpy": round(floor_s / median_s, 2),
+                "of_files": peer_s and round(peer_s / median_s, 2),
+                "beside_us": round((median_s - floor_s) / blocks * 1e6, 1),
+                "cpu_us": round(statistics.median(case.cpu_s) / blocks * 1e6, 1),
+            }
+
+
+def kept(batch: Batch, client: Client) -> Callable[[], None]:
+    """Before a restore: the saves of other cases may have evicted what it restores."""
+
+    def save_if_gone() -> None:
+        if not all(client.exists(batch.keys)):
+            batch.renew()
+            batch.save()
+
+    return save_if_gone
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--blocks", type=int, default=48)
+    parser.add_argument("--kib", default="64,192,640", help="sizes of a block, in KiB")
+    parser.add_argument("--turns", type=int, default=9)
+    args = parser.parse_args()
+    for size in args.kib.split(","):
+        for row in rows(args.blocks, int(size) * KIB, args.turns):
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
