@@ -115,9 +115,16 @@ def key(number: int) -> Key:
     return Key(number.to_bytes(32, "big"))
 
 
+#: By place: it comes again after 64 KiB.
+_PLACES = bytes((place * 7 + (place >> 8)) % 256 for place in range(2**16))
+_COUNTED = bytes(range(256)) * 2
+
+
 def payload(number: int, length_bytes: int = 5000) -> bytes:
     """Bytes that differ by number and by place."""
-    return bytes((number + place * 7 + (place >> 8)) % 256 for place in range(length_bytes))
+    first = number % 256
+    places = (_PLACES * (1 + length_bytes // 2**16))[:length_bytes]
+    return places.translate(_COUNTED[first : first + 256])
 
 
 def item(of: bytes, data: bytes, **fields: Any) -> Item:
