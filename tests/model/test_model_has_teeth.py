@@ -133,6 +133,10 @@ def test_all_of_the_arithmetic_is_broken_once() -> None:
     assert len(broken) >= 28
 
 
+def test_no_steps_are_kept_of_what_is_no_mistake_any_more() -> None:
+    assert STEPS.keys() <= set(map(str, MUTATIONS))
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_the_model_notices(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the steps that are stored, which show nothing where nothing is broken; by random ones
