@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 .PHONY: dev demo test quick pictures sim power mutants fuzz soak s3 engines docs check format proto clean
 .DEFAULT_GOAL := dev
 
+# Where nothing may be kept, every process of the tests compiles all modules again: minutes.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Runtime only: what a user has after `pip install 'prefixd[server]'`.
 $(VENV)/.runtime: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "prefixd needs Python 3.11 or later (with its venv module)"; exit 1; }

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import settings
 
 from prefixd.client.local import transport
+from tests.support.examples import LONG
 
 # No deadline: an example that takes long says something of the machine, not of the code.
 settings.register_profile("prefixd", deadline=None, derandomize=True, database=None)
-settings.load_profile("prefixd")
+settings.register_profile("long", settings.get_profile("prefixd"), max_examples=1_000)
+settings.load_profile("long" if LONG else "prefixd")
 
 #: Marked `slow`: one test in twelve, which together take most of the time. They try thousands of
 #: steps, or kill, stop and flood daemons of their own. `make quick` leaves them out.
@@ -42,8 +44,10 @@ TESTS = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = [TESTS / name for name in SLOW]
+    paths = {item.path for item in items}
+    marked = {path for path in paths if any(path.is_relative_to(one) for one in slow)}
     for item in items:
-        if any(item.path.is_relative_to(path) for path in slow):
+        if item.path in marked:
             item.add_marker(pytest.mark.slow)
 
 

@@ -167,9 +167,15 @@ class ExtentAllocator:
                 yield
         assert len(self._used) == self._slabs
         assert sum(free_runs.values()) == self._free_slabs, "free slabs"
-        for size_class, head in enumerate(self._heads):
-            assert (head != _NONE) == bool(self._classes >> size_class & 1), "class mask"
-            previous, start = _NONE, head
+        # Most of the many classes have no run: not one by one.
+        classes = self._classes
+        assert not classes >> _CLASSES, "class mask"
+        assert classes.bit_count() == _CLASSES - self._heads.count(_NONE), "class mask"
+        while classes:
+            size_class = (classes & -classes).bit_length() - 1
+            classes &= classes - 1
+            previous, start = _NONE, self._heads[size_class]
+            assert start != _NONE, "class mask"
             while start != _NONE:
                 assert self._previous[start] == previous, f"back link of slab {start}"
                 assert _class_of(free_runs.pop(start)) == size_class, f"class of slab {start}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import compress
 from operator import attrgetter
 from typing import Final
 
@@ -27,6 +28,10 @@ MAX_PROBLEMS: Final = 1_000
 #: Looked at in one step: some hundred microseconds.
 ITEMS_A_STEP: Final = 128
 _STORED_BYTES: Final = attrgetter("stored_bytes")
+_BOOKED: Final = (
+    *("published_bytes", "entries", "pinned_bytes", "pinned_entries"),
+    *("reserved_bytes", "reservations"),
+)
 
 
 def _name(key: bytes) -> str:
@@ -362,9 +367,10 @@ class Recount:
         # Stamps of this start are unique; those of earlier ones may not be, if the clock was
         # set back in between. Many sets, for a large one stops everything when it grows.
         generations: defaultdict[int, set[int]] = defaultdict(set)
-        for number, shard in enumerate(self._t.entries.shards):
-            if not shard and number not in self._held:
-                continue
+        shards = self._t.entries.shards
+        # Of a small table nearly all are empty: they are passed over in C.
+        for number in compress(range(SHARDS), shards):
+            shard = shards[number]
             held = self._held.get(number, {})
             for key, entry in shard.items():
                 if entry.key != key:
@@ -380,12 +386,14 @@ class Recount:
                 if entry.pins != pins:
                     self._say(f"entry {_name(key)} counts {entry.pins} pins, {pins} claims hold it")
                 self._count(entry)
-            for entry in held:
-                if shard.get(entry.key) is not entry:
-                    self._unpublished += entry.generation not in self._t.condemned
             self._shard = number + 1
             yield len(shard)
         self._shard = SHARDS
+        for number, held in list(self._held.items()):
+            for entry in held:
+                if shards[number].get(entry.key) is not entry:
+                    self._unpublished += entry.generation not in self._t.condemned
+            yield len(held)
 
     def _check_entry(self, entry: Entry) -> None:
         t, key = self._t, entry.key
@@ -446,20 +454,12 @@ class Recount:
 
     def _compare_tier(self, ledger: Ledger, count: _Count) -> None:
         t, tier = self._t, ledger.tier
-        for name in (
-            "published_bytes",
-            "entries",
-            "pinned_bytes",
-            "pinned_entries",
-            "reserved_bytes",
-            "reservations",
-        ):
+        for name in _BOOKED:
             booked, counted = getattr(ledger, name), getattr(count, name)
             if booked != counted:
                 self._say(f"{tier.label}: {name} is booked as {booked} and counts {counted}")
-        shown = t.tier_counters[tier].payload_bytes
-        if shown != count.payload_bytes:
-            there = count.payload_bytes
+        shown, there = t.tier_counters[tier].payload_bytes, count.payload_bytes
+        if shown != there:
             self._say(f"{tier.label}: {shown} payload bytes are shown and {there} are there")
         used = count.published_bytes + count.reserved_bytes
         if used > ledger.limit_bytes or ledger.limit_bytes > ledger.budget_bytes:

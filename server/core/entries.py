@@ -65,7 +65,7 @@ class EntryTable(MutableMapping[Key, Entry]):
     __slots__ = ("_count", "shards")
 
     def __init__(self) -> None:
-        self.shards: Final[tuple[dict[Key, Entry], ...]] = tuple({} for _ in range(SHARDS))
+        self.shards: Final[tuple[dict[Key, Entry], ...]] = tuple([{} for _ in range(SHARDS)])
         self._count = 0
 
     # Asked for every key of every call: without the detours of the base class.

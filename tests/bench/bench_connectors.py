@@ -10,6 +10,7 @@ thread's own CPU time. `save` and `restore`: a page of 4 MiB in one buffer and i
 
 from __future__ import annotations
 
+import argparse
 import json
 import mmap
 import os
@@ -21,15 +22,17 @@ from typing import TypeAlias
 from prefixd.client import Client, SaveItem, Tier
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
 
-ROUNDS, LOOKS, KEYS = 41, 2_000, 256
+LOOKS, KEYS = 2_000, 256
 PAGE_BYTES, PIECES = 4 * 2**20, 64
 BUDGETS = ("--ram.budget=1GiB", "--shm.budget=16MiB", "--disk.budget=16MiB")
 Cases: TypeAlias = "dict[str, Callable[[], object]]"
 
 
-def by_turns(what: str, cases: Cases, clock: Callable[[], float], times: int = 1) -> None:
+def by_turns(
+    what: str, cases: Cases, clock: Callable[[], float], rounds: int, times: int = 1
+) -> None:
     taken: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(ROUNDS + 1):
+    for _ in range(rounds + 1):
         for name, action in cases.items():
             began = clock()
             for _ in range(times):
@@ -42,7 +45,7 @@ def by_turns(what: str, cases: Cases, clock: Callable[[], float], times: int = 1
         print(json.dumps(row | {f"rate / {base}": round(medians[base] / seconds, 2)}), flush=True)
 
 
-def looks(client: Client) -> None:
+def looks(client: Client, rounds: int) -> None:
     keys = [os.urandom(32) for _ in range(KEYS)]
     client.save_many([SaveItem(key, b"state") for key in keys], tier=Tier.RAM)
     client.exists(keys)
@@ -62,12 +65,12 @@ def looks(client: Client) -> None:
         "exists_one, absent": lambda: client.exists_one(absent),
         "exists of one": lambda: client.exists([one]),
     }
-    by_turns("look", single, time.thread_time, LOOKS)
+    by_turns("look", single, time.thread_time, rounds, LOOKS)
     chain: Cases = {
         "dict loop of 256": loop,
         "leading_run of 256": lambda: client.leading_run(keys),
     }
-    by_turns("look", chain, time.thread_time, LOOKS // KEYS)
+    by_turns("look", chain, time.thread_time, rounds, LOOKS // KEYS)
 
 
 def every_other(room: memoryview) -> list[memoryview]:
@@ -76,7 +79,7 @@ def every_other(room: memoryview) -> list[memoryview]:
     return [room[2 * n * size : (2 * n + 1) * size] for n in range(PIECES)]
 
 
-def pieces(client: Client) -> None:
+def pieces(client: Client, rounds: int) -> None:
     """Aligned to pages, as engines have their memory; a bytearray begins 16 bytes behind."""
     whole = memoryview(mmap.mmap(-1, PAGE_BYTES))
     whole[:] = os.urandom(PAGE_BYTES)
@@ -92,7 +95,7 @@ def pieces(client: Client) -> None:
         "64": lambda: save(apart),
         "64, unaligned": lambda: save(unaligned),
     }
-    by_turns("save", saves, time.perf_counter)
+    by_turns("save", saves, time.perf_counter, rounds)
     key = os.urandom(32)
     client.save(key, whole, tier=Tier.RAM)
     with client.claim([key]) as hit:
@@ -101,15 +104,18 @@ def pieces(client: Client) -> None:
             "64": lambda: hit.restore_into([apart]),
             "64, unaligned": lambda: hit.restore_into([unaligned]),
         }
-        by_turns("restore", restores, time.thread_time)
+        by_turns("restore", restores, time.thread_time, rounds)
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=41)
+    options = parser.parse_args()
     with (
         temporary_directories("bench") as (directory, shm_directory),
         PrivateDaemon(directory, shm_directory, BUDGETS) as daemon,
         Client(daemon.address) as client,
     ):
         client.wait_connected()
-        looks(client)
-        pieces(client)
+        looks(client, options.rounds)
+        pieces(client, options.rounds)

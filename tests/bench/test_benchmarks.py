@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parent
 SMALL = {
+    "bench_connectors.py": "--rounds 1",
     "bench_client.py": "--rounds 1 --clients 1 --blocks 1",
     "bench_entries.py": "--few 48 --many 96 --repeats 1",
     "bench_index.py": "--entries 100 --rounds 1",
@@ -27,11 +29,13 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in BENCHMARKS.glob("bench_*.py")))
+ALL = sorted(path.name for path in BENCHMARKS.glob("bench_*.py"))
+
+
+@pytest.mark.parametrize("name", sorted(SMALL))
 def test_it_runs(name: str) -> None:
-    arguments = SMALL.get(name, "--help").split()
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / name), *arguments],
+        [sys.executable, str(BENCHMARKS / name), *SMALL[name].split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -39,3 +43,16 @@ def test_it_runs(name: str) -> None:
     )
     assert done.returncode == 0, done.stdout
     assert done.stdout
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in SMALL])
+def test_it_says_what_it_takes(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that take long: all that they import is there. Needs no process of its own."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out

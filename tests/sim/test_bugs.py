@@ -18,7 +18,7 @@ FOUND_BY = {
     "budget arithmetic": 14,
     "publish before verify": 14,
     "record before data sync": 2,
-    "missed waiter": 3068,
+    "missed waiter": 141,
     "room reused while its row stands": 1,
     "row removed after reuse": 1,
     "stale secret accepted": 4,

@@ -7,6 +7,7 @@ a daemon, compares code, name and retry flag, wants a sentence, and recounts the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -80,8 +81,9 @@ class Mistake:
         return f"{self.rpc}: {self.what}"
 
 
-def mistakes() -> list[Mistake]:
-    return [
+@functools.cache
+def mistakes() -> tuple[Mistake, ...]:
+    return (
         *_batches(),
         *_headers(),
         *_sessions(),
@@ -90,7 +92,7 @@ def mistakes() -> list[Mistake]:
         *_crowds(),
         *_operators(),
         *_full_tables(),
-    ]
+    )
 
 
 # ---- requests that name keys, claims, tokens

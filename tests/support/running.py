@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
@@ -33,9 +34,11 @@ from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server import assembly
 from prefixd.server.api.front import Front
+from prefixd.server.config import sources
 from prefixd.server.config.budgets import resolve
-from prefixd.server.config.loading import load_config
+from prefixd.server.config.loading import PROGRAM, load_config
 from prefixd.server.config.machine import Machine
+from prefixd.server.config.options import Config
 from prefixd.server.core.events import ArenaGrown, Tick
 from prefixd.server.daemon import service_config
 from prefixd.server.runtime import recovery
@@ -115,9 +118,16 @@ def key(number: int) -> Key:
     return Key(number.to_bytes(32, "big"))
 
 
+#: By place: it comes again after 64 KiB.
+_PLACES = bytes((place * 7 + (place >> 8)) % 256 for place in range(2**16))
+_COUNTED = bytes(range(256)) * 2
+
+
 def payload(number: int, length_bytes: int = 5000) -> bytes:
     """Bytes that differ by number and by place."""
-    return bytes((number + place * 7 + (place >> 8)) % 256 for place in range(length_bytes))
+    first = number % 256
+    places = (_PLACES * (1 + length_bytes // 2**16))[:length_bytes]
+    return places.translate(_COUNTED[first : first + 256])
 
 
 def item(of: bytes, data: bytes, **fields: Any) -> Item:
@@ -464,6 +474,15 @@ class Running(Outside):
         await self.assert_sound()
 
 
+#: A daemon's command line, which takes longer to make than to use.
+_parser = functools.cache(functools.partial(sources.parser, Config, PROGRAM))
+
+
+def _config(flags: Sequence[str]) -> Config:
+    with mock.patch.object(sources, "parser", lambda _model, _program, **how: _parser(**how)):
+        return load_config(flags, {})
+
+
 @asynccontextmanager
 async def running(
     directory: Path,
@@ -475,7 +494,7 @@ async def running(
     tracing: Tracing | None = None,
 ) -> AsyncIterator[Running]:
     """Start on `directory`, serve, and stop. `wrap` puts stores into others."""
-    config = load_config(
+    config = _config(
         [
             *(f"--{tier.label}.budget={'1MiB' if tier in tiers else 0}" for tier in Tier),
             # One client is all that many tests have, and the tiers of some are tiny.
@@ -488,8 +507,7 @@ async def running(
             "--disk.sync=false",
             f"--server.staging={STAGING_BYTES}",
             *flags,
-        ],
-        {},
+        ]
     )
     plan = resolve(config, MACHINE)
     incarnation, clock = secrets.token_bytes(16), clock or ManualClock()

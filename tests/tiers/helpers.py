@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,6 +56,7 @@ def key(number: int) -> Key:
     return Key(number.to_bytes(32, "big"))
 
 
+@functools.lru_cache(maxsize=512)
 def payload_of(number: int, payload_bytes: int = PAYLOAD) -> bytes:
     return random.Random(number).randbytes(payload_bytes)
 

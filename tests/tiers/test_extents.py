@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from prefixd.tiers import extents
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.store import Location
+from tests.support.examples import examples
 
 SLAB = 4096
 
@@ -95,7 +96,9 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestMachine.settings = settings(
+    max_examples=examples(60, 500), stateful_step_count=60, deadline=None
+)
 
 
 def test_slabs_are_as_many_as_can_be_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +211,7 @@ def test_everything_can_be_filled_and_emptied(sizes: list[int], rng: random.Rand
 
 def test_memory_is_that_of_its_arrays_whatever_comes_and_goes() -> None:
     """13 bytes a slab, and what growing arrays have in reserve."""
-    slabs = 100_000
+    slabs = 25_000
     tracemalloc.start()
     try:
         allocator = ExtentAllocator(slabs * SLAB, SLAB)

@@ -134,9 +134,9 @@ def test_recovery_is_ordered_by_use_and_comes_in_batches(records: Records) -> No
 
 
 def test_recovery_takes_little_memory_for_an_entry(records: Records) -> None:
-    count = 50_000
-    for first in range(0, count, 10_000):
-        records.put([entry_of(n, ((n + 1) * SLAB, SLAB)) for n in range(first, first + 10_000)])
+    count = 12_500
+    for first in range(0, count, 2_500):
+        records.put([entry_of(n, ((n + 1) * SLAB, SLAB)) for n in range(first, first + 2_500)])
     tracemalloc.start()
     try:
         found = 0

@@ -305,7 +305,7 @@ def test_an_array_that_is_not_text(tmp_path: Path) -> None:
 
 def test_what_came_before_the_damage_is_kept_on_request(tmp_path: Path) -> None:
     path = tmp_path / "in.gz"
-    lines = "".join(f'{{"prompt": "{i * 7919 % 1000003}"}}\n' for i in range(100_000))
+    lines = "".join(f'{{"prompt": "{i * 7919 % 1000003}"}}\n' for i in range(40_000))
     data = gzip.compress(lines.encode())
     path.write_bytes(data[: len(data) // 2])
     with pytest.raises(TraceError, match=r":\d+: the compressed data is cut short"):

@@ -187,7 +187,7 @@ def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
 @pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])
 def test_compressed_data_that_is_cut_short(tmp_path: Path, compress: object) -> None:
     assert callable(compress)
-    lines = [GOOD.replace(" 5", f" {i * 7919 % 10007}") for i in range(60_000)]
+    lines = [GOOD.replace(" 5", f" {i * 7919 % 10007}") for i in range(20_000)]
     whole = compress("\n".join(lines).encode())
     path = tmp_path / "t.jsonl.x"
     path.write_bytes(whole[: len(whole) * 3 // 4])
@@ -264,17 +264,17 @@ def test_reading_again_counts_again(tmp_path: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    """8 MB of text in a small file: read with a small and constant amount of memory."""
+    """2 MB of text in a small file: read with less memory, which is always the same."""
     path = tmp_path / "t.gz"
     request = Request(1, 512 * 500, 1, tuple(range(250)) * 2)
-    write_trace(path, [request] * 4_000)
+    write_trace(path, [request] * 1_000)
     tracemalloc.start()
     try:
-        assert sum(1 for _ in read_trace(path)) == 4_000
+        assert sum(1 for _ in read_trace(path)) == 1_000
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 5 << 20
+    assert peak < 3 << 19
 
 
 def test_a_line_without_end_is_bad_and_not_kept(

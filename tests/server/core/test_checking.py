@@ -421,6 +421,7 @@ def test_a_step_is_as_much_as_it_may_be() -> None:
         2 * len(t.timers)
         + sum(len(t.timed(timer)) for timer in Timer)
         + sum(len(claim.entries) for claim in claims)
+        + len({entry for claim in claims for entry in claim.entries})
         + len(t.reservations)
         + len(t.in_flight)
         + sum(1 + len(each.claims) + len(each.tokens) + len(each.waits) for each in sessions)

@@ -159,7 +159,7 @@ def test_what_is_listed_at_once_and_has_no_room_is_counted() -> None:
 
 
 def test_it_grows_to_many_entries_within_its_memory() -> None:
-    entries = 200_000
+    entries = 50_000
     keys = [Key(os.urandom(32)) for _ in range(entries)]
     location = (2**40, 2**20)
     with index(entries) as (writer, reader):
