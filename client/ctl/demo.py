@@ -21,11 +21,12 @@ from ..lab.generate import generate
 from ..lab.live import LiveReplay
 from ..lab.outcome import Totals
 from ..lab.worker import LiveOptions
-from . import messages, render
+from . import messages, render, stats_view
 from .connection import AdminConnection
-from .live import TierBoard, live_view
+from .live import live_view
 from .private import PrivateDaemon, temporary_directories, unwound_by_signals
-from .replay_live import mismatch_line
+from .replay_live import figures, mismatch_line, troubles
+from .top_board import Board
 
 #: Small enough that every tier has to evict.
 BUDGETS: Final = {Tier.RAM: "96MiB", Tier.SHM: "128MiB", Tier.DISK: "160MiB"}
@@ -148,7 +149,7 @@ class _Show:
         self._daemon = daemon
         self._admin = admin
         self._options = options
-        self._board = TierBoard()
+        self._board = Board(daemon.address)
         self._totals = Totals()
         self._every_s = DRAW_EVERY_S if console.is_terminal else LINE_EVERY_S
         self._due_s = time.monotonic() + self._every_s
@@ -182,7 +183,7 @@ class _Show:
 
     def _look(self, totals: Totals) -> None:
         self._totals = totals
-        self._board.take(self._admin.stats(), time.monotonic())
+        self._board.take(self._admin.stats(), (), time.monotonic())
         self._refresh()
 
     def _kill(self) -> None:
@@ -201,7 +202,9 @@ class _Show:
         """This moment: drawn, or as lines."""
         done, requests = self._totals.requests, self._options.requests
         if not self._console.is_terminal:
-            lines = f"{done:,} of {requests:,}  {_figures(self._totals)}\n  {self._board.line()}"
+            lines = (
+                f"{done:,} of {requests:,}  {figures(self._totals)}\n  {self._board.tiers_line()}"
+            )
             return f"{lines}\n  {self._note}" if self._note else lines
         return Group(self.drawn(), Text(self._note, style="bold yellow"))
 
@@ -212,17 +215,7 @@ class _Show:
         progress.add_row(
             ProgressBar(requests, done, width=30), f"{done:,} of {requests:,} requests"
         )
-        return Group(progress, _figures(self._totals), self._board)
-
-
-def _figures(totals: Totals) -> str:
-    seconds = totals.wall_seconds or 1.0
-    return (
-        f"hit rate {render.percent(totals.hit_tokens, totals.prompt_tokens)}   "
-        f"{render.size(totals.verified_bytes / seconds)}/s read and compared   "
-        f"{render.size(totals.saved_bytes / seconds)}/s saved   "
-        f"{totals.mismatches:,} mismatches"
-    )
+        return Group(progress, figures(self._totals), self._board.tiers_table())
 
 
 def _introduction(options: DemoOptions) -> RenderableType:
@@ -245,14 +238,7 @@ def _introduction(options: DemoOptions) -> RenderableType:
 def _ending(result: DemoResult) -> RenderableType:
     """What it came to; the line about mismatches last."""
     totals = result.totals
-    lines: list[RenderableType] = [Text()]
-    if totals.interrupted:
-        lines.append(Text("stopped before the end", style="yellow"))
-    if totals.gave_up:
-        lines.append(Text("the daemon was away for too long; gave up", style="bold red"))
-    if totals.workers_lost:
-        lines.append(Text(f"{totals.workers_lost} workers died", style="bold red"))
-    lines += [Text(f"- {sentence}", style="red") for sentence in totals.described]
+    lines: list[RenderableType] = [stats_view.activity_table(result.stats), *troubles(totals)]
     if result.crash is not None:
         lines.append(Text(result.crash.sentence()))
     lines += [render.check_view(result.checked), render.verify_view(result.verified)]

@@ -76,16 +76,20 @@ def figures(totals: Totals) -> str:
 
 def totals_view(totals: Totals, title: str) -> RenderableType:
     """The tables at the end, the line about mismatches last."""
-    lines: list[RenderableType] = [_summary(totals, title), _latency_table(totals)]
+    tables = (_summary(totals, title), _latency_table(totals))
+    return Group(*tables, *troubles(totals), mismatch_line(totals))
+
+
+def troubles(totals: Totals) -> list[Text]:
+    """What did not go as it should, but for the number of mismatches."""
+    lines = []
     if totals.interrupted:
-        lines.append(Text("stopped before the end of the trace", style="yellow"))
+        lines.append(Text("stopped before the end", style="yellow"))
     if totals.gave_up:
         lines.append(Text("the daemon was away for too long; gave up", style="bold red"))
     if totals.workers_lost:
         lines.append(Text(f"{totals.workers_lost} workers died", style="bold red"))
-    lines += [Text(f"- {sentence}", style="red") for sentence in totals.described]
-    lines.append(mismatch_line(totals))
-    return Group(*lines)
+    return lines + [Text(f"- {sentence}", style="red") for sentence in totals.described]
 
 
 def mismatch_line(totals: Totals) -> Text:
