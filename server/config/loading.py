@@ -30,7 +30,7 @@ from ...tiers.arena import MIN_SLAB_BYTES
 from . import sources
 from .budgets import Plan, resolve
 from .machine import Machine
-from .options import Config, Disk, Ram, Shm
+from .options import Config, TierSection
 from .sources import Given, Option
 from .values import parse_shares
 
@@ -288,7 +288,7 @@ def _conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
                 f"{format_bytes(tier.slab_bytes)}",
             )
     for name in ("ram", "shm", "disk"):
-        section: Ram | Shm | Disk = getattr(config, name)
+        section: TierSection = getattr(config, name)
         shares_bytes = sum(parse_shares(section.shares).values())
         if shares_bytes and not server.tokens:
             yield (

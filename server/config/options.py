@@ -155,10 +155,11 @@ class Server(Section):
         return derived if self.admin_address == "auto" else self.admin_address
 
 
-class Ram(Section):
+class TierSection(Section):
+    """What all tiers have in common."""
+
     budget_bytes: Budget = Field("auto", alias="budget")
-    """What entries may take, everything included; 0: no such tier; `auto`: a quarter of the
-    available memory."""
+    """What entries may take."""
     max_budget_bytes: Size = Field(0, alias="max_budget", ge=0)
     """Up to where `prefixctl tier resize` may raise the budget without a restart; 0: not above what
     it is at the start. Memory is taken as it grows, but for 104 bytes of index a slab."""
@@ -167,48 +168,36 @@ class Ram(Section):
     max_entries: Count = 0
     """Entries at most; 0: as many as the budget takes."""
     slab_bytes: Slab = Field(DEFAULT_SLAB_BYTES, alias="slab")
-    """The piece in which room is handed out: a power of two from 4KiB. An entry takes whole
-    slabs."""
+    """The piece in which room is handed out: a power of two from 4KiB. An entry takes whole slabs,
+    and survives no change of it."""
     shares: Shares = ""
     """What namespaces of tokens are sure of, slabs included: of one that takes no more than its
     share nothing leaves for another's save. What is left is divided between all that want it;
     clients without a namespace, and namespaces without a share, have that alone."""
 
 
-class Shm(Section):
+class Ram(TierSection):
+    budget_bytes: Budget = Field("auto", alias="budget")
+    """What entries may take, everything included; 0: no such tier; `auto`: a quarter of the
+    available memory."""
+
+
+class Shm(TierSection):
     budget_bytes: Budget = Field("auto", alias="budget")
     """As for [ram]; `auto`: a quarter of all memory, at most half of /dev/shm; less where little
     of them is free."""
-    max_budget_bytes: Size = Field(0, alias="max_budget", ge=0)
-    """As for [ram]."""
-    policy: Policy = "lru"
-    """The order in which entries are evicted."""
-    max_entries: Count = 0
-    """Entries at most; 0: as many as the budget takes."""
-    slab_bytes: Slab = Field(DEFAULT_SLAB_BYTES, alias="slab")
-    """As for [ram]. Entries don't survive a change of it."""
-    shares: Shares = ""
-    """As for [ram]."""
     directory: Directory
     """Where the arena and its records lie, on a tmpfs; `auto`: /dev/shm/prefixd-<uid>."""
     verify_at_start: bool = True
     """Read every entry that survived a restart and check its CRC32C before it is served."""
 
 
-class Disk(Section):
+class Disk(TierSection):
     budget_bytes: Budget = Field("auto", alias="budget")
     """As for [ram]; `auto`: a quarter of what the file system could hold, at most 64GiB."""
-    max_budget_bytes: Size = Field(0, alias="max_budget", ge=0)
-    """As for [ram]."""
-    policy: Policy = "lru"
-    """The order in which entries are evicted."""
     max_entries: Count = 1_000_000
     """Entries at most; 0: as many as the budget takes. Each takes about 600 B of the daemon's
     memory, index included."""
-    slab_bytes: Slab = Field(DEFAULT_SLAB_BYTES, alias="slab")
-    """As for [ram]. Entries don't survive a change of it."""
-    shares: Shares = ""
-    """As for [ram]."""
     directory: Directory
     """Where the arena and its records lie; `auto`: $STATE_DIRECTORY (systemd), /var/lib/prefixd
     (root), $XDG_STATE_HOME/prefixd or ~/.local/state/prefixd."""
