@@ -173,3 +173,8 @@ def awaited(
         return await asyncio.wrap_future(getattr(self._sync, name)(*args, **kwargs))
 
     return call
+
+
+def same(name: str) -> Any:
+    """An attribute of the synchronous object, read from there whenever it is asked for."""
+    return property(lambda self: getattr(self._sync, name), doc=f"As in the synchronous `{name}`.")
