@@ -23,7 +23,6 @@ from ..lab.outcome import Totals
 from ..lab.worker import LiveOptions
 from . import messages, render, stats_view
 from .connection import AdminConnection
-from .live import live_view
 from .private import PrivateDaemon, temporary_directories, unwound_by_signals
 from .replay_live import figures, mismatch_line, troubles
 from .top_board import Board
@@ -91,7 +90,7 @@ class DemoResult:
     @property
     def restored_bytes_per_s(self) -> float:
         """While a worker restored; all workers together are faster."""
-        busy_ns = self.totals.latencies["restore"].total_ns
+        busy_ns = self.totals.latencies["restore"].total
         return self.totals.verified_bytes * 1e9 / busy_ns if busy_ns else 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -168,7 +167,7 @@ class _Show:
             reconnect_wait_s=_PATIENCE_S,
         )
         requests = generate(PROFILE, requests=options.requests, seed=options.seed)
-        with live_view(self._console, self) as self._refresh:
+        with render.live_view(self._console, self) as self._refresh:
             totals = LiveReplay(requests, live, self._on_progress).run()
             self._look(totals)
         return totals
@@ -250,7 +249,7 @@ def _ending(result: DemoResult) -> RenderableType:
             f" of {totals.prompt_tokens:,}, {render.size(totals.verified_bytes)} restored at ",
             (f"{render.size(result.restored_bytes_per_s)}/s", "bold"),
             " by each worker, ",
-            (f"{1e3 * (look_up.quantile_ms(0.5) or 0):,.0f} us a look-up", "bold"),
+            (f"{look_up.quantile(0.5) / 1e3:,.0f} us a look-up", "bold"),
         )
     )
     lines.append(mismatch_line(totals))

@@ -145,6 +145,6 @@ def _latency_table(totals: Totals) -> Table:
     for step in STEPS:
         latencies = totals.latencies[step]
         if latencies.count:
-            quantiles = (latencies.quantile_ms(0.5), latencies.quantile_ms(0.99))
-            table.add_row(step, f"{latencies.count:,}", *[f"{ms:.3f}" for ms in quantiles])
+            quantiles = (latencies.quantile(0.5), latencies.quantile(0.99))
+            table.add_row(step, f"{latencies.count:,}", *[f"{ns / 1e6:.3f}" for ns in quantiles])
     return table
