@@ -242,11 +242,10 @@ def follow(daemon: AdminConnection, console: Console, every_s: float) -> None:
     """Show what a daemon does until interrupted. One that is restarted is found again; raises
     DaemonUnavailable if there is none at first."""
     from ...proto.errors import DaemonUnavailable, DeadlineExceeded
-    from .live import live_view
 
     board = Board(daemon.address)
     look(board, daemon)
-    with live_view(console, board.__rich__) as refresh:
+    with render.live_view(console, board.__rich__) as refresh:
         while True:
             time.sleep(every_s)
             try:

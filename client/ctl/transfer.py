@@ -232,7 +232,7 @@ def import_(ctl: Ctl, file: FileArgument, tier: DiskTierOption = Tier.DISK) -> N
     moved = Moved()
     broken = ""
     with _input(file) as source, _client(ctl) as client:
-        if not client.wait_connected(deadline_ms=round(1e3 * (ctl.common.timeout_s or 10))):
+        if not client.wait_connected(deadline_ms=round(1e3 * (ctl.timeout_s or 10))):
             fail(f"no daemon answers at {ctl.address}", ExitCode.UNREACHABLE)
         batch: list[Exported] = []
         size_bytes = 0
