@@ -74,9 +74,6 @@ class S3FIFO(EvictionPolicy[K]):
         if count < MAX_FREQUENCY:
             self._frequency[key] = count + 1
 
-    def refresh(self, key: K) -> None:
-        """No recency here."""
-
     def prepare(self, key: K, weight: int) -> None:
         self._incoming = weight
         if key not in self._ghosts:
