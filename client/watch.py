@@ -262,22 +262,16 @@ def event_of(event: pb.WatchEvent) -> WatchEvent:
 class AsyncWatch:
     """`Watch` for asyncio: an asynchronous iterator, and a thread that reads ahead of it.
 
-        async with AsyncWatch(address) as watch:
+        async with AsyncWatch(Watch(address)) as watch:
             async for event in watch:
                 ...
 
-    Made like `Watch`. One loop's, and iterated once at a time.
+    One loop's, and iterated once at a time.
     """
 
-    def __init__(
-        self,
-        address: str | None = None,
-        *,
-        tiers: Sequence[Tier] = (),
-        token_ids: bool = False,
-        operators: str | None = None,
-    ) -> None:
-        self.watch: Final = Watch(address, tiers=tiers, token_ids=token_ids, operators=operators)
+    def __init__(self, watch: Watch) -> None:
+        """`watch` belongs to this one from now on, which closes it."""
+        self.watch: Final = watch
         #: how far the thread may read ahead
         self._room = threading.Semaphore(_AHEAD)
 
