@@ -1,5 +1,5 @@
 """The certificates of both TCP ports: read at the start and with each reload, put to use for new
-connections, and watched, for one that is over lets nobody in.
+connections, and watched: no client can connect with an expired one.
 
 Connections that there are keep what they began with.
 """
@@ -94,7 +94,7 @@ class Certificates:
                 raise ConfigError(f"{option}: {options[option]} changed while it was read")
         ends_s = {_CERT: min(_ends_s(raw[_CERT]), default=0)}
         if roots:
-            # Some may be over: it is the last one that lets nobody in.
+            # Some may have expired: clients are locked out when the last one has.
             ends_s[_CLIENT_CA] = max(_ends_s(roots), default=0)
         return Material(
             context,

@@ -121,7 +121,7 @@ class Reloader:
         self._running[option] = (kinds()[option].show(value), value)
 
     async def reload(self) -> None:
-        """What SIGHUP does: the log has what came of it."""
+        """What SIGHUP does; the outcome is in the log."""
         try:
             response = await self.configure(True)
         except ConfigError as problem:

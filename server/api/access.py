@@ -88,7 +88,7 @@ class Access:
 
     token: str
     role: Role
-    #: nothing outside of it is there for whoever has the token; None: of none
+    #: the holder of the token reaches nothing outside of this namespace; None: it has none
     namespace: Namespace | None = None
     #: of every one: the keys that it names are those that the daemon has
     every: bool = False

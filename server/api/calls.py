@@ -107,6 +107,21 @@ class ConnectionCall:
         self._when_done.clear()
 
 
+class PlainCaller:
+    """A caller that is granted nothing which would have to be given back."""
+
+    process: Final[Process | None] = None
+
+    def __init__(self, access: Access | None = None) -> None:
+        self.access: Final = access
+
+    def proved(self, session: int) -> None:
+        """Nothing to do."""
+
+    def when_done(self, callback: Callable[[bool], None]) -> None:
+        """Never called: there is nothing to give back."""
+
+
 class CallerGone(Exception):  # no failure: the client may leave
     """The connection of a stream of requests ended in its middle. There is nobody to answer."""
 
@@ -154,11 +169,15 @@ def remove_leftover(path: Path) -> None:
         raise FileExistsError(f"{path} is there and is no socket; it is not replaced")
 
 
+def failure_message(error: PrefixdError) -> pb.Failure:
+    """An error as the sockets tell it."""
+    return pb.Failure(error=error.name, message=str(error), retry=error.retryable)
+
+
 def failure_of(name: str, problem: Exception) -> pb.LocalResponse:
     """`error_of` in the words of the local socket."""
     error = error_of(name, problem)
-    failure = pb.Failure(error=error.name, message=str(error), retry=error.retryable)
-    return pb.LocalResponse(failure=failure)
+    return pb.LocalResponse(failure=failure_message(error))
 
 
 def staged_of(request: pb.LocalRequest) -> pb.SaveStagedRequest:

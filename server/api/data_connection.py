@@ -25,7 +25,7 @@ from ...proto.errors import (
 )
 from ..runtime.quota import Quota
 from .access import DATA_ROLES, Access, Tokens, bearer
-from .calls import ConnectionCall, Process, error_of
+from .calls import ConnectionCall, PlainCaller, Process, error_of, failure_message
 from .data_calls import DataCalls
 from .data_frames import DataFrames, HungUp
 from .namespaces import check_same
@@ -90,7 +90,7 @@ class DataConnections:
         self.handshake_refusals = 0
         #: what puts connections under TLS; None: there is none
         self.handshakes: Handshakes | None = None
-        #: who may do what; None: whoever has a session
+        #: what each token allows; None: every session may do everything
         self.tokens: Tokens | None = None
         sessions.when_closed.append(self._hang_up_all)
 
@@ -102,21 +102,6 @@ class DataConnections:
     def _hang_up_all(self, session: int) -> None:
         for connection in list(self.attached.get(session, ())):
             connection.hang_up()
-
-
-class _Attaching:
-    """The caller of `attach`."""
-
-    process: Final[Process | None] = None
-
-    def __init__(self, access: Access | None) -> None:
-        self.access: Final = access
-
-    def proved(self, session: int) -> None:
-        """The connection looks at it itself."""
-
-    def when_done(self, callback: Callable[[bool], None]) -> None:
-        """Nothing was granted."""
 
 
 class DataConnection:
@@ -141,7 +126,7 @@ class DataConnection:
         self._next: pb.DataRequest | None = None
         #: what ends the connection; the task raises it
         self._problem: Exception | None = None
-        #: the rest of what came will have its turn
+        #: a callback is scheduled that answers the rest of the requests that came
         self._going_on = False
         self._task = self._loop.create_task(self._run())
         self._task.add_done_callback(self._ended)
@@ -188,7 +173,7 @@ class DataConnection:
         self._frames.may_tell = done = False
         try:
             while not done:
-                # The client begins. Whoever says nothing keeps no thread.
+                # The client begins. One that says nothing keeps no thread busy.
                 await self._frames.ready()
                 with suppress(BlockingIOError):
                     await handshakes.step(stream)
@@ -211,7 +196,7 @@ class DataConnection:
             raise MalformedMessage("the first request has to prove a session")
         server = self._server
         self._authorization = bearer(request.token)
-        membership = server.sessions.prove(request.attach, _Attaching(self._permit("attach")))
+        membership = server.sessions.prove(request.attach, PlainCaller(self._permit("attach")))
         session = membership.number
         others = server.attached.setdefault(session, set())
         if len(others) >= server.config.max_connections_per_session:
@@ -265,7 +250,7 @@ class DataConnection:
             raise self._problem
 
     def _take(self) -> None:
-        """Take in what came, and answer it."""
+        """Receive requests, and answer those that wait for nothing."""
         idle = self._idle
         if idle is None or idle.done() or self._going_on:
             return
@@ -430,5 +415,4 @@ def _wait_ms(request: Any) -> int:
 
 
 def _failure(error: PrefixdError) -> pb.DataResponse:
-    failure = pb.Failure(error=error.name, message=str(error), retry=error.retryable)
-    return pb.DataResponse(failure=failure)
+    return pb.DataResponse(failure=failure_message(error))

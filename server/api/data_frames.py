@@ -32,7 +32,7 @@ class DataFrames:
         self.stream: Final = stream
         self._stall_s = stall_timeout_s
         self._loop = asyncio.get_running_loop()
-        #: what came and is not taken yet: from `_start` to `_end`
+        #: received bytes that are not parsed yet: from `_start` to `_end`
         self._buffer = memoryview(bytearray(_HEAD.size + data.MAX_SMALL_REQUEST_BYTES))
         self._start = self._end = 0
         #: There was no room for more: the stream may hold what no poll of the socket tells of.
@@ -48,7 +48,7 @@ class DataFrames:
 
     @property
     def ahead_bytes(self) -> int:
-        """What came and is not taken yet."""
+        """Received bytes that are not parsed yet."""
         return self._end - self._start
 
     def receive_now(self) -> None:
@@ -106,7 +106,7 @@ class DataFrames:
         self.filled = self._end == len(self._buffer)
 
     def _make_room(self) -> None:
-        """A request of the size that is small fits behind what is there."""
+        """Move the bytes to the front of the buffer, so that a whole small request fits."""
         if self._start:
             left_bytes = self.ahead_bytes
             if left_bytes:

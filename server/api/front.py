@@ -88,7 +88,7 @@ class Front:
         #: gRPC for workers and, apart from them, for operators; neither listens yet
         self.workers: Final = self._server({_CACHE.full_name: self._cache_methods()})
         self.operators: Final = self._server({_ADMIN.full_name: self._admin_methods()})
-        #: who may call over TCP; None: whoever connects, but no operators
+        #: who may call over TCP; None: everybody who connects, except operators
         self.tokens: Tokens | None = None
 
     def use_tokens(self, newer: Tokens) -> None:
@@ -236,7 +236,7 @@ class Front:
 def _guard(tokens: Tokens, needed: Role) -> Guard:
     def permit(context: Context) -> Access:
         given = [value for name, value in context.invocation_metadata() or () if name == _HEADER]
-        # Two are one too many: which of them is meant?
+        # With two headers it is not known which one counts.
         authorization = given[0] if len(given) == 1 else ""
         return tokens.permit(needed, str(authorization))
 

@@ -233,7 +233,7 @@ class _Connection(asyncio.BufferedProtocol):
     # ---- taking requests
 
     def _take_frames(self) -> None:
-        """Parse what came, as far as requests may wait, and decide whether to read on."""
+        """Parse the received bytes, as far as requests may wait, and decide whether to read on."""
         try:
             while self._parse() and self._waiter is not None and not self._waiter.done():
                 self._answer_at_once()

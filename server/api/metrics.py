@@ -1,4 +1,4 @@
-"""Prometheus metrics, read from the live tables whenever somebody asks.
+"""Prometheus metrics, read from the live tables with each scrape.
 
 Nothing is kept here: `StateCollector` reads the numbers that `MetaState` keeps anyway. It does
 so on the thread of the HTTP server while the event loop may be changing them, so it reads
@@ -30,7 +30,7 @@ from ..core.events import TierState
 from ..core.histogram import Histogram
 from ..core.state import MetaState
 from ..core.tables import Tables, TierCounters
-from ..runtime.lag import BUCKETS_US, LoopLag
+from ..runtime.lag import LoopLag
 from ..runtime.latencies import Latencies
 from ..runtime.scrubbing import Scrub
 from .usage import SCALARS, UsageBook
@@ -237,17 +237,11 @@ class StateCollector(Collector):
         for name, (about, size) in TABLE_SIZES.items():
             yield GaugeMetricFamily(f"prefixd_{name}", about, size(tables))
         for name, value in self._shared().items():
-            about = SHARED[name]
-            if name in SHARED_GAUGES:
-                yield GaugeMetricFamily(f"prefixd_shared_{name}", about, value)
-            else:
-                yield CounterMetricFamily(f"prefixd_shared_{name}_total", about, value)
+            kind = GaugeMetricFamily if name in SHARED_GAUGES else CounterMetricFamily
+            yield kind(f"prefixd_shared_{name}", SHARED[name], value)
         for name, number in self._pressure().items():
-            about = PRESSURE[name]
-            if name in _PRESSURE_GAUGES:
-                yield GaugeMetricFamily(f"prefixd_pressure_{name}", about, number)
-            else:
-                yield CounterMetricFamily(f"prefixd_pressure_{name}_total", about, number)
+            kind = GaugeMetricFamily if name in _PRESSURE_GAUGES else CounterMetricFamily
+            yield kind(f"prefixd_pressure_{name}", PRESSURE[name], number)
         ends = GaugeMetricFamily(
             "prefixd_certificate_ends_timestamp_seconds",
             "When a certificate ends that is in use.",
@@ -260,7 +254,12 @@ class StateCollector(Collector):
         yield from self._collect_scrubs()
         yield from self._collect_health()
         if self._lag is not None:
-            yield _lag_histogram(self._lag)
+            yield _histogram(
+                "prefixd_loop_lag_seconds",
+                "How late the event loop came to its pulse.",
+                [],
+                [((), self._lag.pulses)],
+            )
         yield from collect_usage(self._usage)
         yield from self._collect_times(tables)
         flight = GaugeMetricFamily(
@@ -385,20 +384,6 @@ class StateCollector(Collector):
         yield oldest
 
 
-def _lag_histogram(lag: LoopLag) -> Metric:
-    family = HistogramMetricFamily(
-        "prefixd_loop_lag_seconds", "How late the event loop came to its pulse."
-    )
-    bounds = [bound_us / 1e6 for bound_us in BUCKETS_US]
-    family.add_metric([], _buckets(bounds, lag.counts), lag.total_us / 1e6)
-    return family
-
-
-def _buckets(bounds_s: Iterable[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    names = [*(f"{bound:g}" for bound in bounds_s), "+Inf"]
-    return list(zip(names, map(float, accumulate(counts)), strict=True))
-
-
 def _histogram(
     name: str,
     about: str,
@@ -408,8 +393,9 @@ def _histogram(
     """Of times in nanoseconds, as seconds."""
     family = HistogramMetricFamily(name, about, labels=labels)
     for values, histogram in histograms:
-        bounds = (bound / 1e9 for bound in histogram.bounds)
-        family.add_metric(values, _buckets(bounds, histogram.counts), histogram.total / 1e9)
+        names = [*(f"{bound / 1e9:g}" for bound in histogram.bounds), "+Inf"]
+        counts = map(float, accumulate(histogram.counts))
+        family.add_metric(values, list(zip(names, counts, strict=True)), histogram.total / 1e9)
     return family
 
 

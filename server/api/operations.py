@@ -22,10 +22,9 @@ from ...proto.vocabulary import DeleteStatus
 from ..core.answers import DeleteAnswer
 from ..core.events import DeleteAsked
 from ..core.journal import EvictionCause
-from ..runtime.evicting import EVICTED_AT_ONCE, evict
 from ..runtime.gate import stopping
 from ..runtime.loop import Core
-from ..runtime.resizing import Resizing
+from ..runtime.resizing import EVICTED_AT_ONCE, Resizing, evict
 from ..runtime.slices import Slices
 from . import messages
 from .calls import Caller

@@ -255,7 +255,7 @@ class SessionStream:
         name, host = hello.client_name or "client", hello.host or "this host"
         owner = printable(f"{name} (pid {hello.pid} on {host})")
         core = self._core
-        # As it is added up: there are no more labels than the book has.
+        # The label that its traffic is counted under: beyond a bound, that is "other".
         label = self._usage.name
         question = SessionOpened(core.next_request(), owner, core.clock.now_ns(), label)
         session = (await core.ask(question, Opened)).session

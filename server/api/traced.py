@@ -13,9 +13,9 @@ from .local_socket import LocalServer
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Lasts as long as its client.
+#: Not traced: this stream lasts as long as its client.
 _STREAM = "Session"
-#: Nobody waits for it.
+#: They have no answer that a client waits for.
 _UNANSWERED = ("give_back",)
 
 

@@ -91,7 +91,7 @@ class LabelUsage:
         it is enough that one was there."""
         for miss in absent:
             fates = [fate for key in miss.keys if (fate := journal.fate(key)) is not None]
-            # What came and did not leave was saved since it was looked for.
+            # An entry that is there by now was saved after the client looked for it.
             left = [fate for fate in fates if fate.what is not Happening.SAVED]
             if left:
                 first = min(left, key=attrgetter("what"))

@@ -126,7 +126,7 @@ class Watching:
 
 
 class _Watcher:
-    """One of them."""
+    """One watcher: its position in the log, and the messages that it is sent."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class _Watcher:
         return self._told([_control(pb.WATCH_KIND_CLEARED, self._sequence, why)])
 
     def _told(self, bodies: Sequence[bytes]) -> bytes:
-        # In the middle of a snapshot nobody can go on.
+        # A watcher can't resume in the middle of a snapshot.
         sequence = 0 if self._snapshot is not None else self._sequence
         return watch.response(self._incarnation, bodies, sequence)
 

@@ -63,7 +63,7 @@ def print_config() -> str:
 
 
 def default_paths(env: Mapping[str, str], uid: int) -> dict[str, str]:
-    """Where things are that nobody configured. Nothing is created.
+    """Where things are that are not configured. Nothing is created.
 
     A systemd unit with RuntimeDirectory= and StateDirectory= says so in the environment.
     """
@@ -188,7 +188,8 @@ def _validate(
                 entry = given.get(path) or Given(places[path], "the defaults of this machine")
                 wrong.setdefault(path, _complaint(path, entry, _reason(error, known[path])))
             if len(wrong) == before or wrong.keys() & places.keys() - given.keys():
-                # What nobody gave is wrong: no configuration is left to look at.
+                # A default is wrong, or no wrong key was found: no configuration is left to look
+                # at.
                 sources.refuse(list(wrong.values()))
 
 

@@ -7,6 +7,7 @@ its docstring here says is what `--help` and `--print-config` say.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Final, Literal
 
 from pydantic import (
@@ -257,18 +258,10 @@ class Sessions(Section):
     prompt may be computed in between."""
 
     def state_config(self) -> StateConfig:
-        """The part that `MetaState` needs."""
+        """The part that `MetaState` needs: the options that it has under the same names."""
         return StateConfig(
             session_lost_after_ns=limits.SESSION_LOST_AFTER_INTERVALS * self.heartbeat_ns,
-            max_sessions=self.max_sessions,
-            max_claims_per_session=self.max_claims_per_session,
-            max_reservations_per_session=self.max_reservations_per_session,
-            max_waiters=self.max_waiters,
-            max_waited_keys=self.max_waited_keys,
-            max_waited_keys_per_session=self.max_waited_keys_per_session,
-            max_pinned_share=self.max_pinned_share,
-            max_reserved_share=self.max_reserved_share,
-            unwritten_ttl_ns=self.unwritten_ttl_ns,
+            **self.model_dump(include={field.name for field in fields(StateConfig)}),
         )
 
 

@@ -1,7 +1,7 @@
 """The stores that do I/O: threads of their own, and a watchdog that knows when they hang.
 
-A device that does not answer keeps every thread that asks it. So each blocking store has its own
-threads, and whoever uses another tier waits for none of them; and what is under way is noted, with
+A device that does not answer blocks every thread that calls it. So each blocking store has its own
+threads, and calls for other tiers wait for none of them. Every I/O that is under way is noted, with
 the time at which it began. If the oldest of it is older than `hung_after_ns`, the store is called
 hung: a health condition, and the state refuses its saves and finds nothing in it (`TierChanged`).
 So that this is noticed without traffic too, a thread for each store writes something every
@@ -123,7 +123,7 @@ class Devices:
 
     def run(self, tier: Tier, call: Callable[..., T], *args: object) -> asyncio.Future[T]:
         """A call of a store that takes long, on a thread. Raises Draining once the threads have
-        ended: then the daemon has stopped, whoever still asks."""
+        ended, which is when the daemon has stopped."""
         try:
             return self._loop.run_in_executor(self.executor(tier), call, *args)
         except RuntimeError:

@@ -32,7 +32,7 @@ _AGAIN_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """What came back in one tier."""
+    """What a start found in one tier."""
 
     tier: Tier
     entries: int

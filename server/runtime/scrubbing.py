@@ -21,7 +21,7 @@ from .verification import ENTRY_BYTES, Reading, Swept
 
 log = structlog.get_logger("prefixd.scrubbing")
 
-#: The tiers whose bytes outlive a daemon, and with it whoever computed their checksums.
+#: The tiers whose bytes outlive the daemon that wrote them.
 SCRUBBED: Final = (Tier.SHM, Tier.DISK)
 #: Read at once: a part of a millisecond from memory.
 _STEP_BYTES: Final = 2**20

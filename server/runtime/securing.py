@@ -21,7 +21,7 @@ SECURE_AGAIN_S: Final = 5.0
 class Securing:
     """One arena, segment by segment.
 
-    What its device has no room for is no illness: the tier is as large as what was secured, a
+    A device without room is no fault: the tier is as large as what was secured, a
     notice says so, and grows when there is room. An error of the device is a condition.
     """
 

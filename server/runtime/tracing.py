@@ -1,4 +1,4 @@
-"""What the daemon tells of its work to whoever traces it; `server/tracing.py` makes spans of it."""
+"""What the daemon reports of its work to a tracer; `server/tracing.py` makes spans of it."""
 
 from __future__ import annotations
 

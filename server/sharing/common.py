@@ -97,7 +97,7 @@ def expiries_ms(uses: Sequence[tuple[int, int]], life_ms: int) -> list[int]:
 
 
 class Memory:
-    """Bytes that may be in use; who needs more than are free waits."""
+    """A budget of bytes; a caller that needs more than are free waits."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
@@ -112,7 +112,7 @@ class Memory:
         self._used_bytes += count
 
     def give_back(self, count: int) -> None:
-        """Without waiting: whoever took them may be cancelled at any moment."""
+        """Never waits, so that a task which is being cancelled can give back what it took."""
         self._used_bytes -= count
         self._freed.set()
 
@@ -147,7 +147,7 @@ class What(Enum):
 
     FETCHED = "fetched"
     NOT_FETCHED = "not_fetched"
-    """It was found and did not come in time, or had no room here."""
+    """The engine has it, but it did not arrive in time, or there was no room here."""
     DAMAGED = "damaged"
     OFFERED = "offered"
     NOT_OFFERED = "not_offered"

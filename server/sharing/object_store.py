@@ -88,13 +88,7 @@ class ObjectStore(SharedStore):
                 outcomes.append(Outcome.DONE)
             else:
                 outcomes.append(result)
-        damaged = [
-            want.entry.key
-            for want, outcome in zip(wanted, outcomes, strict=True)
-            if outcome is Outcome.DAMAGED
-        ]
-        if damaged:
-            self.drop(damaged, deadline_s)
+        self.drop_damaged(wanted, outcomes, deadline_s)
         return outcomes
 
     def put(self, offers: Sequence[Offer], deadline_s: float) -> list[Outcome]:

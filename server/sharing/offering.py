@@ -152,7 +152,7 @@ class Offers:
             copies = await self._copies(some)
         else:
             copies = [b""] * len(some)
-        # Whatever left its tier while it was copied may be somebody else's bytes.
+        # The room of an entry that left its tier while it was copied may hold another entry by now.
         ready = [
             (offer, copy)
             for offer, copy in zip(some, copies, strict=True)

@@ -37,7 +37,7 @@ MAX_ADDRESS_BYTES: Final = 255
 #: Nodes that this one is connected with at a time.
 MAX_PEERS: Final = 64
 _CONNECT_TIMEOUT_MS: Final = 1_000
-#: A node that nobody asked for so long is not said to be gone: it may be for good.
+#: A node that was not asked for so long is not reported as unreachable: it may have been removed.
 _TOLD_FOR_S: Final = 60.0
 #: Of an entry.
 MAX_PLACES: Final = 2
@@ -90,7 +90,7 @@ class DaemonPeer:
 
     @property
     def problem(self) -> str:
-        """Why it could not be asked lately; empty: it could, or nobody did."""
+        """Why the last call failed to reach it; empty: it did not fail, or was long ago."""
         return self._transport.why_down if monotonic() - self._asked_at_s < _TOLD_FOR_S else ""
 
     def read(self, wanted: Sequence[Wanted], deadline_s: float) -> list[Outcome]:
@@ -173,7 +173,7 @@ class PeerStore(SharedStore):
         if not isinstance(value, bytes):
             return None
         entry, places = decode_header(key, value), value[HEADER_BYTES:].split(b" ")[:MAX_PLACES]
-        # What this node itself had is not here any more, or nobody would ask.
+        # This node no longer has it, or it would not search the engine for it.
         others = [at for at in places if at != self._here and _ADDRESS.fullmatch(at)]
         if entry is None or not others:
             return None

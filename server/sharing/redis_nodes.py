@@ -48,7 +48,7 @@ class Node:
     lent: set[Connection] = field(default_factory=set)
     #: Connections that exist, idle or lent.
     connections: int = 0
-    #: Why there is none, if there is none.
+    #: Why there is no connection, if there is none.
     problem: str = "not reached yet"
     missed_deadlines: int = 0
     rests_until_s: float = 0.0
@@ -102,7 +102,7 @@ class Nodes:
         self._per_node: Final = connections_per_node
         self._changed: Final = threading.Condition()
         self._nodes: dict[Address, Node] = {}
-        #: The node of each slot; None: nobody serves it.
+        #: The node of each slot; None: no node serves it.
         self._slots: list[Address | None] = [None] * SLOTS
         self._problem = "its slots are not known yet"
         self._known = False

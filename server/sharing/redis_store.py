@@ -92,13 +92,7 @@ class RedisStore(SharedStore):
             outcomes.append(
                 _fetched(want, header, [request.result for _, request in requests[span]])
             )
-        damaged = [
-            want.entry.key
-            for want, outcome in zip(wanted, outcomes, strict=True)
-            if outcome is Outcome.DAMAGED
-        ]
-        if damaged:
-            self.drop(damaged, deadline_s)
+        self.drop_damaged(wanted, outcomes, deadline_s)
         return outcomes
 
     def put(self, offers: Sequence[Offer], deadline_s: float) -> list[Outcome]:

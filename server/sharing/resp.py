@@ -50,7 +50,7 @@ class Refused(Exception):
 
 
 class ProtocolError(Exception):
-    """What came is no reply."""
+    """The bytes that came are no reply of this protocol."""
 
 
 class Request:
