@@ -27,7 +27,7 @@ MAX_WAITING_CALLS: Final = 64
 
 
 class Runner:
-    """Runs blocking calls in threads: those that may wait long in some, the others in others.
+    """Runs blocking calls in threads. Calls that may wait long have threads of their own.
 
     A call whose awaiting task is cancelled goes on to its end if it has begun, and what it claims
     or reserves is given back then; if it has not begun, it is not done.

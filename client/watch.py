@@ -333,8 +333,8 @@ class ResidentKeys:
     """
 
     def __init__(self, namespace: str | None = None) -> None:
-        """`namespace`: that of the clients whose keys will be asked for, where their tokens are of
-        one: the daemon has, and tells, other keys than they name, and `in` takes theirs. Raises
+        """`namespace`: what the tokens of the clients are bound to, if they are. The daemon stores,
+        and reports, other keys than such clients name; `in` takes the clients' keys then. Raises
         ValueError for what is no namespace."""
         self._namespace = None if namespace is None else Namespace(namespace)
         self._keys: dict[Key, Published] = {}

@@ -39,7 +39,7 @@ _KIND: Final = attrgetter("model_name", "cache_salt")
 
 
 class Keys:
-    """An LMCache key as one of ours: rank, group and hash in the namespace of model and salt."""
+    """Makes prefixd's keys of LMCache's: rank, group and hash, in a namespace of model and salt."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         """`fields`: of all keys of this process."""
@@ -121,7 +121,7 @@ class Locks:
             return None
 
     def drop(self, keys: Iterable[Key]) -> list[Hit]:
-        """Each key once less. Returns the hits that are not needed any more."""
+        """Unlock each key once. Returns the hits of which no key is locked any more."""
         done: list[Hit] = []
         with self._lock:
             for key in keys:

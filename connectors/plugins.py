@@ -1,7 +1,7 @@
 """What engines call at their start, in every process of theirs, where prefixd is installed.
 
-Neither does anything that an engine without prefixd would notice: no connection, no thread, no
-change to how it works, and no exception.
+They change nothing in an engine that does not use prefixd: they open no connection, start no thread
+and raise nothing.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class TierCore:
             self._asked[key] = monotonic(), None
             if len(self._asked) > _MAX_ANSWERS:
                 self._asked.popitem(last=False)
-        # A claim pins; it is let go at once. What is evicted until the load is a failed job.
+        # The claim is released at once. If the entry is evicted before its load, that job fails.
         try:
             claiming = self._client.claim_async([key])
         except CallerError:

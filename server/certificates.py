@@ -57,7 +57,7 @@ class Material:
 
 
 class Certificates:
-    """Those in use. `read` is for any thread, everything else for the event loop."""
+    """The certificates in use. `read` is for any thread, the rest for the event loop."""
 
     def __init__(self, files: Server) -> None:
         """`files`: `tls_cert` and `tls_key`, perhaps `tls_client_ca`. Raises ConfigError."""
@@ -137,7 +137,7 @@ class Certificates:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def look(self, core: Core) -> None:
-        """The same, once."""
+        """Do what `watch` does, once."""
         now_ns = core.clock.now_ns()
         found = {}
         for option, ends_s in self.material.ends_s.items():

@@ -8,7 +8,7 @@ import socket
 from contextlib import suppress
 from typing import Final
 
-#: So often within the time that the watchdog allows.
+#: Signs of life within the time that the watchdog allows.
 _BEATS: Final = 3
 
 

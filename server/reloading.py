@@ -135,7 +135,7 @@ class Reloader:
 
 
 def kinds() -> dict[str, sources.Kind]:
-    """Of every option, by its name in the file, how its values are written."""
+    """How the values of each option are written, by its name in the file."""
     return {
         option.path: option.kind for _, _, options in sources.sections(Config) for option in options
     }

@@ -213,7 +213,7 @@ class ExtentAllocator:
     def _carve(self, start: int, slabs: int) -> int:
         """Allocate the last slabs of a free run; returns the first of them.
 
-        From the back, so that what is left of a long run stays where it is in its list.
+        From the back, so that the rest of the run keeps its start, and its place in the list.
         """
         run_slabs = self._run[start]
         rest = run_slabs - slabs

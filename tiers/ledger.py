@@ -291,7 +291,7 @@ class Ledger:
         """Take the next victim out of the eviction order; `forget` has to follow.
 
         `coming` was prepared; `adopted` was not, and may be what has to give way: None then, too.
-        `below_shares`: an operator wants room, whoever's share it is.
+        `below_shares`: take room from any namespace, as operators may.
         """
         shares = self.shares
         if shares is None:
@@ -397,7 +397,7 @@ class Ledger:
 
 
 class _Alone:
-    """The rehearsal of a tier without shares (`SharesRehearsal`)."""
+    """What `SharesRehearsal` is for a tier with shares, for one without."""
 
     def __init__(self, rehearsal: Rehearsal[Key]) -> None:
         self._rehearsal = rehearsal

@@ -167,7 +167,8 @@ class CellFile:
         self._synced_page = self._mark[0]
 
     def _read_back(self, cells: Sequence[bytes], first_page: int, alike_bytes: int) -> None:
-        """Raises Damage unless these lie in the pages from this one on. They begin alike."""
+        """Raises Damage unless all these cells can be read from `first_page` on. The first
+        `alike_bytes` bytes are the same in all of them."""
         missing = set(cells)
         theirs = re.compile(re.escape(cells[0][:alike_bytes]), re.DOTALL)
         start, end = (page * self._page_bytes for page in (first_page, self._mark[0] + 1))

@@ -145,7 +145,7 @@ class Store(ABC):
     #: nothing.
     recorded: ClassVar[bool]
     slab_bytes: int
-    #: Entered around each step of `apply`, with its name, for whoever times them.
+    #: A context manager that is entered around each step of `apply`, by name: for timing.
     step: Callable[[str], AbstractContextManager[object]] = nullcontext
     #: Bytes at the start of the arena that belong to no entry: what `ExtentAllocator` has to
     #: leave out.

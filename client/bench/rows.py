@@ -58,7 +58,7 @@ class Rows:
 
     @property
     def batches(self) -> list[int]:
-        """Of what moves blocks."""
+        """The sizes of the batches that were moved, ascending."""
         return sorted({row.blocks for row in self._rows.values() if row.op == "restore"})
 
 

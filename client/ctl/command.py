@@ -180,7 +180,7 @@ def command(
             _is_no_value(parameter.annotation)
         invoke.__name__ = function.__name__
         invoke.__doc__ = _unwrapped(function.__doc__)
-        # Typer reads both.
+        # Typer reads the signature and the annotations.
         vars(invoke)["__signature__"] = inspect.Signature(parameters)
         invoke.__annotations__ = {p.name: p.annotation for p in parameters}
         app.command(name, rich_help_panel=panel, cls=cls)(invoke)
@@ -210,7 +210,7 @@ def _unwrapped(text: str | None) -> str:
 
 
 def _merged(ctx: typer.Context, given: dict[str, Any]) -> Ctl:
-    """What was written after the command's name, else what was written before it."""
+    """The common options: as written after the command's name, else as written before it."""
     before = cast(Ctl, ctx.find_root().obj or Ctl())
     address, timeout_s = given.pop("address"), given.pop("timeout")
     return Ctl(

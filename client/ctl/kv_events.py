@@ -70,8 +70,8 @@ KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 def hash_of(key: bytes) -> int:
-    """What an indexer calls the block: 64 bits, as vLLM's do by default. Of the beginning of its
-    key: the ends are alike where clients are of a namespace."""
+    """What an indexer calls the block: 64 bits, as vLLM's do by default. Taken from the
+    beginning of its key: all keys of a namespace end alike."""
     return int.from_bytes(key[:8], "big")
 
 

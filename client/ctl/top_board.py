@@ -234,7 +234,7 @@ def _restored_bytes(usage: pb.Usage) -> int:
 
 
 def look(board: Board, daemon: AdminConnection) -> None:
-    """Give the board a sample of now."""
+    """Take a sample for the board."""
     board.take(daemon.stats(), daemon.oldest_claims(OLDEST_CLAIMS), time.monotonic())
 
 

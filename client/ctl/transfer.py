@@ -37,7 +37,7 @@ _BATCH_BYTES: Final = 32 * 2**20
 _BATCH_ENTRIES: Final = 256
 _CALL_MS: Final = round(1e3 * LONG_TIMEOUT_S)
 _PIPE: Final = "-"
-#: In `stats`, and to whoever looks at who holds what.
+#: The label of its sessions, as `sessions` and `stats` show it.
 _LABEL: Final = "prefixctl"
 
 FileArgument = Annotated[str, typer.Argument(metavar="FILE", help="`-`: standard input or output.")]

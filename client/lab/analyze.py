@@ -196,7 +196,7 @@ class _Blocks:
                 self._last_request.append(number)
             else:
                 same_request = self._last_request[index] == number
-                # What this request brought itself comes after its first miss.
+                # A block that this request brought itself comes after its first miss: no hit.
                 hits += in_prefix
                 self._references[index] += 1
                 self._requests[index] += not same_request

@@ -23,7 +23,7 @@ from .outcome import Outcome, Totals
 from .trace import Request
 from .worker import Finished, LiveOptions, Ready, Refused, work
 
-#: How often the parent looks up when nothing happens, for signals and progress.
+#: How often the parent looks for signals and shows progress when no worker answers.
 _TURN_S: Final = 0.2
 #: Requests that a worker has at once: one in work, one to go on with.
 _DEALT_AHEAD: Final = 2

@@ -45,7 +45,7 @@ class Process(NamedTuple):
 
 
 class Caller(Protocol):
-    """Who makes a call, as its transport knows it. Lives as long as the call."""
+    """The one who makes a call, as far as the transport knows. Lives as long as the call."""
 
     @property
     def process(self) -> Process | None:
@@ -72,7 +72,7 @@ class Connected(Protocol):
     access: Access | None
 
     def attach(self, session: int) -> None:
-        """It is that session's from now on."""
+        """The connection belongs to that session from now on."""
 
 
 class ConnectionCall:

@@ -70,7 +70,7 @@ class DataCalls:
             claim, held = granted.claim_id, not granted.claim_id
             try:
                 sending = self._fetched(session, request, granted, frames)
-                # Not before the release: what is damaged would end the claim on the others.
+                # Reported after the release: a damaged entry ends the claim on the others, too.
                 with self._told(sending):
                     await self._send(session, claim, sending, frames)
                     if claim:

@@ -45,7 +45,7 @@ _Method = Callable[..., Awaitable[Any]]
 
 
 class DataConnections:
-    """Those that there are, and what answers their requests. The event loop's."""
+    """All open connections, and the methods that answer their requests. The event loop's."""
 
     def __init__(
         self,
@@ -64,38 +64,38 @@ class DataConnections:
             "reserve": saves.reserve,
             "cancel": saves.cancel,
         }
-        #: the same of those that wait for nothing
+        #: how requests are answered that wait for nothing
         self.at_once: Final[dict[str, Callable[..., Any]]] = {
             "lookup": service.lookup_now,
             "claim": service.claim_now,
             "release": service.release_now,
             "give_back": service.release_now,
         }
-        #: the same of those that move payloads, which take the stream as well
+        #: how requests are answered that move payloads: these methods take the stream as well
         self.moving: Final[dict[str, _Method]] = {
             "read": calls.read,
             "fetch": calls.fetch,
             "save": calls.save,
         }
         self.connections: Final[set[DataConnection]] = set()
-        #: those of no session yet, the oldest first
+        #: connections that have not proved a session yet, the oldest first
         self.unproved: Final[dict[DataConnection, None]] = {}
         #: by session
         self.attached: Final[dict[int, set[DataConnection]]] = {}
-        #: those above MAX_SMALL_REQUEST_BYTES, which come when there is room for all of them
+        #: room for requests above MAX_SMALL_REQUEST_BYTES, which are received once they have it
         self.large: Final = Quota("requests", config.max_local_bytes, config.stall_timeout_s)
         #: connections that were refused: too many, or none that proved a session
         self.refusals = 0
-        #: those of them that ended before TLS was there: another certificate, or none, or no TLS
+        #: refused connections whose handshake failed: a wrong certificate, none, or no TLS
         self.handshake_refusals = 0
-        #: what puts connections under TLS; None: there is none
+        #: makes the TLS handshakes; None: there is no TLS
         self.handshakes: Handshakes | None = None
         #: what each token allows; None: every session may do everything
         self.tokens: Tokens | None = None
         sessions.when_closed.append(self._hang_up_all)
 
     def forget_unproved(self, connection: DataConnection) -> DataConnection:
-        """It has proved a session, or is about to end."""
+        """A connection has proved a session, or is about to end."""
         self.unproved.pop(connection, None)
         return connection
 
@@ -117,12 +117,12 @@ class DataConnection:
         self._loop = asyncio.get_running_loop()
         self._session: int | None = None
         self.access: Access | None = None
-        #: what says who the client is; in no log
+        #: the token that the client showed; never logged
         self._authorization = ""
         self._call = ConnectionCall(self)
-        #: of the task, while it has nothing to do: done when it has
+        #: set while the task has nothing to do; it waits for this
         self._idle: asyncio.Future[None] | None = None
-        #: taken off the stream for the task
+        #: a request that a callback has read and the task has to answer
         self._next: pb.DataRequest | None = None
         #: what ends the connection; the task raises it
         self._problem: Exception | None = None
@@ -238,7 +238,8 @@ class DataConnection:
         try:
             self._answer_ahead(idle)
             if idle.done():
-                # Who sends ahead could keep the loop busy: others have their turn.
+                # A client that sends ahead could keep the loop busy: other connections have their
+                # turn.
                 await asyncio.sleep(0)
             else:
                 self._loop.add_reader(self._stream.fileno(), self._take)

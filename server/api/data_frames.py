@@ -35,9 +35,9 @@ class DataFrames:
         #: received bytes that are not parsed yet: from `_start` to `_end`
         self._buffer = memoryview(bytearray(_HEAD.size + data.MAX_SMALL_REQUEST_BYTES))
         self._start = self._end = 0
-        #: There was no room for more: the stream may hold what no poll of the socket tells of.
+        #: Did the last receive fill the buffer? Then TLS may hold bytes that no poll tells of.
         self.filled = False
-        #: of an answer, what the socket did not take
+        #: the part of the last answer that the socket did not take
         self._unsent = memoryview(b"")
         #: Would the client understand a message now? Not in the middle of a part.
         self.may_tell = True
@@ -89,7 +89,7 @@ class DataFrames:
         return request
 
     async def large(self, size_bytes: int) -> pb.DataRequest:
-        """The same, of a longer one."""
+        """The next request, of any length, after its `head`. Raises as `small`."""
         request = bytearray(size_bytes)
         came_bytes = self.ahead_bytes - _HEAD.size
         request[:came_bytes] = self._buffer[self._start + _HEAD.size : self._end]

@@ -134,7 +134,7 @@ class Front:
         self.stagings.close_all()
 
     def in_flight(self) -> dict[str, int]:
-        """Memory that calls take at this moment, and what was refused for want of it."""
+        """Memory that calls use at this moment, and how many calls were refused for lack of it."""
         return {
             "read_stream_bytes": self.service.reads.used_bytes,
             "save_stream_bytes": self.saves.arriving.used_bytes,

@@ -79,7 +79,7 @@ def add_service(
         raise ValueError(f"methods that {service.full_name} does not have: {methods.keys()}")
     generic = grpc.method_handlers_generic_handler(service.full_name, handlers)
     server.add_generic_rpc_handlers((generic,))
-    # The same by name, which gRPC finds without asking every generic handler.
+    # Registered by name, too, so that gRPC need not ask every generic handler.
     server.add_registered_method_handlers(service.full_name, handlers)
 
 
@@ -179,7 +179,7 @@ async def _streaming(
 
 
 def _told(name: str, problem: BaseException) -> PrefixdError:
-    """What a client is told of a call that failed. Raises what ends the rpc without a word."""
+    """What a client is told of a call that failed. Raises what ends the rpc without an answer."""
     match problem:
         case asyncio.CancelledError():
             return cut_off_with(problem)

@@ -264,7 +264,7 @@ class StateCollector(Collector):
         yield from self._collect_times(tables)
         flight = GaugeMetricFamily(
             "prefixd_in_flight",
-            "What calls take of the daemon's memory, and refusals for want of it.",
+            "Memory that calls use, and calls that were refused for lack of it.",
             labels=["what"],
         )
         for what, value in self._in_flight().items():
@@ -390,7 +390,7 @@ def _histogram(
     labels: Sequence[str],
     histograms: Iterable[tuple[Sequence[str], Histogram]],
 ) -> Metric:
-    """Of times in nanoseconds, as seconds."""
+    """Histograms of nanoseconds as one metric in seconds."""
     family = HistogramMetricFamily(name, about, labels=labels)
     for values, histogram in histograms:
         names = [*(f"{bound / 1e9:g}" for bound in histogram.bounds), "+Inf"]

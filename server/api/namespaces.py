@@ -18,14 +18,14 @@ from .access import Access
 
 
 class Namespaces:
-    """Those that are known: of tokens, and of shares. `learn` is callable on any thread."""
+    """The namespaces of tokens and of shares. `learn` is callable on any thread."""
 
     def __init__(self) -> None:
         #: names by tags; replaced as a whole
         self._names: dict[bytes, str] = {}
 
     def learn(self, names: Iterable[str]) -> None:
-        """There are these, too. None is forgotten: what it saved is there yet."""
+        """Add these. None is ever forgotten: its entries may still be there."""
         self._names = self._names | {tag_of(name): name for name in names}
 
     def __contains__(self, name: object) -> bool:
@@ -94,7 +94,7 @@ def check_same(access: Access | None, of_session: Access | None) -> None:
 
 
 def _reach(access: Access | None) -> str:
-    """Whose keys it may name, in words."""
+    """The namespaces whose keys it may name, in words."""
     if access is None or access.every:
         return "every namespace"
     namespace = access.namespace

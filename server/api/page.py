@@ -55,7 +55,7 @@ class Board:
         self._one = threading.Lock()
         self._sample = b""
         self._taken_s = 0.0
-        #: referenced while it runs
+        #: kept, for asyncio itself holds no reference to a running task
         self._taking: asyncio.Task[bytes] | None = None
 
     def sample(self) -> bytes:

@@ -20,7 +20,7 @@ _UNANSWERED = ("give_back",)
 
 
 def traced_methods(methods: Mapping[str, Method], tracing: Tracing) -> dict[str, Method]:
-    """Those of the `Cache` service over gRPC."""
+    """The methods of the `Cache` service over gRPC, traced."""
     traced: dict[str, Method] = {}
     for name, method in methods.items():
         if isinstance(method, Streaming) and name == _STREAM:
@@ -32,7 +32,7 @@ def traced_methods(methods: Mapping[str, Method], tracing: Tracing) -> dict[str,
 
 
 def trace_sockets(local: LocalServer, data: DataServer, tracing: Tracing) -> None:
-    """Those over the local and the data socket, from now on."""
+    """Trace the calls over the local and the data socket from now on."""
     _trace(local.methods, "local", tracing)
     _trace(local.at_once, "local", tracing)
     _trace(data.methods, "data", tracing)

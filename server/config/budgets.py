@@ -29,9 +29,9 @@ class TierPlan:
     why: str
     policy: str
     max_entries: int
-    #: of the arena
+    #: bytes of one slab of the arena
     slab_bytes: int = 0
-    #: of saves on their way to the store; 0: not bounded
+    #: what saves under way may have reserved; 0: not bounded
     max_in_flight_bytes: int = 0
     directory: Path | None = None
     #: what the tier can be given before a restart; no less than `budget_bytes`
@@ -42,7 +42,7 @@ class TierPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A configuration with everything resolved for a machine."""
+    """A configuration in which nothing is `auto` any more: what each tier gets on this machine."""
 
     config: Config
     all_tiers: dict[Tier, TierPlan]

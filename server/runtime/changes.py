@@ -67,7 +67,7 @@ class ChangeLog(ChangeListener):
     # ---- what happens
 
     def follow(self, effects: Iterable[Effect]) -> None:
-        """These have just been done to the index."""
+        """Write down effects that have just been carried out on the index."""
         if not self._active:
             return
         bodies = self._bodies
@@ -174,7 +174,7 @@ def body_of(entry: Entry, sequence: int, parent: bytes | None = None) -> bytes:
 
 
 def _bodies(effects: Iterable[Effect], first: int) -> list[bytes]:
-    """Of the effects that watchers are told of; the numbers from `first` on."""
+    """The events for watchers that these effects make, numbered from `first` on."""
     numbers = count(first)
     bodies = []
     for effect in effects:

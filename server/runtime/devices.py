@@ -35,7 +35,7 @@ log = structlog.get_logger("prefixd.devices")
 
 #: Threads for each blocking store: copies of saves, reads, verification.
 _THREADS: Final = 4
-#: The ages are looked at this often.
+#: How often the age of the oldest I/O is looked at.
 _LOOK_S: Final = 0.25
 
 
@@ -118,7 +118,7 @@ class Devices:
     # ---- threads
 
     def executor(self, tier: Tier) -> Executor:
-        """Where calls of a store are made that take long."""
+        """The threads on which long calls of this tier's store are made."""
         return self._pools.get(tier, self._shared)
 
     def run(self, tier: Tier, call: Callable[..., T], *args: object) -> asyncio.Future[T]:
@@ -159,7 +159,7 @@ class Devices:
         self.look(hung_after_ns)
 
     def look(self, hung_after_ns: int) -> None:
-        """Who hangs, and who does not any more?"""
+        """Find out which devices hang, and which answer again."""
         for tier, io in self.io.items():
             oldest_ns = io.oldest_ns()
             hangs = oldest_ns > hung_after_ns

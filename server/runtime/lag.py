@@ -11,7 +11,7 @@ from .clock import Clock
 
 #: The loop is asked this often to show that it runs.
 PULSE_NS: Final = 20_000_000
-#: Of the histogram: 1 ms to 2 s.
+#: Buckets of the histogram: 1 ms to 2 s.
 BOUNDS_NS: Final = tuple(10**6 * ms for ms in (1, 2, 5, 10, 20, 50, 100, 500, 2_000))
 #: Lateness that is no reason to give anybody more time.
 _USUAL_NS: Final = 10_000_000
@@ -55,7 +55,7 @@ class LoopLag:
         return late_ns
 
     def percentile_us(self, percent: float) -> int:
-        """Of the last minute or so."""
+        """A percentile of the pulses of the last minute or so."""
         recent = sorted(self._recent)
         return recent[min(len(recent) - 1, int(len(recent) * percent / 100))] if recent else 0
 

@@ -195,9 +195,9 @@ class Pressure:
 
 
 def check_reading(reading: tuple[int, int, float]) -> tuple[int, int, float]:
-    """The same, if it can be one. Raises ValueError, TypeError."""
+    """Returns the reading, if it is a possible one. Raises ValueError, TypeError."""
     used_bytes, total_bytes, stalled = reading
-    # Not so for nan either.
+    # Written so that nan is refused, too.
     if not (used_bytes >= 0 and total_bytes > 0 and 0 <= stalled <= 1):
         raise ValueError(f"{used_bytes} of {total_bytes} bytes, stalled {stalled}: that can't be")
     return used_bytes, total_bytes, stalled

@@ -26,7 +26,7 @@ class Room:
         self._session: int | None = None
 
     async def belongs_to(self, session: int) -> None:
-        """It counts for a session from now on, which may have to wait for its other calls. Raises
+        """Count it for a session from now on, which may have to wait for its other calls. Raises
         LimitReached."""
         await self._quota.share_of(session).take(self.size_bytes)
         self._session = session

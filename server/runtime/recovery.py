@@ -26,7 +26,7 @@ _ADOPTED_AT_ONCE: Final = 64
 _COMMITTED_LOOK_S: Final = 0.01
 #: Dropped entries of a tier that the log names. All of a million may be: another size of slabs.
 _MAX_LOGGED: Final = 1_000
-#: What a store could not read is asked for again this often.
+#: How long to wait before a read that failed is tried again.
 _AGAIN_S: Final = 5.0
 
 
@@ -162,7 +162,7 @@ async def _committed(core: Core, found: Sequence[StoredEntry]) -> None:
         and devices.state(flight.tier) is TierState.SERVING
         for entry in found
     ):
-        # Not by a question: those have to find a place among the clients' own.
+        # Polled: a question would need a place among the waiting ones of clients.
         await asyncio.sleep(_COMMITTED_LOOK_S)
 
 
@@ -180,7 +180,7 @@ async def collect_garbage(core: Core) -> tuple[int, int]:
     try:
         records = 0
         for store in core.stores.values():
-            # Of one that recovers the records are of entries that come yet.
+            # In a tier that recovers, records may be of entries that are not published yet.
             if core.devices.state(store.tier) is TierState.SERVING:
                 records += await _sweep_records(core, store)
         return records, await _sweep_index(core)

@@ -40,7 +40,7 @@ log = structlog.get_logger("prefixd.resizing")
 EVICTED_AT_ONCE: Final = 128
 #: What the device gives again in one call.
 _RESTORED_AT_ONCE: Final = 64 * 2**20
-#: How long saves under way may keep a tier from getting smaller, and how often it is looked.
+#: How long a smaller size waits for saves under way, and how often it looks.
 _SAVES_WITHIN_S: Final = 10.0
 _AGAIN_S: Final = 0.02
 
@@ -86,7 +86,7 @@ class Resizing:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._busy: set[Tier] = set()
-        #: of what was retired, what the devices have back
+        #: by tier: bytes of retired slabs that went back to the device
         self._holes = dict.fromkeys(core.stores, 0)
 
     def kept_bytes(self, tier: Tier) -> int:
@@ -119,7 +119,7 @@ class Resizing:
 
 
 class _Resize:
-    """One of them."""
+    """One resize of one tier."""
 
     def __init__(self, core: Core, store: Store, budget_bytes: int, holes: dict[Tier, int]) -> None:
         self._holes = holes

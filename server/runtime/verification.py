@@ -69,7 +69,7 @@ class _Batch:
     def __init__(self, store: Store, entries: Iterable[Entry]) -> None:
         self._store = store
         self._left = deque(entries)
-        #: of the first of them, once it is being read
+        #: the reading of the first entry, once it has begun
         self._steps: Iterator[int] | None = None
 
     def __bool__(self) -> bool:

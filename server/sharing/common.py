@@ -23,7 +23,7 @@ BATCH_BYTES: Final = 32 * 2**20
 THREADS: Final = 4
 #: Keys that are known to be in the engine: about 150 bytes each.
 MAX_KNOWN: Final = 262_144
-#: Of what went to and came from the engine, what is remembered for people: about 200 bytes each.
+#: Fetches and offers that are remembered for `prefixctl why`: about 200 bytes each.
 MAX_HAPPENED: Final = 16_384
 #: How much earlier an entry expires for each that has to be there before it ...
 DEPTH_MS: Final = 1_000
@@ -41,7 +41,7 @@ class WritePolicy(Enum):
     NONE = "none"
     """None: this node only reads."""
     SECOND_USE = "second-use"
-    """Those that were read after they were saved."""
+    """Entries that were read after they were saved."""
     ALL = "all"
     """Every one."""
 
@@ -50,7 +50,7 @@ class WritePolicy(Enum):
 class SharingConfig:
     """`[shared]`, for the daemon."""
 
-    #: Where what is brought goes.
+    #: The tier that fetched entries go to.
     tier: Tier
     write: WritePolicy
     #: How long an entry stays in the engine after its last use, at most.
@@ -151,7 +151,7 @@ class What(Enum):
     DAMAGED = "damaged"
     OFFERED = "offered"
     NOT_OFFERED = "not_offered"
-    """It had no answer."""
+    """The engine did not answer the offer."""
     REFUSED = "refused"
 
 
@@ -172,7 +172,7 @@ class History:
         self._happened: deque[Happened] = deque(maxlen=MAX_HAPPENED)
 
     def note(self, what: What, node: str, key: Key) -> None:
-        """Remember that, as of now."""
+        """Add an event, with the time of now."""
         self._happened.append(Happened(key, what, node, self._clock.now_ns()))
 
     def of(self, beginning: bytes) -> list[Happened]:

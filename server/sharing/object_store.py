@@ -30,7 +30,7 @@ T = TypeVar("T")
 THREADS: Final = 8
 #: What one request may take, whatever the call's deadline is: so long its thread is busy.
 REQUEST_TIMEOUT_S: Final = 30
-#: So many requests in a row without an answer give the engine a rest.
+#: After so many requests in a row without an answer, the engine is not asked for a while.
 PATIENCE_REQUESTS: Final = 3
 REST_S: Final = 1.0
 

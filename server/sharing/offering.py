@@ -63,7 +63,7 @@ class Offers:
         """`EntryListener`: offered at once, if everything is."""
         if self._link.config.write is not WritePolicy.ALL:
             return
-        # They come root first, and are used as a chain once the last of them is there.
+        # They come root first. The chain is used, leaf first, once the last of them is there.
         uses = [(entries[0].last_used_ns - depth, 0) for depth in range(len(entries))]
         for entry, until_ms in zip(entries, self._expiries(uses), strict=True):
             # What comes from the engine is there. What comes from a node is at two nodes now.

@@ -32,16 +32,16 @@ from .redis_store import RedisStore
 from .resp import Request
 from .store import NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 
-#: Of an address: `host:port`.
+#: The longest `host:port`.
 MAX_ADDRESS_BYTES: Final = 255
 #: Nodes that this one is connected with at a time.
 MAX_PEERS: Final = 64
 _CONNECT_TIMEOUT_MS: Final = 1_000
 #: A node that was not asked for so long is not reported as unreachable: it may have been removed.
 _TOLD_FOR_S: Final = 60.0
-#: Of an entry.
+#: Nodes that are named for one entry.
 MAX_PLACES: Final = 2
-#: Entries of which it is remembered from where they came: 200 bytes each.
+#: Entries whose origin is remembered: 200 bytes each.
 MAX_CAME_FROM: Final = 16_384
 #: `host:port`: no Unix socket of this host, nor anything else that a client would take.
 _ADDRESS: Final = re.compile(rb"[A-Za-z0-9.\-\[\]:]{1,249}:[0-9]{1,5}")
@@ -148,8 +148,8 @@ class PeerStore(SharedStore):
     holds_payloads = False
 
     def __init__(self, engine: RedisStore, here: str, security: Security) -> None:
-        """Owns `engine`. `here`: how other nodes reach this daemon, `host:port`. `security`: who
-        this one is to them, and whom it trusts."""
+        """Owns `engine`. `here`: how other nodes reach this daemon, `host:port`. `security`: the
+        certificates and tokens that this node shows them, and those that it accepts."""
         self._engine: Final = engine
         self._security: Final = security
         self._here: Final = here.encode()

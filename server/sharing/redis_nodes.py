@@ -31,7 +31,7 @@ SLOTS: Final = 16_384
 CONNECT_TIMEOUT_S: Final = 1.0
 #: Between attempts to reach a node: the first, and what doubling ends at.
 RETRY_S: Final = (0.1, 5.0)
-#: So many calls in a row whose deadline a node missed give it a rest.
+#: A node that misses the deadlines of so many calls in a row is not asked for a while.
 PATIENCE_CALLS: Final = 3
 REST_S: Final = 1.0
 #: The slots are asked for anew after this, and sooner when a node says that they moved.

@@ -59,8 +59,8 @@ class Request:
     __slots__ = ("into", "pieces", "reply_bytes", "result")
 
     def __init__(self, *words: Piece | Sequence[Piece], into: Sequence[memoryview] = ()) -> None:
-        """A word that is a sequence of pieces is one argument of all their bytes. `into`: where
-        the value goes; without it, it is the result, and has to be small."""
+        """Each word is one argument; a sequence of pieces is joined to one. `into`: the buffers
+        that the value goes to; without them it becomes the result, and has to be small."""
         self.pieces: Final = _encode(words)
         self.into: Final = into
         self.reply_bytes: Final = sum(map(len, into))

@@ -73,7 +73,7 @@ class NodeState(Enum):
 
     SERVING = "serving"
     RESTING = "resting"
-    """It missed deadlines, and is left alone for a moment."""
+    """The node missed deadlines, and is not asked for a while."""
     UNREACHABLE = "unreachable"
 
 
@@ -83,7 +83,7 @@ class NodeStatus:
 
     name: str
     state: NodeState
-    #: It is not serving.
+    #: Why it is not serving.
     why: str = ""
     #: Since the start; of them those without an answer, and those answered with an error.
     requests: int = 0

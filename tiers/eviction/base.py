@@ -29,9 +29,9 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Rehearsal(Protocol[K]):
-    """The part of a policy that an admission uses, on what is not the policy itself.
+    """What an admission calls of a policy, on something that only tries out what would happen.
 
-    For keys that were never there: what a policy remembers of them plays no part.
+    The keys must be ones that the policy never had: what it remembers of evicted keys is not used.
     """
 
     def prepare(self, key: K, weight: int) -> None: ...

@@ -160,7 +160,7 @@ class S3FIFO(EvictionPolicy[K]):
         if weight > self._main_share:
             return  # it would only make G forget everybody else
         if incoming is not None:
-            # It leaves G, but only for good if its admission works out: it does not count now.
+            # It leaves G now, and for good once it is admitted: until then it does not count.
             incoming_weight = ghosts.remove(incoming)
         ghosts.append(key, weight)
         self.moves += 1
