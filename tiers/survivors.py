@@ -20,14 +20,7 @@ from ..proto.entry import EntryRecord, Location
 from ..proto.keys import Key
 from ..proto.vocabulary import Tier
 from .row_table import Erasure
-from .rows import (
-    KEY_SLICE,
-    RowReader,
-    RowRefused,
-    decode_checked,
-    decode_entry,
-    is_continuation,
-)
+from .rows import KEY_SLICE, RowReader, RowRefused, decode_checked, decode_entry, is_continuation
 from .store import StoredEntry
 
 #: What a usage file says of the entry of this generation at a slab: `last_used_ns` and `hits`.

@@ -11,19 +11,7 @@ from typing import Annotated
 
 import typer
 
-from . import (
-    admin,
-    bench,
-    change,
-    lab,
-    lab_curve,
-    lab_fleet,
-    replay,
-    top,
-    transfer,
-    watch,
-    why,
-)
+from . import admin, bench, change, lab, lab_curve, lab_fleet, replay, top, transfer, watch, why
 from .command import (
     AddressOption,
     Ctl,

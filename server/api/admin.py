@@ -12,11 +12,7 @@ from typing import Final
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import (
-    CurveDisabled,
-    InvalidSize,
-    UnknownEntry,
-)
+from ...proto.errors import CurveDisabled, InvalidSize, UnknownEntry
 from ...proto.index import unpack_row
 from ...proto.keys import Key
 from ...proto.namespaces import Namespace

@@ -14,13 +14,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import structlog
 
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import (
-    DeviceFull,
-    LimitReached,
-    MalformedMessage,
-    PrefixdError,
-    StoreFailed,
-)
+from ...proto.errors import DeviceFull, LimitReached, MalformedMessage, PrefixdError, StoreFailed
 from ...tiers.store import StoreError, StoreFull
 from .access import Access
 

@@ -3,13 +3,7 @@ to the state. Saves are in `saves`."""
 
 from __future__ import annotations
 
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -20,13 +14,7 @@ import structlog
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import (
-    ClaimLost,
-    InvalidSize,
-    MalformedMessage,
-    UnknownClaim,
-    UnknownSession,
-)
+from ...proto.errors import ClaimLost, InvalidSize, MalformedMessage, UnknownClaim, UnknownSession
 from ...proto.keys import Key
 from ...proto.vocabulary import ClaimMode
 from ...tiers.store import Damaged, StoreError

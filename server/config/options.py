@@ -10,18 +10,10 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Annotated, Final, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from ...proto import limits
-from ...proto.endpoints import (
-    admin_address,
-)
+from ...proto.endpoints import admin_address
 from ...tiers.arena import DEFAULT_SLAB_BYTES
 from ..core.tables import StateConfig
 from .values import (

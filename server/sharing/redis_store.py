@@ -17,14 +17,7 @@ from typing import Any, Final
 import redis
 
 from ...proto.keys import Key
-from .record import (
-    HEADER_BYTES,
-    checksum_of,
-    cut,
-    decode_header,
-    encode_header,
-    parts_of,
-)
+from .record import HEADER_BYTES, checksum_of, cut, decode_header, encode_header, parts_of
 from .redis_nodes import Address, Nodes
 from .resp import Piece, Refused, Request, Result, Work, exchange
 from .store import NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
