@@ -180,7 +180,7 @@ def activity_table(stats: pb.StatsResponse) -> RenderableType:
 def _scrub_line(label: str, scrub: pb.ScrubStats) -> Text:
     line = Text(f"{label}: {size(scrub.payload_bytes)} read back in the background")
     if scrub.passes:
-        line.append(f", {scrub.passes:,} times through")
+        line.append(", once through" if scrub.passes == 1 else f", {scrub.passes:,} times through")
     line.append(f", {scrub.progress_permille / 1000:.0%} of this time")
     if scrub.unreadable_entries:
         line.append(f", {scrub.unreadable_entries:,} entries could not be read", style="bold red")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -119,7 +119,7 @@ class Recovery:
         slices = Slices()
         begun = False
         logged = more = 0
-        while (batch := await core.devices.run(tier, _next, batches)) is not None:
+        while (batch := await core.devices.run(tier, next, batches, None)) is not None:
             if not begun:
                 core.freezer.expect(len(batch.entries) + batch.following)
                 core.index.expect(len(batch.entries) + batch.following)
@@ -166,10 +166,6 @@ async def _committed(core: Core, found: Sequence[StoredEntry]) -> None:
         await asyncio.sleep(_COMMITTED_LOOK_S)
 
 
-def _next(batches: Iterator[RecoveryBatch]) -> RecoveryBatch | None:
-    return next(batches, None)
-
-
 async def collect_garbage(core: Core) -> tuple[int, int]:
     """Drop what a store or the index holds and no entry owns: (records, index rows).
 
@@ -191,16 +187,12 @@ async def collect_garbage(core: Core) -> tuple[int, int]:
 async def _sweep_records(core: Core, store: Store) -> int:
     swept = 0
     found = store.scan()
-    while (batch := await core.devices.run(store.tier, _next_scan, found)) is not None:
+    while (batch := await core.devices.run(store.tier, next, found, None)) is not None:
         orphans = [record for record in batch if not _owned(core, record)]
         swept += len(orphans)
         if orphans:
             core.orders.forget(store.tier, orphans)
     return swept
-
-
-def _next_scan(found: Iterator[list[EntryRecord]]) -> list[EntryRecord] | None:
-    return next(found, None)
 
 
 def _owned(core: Core, record: EntryRecord) -> bool:
