@@ -49,7 +49,7 @@ class Runner:
         return await self._run(threads, partial(call, *args, **kwargs))
 
     async def run_waiting(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The same for a call that waits for something else than its own answer."""
+        """`run`, for a call that waits though it has no `wait_ms`: in a thread for such calls."""
         return await self._run(self._waiting_calls, partial(call, *args, **kwargs))
 
     async def _run(self, threads: Threads, call: partial[T]) -> T:

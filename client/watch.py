@@ -189,7 +189,7 @@ class Watch:
             yield from events
 
     def batches(self) -> Iterator[list[WatchEvent]]:
-        """The same events, as many at a time as one message brought; some bring none."""
+        """The events in lists: as many as one message of the daemon brought, which may be none."""
         while not self._closed.wait(self._backoff.next_s()):
             try:
                 yield from self._connection()

@@ -320,7 +320,7 @@ class ExtentAllocator:
         return runs
 
     def _run_of(self, offset: int, length: int, other: int) -> tuple[int, int]:
-        """The same of one extent, in bytes."""
+        """First slab and number of slabs of an extent that is given in bytes."""
         start, slabs = offset >> self._shift, length >> self._shift
         end = start + slabs
         if (

@@ -52,7 +52,7 @@ class CellFile:
 
     @property
     def pages(self) -> int:
-        """So many have room: as a device may have less, the file may be shorter than the map."""
+        """Pages that have room. A device may have less than the map: then the file is shorter."""
         return min(self._map_bytes, os.fstat(self.fd).st_size) // self._page_bytes
 
     @property

@@ -263,7 +263,7 @@ class SharesRehearsal:
         self._of(self._number).prepare(coming, stored_bytes)
 
     def admit(self, coming: Key, stored_bytes: int) -> None:
-        """It has its room, and is reserved."""
+        """`coming` has its room, and is reserved."""
         rehearsal = self._of(self._number)
         rehearsal.admit(coming, stored_bytes)
         rehearsal.pin(coming)

@@ -124,7 +124,7 @@ class EntryWriter(ABC):
         return None
 
     def filled(self, length_bytes: int) -> None:
-        """So many bytes were written into the last `room`."""
+        """The caller has written `length_bytes` into the last `room`."""
         raise NotImplementedError
 
     @abstractmethod

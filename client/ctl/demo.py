@@ -186,7 +186,7 @@ class _Show:
         self._refresh()
 
     def _kill(self) -> None:
-        """And start the next one, while the workers go on: what they miss is a miss."""
+        """Kill the daemon and start the next one, while the workers go on: they miss meanwhile."""
         self._look(self._totals)
         pid, killed_s = self._daemon.pid, time.monotonic()
         self._daemon.kill()
@@ -214,7 +214,7 @@ class _Show:
         progress.add_row(
             ProgressBar(requests, done, width=30), f"{done:,} of {requests:,} requests"
         )
-        return Group(progress, figures(self._totals), self._board.tiers_table())
+        return Group(progress, Text(figures(self._totals)), self._board.tiers_table())
 
 
 def _introduction(options: DemoOptions) -> RenderableType:

@@ -101,7 +101,7 @@ class Blocks:
         self.without_parent = 0
 
     def translated(self, events: Iterable[WatchEvent]) -> list[KvEvent]:
-        """The same in vLLM's words, in order; what they have none for is left out."""
+        """The events in vLLM's words, in order; those that it has no word for are left out."""
         told = _Told()
         for event in events:
             match event:
@@ -160,7 +160,7 @@ class Blocks:
             self._waiting.setdefault(parent, {})[key] = event
 
     def _tell(self, event: Published, parent: bytes, told: _Told) -> None:
-        """And what waited for it."""
+        """Tell of a block, then of the blocks that waited for it."""
         coming = [(event, parent)]
         while coming:
             block, before = coming.pop()

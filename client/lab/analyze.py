@@ -135,7 +135,7 @@ class Analyzer:
         self._ends = _PromptEnds(block_tokens)
 
     def watch(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """The same requests, counted."""
+        """Hand each request on, and count it."""
         analysis = self._analysis
         first_ms = last_ms = None
         common: tuple[int, ...] = ()

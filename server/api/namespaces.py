@@ -94,7 +94,7 @@ def check_same(access: Access | None, of_session: Access | None) -> None:
 
 
 def _reach(access: Access | None) -> str:
-    """The namespaces whose keys it may name, in words."""
+    """In words: the namespaces whose keys a caller with this access may name."""
     if access is None or access.every:
         return "every namespace"
     namespace = access.namespace

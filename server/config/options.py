@@ -234,7 +234,8 @@ class Sessions(Section):
     """Saves in flight that all these requests wait for, about 200 bytes each; more are answered
     without waiting."""
     max_waited_keys_per_session: int = Field(limits.MAX_WAITED_KEYS_PER_SESSION, ge=0)
-    """The same for one client."""
+    """Saves in flight that the requests of one client wait for; more are answered without
+    waiting."""
     max_pinned_share: Share = 0.75
     """The part of a tier that the claims of one client may hold at once; more are refused. What is
     left is enough for others to save into; a single engine that uses a whole node rarely holds

@@ -95,9 +95,11 @@ class Resizing:
         return max(0, retired_bytes - self._holes[tier])
 
     async def resize(self, tier: Tier, budget_bytes: int) -> Resized:
-        """It goes on to its end when the caller is cancelled. Raises UnknownTier; InvalidSize for
-        what the tier can't have; LimitReached where claims, saves under way or another resize stand
-        against it; DeviceFull. What is refused leaves the tier the size that it had."""
+        """Give a tier another budget. Goes on to its end when the caller is cancelled.
+
+        Raises UnknownTier; InvalidSize for what the tier can't have; LimitReached where claims,
+        saves under way or another resize stand against it; DeviceFull. What is refused leaves the
+        tier the size that it had."""
         core = self._core
         if tier not in core.stores:
             raise UnknownTier(f"this daemon has no {tier.label} tier")

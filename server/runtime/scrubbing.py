@@ -60,7 +60,7 @@ class Pace:
         self._due_ns = 0
 
     def wait_s(self, read_bytes: int, now_ns: int) -> float:
-        """So many bytes were read: how long to wait before the next read."""
+        """How long to wait before the next read, now that `read_bytes` were read."""
         due_ns = max(self._due_ns, now_ns - _CATCH_UP_NS)
         self._due_ns = due_ns + read_bytes * 1_000_000_000 // self.bytes_per_second
         return max(0, self._due_ns - now_ns) / 1e9
