@@ -21,8 +21,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Calls that wait, for saves in flight or for their own, have threads apart from the others, and
-#: so many at most: beyond, they wait their turn.
+#: The threads at most of calls that wait, for saves in flight or for their own: they are apart
+#: from those of other calls. Where all of them are taken, a call waits its turn.
 MAX_WAITING_CALLS: Final = 64
 
 

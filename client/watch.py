@@ -46,8 +46,8 @@ from .wire.messages import understanding
 
 #: Time does not help against these.
 _FINAL: Final = (ConfigError, MalformedMessage, NotAuthenticated, NotPermitted, UnknownTier)
-#: A connection whose other end does not even answer a ping for so long is given up. The daemon
-#: lets nobody ping more often than it sends.
+#: How long the other end of a connection may not even answer a ping before it is given up. The
+#: daemon lets nobody ping more often than it sends.
 _PING_MS: Final = 2 * WATCH_BEAT_MS
 _OPTIONS: Final = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -334,8 +334,8 @@ class ResidentKeys:
 
     def __init__(self, namespace: str | None = None) -> None:
         """`namespace`: what the tokens of the clients are bound to, if they are. The daemon stores,
-        and reports, other keys than such clients name; `in` takes the clients' keys then. Raises
-        ValueError for what is no namespace."""
+        and reports, other keys than such clients name; ask whether the clients' keys are `in` this,
+        not the daemon's. Raises ValueError for what is no namespace."""
         self._namespace = None if namespace is None else Namespace(namespace)
         self._keys: dict[Key, Published] = {}
         self._coming: dict[Key, Published] | None = None

@@ -34,7 +34,7 @@ ENGINE: Final = Engine("vLLM", "vllm", "0.33.0")
 #: Answers of the daemon that are remembered for keys that a request asks for again.
 _MAX_ANSWERS: Final = 65_536
 _ANSWER_TTL_S: Final = 1.0
-#: For so long a key whose load failed is a miss: the same request would load it again and again.
+#: How long a key whose load failed is a miss: the same request would load it again and again.
 _FAILED_TTL_S: Final = 10.0
 _LOG_DRAIN_EVERY_S: Final = 5.0
 

@@ -64,8 +64,8 @@ class CellFile:
         return self._mark[0] + 1
 
     def pages_of(self, cells: int) -> int:
-        """About what a transaction of so many takes at most: it copies every page that it
-        changes."""
+        """About how many pages a transaction that changes `cells` takes at most: it copies every
+        page that it changes."""
         assert self._env is not None
         stat = self._env.stat()
         return int(min(cells, stat["leaf_pages"]) + stat["branch_pages"] + cells // 16 + 16)

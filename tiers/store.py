@@ -182,7 +182,7 @@ class Store(ABC):
 
     @abstractmethod
     def wants(self, arena_bytes: int) -> None:
-        """The arena is to have so many bytes, which `secure_segments` gets from now on. What was
+        """The arena is to have `arena_bytes`, which `secure_segments` gets from now on. What was
         secured already stays."""
 
     @abstractmethod

@@ -43,7 +43,7 @@ class Rows:
         return min(able, key=lambda row: row.p50_ms, default=None)
 
     def crowd(self) -> list[tuple[int, Row]]:
-        """What so many processes restored at once, in the order of their numbers."""
+        """What several processes restored at once, by how many they were."""
         found = [
             (int(row.op.removeprefix(CROWD_OP)), row)
             for row in self._rows.values()

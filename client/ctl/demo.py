@@ -37,7 +37,7 @@ KILLED_AFTER: Final = 0.6
 #: Seconds between two looks at the daemon, where it can be drawn and where only lines can.
 DRAW_EVERY_S: Final = 0.25
 LINE_EVERY_S: Final = 3.0
-#: A worker waits so long for the next daemon.
+#: How long a worker waits for the next daemon.
 _PATIENCE_S: Final = 60.0
 
 

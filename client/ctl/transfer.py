@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .connection import AdminConnection
     from .entry_stream import Exported, StreamWriter
 
-#: What is claimed, or saved, at once: so many bytes and one entry more, and so many entries.
+#: What is claimed, or saved, at once: bytes, which one more entry may exceed, and entries.
 _BATCH_BYTES: Final = 32 * 2**20
 _BATCH_ENTRIES: Final = 256
 _CALL_MS: Final = round(1e3 * LONG_TIMEOUT_S)

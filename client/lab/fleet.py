@@ -112,7 +112,7 @@ class Amount:
     tokens: int = 0
 
     def add(self, tokens: int) -> None:
-        """Count one block, which stands for so many tokens."""
+        """Count one block, which stands for `tokens`."""
         self.blocks += 1
         self.tokens += tokens
 

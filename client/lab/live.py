@@ -152,7 +152,7 @@ class LiveReplay:
         worker.dealt += 1
 
     def _take(self, timeout_s: float) -> None:
-        """Take what the workers have to say, waiting at most so long for the first word."""
+        """Take what the workers have to say, waiting `timeout_s` at most for the first word."""
         by_pipe = {worker.pipe: worker for worker in self._workers if not worker.finished}
         for pipe in wait(list(by_pipe), timeout_s):
             worker = by_pipe[pipe]  # type: ignore[index]  # wait() gives back what it was given

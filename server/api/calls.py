@@ -138,7 +138,7 @@ def cut_off_with(cancelled: asyncio.CancelledError) -> PrefixdError:
 def taken_within(
     stall_s: float, what: str, when_slow: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Around the sending of a response: a client that takes nothing of it for so long is cut off.
+    """Around the sending of a response: a client that takes nothing of it in time is cut off.
     `what`: of what. `when_slow`: called then."""
     task = asyncio.current_task()
     assert task is not None

@@ -38,7 +38,7 @@ log = structlog.get_logger("prefixd.data")
 
 #: A new connection proves its session within this time.
 _PATIENCE_S: Final = 5.0
-#: Of one connection so many requests are answered before others have their turn.
+#: Requests of one connection that are answered before others have their turn.
 _AT_ONCE: Final = 64
 
 _Method = Callable[..., Awaitable[Any]]

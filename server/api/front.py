@@ -37,7 +37,7 @@ HEALTH_SERVICES: Final = ("", _CACHE.full_name, _ADMIN.full_name)
 #: What a client may send on one stream before the daemon takes it: the window does not grow with
 #: what a connection could carry, for it is memory of the daemon's.
 _WINDOW_BYTES: Final = 2**20
-#: A connection over which nothing came for so long is asked whether it still is one.
+#: After this time without a message a connection is asked whether it still is one.
 _KEEPALIVE_MS: Final = 30_000
 _KEEPALIVE_TIMEOUT_MS: Final = 10_000
 _HEADER: Final = "authorization"

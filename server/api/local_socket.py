@@ -36,11 +36,11 @@ from .sessions import ServiceConfig, Sessions
 log = structlog.get_logger("prefixd.local")
 
 _BACKLOG: Final = 128
-#: A connection without a session is closed when it sends no request for so long. A connection that
-#: is being closed gives its client so long to read why.
+#: How long a connection without a session may send no request before it is closed, and how long a
+#: connection that is being closed gives its client to read why.
 _PATIENCE_S: Final = 5.0
-#: Of one connection, so many requests may wait behind the one that is being answered, or so many
-#: bytes of them and one more request.
+#: Requests of one connection that may wait behind the one that is being answered, at most, and
+#: their bytes, which one more request may exceed.
 _MAX_AHEAD: Final = 64
 _MAX_AHEAD_BYTES: Final = 64 * 2**10
 _RECEIVE_BYTES: Final = 64 * 2**10

@@ -33,7 +33,7 @@ from .usage import UsageBook
 
 #: How often a drain looks whether something is still held.
 _LOOK_S: Final = 0.02
-#: the part of health that says so
+#: The part of health that says that the daemon drains.
 _DRAIN: Final = "drain"
 _LEVELS: Final = ("debug", "info", "warning", "error")
 #: Keys of a delete that the log names.

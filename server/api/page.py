@@ -30,7 +30,7 @@ from .calls import PlainCaller
 
 log = structlog.get_logger("prefixd.page")
 
-#: A sample is as good as a new one for so long.
+#: How long a sample is as good as a new one.
 FRESH_S: Final = 0.5
 #: How long the event loop may take for one.
 _ANSWERED_WITHIN_S: Final = 5.0

@@ -25,7 +25,7 @@ from ..runtime.loop import Core
 from ..runtime.writes import Write
 from .streams import Stream
 
-#: One turn moves so many bytes at most, in a few milliseconds; then others have the thread.
+#: What one turn moves at most, in a few milliseconds; then others have the thread.
 TURN_BYTES: Final = 8 * 2**20
 #: How long a thread waits for a socket that is full or empty before it is left to the loop.
 _PATIENCE_MS: Final = 1

@@ -20,7 +20,7 @@ from ...proto import data
 T = TypeVar("T")
 
 _BACKLOG: Final = 128
-#: Under TLS one call moves so much at most: it is checksummed while it is in the cache.
+#: What one call moves at most under TLS: it is checksummed while it is in the cache.
 _TURN_BYTES: Final = 256 * 2**10
 #: What is in one record of TLS, at most.
 _RECORD_BYTES: Final = 16 * 2**10

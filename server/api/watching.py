@@ -37,7 +37,7 @@ _MOST_EVENTS: Final = 512
 _MOST_EVENTS_WITH_IDS: Final = 128
 #: Longer token ids are left out: those of whole prompts that were saved as one entry.
 MAX_TOKEN_IDS_BYTES: Final = 32 * 2**10
-#: A watcher that none of so many events concerned is told the last number all the same.
+#: After this many events that did not concern a watcher it is told the last number all the same.
 _QUIET_EVENTS: Final = 1_024
 #: All watchers of one namespace together have at most the places divided by this.
 _SHARE_OF_A_NAMESPACE: Final = 4

@@ -202,7 +202,7 @@ class Disk(TierSection):
     probe_interval_ns: Duration = Field(5_000 * _MS, alias="probe_interval", ge=10 * _MS)
     """How often a small write of the daemon's own shows that the device answers."""
     hung_after_ns: Duration = Field(10_000 * _MS, alias="hung_after", ge=10 * _MS)
-    """A device that has not answered a read, a write or a sync for so long hangs: the tier takes
+    """A device that has not answered a read, a write or a sync in this time hangs: the tier takes
     no saves and gives no claims until it answers. Not below what the largest commit takes."""
 
 
@@ -289,8 +289,8 @@ class Shared(Section):
     life_ns: Duration = Field(86_400_000 * _MS, alias="life", ge=1_000 * _MS)
     """How long an entry stays in the engine after its last use, at most."""
     memory_bytes: Size = Field(256 * 2**20, alias="memory", ge=2**20)
-    """What is on its way from and to the engine takes so much of the daemon's memory at most, and
-    no entry that is larger is shared."""
+    """The daemon's memory for what is on its way from and to the engine, at most; no
+    entry that is larger is shared."""
 
 
 class Watch(Section):
@@ -309,7 +309,7 @@ class Pressure(Section):
     high_watermark: Share = 0.95
     """From this part of the memory on, sessions are told that it is short, and tiers evict."""
     low_watermark: Share = 0.90
-    """Down to this part: so many bytes are evicted, once, and then it is over."""
+    """Tiers evict what is used above this part, once. Pressure ends when use is back at it."""
     max_stalled: Share = 0.2
     """Memory is short as well where somebody waited for it for so large a part of 10 s."""
     tiers: Tiers = "ram,shm"

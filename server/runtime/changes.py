@@ -23,7 +23,7 @@ log = structlog.get_logger("prefixd.changes")
 
 #: What an event takes with its place in the list; one of a long namespace some bytes more.
 COST_BYTES: Final = 176
-#: For so long after the last watcher left the log goes on, so that it can come back.
+#: How long the log goes on after the last watcher left, so that it can come back.
 LINGER_S: Final = 60.0
 #: The part of the log that is dropped at once when it is full: dropping one by one would move
 #: all the others each time.

@@ -44,7 +44,7 @@ class Freezer:
             gc.freeze()
 
     def expect(self, entries: int) -> None:
-        """A start has read so many entries, which come next. If they are many, the list of them is
+        """A start has read that `entries` come next. If they are many, the list of them is
         large, and the collector is kept from walking over it even once."""
         if entries >= _MAX_WATCHED_ENTRIES:
             gc.freeze()

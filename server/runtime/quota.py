@@ -59,7 +59,7 @@ class Quota:
 
     @asynccontextmanager
     async def room(self, size_bytes: int, session: int | None = None) -> AsyncIterator[Room]:
-        """Room for so many bytes while the context lasts. Raises LimitReached."""
+        """Room for `size_bytes` while the context lasts. Raises LimitReached."""
         room = Room(self, size_bytes)
         try:
             if session is not None:

@@ -25,14 +25,14 @@ log = structlog.get_logger("prefixd.scrubbing")
 SCRUBBED: Final = (Tier.SHM, Tier.DISK)
 #: Read at once: a part of a millisecond from memory.
 _STEP_BYTES: Final = 2**20
-#: A pass begins so long after the one before at the earliest: a small tier is not read for ever.
+#: Between the beginnings of two passes, at least: a small tier is not read for ever.
 MIN_PASS_S: Final = 600.0
-#: While saves arrive a step is put off, by so long at most: however busy, a pass comes to its end.
+#: How long a step is put off at most while saves arrive: a pass always comes to its end.
 _GIVE_WAY_S: Final = 1.0
 _LOOK_AGAIN_S: Final = 0.05
 #: What a slow device was late for is caught up, but no more of it.
 _CATCH_UP_NS: Final = 1_000_000_000
-#: A store that fails is tried again after so long.
+#: How long to wait before a store that failed is tried again.
 _FAILED_S: Final = 5.0
 
 
@@ -53,7 +53,7 @@ class Scrub:
 
 
 class Pace:
-    """When the next bytes may be read, so that on average there are so many a second."""
+    """When the next bytes may be read, so that on average it is `bytes_per_second`."""
 
     def __init__(self, bytes_per_second: int) -> None:
         self.bytes_per_second = bytes_per_second

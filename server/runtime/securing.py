@@ -53,7 +53,7 @@ class Securing:
         log.info("arena_secured", tier=self._tier.label, secured_bytes=self._secured_bytes)
 
     async def secure(self, upto_bytes: int | None = None) -> bool:
-        """Up to so many bytes, or (None) all. False: they are not to be had now."""
+        """Secure up to `upto_bytes`, or all if it is None. False: they are not to be had now."""
         loop, executor = asyncio.get_running_loop(), self._core.devices.executor(self._tier)
         health = self._core.health
         try:

@@ -30,8 +30,8 @@ DEPTH_MS: Final = 1_000
 #: ... and for never having been read: on a real trace 1.0 to 1.4 times the hits of an LRU, with
 #: less than half of its orphans (`tests/bench/bench_eviction.py`).
 UNUSED_MS: Final = 300_000
-#: The engine is told of a use that lets an entry live so much longer. With a minute more than that
-#: hot roots age out of a small engine.
+#: The engine is told of a use if that lets an entry live this much longer. With a minute or more,
+#: hot roots would age out of a small engine.
 TOUCH_EVERY_MS: Final = 10_000
 
 
@@ -105,7 +105,7 @@ class Memory:
         self._freed = asyncio.Event()
 
     async def take(self, count: int) -> None:
-        """Wait until so many are free."""
+        """Wait until `count` bytes are free."""
         while self._used_bytes + count > self.total_bytes:
             self._freed.clear()
             await self._freed.wait()

@@ -23,7 +23,7 @@ from .store import Outcome, SharedEntry, Wanted
 
 log = structlog.get_logger("prefixd.sharing")
 
-#: While fetches are busy with so many keys, further fetches bring nothing.
+#: Keys that all fetches together are busy with, at most: beyond, a fetch brings nothing.
 MAX_FETCHED_KEYS: Final = 64 * MAX_BATCH_KEYS
 #: The part of a fetch's time that is kept for copying and publishing: entries that arrived whole
 #: are published even if others never arrive.

@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 #: Requests at one time.
 THREADS: Final = 8
-#: What one request may take, whatever the call's deadline is: so long its thread is busy.
+#: How long one request may keep its thread busy, whatever the call's deadline is.
 REQUEST_TIMEOUT_S: Final = 30
-#: After so many requests in a row without an answer, the engine is not asked for a while.
+#: After this many requests in a row without an answer the engine is not asked for a while.
 PATIENCE_REQUESTS: Final = 3
 REST_S: Final = 1.0
 

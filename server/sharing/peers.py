@@ -37,7 +37,7 @@ MAX_ADDRESS_BYTES: Final = 255
 #: Nodes that this one is connected with at a time.
 MAX_PEERS: Final = 64
 _CONNECT_TIMEOUT_MS: Final = 1_000
-#: A node that was not asked for so long is not reported as unreachable: it may have been removed.
+#: How long a node that is not asked is reported as unreachable: it may have been removed.
 _TOLD_FOR_S: Final = 60.0
 #: Nodes that are named for one entry.
 MAX_PLACES: Final = 2
@@ -119,7 +119,7 @@ class DaemonPeer:
 class Pace:
     """How long reads from a node took of late. For any thread."""
 
-    #: A read of nothing takes as long as one of so many bytes.
+    #: What could be read in the time that a read of nothing takes.
     _TRIP_BYTES: Final = 256 * 2**10
     _LEAST_READS: Final = 8
     #: As long as a thread may wait for a processor.

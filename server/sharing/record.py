@@ -39,7 +39,7 @@ _MAX_TOKENS: Final = 2**32 - 1
 HEADER_BYTES: Final = _FIELDS.size + _CHECK.size
 #: Larger values make an engine's event loop wait for each of them, and spread badly.
 MAX_VALUE_BYTES: Final = HEADER_BYTES + 4 * 2**20
-#: Parts begin at a multiple of this, for the copies; so long is the header.
+#: Parts begin at a multiple of this, for the copies; it is the length of the header.
 _ALIGNED_BYTES: Final = 64
 
 

@@ -31,7 +31,7 @@ SLOTS: Final = 16_384
 CONNECT_TIMEOUT_S: Final = 1.0
 #: Between attempts to reach a node: the first, and what doubling ends at.
 RETRY_S: Final = (0.1, 5.0)
-#: A node that misses the deadlines of so many calls in a row is not asked for a while.
+#: Calls in a row that a node may not answer in time; then it is not asked for a while.
 PATIENCE_CALLS: Final = 3
 REST_S: Final = 1.0
 #: The slots are asked for anew after this, and sooner when a node says that they moved.
@@ -185,7 +185,7 @@ class Nodes:
             self._changed.notify_all()
 
     def count(self, address: Address, requests: int, unanswered: int, refused: int) -> None:
-        """What became of requests to a node: of so many so many had no answer, or an error."""
+        """What became of requests to a node: how many, and how many without a good answer."""
         with self._changed:
             node = self._nodes.get(address)
             if node is not None:

@@ -22,11 +22,11 @@ from .redis_nodes import Address, Nodes
 from .resp import Piece, Refused, Request, Result, Work, exchange
 from .store import NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 
-#: Connections to each node: so many calls use one at the same time, others find it unavailable.
+#: Connections to each node. A call that finds all of them in use takes the node for unavailable.
 CONNECTIONS_PER_NODE: Final = 4
-#: A node that so much goes to or comes from has a thread of its own ...
+#: A node that this much goes to or comes from has a thread of its own ...
 _THREAD_BYTES: Final = 2**20
-#: ... of so many; without one it shares the caller's.
+#: ... if fewer than these are in use; otherwise it shares the caller's.
 _THREADS: Final = 16
 _HEADER_END: Final = str(HEADER_BYTES - 1).encode()
 _MAX_NODE_TIMEOUT_MS: Final = 2_000

@@ -24,7 +24,7 @@ Piece: TypeAlias = bytes | memoryview
 
 #: Replies of more than this, all that are outstanding on a connection taken together, wait ...
 WINDOW_BYTES: Final = 256 * 1024
-#: ... unless fewer than so many are outstanding.
+#: ... unless fewer replies than these are outstanding.
 WINDOW_REPLIES: Final = 2
 _BUFFER_BYTES: Final = 64 * 1024
 _MAX_PIECES: Final = 64
