@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from ..proto.keys import Key, Namespace
 from ..proto.limits import DEFAULT_BLOCK_TOKENS
-from .aio_calls import Asynchronous, Runner, awaited, coroutine
+from .aio_calls import Asynchronous, Runner, awaited, coroutine, same
 from .benefit import LoadSpeeds
 from .client import Client
 from .counters import Snapshot
@@ -30,9 +30,10 @@ from .hits import Hit
 from .owner import Owner
 from .pins import HitFacts
 from .policy import SavePolicy
-from .results import RestoreResult, SaveOutcome
+from .results import ReserveStatus, RestoreResult, SaveOutcome
 from .saves import Reservation
 from .search import BlockChain
+from .wire.transport import ReserveItem
 
 if TYPE_CHECKING:
     from ..proto.keys import Tokens
@@ -50,11 +51,7 @@ class AsyncHit(HitFacts, Asynchronous):
         HitFacts.__init__(self, hit._pins, hit.entries, hit.token_counts, hit.positions, hit.miss)
         self.hit = hit
 
-    @property
-    def buffers(self) -> list[memoryview] | None:
-        """`Hit.buffers`."""
-        return self.hit.buffers
-
+    buffers: list[memoryview] | None = same("buffers")
     #: When it is cancelled, it may go on writing into the buffers until its deadline.
     restore_into = coroutine(Hit.restore_into)
     read = coroutine(Hit.read)
@@ -75,27 +72,19 @@ class AsyncHit(HitFacts, Asynchronous):
 class AsyncReservation(Asynchronous):
     """`Reservation` with coroutines; cancelled by the end of an `async with`."""
 
+    item: ReserveItem = same("item")
+    key: Key = same("key")
+    status: ReserveStatus = same("status")
+    owner: str = same("owner")
+    age_ms: int = same("age_ms")
+    message: str = same("message")
+    granted: bool = same("granted")
+    lost: bool = same("lost")
+
     def __init__(self, reservation: Reservation, runner: Runner) -> None:
         """Made by the client."""
         super().__init__(reservation, runner)
         self.reservation = reservation
-        self.item, self.status = reservation.item, reservation.status
-        self.owner, self.age_ms = reservation.owner, reservation.age_ms
-        self.message = reservation.message
-
-    @property
-    def key(self) -> Key:
-        return self.item.key
-
-    @property
-    def granted(self) -> bool:
-        """`Reservation.granted`."""
-        return self.reservation.granted
-
-    @property
-    def lost(self) -> bool:
-        """`Reservation.lost`."""
-        return self.reservation.lost
 
     def __repr__(self) -> str:
         return f"<Async{repr(self.reservation)[1:]}"
@@ -206,52 +195,16 @@ class AsyncClient(Asynchronous):
 
     # ---- this client
 
-    @property
-    def in_place(self) -> bool:
-        """`Client.in_place`."""
-        return self.client.in_place
-
-    @property
-    def pending_saves(self) -> int:
-        """`Client.pending_saves`."""
-        return self.client.pending_saves
-
-    @property
-    def pending_save_bytes(self) -> int:
-        """`Client.pending_save_bytes`."""
-        return self.client.pending_save_bytes
-
-    @property
-    def policy(self) -> SavePolicy:
-        return self.client.policy
-
-    @property
-    def speeds(self) -> LoadSpeeds:
-        return self.client.speeds
-
-    @property
-    def deadline_ms(self) -> int:
-        return self.client.deadline_ms
-
-    @property
-    def save_timeout_ms(self) -> int:
-        return self.client.save_timeout_ms
-
-    @property
-    def counters(self) -> Snapshot:
-        """`Client.counters`."""
-        return self.client.counters
-
-    @property
-    def connected(self) -> bool:
-        """`Client.connected`."""
-        return self.client.connected
-
-    @property
-    def under_pressure(self) -> bool:
-        """`Client.under_pressure`."""
-        return self.client.under_pressure
-
+    in_place: bool = same("in_place")
+    pending_saves: int = same("pending_saves")
+    pending_save_bytes: int = same("pending_save_bytes")
+    policy: SavePolicy = same("policy")
+    speeds: LoadSpeeds = same("speeds")
+    deadline_ms: int = same("deadline_ms")
+    save_timeout_ms: int = same("save_timeout_ms")
+    counters: Snapshot = same("counters")
+    connected: bool = same("connected")
+    under_pressure: bool = same("under_pressure")
     wait_connected = coroutine(Client.wait_connected, waits=True)
 
     async def close(self, *, deadline_ms: int | None = None) -> None:

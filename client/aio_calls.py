@@ -21,13 +21,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Calls that wait, for saves in flight or for their own, have threads apart from the others, and
-#: so many at most: beyond, they wait their turn.
+#: The threads at most of calls that wait, for saves in flight or for their own: they are apart
+#: from those of other calls. Where all of them are taken, a call waits its turn.
 MAX_WAITING_CALLS: Final = 64
 
 
 class Runner:
-    """Runs blocking calls in threads: those that may wait long in some, the others in others.
+    """Runs blocking calls in threads. Calls that may wait long have threads of their own.
 
     A call whose awaiting task is cancelled goes on to its end if it has begun, and what it claims
     or reserves is given back then; if it has not begun, it is not done.
@@ -49,7 +49,7 @@ class Runner:
         return await self._run(threads, partial(call, *args, **kwargs))
 
     async def run_waiting(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The same for a call that waits for something else than its own answer."""
+        """`run`, for a call that waits though it has no `wait_ms`: in a thread for such calls."""
         return await self._run(self._waiting_calls, partial(call, *args, **kwargs))
 
     async def _run(self, threads: Threads, call: partial[T]) -> T:
@@ -173,3 +173,8 @@ def awaited(
         return await asyncio.wrap_future(getattr(self._sync, name)(*args, **kwargs))
 
     return call
+
+
+def same(name: str) -> Any:
+    """An attribute of the synchronous object, read from there whenever it is asked for."""
+    return property(lambda self: getattr(self._sync, name), doc=f"As in the synchronous `{name}`.")

@@ -16,7 +16,7 @@ from .results import Entry
 
 #: What a measurement still weighs after the next one: about the last ten restores count.
 DECAY: Final = 0.9
-#: One in so many hits that look too slow is loaded all the same, to measure again: the tier
+#: Of this many hits that look too slow one is loaded all the same, to measure again: the tier
 #: may have recovered, and nothing else would tell.
 RETRY_EVERY: Final = 32
 
@@ -39,7 +39,7 @@ class LoadSpeeds:
             self._sums[tier] = (sum_bytes * DECAY + payload_bytes, sum_s * DECAY + seconds)
 
     def estimate_s(self, tier: Tier, payload_bytes: int) -> float:
-        """How long loading so much takes; 0 as long as nothing was measured."""
+        """How long loading `payload_bytes` takes; 0 as long as nothing was measured."""
         with self._lock:
             sum_bytes, sum_s = self._sums.get(tier, (0.0, 0.0))
         return payload_bytes * sum_s / sum_bytes if sum_bytes else 0.0
@@ -78,7 +78,7 @@ class MinBenefit:
         return self._prefill_tokens_per_s is not None
 
     def prefill_ms(self, token_count: int) -> int:
-        """How long the engine would compute so many tokens; 0: not known."""
+        """How long the engine would compute these tokens; 0: not known."""
         if self._prefill_tokens_per_s is None:
             return 0
         return round(1e3 * token_count / self._prefill_tokens_per_s)

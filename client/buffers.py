@@ -90,7 +90,7 @@ def _gather(pieces: list[memoryview], payload: Payload, *, writable: bool) -> No
 
 
 def _checked(view: memoryview, *, writable: bool) -> memoryview:
-    """The same, flat, as unsigned bytes. Raises InvalidSize."""
+    """The memory of `view`, flat, as unsigned bytes. Raises InvalidSize."""
     if not view.nbytes:
         raise InvalidSize("a payload has at least one byte")
     if not view.c_contiguous:

@@ -41,13 +41,7 @@ from .restores import VERIFY_CHOICES, Verify
 from .results import RestoreResult
 from .save_methods import Saves
 from .saves import Writer
-from .search import (
-    BlockChain,
-    Searcher,
-    checked_keys,
-    count_tokens,
-    prefix_walk,
-)
+from .search import BlockChain, Searcher, checked_keys, count_tokens, prefix_walk
 from .wire.data_transport import DataTransport
 from .wire.deadline import Deadline
 from .wire.session import DEFAULT_CONNECT_TIMEOUT_MS

@@ -115,8 +115,8 @@ class Counters:
             self._amounts["rpcs", name] += 1
 
     def miss(self, reason: MissReason, lookup_tokens: int = 0, keys: Sequence[Key] = ()) -> None:
-        """One look-up that found nothing, of so many tokens; 0: not known. `keys`: some of those
-        that would have been a hit."""
+        """One look-up that found nothing. `lookup_tokens`: of how many tokens; 0: not known.
+        `keys`: some of those that would have been a hit."""
         with self._lock:
             amounts = self._amounts
             amounts["misses", reason.value] += 1
@@ -161,7 +161,7 @@ class Counters:
                 self._amounts["restored_bytes", tier, _VIEW] += size_bytes
 
     def restore(self, tokens: int, took_ns: int) -> None:
-        """One restore, thanks to which so many tokens need not be computed."""
+        """One restore, thanks to which these tokens need not be computed."""
         bucket = bisect_left(LATENCY_BOUNDS_NS, took_ns)
         with self._lock:
             amounts = self._amounts

@@ -1,4 +1,4 @@
-"""Restores by key: what is there of some keys, straight into buffers, without a hit to hold."""
+"""Restores by key: copies the entries that exist straight into buffers, without a hit."""
 
 from __future__ import annotations
 

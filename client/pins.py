@@ -15,7 +15,7 @@ from .wire.link import Holding
 
 
 class Pinned(NamedTuple):
-    """Some entries under one claim: their positions in the hit, and their places in the claim."""
+    """Entries of a hit under one claim: their positions in the hit, and in the claim."""
 
     claim: Holding
     indices: list[int]

@@ -132,7 +132,8 @@ class Restore(Rooms):
         return self._entries[part], self._views[part], self._check[part]
 
     def copied(self, outcomes: Sequence[Copied]) -> list[int]:
-        """How the copies of all entries in place went. Returns those that have to be read."""
+        """Take how the copies in place ended. Returns the entries that have to be read by a
+        call."""
         now_s = self._clock()
         if all(outcome is Copied.WHOLE for outcome in outcomes):
             whole: Sequence[int] = range(len(outcomes))

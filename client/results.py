@@ -89,9 +89,9 @@ class RestoreResult:
     #: Tokens and bytes of that run.
     token_count: int
     payload_bytes: int
-    #: Why the first buffer that is not good is not; None when all are.
+    #: Why the first bad buffer is bad; None when all are good.
     miss: MissReason | None = None
-    #: The same of each buffer.
+    #: Why each buffer is bad; None where it is good.
     misses: tuple[MissReason | None, ...] = ()
 
     def __bool__(self) -> bool:

@@ -112,7 +112,7 @@ class Saves(ABC):
         return self._writer.save_async(items, terms, deadline_ms)
 
     def would_drop(self, payload_bytes: int = 0) -> bool:
-        """Would an asynchronous save of so many bytes be dropped at this moment? Ask before the
+        """Would an asynchronous save of `payload_bytes` be dropped at this moment? Ask before the
         payload is made. What is larger than `max_pending_bytes` is taken when nothing waits."""
         self._check_usable()
         return self._writer.would_drop(payload_bytes)

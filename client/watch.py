@@ -46,8 +46,8 @@ from .wire.messages import understanding
 
 #: Time does not help against these.
 _FINAL: Final = (ConfigError, MalformedMessage, NotAuthenticated, NotPermitted, UnknownTier)
-#: A connection whose other end does not even answer a ping for so long is given up. The daemon
-#: lets nobody ping more often than it sends.
+#: How long the other end of a connection may not even answer a ping before it is given up. The
+#: daemon lets nobody ping more often than it sends.
 _PING_MS: Final = 2 * WATCH_BEAT_MS
 _OPTIONS: Final = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -189,7 +189,7 @@ class Watch:
             yield from events
 
     def batches(self) -> Iterator[list[WatchEvent]]:
-        """The same events, as many at a time as one message brought; some bring none."""
+        """The events in lists: as many as one message of the daemon brought, which may be none."""
         while not self._closed.wait(self._backoff.next_s()):
             try:
                 yield from self._connection()
@@ -262,22 +262,16 @@ def event_of(event: pb.WatchEvent) -> WatchEvent:
 class AsyncWatch:
     """`Watch` for asyncio: an asynchronous iterator, and a thread that reads ahead of it.
 
-        async with AsyncWatch(address) as watch:
+        async with AsyncWatch(Watch(address)) as watch:
             async for event in watch:
                 ...
 
-    Made like `Watch`. One loop's, and iterated once at a time.
+    One loop's, and iterated once at a time.
     """
 
-    def __init__(
-        self,
-        address: str | None = None,
-        *,
-        tiers: Sequence[Tier] = (),
-        token_ids: bool = False,
-        operators: str | None = None,
-    ) -> None:
-        self.watch: Final = Watch(address, tiers=tiers, token_ids=token_ids, operators=operators)
+    def __init__(self, watch: Watch) -> None:
+        """`watch` belongs to this one from now on, which closes it."""
+        self.watch: Final = watch
         #: how far the thread may read ahead
         self._room = threading.Semaphore(_AHEAD)
 
@@ -339,9 +333,9 @@ class ResidentKeys:
     """
 
     def __init__(self, namespace: str | None = None) -> None:
-        """`namespace`: that of the clients whose keys will be asked for, where their tokens are of
-        one: the daemon has, and tells, other keys than they name, and `in` takes theirs. Raises
-        ValueError for what is no namespace."""
+        """`namespace`: what the tokens of the clients are bound to, if they are. The daemon stores,
+        and reports, other keys than such clients name; ask whether the clients' keys are `in` this,
+        not the daemon's. Raises ValueError for what is no namespace."""
         self._namespace = None if namespace is None else Namespace(namespace)
         self._keys: dict[Key, Published] = {}
         self._coming: dict[Key, Published] | None = None

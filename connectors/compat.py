@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, Signature, signature
@@ -13,67 +14,66 @@ class UnsupportedEngine(ImportError):
     """The engine is not there, or not as the connector knows it."""
 
 
-def version_of(package: str) -> str:
-    """The installed version, "unknown" if it says none."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine as its connector knows it. Raises UnsupportedEngine where it is another one."""
 
+    name: str
+    package: str
+    #: the version whose interface the connector follows
+    tested: str
 
-def require(engine: str, package: str, tested: str, module: str, names: Iterable[str]) -> Any:
-    """The engine's module, which has to have these names (dotted ones below them, too).
+    @property
+    def version(self) -> str:
+        """The installed one, "unknown" if it says none."""
+        try:
+            return version(self.package)
+        except PackageNotFoundError:
+            return "unknown"
 
-    `tested`: the versions whose interface the connector follows. Raises UnsupportedEngine.
-    """
-    try:
-        found = import_module(module)
-    except ImportError as problem:
-        raise UnsupportedEngine(
-            f"prefixd's connector needs {engine} (made for {tested}): {problem}"
-        ) from problem
-    missing = [name for name in names if not _has(found, name)]
-    if missing:
-        raise unsupported(engine, package, tested, f"it has no {', '.join(missing)}")
-    return found
+    def require(self, module: str, names: Iterable[str]) -> Any:
+        """A module of the engine, which has to have these names (dotted ones below them, too)."""
+        try:
+            found = import_module(module)
+        except ImportError as problem:
+            raise UnsupportedEngine(
+                f"prefixd's connector needs {self.name} (made for {self.tested}): {problem}"
+            ) from problem
+        missing = [name for name in names if not _has(found, name)]
+        if missing:
+            raise self.unsupported(f"it has no {', '.join(missing)}")
+        return found
 
+    def check_interface(self, ours: type) -> None:
+        """Has our class every method that the engine asks for, and can each be called as its base
+        declares it?"""
+        missing: frozenset[str] = getattr(ours, "__abstractmethods__", frozenset())
+        if missing:
+            raise self.unsupported(f"it asks for {', '.join(sorted(missing))}")
+        for name, method in vars(ours).items():
+            declared = getattr(ours.__base__, name, None)
+            # Constructors are called by the engine's factories, not as the base declares its own.
+            if name.startswith("_") or not callable(method) or not callable(declared):
+                continue
+            expected = signature(declared)
+            if not _takes(signature(method), expected):
+                raise self.unsupported(f"it calls {name}{_untyped(expected)}")
 
-def check_interface(engine: str, package: str, tested: str, ours: type) -> None:
-    """Has our class every method that the engine asks for, and can each be called as its base
-    declares it? Raises UnsupportedEngine."""
-    missing: frozenset[str] = getattr(ours, "__abstractmethods__", frozenset())
-    if missing:
-        what = f"it asks for {', '.join(sorted(missing))}"
-        raise unsupported(engine, package, tested, what)
-    for name, method in vars(ours).items():
-        declared = getattr(ours.__base__, name, None)
-        # Constructors are called by the engine's factories, not as the base declares its own.
-        if name.startswith("_") or not callable(method) or not callable(declared):
-            continue
-        expected = signature(declared)
-        if not _takes(signature(method), expected):
-            what = f"it calls {name}{_untyped(expected)}"
-            raise unsupported(engine, package, tested, what)
+    def check_call(self, function: Callable[..., Any], *names: str) -> None:
+        """Does a function of the engine take such arguments, by position?"""
+        expected = signature(function)
+        try:
+            expected.bind(*names)
+        except TypeError:
+            what = f"it has {function.__qualname__}{_untyped(expected)}"
+            raise self.unsupported(what) from None
 
-
-def check_call(
-    engine: str, package: str, tested: str, function: Callable[..., Any], *names: str
-) -> None:
-    """Does a function of the engine take such arguments, by position? Raises UnsupportedEngine."""
-    expected = signature(function)
-    try:
-        expected.bind(*names)
-    except TypeError:
-        what = f"it has {function.__qualname__}{_untyped(expected)}"
-        raise unsupported(engine, package, tested, what) from None
-
-
-def unsupported(engine: str, package: str, tested: str, what: str) -> UnsupportedEngine:
-    """The refusal, in a sentence."""
-    return UnsupportedEngine(
-        f"prefixd's connector does not know {engine} {version_of(package)}: {what}; it was made "
-        f"for {tested}"
-    )
+    def unsupported(self, what: str) -> UnsupportedEngine:
+        """The refusal, in a sentence."""
+        return UnsupportedEngine(
+            f"prefixd's connector does not know {self.name} {self.version}: {what}; it was made "
+            f"for {self.tested}"
+        )
 
 
 def _has(owner: Any, dotted: str) -> bool:

@@ -56,7 +56,7 @@ class Context(Protocol):
         """These are evaluated now: the state of exactly these was loaded."""
 
     def cut(self, token_count: int) -> None:
-        """Forget what is behind so many tokens."""
+        """Forget what is behind the first `token_count` tokens."""
 
     def block(self, first: int, last: int) -> bytearray:
         """The state of the tokens `first` up to before `last`."""

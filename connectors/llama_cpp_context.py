@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..proto.keys import Adapter, Namespace, context_hash
-from . import compat
+from .compat import Engine, UnsupportedEngine
 
 logger = logging.getLogger("prefixd.connectors")
 
-ENGINE: Final = "llama-cpp-python"
-PACKAGE: Final = "llama_cpp_python"
-TESTED: Final = "0.3.36"
+ENGINE: Final = Engine("llama-cpp-python", "llama_cpp_python", "0.3.36")
 #: Of the low-level module. Their types are checked by use: they are C functions.
 _NEEDED: Final = (
     "llama_context_default_params",
@@ -44,7 +42,7 @@ _SPARE: Final = 1
 
 def low_level() -> Any:
     """`llama_cpp.llama_cpp`. Raises UnsupportedEngine."""
-    return compat.require(ENGINE, PACKAGE, TESTED, "llama_cpp.llama_cpp", _NEEDED)
+    return ENGINE.require("llama_cpp.llama_cpp", _NEEDED)
 
 
 @contextmanager
@@ -70,10 +68,7 @@ def attach_to_server(make_cache: Callable[[Any], Any]) -> None:
     """Every model that llama-cpp-python's server loads from now on gets `make_cache(llama)`.
 
     The server's default `logits_all` is switched off: requests for `logprobs` are refused."""
-    server = compat.require(
-        ENGINE,
-        PACKAGE,
-        TESTED,
+    server = ENGINE.require(
         "llama_cpp.server.model",
         ["LlamaProxy.load_llama_from_model_settings"],
     )
@@ -104,11 +99,9 @@ class LlamaContext:
             model = llama._model.model
             _ = (llama.n_tokens, llama.input_ids, llama.context_params, llama._requires_eval)
         except AttributeError as problem:
-            raise compat.unsupported(ENGINE, PACKAGE, TESTED, str(problem)) from None
+            raise ENGINE.unsupported(str(problem)) from None
         if llama._logits_all:
-            raise compat.UnsupportedEngine(
-                "prefixd keeps no scores: make the Llama without logits_all"
-            )
+            raise UnsupportedEngine("prefixd keeps no scores: make the Llama without logits_all")
         self._memory = lib.llama_get_memory(self._ctx)
         recurrent = lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model)
         windows = lib.llama_model_n_swa(model) > 0
@@ -128,7 +121,7 @@ class LlamaContext:
             if name not in _WITHOUT_EFFECT
             and isinstance(value := getattr(params, name), int | float)
         }
-        fields["engine"] = f"llama.cpp {compat.version_of(PACKAGE)}"
+        fields["engine"] = f"llama.cpp {ENGINE.version}"
         fields["blocks"] = self.has_spare_sequence
         adapters: tuple[Adapter, ...] = ()
         if llama.lora_path:

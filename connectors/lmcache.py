@@ -27,12 +27,10 @@ from ..client.saves import SaveItem
 from ..proto.errors import CallerError
 from ..proto.keys import ForeignNamespace, Key
 from ..proto.vocabulary import MissReason, Tier
-from . import compat
+from .compat import Engine
 from .options import attach
 
-ENGINE: Final = "LMCache"
-PACKAGE: Final = "lmcache"
-TESTED: Final = "0.5.6"
+ENGINE: Final = Engine("LMCache", "lmcache", "0.5.6")
 T = TypeVar("T")
 
 #: Namespaces that are remembered: a process serves few models.
@@ -41,7 +39,7 @@ _KIND: Final = attrgetter("model_name", "cache_salt")
 
 
 class Keys:
-    """An LMCache key as one of ours: rank, group and hash in the namespace of model and salt."""
+    """Makes prefixd's keys of LMCache's: rank, group and hash, in a namespace of model and salt."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         """`fields`: of all keys of this process."""
@@ -123,7 +121,7 @@ class Locks:
             return None
 
     def drop(self, keys: Iterable[Key]) -> list[Hit]:
-        """Each key once less. Returns the hits that are not needed any more."""
+        """Unlock each key once. Returns the hits of which no key is locked any more."""
         done: list[Hit] = []
         with self._lock:
             for key in keys:
@@ -385,19 +383,12 @@ class _Loading:
 
 def _adapter() -> type:
     """The class that LMCache constructs, made when its module is there."""
-    base = compat.require(
-        ENGINE,
-        PACKAGE,
-        TESTED,
+    base = ENGINE.require(
         "lmcache.v1.distributed.l2_adapters.base",
         ["L2AdapterInterface"],
     )
-    internal = compat.require(
-        ENGINE, PACKAGE, TESTED, "lmcache.v1.distributed.internal_api", ["L2StoreResult"]
-    )
-    native = compat.require(
-        ENGINE, PACKAGE, TESTED, "lmcache.lmcache_native", ["Bitmap", "Bitmap.set"]
-    )
+    internal = ENGINE.require("lmcache.v1.distributed.internal_api", ["L2StoreResult"])
+    native = ENGINE.require("lmcache.lmcache_native", ["Bitmap", "Bitmap.set"])
 
     class PrefixdL2Adapter(base.L2AdapterInterface):  # type: ignore[misc, name-defined]
         """`{"address": ..., "tier": "ram" | "shm" | "disk", "deadline_ms": ..., "fields": {...}}`;
@@ -461,7 +452,7 @@ def _adapter() -> type:
                 made.set(position)
         return made
 
-    compat.check_interface(ENGINE, PACKAGE, TESTED, PrefixdL2Adapter)
+    ENGINE.check_interface(PrefixdL2Adapter)
     return PrefixdL2Adapter
 
 

@@ -64,3 +64,12 @@ def attach(
         max_pending_saves=numbers["max_pending_saves"],
     )
     return Attached(client, tiers[tier.lower()])
+
+
+def plain_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
+    """An engine's fields as a namespace takes them: what is no plain value by its text."""
+    plain = bool | int | float | str | None
+    return {
+        str(name): value if isinstance(value, plain) else str(value)
+        for name, value in fields.items()
+    }

@@ -1,7 +1,7 @@
 """What engines call at their start, in every process of theirs, where prefixd is installed.
 
-Neither does anything that an engine without prefixd would notice: no connection, no thread, no
-change to how it works, and no exception.
+They change nothing in an engine that does not use prefixd: they open no connection, start no thread
+and raise nothing.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 from importlib import import_module
 from typing import Any
-
-from . import compat
 
 logger = logging.getLogger("prefixd.connectors")
 
@@ -30,8 +28,9 @@ def register_vllm() -> None:
 def register_sglang() -> None:
     """SGLang names its backends by module and class: there is nothing to register. Says at start
     what would come as a surprise with the first request."""
-    from . import sglang
+    from .sglang import ENGINE
 
-    found = compat.version_of(sglang.PACKAGE)
-    if found not in ("unknown", sglang.TESTED):
-        logger.info("prefixd's connector was made for SGLang %s; this is %s", sglang.TESTED, found)
+    if ENGINE.version not in ("unknown", ENGINE.tested):
+        logger.info(
+            "prefixd's connector was made for SGLang %s; this is %s", ENGINE.tested, ENGINE.version
+        )

@@ -20,12 +20,10 @@ from ..client.saves import SaveItem
 from ..proto.errors import ConfigError
 from ..proto.keys import ForeignNamespace
 from ..proto.vocabulary import ClaimMode, Tier
-from . import compat
-from .options import attach
+from .compat import Engine
+from .options import attach, plain_fields
 
-ENGINE: Final = "SGLang"
-PACKAGE: Final = "sglang"
-TESTED: Final = "0.5.23"
+ENGINE: Final = Engine("SGLang", "sglang", "0.5.23")
 
 #: The name of the pool that version 1 means.
 _ANCHOR: Final = "kv"
@@ -138,11 +136,7 @@ def namespace_of(
     ):
         fields[f"pool_{field}"] = getattr(pool, field, None)
     fields |= {"salt": extra.get("salt"), "pool": name}
-    plain = {
-        field: value if value is None or isinstance(value, bool | int | float | str) else str(value)
-        for field, value in fields.items()
-    }
-    return ForeignNamespace("sglang", plain)
+    return ForeignNamespace("sglang", plain_fields(fields))
 
 
 def _name(name: Any) -> str:
@@ -162,10 +156,7 @@ def _or(otherwise: T, work: Callable[[], T]) -> T:
 
 
 def _backend() -> type:
-    base = compat.require(
-        ENGINE,
-        PACKAGE,
-        TESTED,
+    base = ENGINE.require(
         "sglang.srt.mem_cache.hicache_storage",
         ["HiCacheStorage", "PoolTransferResult"],
     )
@@ -336,7 +327,7 @@ def _backend() -> type:
         def close(self) -> None:
             self._client.close()
 
-    compat.check_interface(ENGINE, PACKAGE, TESTED, PrefixdStorage)
+    ENGINE.check_interface(PrefixdStorage)
     return PrefixdStorage
 
 

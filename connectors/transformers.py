@@ -29,12 +29,11 @@ from ..client.saves import SaveItem
 from ..proto.errors import CallerError
 from ..proto.keys import Namespace, context_hash
 from ..proto.vocabulary import SaveReason, Tier
-from . import compat
+from .compat import Engine, UnsupportedEngine
 
 __all__ = ["Loaded", "load_cache", "namespace_of", "save_cache"]
 
-ENGINE: Final = "transformers"
-TESTED: Final = "5.23.0"
+ENGINE: Final = Engine("transformers", "transformers", "5.23.0")
 DEFAULT_BLOCK_TOKENS: Final = 256
 #: What a configuration says that changes no state.
 _WITHOUT_EFFECT: Final = ("_name_or_path", "use_cache", "pad_token_id", "id2label", "label2id")
@@ -68,7 +67,7 @@ def namespace_of(
     for name in _WITHOUT_EFFECT:
         config.pop(name, None)
     fields = {
-        "engine": f"transformers {compat.version_of(ENGINE)}",
+        "engine": f"transformers {ENGINE.version}",
         "config": json.dumps(config, sort_keys=True, default=str),
         "dtype": str(model.dtype),
         "attention": str(getattr(model.config, "_attn_implementation", None)),
@@ -98,7 +97,7 @@ def load_cache(
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     layers = cache.layers
     if len(layers) != text.num_hidden_layers:
-        raise compat.unsupported(ENGINE, ENGINE, TESTED, "its cache has not a layer each")
+        raise ENGINE.unsupported("its cache has not a layer each")
     _check_layers(utils, layers)
     chain = client.chain(namespace, list(tokens)[:-1], block_tokens)
     with client.longest_run(chain) as hit:
@@ -161,7 +160,7 @@ def _block(pairs: Sequence[tuple[Any, Any]], index: int, block_tokens: int) -> l
 def _check_layers(utils: Any, layers: Sequence[Any]) -> None:
     for layer in layers:
         if type(layer) is not utils.DynamicLayer:
-            raise compat.UnsupportedEngine(
+            raise UnsupportedEngine(
                 f"prefixd keeps one key and one value for each token: it can't keep a "
                 f"{type(layer).__name__}"
             )
@@ -173,8 +172,8 @@ def _modules() -> tuple[Any, Any]:
         "DynamicLayer.lazy_initialization",
         "DynamicLayer.get_seq_length",
     ]
-    utils = compat.require(ENGINE, ENGINE, TESTED, "transformers.cache_utils", names)
+    utils = ENGINE.require("transformers.cache_utils", names)
     initialize = utils.DynamicLayer.lazy_initialization
-    compat.check_call(ENGINE, ENGINE, TESTED, initialize, "self", "keys", "values")
-    torch = compat.require("torch", "torch", "2.13", "torch", ["empty"])
+    ENGINE.check_call(initialize, "self", "keys", "values")
+    torch = Engine("torch", "torch", "2.13").require("torch", ["empty"])
     return torch, utils

@@ -27,16 +27,14 @@ from ..client.saves import SaveItem
 from ..proto.errors import CallerError, InvalidSize
 from ..proto.keys import ForeignNamespace, Key
 from ..proto.vocabulary import Tier
-from . import compat
-from .options import attach
+from .compat import Engine
+from .options import attach, plain_fields
 
-ENGINE: Final = "vLLM"
-PACKAGE: Final = "vllm"
-TESTED: Final = "0.33.0"
+ENGINE: Final = Engine("vLLM", "vllm", "0.33.0")
 #: Answers of the daemon that are remembered for keys that a request asks for again.
 _MAX_ANSWERS: Final = 65_536
 _ANSWER_TTL_S: Final = 1.0
-#: For so long a key whose load failed is a miss: the same request would load it again and again.
+#: How long a key whose load failed is a miss: the same request would load it again and again.
 _FAILED_TTL_S: Final = 10.0
 _LOG_DRAIN_EVERY_S: Final = 5.0
 
@@ -111,7 +109,7 @@ class TierCore:
             self._asked[key] = monotonic(), None
             if len(self._asked) > _MAX_ANSWERS:
                 self._asked.popitem(last=False)
-        # A claim pins; it is let go at once. What is evicted until the load is a failed job.
+        # The claim is released at once. If the entry is evicted before its load, that job fails.
         try:
             claiming = self._client.claim_async([key])
         except CallerError:
@@ -246,12 +244,7 @@ class TierCore:
 
 def namespace_of(config: Mapping[str, Any], rank: int, chunk_bytes: int) -> ForeignNamespace:
     """`config`: what vLLM's own file tier tells its directories apart by."""
-    plain = {
-        str(name): value
-        if value is None or isinstance(value, bool | int | float | str)
-        else str(value)
-        for name, value in config.items()
-    }
+    plain = plain_fields(config)
     return ForeignNamespace("vllm", {**plain, "rank": rank, "chunk_bytes": chunk_bytes})
 
 
@@ -260,14 +253,9 @@ def namespace_of(config: Mapping[str, Any], rank: int, chunk_bytes: int) -> Fore
 
 def _tier() -> type:
     names = ["SecondaryTierManager", "JobResult", "LookupResult"]
-    base = compat.require(ENGINE, PACKAGE, TESTED, "vllm.v1.kv_offload.tiering.base", names)
-    mapper = compat.require(
-        ENGINE, PACKAGE, TESTED, "vllm.v1.kv_offload.file_mapper", ["FileMapper"]
-    )
-    offload = compat.require(
-        ENGINE,
-        PACKAGE,
-        TESTED,
+    base = ENGINE.require("vllm.v1.kv_offload.tiering.base", names)
+    mapper = ENGINE.require("vllm.v1.kv_offload.file_mapper", ["FileMapper"])
+    offload = ENGINE.require(
         "vllm.v1.kv_offload.base",
         ["RequestOffloadingContext", "OffloadingEvent", "Medium.STORAGE", "Locality"],
     )
@@ -382,7 +370,7 @@ def _tier() -> type:
         def shutdown(self) -> None:
             self._core.close()
 
-    compat.check_interface(ENGINE, PACKAGE, TESTED, PrefixdTier)
+    ENGINE.check_interface(PrefixdTier)
     return PrefixdTier
 
 

@@ -39,8 +39,8 @@ class EntryRecord:
     payload_crc32c: int = 0
 
 
-class Listed(Protocol):
-    """What a row says of an entry. `location` is offset, length, offset, length ..."""
+class EntryRef(Protocol):
+    """What a store has to know of an entry that it holds: `EntryRecord`, or anything like it."""
 
     @property
     def key(self) -> Key: ...
@@ -49,19 +49,24 @@ class Listed(Protocol):
     @property
     def payload_bytes(self) -> int: ...
     @property
+    def token_ids_bytes(self) -> int: ...
+    @property
+    def location(self) -> Location: ...
+
+
+class Listed(EntryRef, Protocol):
+    """What a row of the index says of an entry."""
+
+    @property
     def token_count(self) -> int: ...
     @property
     def payload_crc32c(self) -> int: ...
-    @property
-    def token_ids_bytes(self) -> int: ...
     @property
     def layer_count(self) -> int: ...
     @property
     def tier(self) -> int: ...
     @property
     def reason(self) -> int: ...
-    @property
-    def location(self) -> tuple[int, ...]: ...
 
 
 class Recorded(Listed, Protocol):

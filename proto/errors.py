@@ -229,7 +229,7 @@ def from_grpc(error: grpc.RpcError) -> PrefixdError:
 
 
 def from_name(name: str, sentence: str, *, retryable: bool) -> PrefixdError:
-    """The same for an error that came without a gRPC status, on the local socket."""
+    """The error that a daemon named on its local socket, where there is no gRPC status."""
     if name in BY_NAME:
         return BY_NAME[name](sentence)
     error = PrefixdError(sentence)

@@ -178,7 +178,7 @@ class IndexRow(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where things lie in an index of at most so many heads and rows."""
+    """Where things lie in an index of some size."""
 
     max_heads: int
     max_rows: int

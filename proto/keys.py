@@ -293,7 +293,7 @@ def _foreign_id(foreign: bytes | str | int) -> bytes:
                 raw = bytes.fromhex(foreign)
             except ValueError:
                 raw = b""
-            # fromhex skips white space.
+            # bytes.fromhex skips white space, which is refused here.
             if 2 * len(raw) != len(foreign):
                 raw = b""
     if not raw:

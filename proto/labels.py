@@ -12,7 +12,7 @@ _LABEL: Final = re.compile(rf"[A-Za-z0-9._:/@+-]{{1,{MAX_LABEL_CHARS}}}")
 
 
 def check_label(label: str) -> str:
-    """The same label, under which traffic is added up. Raises InvalidSize for what can't be one."""
+    """`label` itself, under which traffic is added up. Raises InvalidSize if it can't be one."""
     if not _LABEL.fullmatch(label):
         raise InvalidSize(
             f"a label has 1 ... {MAX_LABEL_CHARS} letters, digits or ._:/@+-, not {label[:80]!r}"

@@ -104,7 +104,7 @@ def generation_of(body: bytes) -> int:
 
 
 def with_token_ids(body: bytes, token_ids: bytes) -> bytes:
-    """The same event, with the token ids of its entry."""
+    """An encoded event, with the token ids of its entry put into it."""
     return b"".join((body, _TOKEN_IDS_TAG, _varint(len(token_ids)), token_ids))
 
 

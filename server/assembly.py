@@ -37,7 +37,7 @@ from .sharing.common import SharingConfig, WritePolicy
 from .sharing.sharing import Sharing
 from .sharing.store import SharedStore
 
-#: Under pressure a client that did not save for so long has no staging memory.
+#: Under pressure a client that has not saved for this time has no staging memory.
 _STAGING_IDLE_NS: Final = 10**9
 
 

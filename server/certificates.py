@@ -1,5 +1,5 @@
 """The certificates of both TCP ports: read at the start and with each reload, put to use for new
-connections, and watched, for one that is over lets nobody in.
+connections, and watched: no client can connect with an expired one.
 
 Connections that there are keep what they began with.
 """
@@ -57,7 +57,7 @@ class Material:
 
 
 class Certificates:
-    """Those in use. `read` is for any thread, everything else for the event loop."""
+    """The certificates in use. `read` is for any thread, the rest for the event loop."""
 
     def __init__(self, files: Server) -> None:
         """`files`: `tls_cert` and `tls_key`, perhaps `tls_client_ca`. Raises ConfigError."""
@@ -94,7 +94,7 @@ class Certificates:
                 raise ConfigError(f"{option}: {options[option]} changed while it was read")
         ends_s = {_CERT: min(_ends_s(raw[_CERT]), default=0)}
         if roots:
-            # Some may be over: it is the last one that lets nobody in.
+            # Some may have expired: clients are locked out when the last one has.
             ends_s[_CLIENT_CA] = max(_ends_s(roots), default=0)
         return Material(
             context,
@@ -137,7 +137,7 @@ class Certificates:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def look(self, core: Core) -> None:
-        """The same, once."""
+        """Do what `watch` does, once."""
         now_ns = core.clock.now_ns()
         found = {}
         for option, ends_s in self.material.ends_s.items():

@@ -52,10 +52,10 @@ from .stopping import Stop, leave, running_threads
 
 log = structlog.get_logger("prefixd")
 
-#: Serve once so much of an arena is real memory; the rest follows in the background.
+#: What of an arena is real memory before a tier serves; the rest follows in the background.
 _SECURED_BEFORE_SERVING_BYTES = 256 * 2**20
-#: A daemon listens after so long, whatever its tiers still have to recover. With what comes before,
-#: most of it imports, that is within a second.
+#: After this time a daemon listens, whatever its tiers still have to recover. With what comes
+#: before, most of it imports, that is within a second.
 _HEAD_START_S = 0.25
 #: How long a stop waits for calls that were told to end.
 _ENDED_WITHIN_S = 2.0

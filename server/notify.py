@@ -8,12 +8,13 @@ import socket
 from contextlib import suppress
 from typing import Final
 
-#: So often within the time that the watchdog allows.
+#: Signs of life within the time that the watchdog allows.
 _BEATS: Final = 3
 
 
 def notify(state: str) -> bool:
-    """Tell it, at $NOTIFY_SOCKET. False: nobody is to be told, or can't be."""
+    """Send a state to systemd, at $NOTIFY_SOCKET. False: there is no such socket, or it can't be
+    reached."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return False
@@ -27,7 +28,7 @@ def notify(state: str) -> bool:
 
 
 def watchdog_interval_s() -> float:
-    """How often to say that the daemon lives; 0: nobody asks."""
+    """How often systemd wants to hear that the daemon lives; 0: it does not."""
     try:
         pid, limit_us = os.environ.get("WATCHDOG_PID"), int(os.environ["WATCHDOG_USEC"])
     except (KeyError, ValueError):

@@ -121,7 +121,7 @@ class Reloader:
         self._running[option] = (kinds()[option].show(value), value)
 
     async def reload(self) -> None:
-        """What SIGHUP does: the log has what came of it."""
+        """What SIGHUP does; the outcome is in the log."""
         try:
             response = await self.configure(True)
         except ConfigError as problem:
@@ -135,7 +135,7 @@ class Reloader:
 
 
 def kinds() -> dict[str, sources.Kind]:
-    """Of every option, by its name in the file, how its values are written."""
+    """How the values of each option are written, by its name in the file."""
     return {
         option.path: option.kind for _, _, options in sources.sections(Config) for option in options
     }

@@ -17,8 +17,8 @@ from .runtime.loop import Core
 
 
 def tokens_of(config: Config) -> Tokens | None:
-    """Who may call over TCP; None: whoever connects. Raises ConfigError, also for shares of a
-    namespace that no token is of: they would be kept for nobody."""
+    """Who may call over TCP; None: everybody who connects. Raises ConfigError, also for a share
+    of a namespace that no token is bound to: nobody could use it."""
     if not config.server.tokens:
         return None
     tokens = Tokens.from_file(Path(config.server.tokens))

@@ -22,7 +22,7 @@ import structlog
 
 log = structlog.get_logger("prefixd")
 
-#: A stop ends within the drain timeout and so long at most, a hurried one within so long.
+#: A stop ends within the drain timeout and this time, a hurried one within this time alone.
 STOPPED_WITHIN_S: Final = 10.0
 
 

@@ -63,7 +63,7 @@ class _Call:
     def __init__(self, span: Span) -> None:
         self.span = span
         self.context = set_span_in_context(span)
-        #: of each tier: bytes that were read, from when to when
+        #: by tier: the bytes that were read, and from when to when
         self.reads: dict[Tier, tuple[int, int, int]] = {}
 
 

@@ -22,11 +22,12 @@ from prefixd.proto.units import parse_bytes, parse_duration_ns
 from prefixd.server.api.metrics import PRESSURE, StateCollector
 from prefixd.server.config.loading import load_config
 from prefixd.server.config.options import Config
+from prefixd.server.core.histogram import Histogram
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
 from prefixd.server.daemon import main
 from prefixd.server.runtime.clock import Clock
-from prefixd.server.runtime.lag import BUCKETS_US, LoopLag
+from prefixd.server.runtime.lag import BOUNDS_NS, LoopLag
 from prefixd.server.runtime.latencies import Latencies
 from tests.support.daemon import eventually, metrics_of, private_daemon
 
@@ -48,7 +49,7 @@ def metric_names() -> set[str]:
             MetaState(StateConfig(), {}, {}, frozenset(), 1),
             lambda: {"part": "it broke"},
             # Its own needs a loop; what it is read for is this.
-            cast(LoopLag, SimpleNamespace(counts=[0] * (len(BUCKETS_US) + 1), total_us=0)),
+            cast(LoopLag, SimpleNamespace(pulses=Histogram(BOUNDS_NS))),
             latencies=Latencies(Clock()),
             pressure=lambda: dict.fromkeys(PRESSURE, 0.0),
         )

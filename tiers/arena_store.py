@@ -93,7 +93,7 @@ class ArenaStore(Store):
         return arena_bytes
 
     def _arena_bytes_of(self, budget_bytes: int) -> int:
-        """The same, of any size."""
+        """What of a budget is whole slabs, unchecked."""
         return budget_bytes - budget_bytes % self.slab_bytes
 
     def wants(self, arena_bytes: int) -> None:

@@ -25,14 +25,14 @@ _SUBCLASSES: Final = 1 << _SUBCLASS_BITS
 _CLASSES: Final = (31 - _SUBCLASS_BITS + 1) * _SUBCLASSES
 #: Slab numbers are kept in 32-bit signed arrays: 8 TiB in slabs of 4 KiB.
 _MAX_SLABS: Final = 2**31 - 1
-#: Runs of a request's own class are not all long enough; so many are looked at.
+#: Runs of a request's own class that are looked at: not all of them are long enough.
 _OWN_CLASS_LOOKS: Final = 16
 _NONE: Final = -1
 _RUNS_A_STEP: Final = 512
 
 
 def _class_of(slabs: int) -> int:
-    """The size class of a run of so many slabs. Grows with `slabs`."""
+    """The size class of a run of `slabs`. Grows with them."""
     if slabs < _SUBCLASSES:
         return slabs
     shift = slabs.bit_length() - 1 - _SUBCLASS_BITS
@@ -121,7 +121,7 @@ class ExtentAllocator:
                 self._mark(start, slabs)
 
     def grow(self, arena_bytes: int) -> None:
-        """The arena has so many bytes from now on; never fewer than before (ValueError)."""
+        """The arena has `arena_bytes` from now on; never fewer than before (ValueError)."""
         slabs = arena_bytes >> self._shift
         added = slabs - self._slabs
         if added < 0:
@@ -187,7 +187,7 @@ class ExtentAllocator:
     # ---- runs
 
     def _find(self, slabs: int) -> int:
-        """The start of a free run of at least so many slabs; _NONE."""
+        """The start of a free run of at least `slabs`; _NONE: there is none."""
         size_class = _class_of(slabs)
         larger = self._classes >> size_class
         if larger & 1:
@@ -219,7 +219,7 @@ class ExtentAllocator:
     def _carve(self, start: int, slabs: int) -> int:
         """Allocate the last slabs of a free run; returns the first of them.
 
-        From the back, so that what is left of a long run stays where it is in its list.
+        From the back, so that the rest of the run keeps its start, and its place in the list.
         """
         run_slabs = self._run[start]
         rest = run_slabs - slabs
@@ -326,7 +326,7 @@ class ExtentAllocator:
         return runs
 
     def _run_of(self, offset: int, length: int, other: int) -> tuple[int, int]:
-        """The same of one extent, in bytes."""
+        """First slab and number of slabs of an extent that is given in bytes."""
         start, slabs = offset >> self._shift, length >> self._shift
         end = start + slabs
         if (

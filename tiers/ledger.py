@@ -24,7 +24,7 @@ from .store import Location
 
 
 class Admission(Enum):
-    """Can so many bytes be taken in?"""
+    """Can an entry be taken in?"""
 
     FITS = "fits"
     AFTER_EVICTION = "after eviction"
@@ -139,7 +139,7 @@ class Ledger:
     def fits_after(
         self, stored_bytes: int, entries: int, freed_bytes: int, freed_entries: int
     ) -> bool:
-        """Would it fit once so much of what is published were gone?"""
+        """Would an entry fit once this much of what is published were gone?"""
         used = self.entries + self.reservations - freed_entries
         return stored_bytes <= self.free_bytes + freed_bytes and (
             not self.max_entries or used + entries <= self.max_entries
@@ -291,7 +291,7 @@ class Ledger:
         """Take the next victim out of the eviction order; `forget` has to follow.
 
         `coming` was prepared; `adopted` was not, and may be what has to give way: None then, too.
-        `below_shares`: an operator wants room, whoever's share it is.
+        `below_shares`: take room from any namespace, as operators may.
         """
         shares = self.shares
         if shares is None:
@@ -367,7 +367,7 @@ class Ledger:
         self.policy.resize(budget_bytes)
 
     def retire(self, stored_bytes: int) -> Location:
-        """Take so many free bytes, in whole slabs, out of use. Returns where they are."""
+        """Take `stored_bytes` of what is free, whole slabs, out of use. Returns where they are."""
         assert self.extents is not None
         location = self.extents.allocate(stored_bytes)
         self.retired.append(location)
@@ -376,7 +376,7 @@ class Ledger:
         return location
 
     def next_restored(self, most_bytes: int) -> Location:
-        """Of what was retired, some of at most so many bytes, in whole slabs; empty: nothing."""
+        """Some of what was retired, `most_bytes` at most, in whole slabs; empty: nothing."""
         if not self.retired:
             return ()
         start, extent_bytes = self.retired[-1][-2:]
@@ -397,7 +397,7 @@ class Ledger:
 
 
 class _Alone:
-    """The rehearsal of a tier without shares (`SharesRehearsal`)."""
+    """What `SharesRehearsal` is for a tier with shares, for one without."""
 
     def __init__(self, rehearsal: Rehearsal[Key]) -> None:
         self._rehearsal = rehearsal

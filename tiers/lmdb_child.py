@@ -61,7 +61,7 @@ _ZERO_ROW: Final = bytes(wire.ROW_BYTES)
 _CELLS_AT_ONCE: Final = 16384
 #: A slice has no fewer slabs: each takes some pages, however small it is.
 _MIN_SLICE_SLABS: Final = 1024
-#: The slices that are copied while no request came for so long.
+#: The slices that are copied while no request comes, and when that begins.
 _IDLE_SLICE_SLABS: Final = 4096
 _IDLE_S: Final = 0.05
 #: The part of the pages of a file that is left when the copy ends.
@@ -100,7 +100,7 @@ class Table:
         self._sequences = _numbers(slabs)
         self._generations = _numbers(slabs)
         self._sequence = 0
-        #: The spare file has the cells of so many slabs. None: nothing is being copied.
+        #: Slabs whose cells the spare file has. None: nothing is being copied.
         self._copied: int | None = None
         #: of the file that holds, when it began to
         self._first_pages = 0
@@ -217,7 +217,7 @@ class Table:
             self._renew(problem)
 
     def _copy_slice(self, slabs: int) -> None:
-        """Copy the cells of so many slabs into the spare file, which is begun if it has to be.
+        """Copy the cells of the next `slabs` into the spare file, which is begun if it has to be.
         With the last it takes over."""
         if self._copied is None:
             try:

@@ -52,7 +52,7 @@ class CellFile:
 
     @property
     def pages(self) -> int:
-        """So many have room: as a device may have less, the file may be shorter than the map."""
+        """Pages that have room. A device may have less than the map: then the file is shorter."""
         return min(self._map_bytes, os.fstat(self.fd).st_size) // self._page_bytes
 
     @property
@@ -64,8 +64,8 @@ class CellFile:
         return self._mark[0] + 1
 
     def pages_of(self, cells: int) -> int:
-        """About what a transaction of so many takes at most: it copies every page that it
-        changes."""
+        """About how many pages a transaction that changes `cells` takes at most: it copies every
+        page that it changes."""
         assert self._env is not None
         stat = self._env.stat()
         return int(min(cells, stat["leaf_pages"]) + stat["branch_pages"] + cells // 16 + 16)
@@ -167,7 +167,8 @@ class CellFile:
         self._synced_page = self._mark[0]
 
     def _read_back(self, cells: Sequence[bytes], first_page: int, alike_bytes: int) -> None:
-        """Raises Damage unless these lie in the pages from this one on. They begin alike."""
+        """Raises Damage unless all these cells can be read from `first_page` on. The first
+        `alike_bytes` bytes are the same in all of them."""
         missing = set(cells)
         theirs = re.compile(re.escape(cells[0][:alike_bytes]), re.DOTALL)
         start, end = (page * self._page_bytes for page in (first_page, self._mark[0] + 1))

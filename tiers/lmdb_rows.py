@@ -230,7 +230,7 @@ class LmdbRows(RowTable):
         self._connection, self._ready = ours, False
 
     def _end(self, within_s: float) -> int | None:
-        """Hang up, wait so long, kill. Returns the exit status, None if there is none yet. A
+        """Hang up, wait, kill. Returns the exit status, None if there is none yet. A
         call that another thread has under way fails."""
         process, connection = self._process, self._connection
         self._process = self._connection = None

@@ -154,7 +154,7 @@ class Recency(Order):
         return resident.before is not None or resident.after is not None
 
     def follower(self, resident: Resident | None) -> Resident | None:
-        """What leaves after one that it holds (None: first of all), if anything does."""
+        """The resident that would be evicted after this one (None: the first of all), if any."""
         after = self._ends.after if resident is None else resident.after
         return None if after is self._ends else after
 

@@ -39,12 +39,7 @@ from ..proto.vocabulary import Tier
 from .files import open_own_file, pwrite_all, secure_range
 from .files import write_errors as errors
 from .row_table import Erasure, RowTable
-from .rows import (
-    RowRefused,
-    decode_entry,
-    encode_rows,
-    generation_of,
-)
+from .rows import RowRefused, decode_entry, encode_rows, generation_of
 from .store import EntryRef, RecoveryBatch, StoreError, Usage
 from .survivors import Survivors, UsageReader
 

@@ -12,7 +12,7 @@ What is pinned or reserved can't leave. Of that, the parts together have no more
 than the shares leave (`allows`). From this follows that a part within its share always gets its
 room: if a tier is full with it, some part is above its share, and by more than it has pinned there.
 
-Entries are divided like bytes where a tier holds only so many: a share of a quarter of the bytes
+Entries are divided like bytes where their number is limited: a share of a quarter of the bytes
 is one of a quarter of the entries. While a tier has less room than the shares are (its memory is
 being secured), all of them are smaller in proportion.
 """
@@ -113,8 +113,8 @@ class Shares(Order):
         return whole_bytes - self.share_bytes + self.standings[number].share_bytes
 
     def allows(self, room: Room, adding: Sequence[tuple[int, int, int]]) -> bool:
-        """May so much more be fixed? `adding`: part, bytes, entries. Without regard to what is
-        free: what the others are sure of is not given away because they do not use it yet."""
+        """May more be fixed? `adding`: part, bytes, entries. Without regard to what is free: what
+        the others are sure of is not given away because they do not use it yet."""
         more = {number: (more_bytes, entries) for number, more_bytes, entries in adding}
         left_bytes, left_entries = room
         over_bytes = over_entries = 0
@@ -263,7 +263,7 @@ class SharesRehearsal:
         self._of(self._number).prepare(coming, stored_bytes)
 
     def admit(self, coming: Key, stored_bytes: int) -> None:
-        """It has its room, and is reserved."""
+        """`coming` has its room, and is reserved."""
         rehearsal = self._of(self._number)
         rehearsal.admit(coming, stored_bytes)
         rehearsal.pin(coming)

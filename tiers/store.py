@@ -35,9 +35,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Final, NamedTuple, Protocol, TypeAlias
+from typing import ClassVar, Final, NamedTuple, TypeAlias
 
 from ..proto.entry import EntryRecord, Recorded
+from ..proto.entry import EntryRef as EntryRef
 from ..proto.entry import Location as Location
 from ..proto.keys import Key
 from ..proto.layout import crc32c
@@ -52,21 +53,6 @@ SEGMENT_BYTES: Final = 64 * 2**20
 SMALLEST_SEGMENT_BYTES: Final = 2**20
 #: How much of a payload is read at once to compute its checksum.
 VERIFY_BYTES: Final = 2**20
-
-
-class EntryRef(Protocol):
-    """What a store has to know of an entry that it holds: `EntryRecord`, or anything like it."""
-
-    @property
-    def key(self) -> Key: ...
-    @property
-    def generation(self) -> int: ...
-    @property
-    def payload_bytes(self) -> int: ...
-    @property
-    def token_ids_bytes(self) -> int: ...
-    @property
-    def location(self) -> Location: ...
 
 
 class StoredEntry(NamedTuple):
@@ -138,7 +124,7 @@ class EntryWriter(ABC):
         return None
 
     def filled(self, length_bytes: int) -> None:
-        """So many bytes were written into the last `room`."""
+        """The caller has written `length_bytes` into the last `room`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -159,7 +145,7 @@ class Store(ABC):
     #: nothing.
     recorded: ClassVar[bool]
     slab_bytes: int
-    #: Entered around each step of `apply`, with its name, for whoever times them.
+    #: A context manager that is entered around each step of `apply`, by name: for timing.
     step: Callable[[str], AbstractContextManager[object]] = nullcontext
     #: Bytes at the start of the arena that belong to no entry: what `ExtentAllocator` has to
     #: leave out.
@@ -196,7 +182,7 @@ class Store(ABC):
 
     @abstractmethod
     def wants(self, arena_bytes: int) -> None:
-        """The arena is to have so many bytes, which `secure_segments` gets from now on. What was
+        """The arena is to have `arena_bytes`, which `secure_segments` gets from now on. What was
         secured already stays."""
 
     @abstractmethod

@@ -20,20 +20,13 @@ from ..proto.entry import EntryRecord, Location
 from ..proto.keys import Key
 from ..proto.vocabulary import Tier
 from .row_table import Erasure
-from .rows import (
-    KEY_SLICE,
-    RowReader,
-    RowRefused,
-    decode_checked,
-    decode_entry,
-    is_continuation,
-)
+from .rows import KEY_SLICE, RowReader, RowRefused, decode_checked, decode_entry, is_continuation
 from .store import StoredEntry
 
 #: What a usage file says of the entry of this generation at a slab: `last_used_ns` and `hits`.
 UsageReader = Callable[[int, int], tuple[int, int] | None]
 
-#: Keys lie in so many dicts by the upper bits of their hash: one grows at a time.
+#: Dicts that the keys lie in, by the upper bits of their hash: one grows at a time.
 _SHARDS: Final = 2048
 _SHARD_SHIFT: Final = 48
 #: Sorted at once: a millisecond.
@@ -118,7 +111,7 @@ class Survivors:
         self._taken = bytearray()
 
     def batches(self, entries: int) -> Iterator[list[StoredEntry]]:
-        """What holds, least recently used first, so many at once. Can be taken once."""
+        """What holds, least recently used first, `entries` in a list. Can be taken once."""
         rows, hits, slab_bytes = self._rows, self._hits, self._slab_bytes
         for uses in sorted_parts(self._uses):
             for first in range(0, len(uses), entries):

@@ -40,7 +40,7 @@ def work(
 
 
 class Crowd:
-    """So many processes, each with a client and a buffer of its own. A context manager."""
+    """Processes, each with a client and a buffer of its own. A context manager."""
 
     def __init__(
         self, clients: int, address: str, keys: Sequence[Key], block_bytes: int, verify: Verify

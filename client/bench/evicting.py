@@ -30,8 +30,8 @@ STORED_BYTES: Final = 4096
 class Evictions:
     """A daemon whose RAM tier holds `beside` older entries, claimed or not.
 
-    Claimed ones have to be passed by. Unclaimed ones are what is evicted, oldest first, and are
-    replaced; they say what the size of the tables alone costs. The client holds the claims.
+    Evictions must skip claimed entries. Unclaimed ones are evicted, oldest first, and replaced:
+    they show what the size of the tables alone costs. The client holds the claims.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class Rows:
         return min(able, key=lambda row: row.p50_ms, default=None)
 
     def crowd(self) -> list[tuple[int, Row]]:
-        """What so many processes restored at once, in the order of their numbers."""
+        """What several processes restored at once, by how many they were."""
         found = [
             (int(row.op.removeprefix(CROWD_OP)), row)
             for row in self._rows.values()
@@ -58,7 +58,7 @@ class Rows:
 
     @property
     def batches(self) -> list[int]:
-        """Of what moves blocks."""
+        """The sizes of the batches that were moved, ascending."""
         return sorted({row.blocks for row in self._rows.values() if row.op == "restore"})
 
 

@@ -46,7 +46,7 @@ class Row:
         return row | dict(self.more)
 
     def of_blocks(self, block_bytes: int) -> Row:
-        """The same, saying how large its blocks are."""
+        """This row with the size of its blocks in it."""
         return replace(self, more={**self.more, BLOCK_BYTES: block_bytes})
 
     @classmethod

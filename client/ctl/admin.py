@@ -63,7 +63,7 @@ def stats(
     """Show budgets, hits, saves and evictions of the tiers."""
     from . import fleet, messages, render, stats_view
 
-    if ctl.common.targets:
+    if ctl.targets:
         if watch is not None or counters:
             raise typer.BadParameter("--watch and --counters are of one daemon: use --address")
         fleet.stats(ctl)
@@ -375,7 +375,7 @@ def check(ctl: Ctl) -> None:
     """
     from . import fleet, messages, render
 
-    if ctl.common.targets:
+    if ctl.targets:
         fleet.check(ctl, LONG_TIMEOUT_S)
         return
     with ctl.connect(LONG_TIMEOUT_S) as daemon:

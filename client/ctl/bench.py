@@ -143,7 +143,7 @@ def _plan(
     chosen = tuple(dict.fromkeys(parts or PARTS))
     if unknown := set(chosen) - set(PARTS):
         raise typer.BadParameter(f"no such part: {', '.join(sorted(unknown))}; {PARTS_HELP}")
-    if ctl.common.address is not None:
+    if ctl.given_address is not None:
         if parts and "evict" in parts:
             raise typer.BadParameter("evict goes without --address: it fills daemons of its own")
         chosen = tuple(part for part in chosen if part != "evict")
@@ -163,7 +163,7 @@ def _measure(ctl: Ctl, plan: Plan, note: Note) -> Iterator[Row]:
     from ..bench.run import measure
     from .private import unwound_by_signals
 
-    if ctl.common.address is not None:
+    if ctl.given_address is not None:
         with ctl.connect() as admin:
             yield from measure(ctl.address, admin, plan, note)
         return

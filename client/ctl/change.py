@@ -100,7 +100,7 @@ def drain(
     ctl: Ctl,
     within: Annotated[
         float,
-        typer.Option("--within", metavar="TIME", parser=parse_seconds, help="At most so long."),
+        typer.Option("--within", metavar="TIME", parser=parse_seconds, help="The longest wait."),
     ] = 60.0,
     stop: Annotated[
         bool, typer.Option("--stop", help="End the daemon when it is drained, or after TIME.")

@@ -55,33 +55,23 @@ class ExitCode(IntEnum):
     """Ctrl-C; what was done until then was shown."""
 
 
-@dataclass(slots=True)
-class Common:
-    """The options that every command has; None: not given."""
+@dataclass(frozen=True, slots=True)
+class Ctl:
+    """What a command works with: the options that every command has."""
 
-    address: str | None = None
+    #: None: not given
+    given_address: str | None = None
     as_json: bool = False
     timeout_s: float | None = None
     #: several daemons, in the place of one
     targets: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Ctl:
-    """What a command works with."""
-
-    common: Common
-
-    @property
-    def as_json(self) -> bool:
-        return self.common.as_json
 
     @property
     def address(self) -> str:
         """The daemon's address: as given, else the one that everybody agrees on."""
         from ...proto.endpoints import default_address, normalize_address
 
-        given = self.common.address
+        given = self.given_address
         return default_address() if given is None else normalize_address(given)
 
     def connect(self, timeout_s: float = options.DEFAULT_TIMEOUT_S) -> AdminConnection:
@@ -91,7 +81,7 @@ class Ctl:
 
         given = os.environ.get(ADMIN_ADDRESS_VARIABLE)
         operators = normalize_address(given) if given else None
-        return AdminConnection(self.address, self.common.timeout_s or timeout_s, operators)
+        return AdminConnection(self.address, self.timeout_s or timeout_s, operators)
 
     def show(self, data: object, table: Callable[[], RenderableType]) -> None:
         """Print the data as JSON, or else what `table` makes of it."""
@@ -175,12 +165,12 @@ def command(
             common.insert(1, _option("as_json", JsonOption, default=False))
 
         def invoke(ctx: typer.Context, **given: Any) -> None:
-            merged = _merged(ctx, given)
-            if merged.targets and (merged.address is not None or name not in FLEET_COMMANDS):
+            ctl = _merged(ctx, given)
+            if ctl.targets and (ctl.given_address is not None or name not in FLEET_COMMANDS):
                 raise typer.BadParameter(
                     f"--targets goes with {', '.join(FLEET_COMMANDS)}, without --address"
                 )
-            function(Ctl(merged), **given)  # type: ignore[call-arg]  # keywords only
+            function(ctl, **given)  # type: ignore[call-arg]  # keywords only
 
         context = inspect.Parameter(
             "ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
@@ -190,7 +180,7 @@ def command(
             _is_no_value(parameter.annotation)
         invoke.__name__ = function.__name__
         invoke.__doc__ = _unwrapped(function.__doc__)
-        # Typer reads both.
+        # Typer reads the signature and the annotations.
         vars(invoke)["__signature__"] = inspect.Signature(parameters)
         invoke.__annotations__ = {p.name: p.annotation for p in parameters}
         app.command(name, rich_help_panel=panel, cls=cls)(invoke)
@@ -219,12 +209,12 @@ def _unwrapped(text: str | None) -> str:
     )
 
 
-def _merged(ctx: typer.Context, given: dict[str, Any]) -> Common:
-    """What was written after the command's name, else what was written before it."""
-    before = cast(Common, ctx.find_root().obj or Common())
+def _merged(ctx: typer.Context, given: dict[str, Any]) -> Ctl:
+    """The common options: as written after the command's name, else as written before it."""
+    before = cast(Ctl, ctx.find_root().obj or Ctl())
     address, timeout_s = given.pop("address"), given.pop("timeout")
-    return Common(
-        before.address if address is None else address,
+    return Ctl(
+        before.given_address if address is None else address,
         given.pop("as_json", False) or before.as_json,
         before.timeout_s if timeout_s is None else timeout_s,
         before.targets,

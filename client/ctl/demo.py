@@ -21,11 +21,11 @@ from ..lab.generate import generate
 from ..lab.live import LiveReplay
 from ..lab.outcome import Totals
 from ..lab.worker import LiveOptions
-from . import messages, render
+from . import messages, render, stats_view
 from .connection import AdminConnection
-from .live import TierBoard, live_view
 from .private import PrivateDaemon, temporary_directories, unwound_by_signals
-from .replay_live import mismatch_line
+from .replay_live import figures, mismatch_line, troubles
+from .top_board import Board
 
 #: Small enough that every tier has to evict.
 BUDGETS: Final = {Tier.RAM: "96MiB", Tier.SHM: "128MiB", Tier.DISK: "160MiB"}
@@ -37,7 +37,7 @@ KILLED_AFTER: Final = 0.6
 #: Seconds between two looks at the daemon, where it can be drawn and where only lines can.
 DRAW_EVERY_S: Final = 0.25
 LINE_EVERY_S: Final = 3.0
-#: A worker waits so long for the next daemon.
+#: How long a worker waits for the next daemon.
 _PATIENCE_S: Final = 60.0
 
 
@@ -90,7 +90,7 @@ class DemoResult:
     @property
     def restored_bytes_per_s(self) -> float:
         """While a worker restored; all workers together are faster."""
-        busy_ns = self.totals.latencies["restore"].total_ns
+        busy_ns = self.totals.latencies["restore"].total
         return self.totals.verified_bytes * 1e9 / busy_ns if busy_ns else 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class _Show:
         self._daemon = daemon
         self._admin = admin
         self._options = options
-        self._board = TierBoard()
+        self._board = Board(daemon.address)
         self._totals = Totals()
         self._every_s = DRAW_EVERY_S if console.is_terminal else LINE_EVERY_S
         self._due_s = time.monotonic() + self._every_s
@@ -167,7 +167,7 @@ class _Show:
             reconnect_wait_s=_PATIENCE_S,
         )
         requests = generate(PROFILE, requests=options.requests, seed=options.seed)
-        with live_view(self._console, self) as self._refresh:
+        with render.live_view(self._console, self) as self._refresh:
             totals = LiveReplay(requests, live, self._on_progress).run()
             self._look(totals)
         return totals
@@ -182,11 +182,11 @@ class _Show:
 
     def _look(self, totals: Totals) -> None:
         self._totals = totals
-        self._board.take(self._admin.stats(), time.monotonic())
+        self._board.take(self._admin.stats(), (), time.monotonic())
         self._refresh()
 
     def _kill(self) -> None:
-        """And start the next one, while the workers go on: what they miss is a miss."""
+        """Kill the daemon and start the next one, while the workers go on: they miss meanwhile."""
         self._look(self._totals)
         pid, killed_s = self._daemon.pid, time.monotonic()
         self._daemon.kill()
@@ -201,7 +201,9 @@ class _Show:
         """This moment: drawn, or as lines."""
         done, requests = self._totals.requests, self._options.requests
         if not self._console.is_terminal:
-            lines = f"{done:,} of {requests:,}  {_figures(self._totals)}\n  {self._board.line()}"
+            lines = (
+                f"{done:,} of {requests:,}  {figures(self._totals)}\n  {self._board.tiers_line()}"
+            )
             return f"{lines}\n  {self._note}" if self._note else lines
         return Group(self.drawn(), Text(self._note, style="bold yellow"))
 
@@ -212,17 +214,7 @@ class _Show:
         progress.add_row(
             ProgressBar(requests, done, width=30), f"{done:,} of {requests:,} requests"
         )
-        return Group(progress, _figures(self._totals), self._board)
-
-
-def _figures(totals: Totals) -> str:
-    seconds = totals.wall_seconds or 1.0
-    return (
-        f"hit rate {render.percent(totals.hit_tokens, totals.prompt_tokens)}   "
-        f"{render.size(totals.verified_bytes / seconds)}/s read and compared   "
-        f"{render.size(totals.saved_bytes / seconds)}/s saved   "
-        f"{totals.mismatches:,} mismatches"
-    )
+        return Group(progress, Text(figures(self._totals)), self._board.tiers_table())
 
 
 def _introduction(options: DemoOptions) -> RenderableType:
@@ -245,14 +237,7 @@ def _introduction(options: DemoOptions) -> RenderableType:
 def _ending(result: DemoResult) -> RenderableType:
     """What it came to; the line about mismatches last."""
     totals = result.totals
-    lines: list[RenderableType] = [Text()]
-    if totals.interrupted:
-        lines.append(Text("stopped before the end", style="yellow"))
-    if totals.gave_up:
-        lines.append(Text("the daemon was away for too long; gave up", style="bold red"))
-    if totals.workers_lost:
-        lines.append(Text(f"{totals.workers_lost} workers died", style="bold red"))
-    lines += [Text(f"- {sentence}", style="red") for sentence in totals.described]
+    lines: list[RenderableType] = [stats_view.activity_table(result.stats), *troubles(totals)]
     if result.crash is not None:
         lines.append(Text(result.crash.sentence()))
     lines += [render.check_view(result.checked), render.verify_view(result.verified)]
@@ -264,7 +249,7 @@ def _ending(result: DemoResult) -> RenderableType:
             f" of {totals.prompt_tokens:,}, {render.size(totals.verified_bytes)} restored at ",
             (f"{render.size(result.restored_bytes_per_s)}/s", "bold"),
             " by each worker, ",
-            (f"{1e3 * (look_up.quantile_ms(0.5) or 0):,.0f} us a look-up", "bold"),
+            (f"{look_up.quantile(0.5) / 1e3:,.0f} us a look-up", "bold"),
         )
     )
     lines.append(mismatch_line(totals))

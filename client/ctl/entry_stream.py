@@ -67,7 +67,7 @@ class Exported:
 
 
 class StreamWriter:
-    """Writes records behind what is there already. The file is the caller's."""
+    """Appends records to a stream. The file is the caller's."""
 
     def __init__(self, file: BinaryIO, entries: int = 0, payload_bytes: int = 0) -> None:
         """`entries` and `payload_bytes`: of the records before; without any it begins."""

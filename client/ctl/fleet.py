@@ -23,10 +23,9 @@ from ...proto.errors import PrefixdError
 from . import messages
 from .command import Ctl, ExitCode, make_console
 from .connection import AdminConnection
-from .live import live_view
 from .messages import tier_label
 from .options import DEFAULT_TIMEOUT_S
-from .render import check_view, make_table, percent, size, used_bytes
+from .render import check_view, live_view, make_table, percent, size, used_bytes
 from .stats_view import hit_tokens, ratio_line, total_usage
 from .top_board import Board, Rates
 
@@ -43,11 +42,11 @@ def ask_all(
     ctl: Ctl, what: Callable[[AdminConnection], R], timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> Answers[R]:
     """Ask every target the same."""
-    targets = ctl.common.targets
+    targets = ctl.targets
 
     def ask(target: str) -> R | PrefixdError:
         try:
-            with AdminConnection(target, ctl.common.timeout_s or timeout_s) as daemon:
+            with AdminConnection(target, ctl.timeout_s or timeout_s) as daemon:
                 return what(daemon)
         except PrefixdError as problem:
             return problem
@@ -114,7 +113,7 @@ class FleetBoard:
 
 def top(ctl: Ctl, every_s: float, *, once: bool) -> None:
     """Exits 3 when a daemon does not answer, if it ends by itself."""
-    board = FleetBoard(ctl.common.targets)
+    board = FleetBoard(ctl.targets)
 
     def look() -> None:
         board.take(ask_all(ctl, AdminConnection.stats), time.monotonic())

@@ -70,8 +70,8 @@ KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 def hash_of(key: bytes) -> int:
-    """What an indexer calls the block: 64 bits, as vLLM's do by default. Of the beginning of its
-    key: the ends are alike where clients are of a namespace."""
+    """What an indexer calls the block: 64 bits, as vLLM's do by default. Taken from the
+    beginning of its key: all keys of a namespace end alike."""
     return int.from_bytes(key[:8], "big")
 
 
@@ -101,7 +101,7 @@ class Blocks:
         self.without_parent = 0
 
     def translated(self, events: Iterable[WatchEvent]) -> list[KvEvent]:
-        """The same in vLLM's words, in order; what they have none for is left out."""
+        """The events in vLLM's words, in order; those that it has no word for are left out."""
         told = _Told()
         for event in events:
             match event:
@@ -160,7 +160,7 @@ class Blocks:
             self._waiting.setdefault(parent, {})[key] = event
 
     def _tell(self, event: Published, parent: bytes, told: _Told) -> None:
-        """And what waited for it."""
+        """Tell of a block, then of the blocks that waited for it."""
         coming = [(event, parent)]
         while coming:
             block, before = coming.pop()

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
-from .command import Common, ExitCode, fail, make_console, print_json
+from .command import Ctl, ExitCode, fail, make_console, print_json
 from .options import parse_size
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def generate(
     [bold]random[/]: nothing in common.
     """
     from ..lab import generate as generator
-    from ..lab.analyze import Summary
+    from ..lab.analyze import Analyzer
     from ..lab.trace import write_trace
     from . import lab_views as views
     from .progress import counting
@@ -143,9 +143,9 @@ def generate(
             block_tokens=block_tokens,
             sessions_per_s=sessions_per_s,
         )
-        summary = Summary(block_tokens)
-        write_trace(output, summary.watch(counting(made, requests, f"making {profile}")))
-    data = {"profile": profile, "seed": seed, "output": output, **summary.to_json()}
+        analyzer = Analyzer(block_tokens)
+        write_trace(output, analyzer.watch(counting(made, requests, f"making {profile}")))
+    data = {"profile": profile, "seed": seed, "output": output, **analyzer.finish().to_json()}
     show(data, target, lambda: views.written(data), stderr=output == STDOUT)
 
 
@@ -196,7 +196,7 @@ def convert(
     from chained SHA-256 hashes of token ids or, without a tokeniser, of the
     text's bytes.
     """
-    from ..lab.analyze import Summary
+    from ..lab.analyze import Analyzer
     from ..lab.convert import Converter, ConvertOptions
     from ..lab.trace import write_trace
     from . import lab_views as views
@@ -216,14 +216,14 @@ def convert(
             dialogues_in_flight,
         )
         converter = Converter(source, options, limit=limit, skip_bad=skip_bad)
-        summary = Summary(block_tokens)
-        write_trace(output, summary.watch(reading(converter, "converting")))
+        analyzer = Analyzer(block_tokens)
+        write_trace(output, analyzer.watch(reading(converter, "converting")))
     data = {
         "source": source,
         "output": output,
         "shapes": dict(converter.shapes),
         "bad_records": converter.bad,
-        **summary.to_json(),
+        **analyzer.finish().to_json(),
     }
     warn(converter.warnings())
     show(data, target, lambda: views.written(data), stderr=output == STDOUT)
@@ -276,7 +276,7 @@ def json_target(ctx: typer.Context, json_file: str | None, *, taken: bool = Fals
 
     `taken`: the trace itself goes to standard output, so the JSON cannot.
     """
-    before_name = cast(Common, ctx.find_root().obj or Common()).as_json
+    before_name = cast(Ctl, ctx.find_root().obj or Ctl()).as_json
     target = STDOUT if json_file is None and before_name else json_file
     if taken and target == STDOUT:
         fail("the trace and the JSON cannot both go to standard output", ExitCode.BAD_INPUT)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 SHARING = "What the nodes share; without any of these, nothing"
 
 Json = Mapping[str, Any]
-Name = TypeVar("Name", bound=StrEnum)
 
 
 def register(app: typer.Typer) -> None:
@@ -105,6 +103,7 @@ def simulate(
     from ..lab.fleet_page import render_fleet
     from ..lab.trace import read_trace
     from .progress import counting, reading
+    from .replay_offline import parse_name
 
     target = lab.json_target(ctx, json_file)
     with lab.bad_input():
@@ -138,14 +137,6 @@ def simulate(
     if html is not None:
         lab.write_text(html, render_fleet(data))
     lab.show(data, target, lambda: fleet_view(data))
-
-
-def parse_name(what: str, text: str, names: type[Name]) -> Name:
-    """A member by its value. Raises ValueError with the values that there are."""
-    try:
-        return names(text)
-    except ValueError:
-        raise ValueError(f"unknown {what} {text!r}, known are {', '.join(names)}") from None
 
 
 def _token_bytes(text: str) -> int:

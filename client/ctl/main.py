@@ -11,22 +11,9 @@ from typing import Annotated
 
 import typer
 
-from . import (
-    admin,
-    bench,
-    change,
-    lab,
-    lab_curve,
-    lab_fleet,
-    replay,
-    top,
-    transfer,
-    watch,
-    why,
-)
+from . import admin, bench, change, lab, lab_curve, lab_fleet, replay, top, transfer, watch, why
 from .command import (
     AddressOption,
-    Common,
     Ctl,
     Group,
     JsonOption,
@@ -77,7 +64,7 @@ def root(
 
     Exit codes: 0 good, 1 something is wrong, 2 bad input, 3 no daemon there.
     """
-    ctx.obj = Common(address, as_json, timeout, parse_targets(targets))
+    ctx.obj = Ctl(address, as_json, timeout, parse_targets(targets))
 
 
 def version(ctl: Ctl) -> None:
@@ -90,7 +77,7 @@ def version(ctl: Ctl) -> None:
         with ctl.connect(timeout_s=1.0) as daemon:
             daemon_version = daemon.stats().daemon_version
     except PrefixdError as problem:
-        if ctl.common.address is not None:
+        if ctl.given_address is not None:
             raise
         note = str(problem)
     else:

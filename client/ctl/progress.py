@@ -58,7 +58,7 @@ class Rereading(Generic[T]):
         self._whats = list(whats)
 
     def __iter__(self) -> Iterator[T]:
-        """With the next of `whats`; the last one stays."""
+        """Read again, under the next of the titles `whats`, or under the last one."""
         what = self._whats.pop(0) if len(self._whats) > 1 else self._whats[0]
         return reading(self._source, what)
 
@@ -86,8 +86,8 @@ P = TypeVar("P", bound=Progressing)
 
 
 def of_a_whole(steps: Iterable[P], what: str, line: Callable[[P], str]) -> Iterator[P]:
-    """The steps, with a bar of how much is done; where no person is looking, now and then a
-    `line` about it."""
+    """The steps, with a bar of how much is done. Where standard error is no terminal, a `line`
+    about it every few seconds."""
     console = make_console(stderr=True)
     due_s = time.monotonic() + _LINE_EVERY_S
     with bar(TaskProgressColumn(), TextColumn("{task.fields[about]}")) as progress:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
 from rich.measure import Measurement
 from rich.segment import Segment
 from rich.style import Style
@@ -355,3 +357,14 @@ def _problems(problems: Sequence[str], count: int, counted: str) -> RenderableTy
     if count > len(lines):
         lines.append(Text(f"... and {count - len(lines):,} more"))
     return Group(found, *lines)
+
+
+@contextmanager
+def live_view(console: Console, view: Callable[[], RenderableType]) -> Iterator[Callable[[], None]]:
+    """Redraw `view()` in place with every call of what this gives; into a pipe, print it again."""
+    if not console.is_terminal:
+        console.print(view())
+        yield lambda: console.print(view())
+        return
+    with Live(view(), console=console, auto_refresh=False) as live:
+        yield lambda: live.update(view(), refresh=True)

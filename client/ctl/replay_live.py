@@ -6,13 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Group, RenderableType
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -76,16 +70,20 @@ def figures(totals: Totals) -> str:
 
 def totals_view(totals: Totals, title: str) -> RenderableType:
     """The tables at the end, the line about mismatches last."""
-    lines: list[RenderableType] = [_summary(totals, title), _latency_table(totals)]
+    tables = (_summary(totals, title), _latency_table(totals))
+    return Group(*tables, *troubles(totals), mismatch_line(totals))
+
+
+def troubles(totals: Totals) -> list[Text]:
+    """What did not go as it should, but for the number of mismatches."""
+    lines = []
     if totals.interrupted:
-        lines.append(Text("stopped before the end of the trace", style="yellow"))
+        lines.append(Text("stopped before the end", style="yellow"))
     if totals.gave_up:
         lines.append(Text("the daemon was away for too long; gave up", style="bold red"))
     if totals.workers_lost:
         lines.append(Text(f"{totals.workers_lost} workers died", style="bold red"))
-    lines += [Text(f"- {sentence}", style="red") for sentence in totals.described]
-    lines.append(mismatch_line(totals))
-    return Group(*lines)
+    return lines + [Text(f"- {sentence}", style="red") for sentence in totals.described]
 
 
 def mismatch_line(totals: Totals) -> Text:
@@ -141,6 +139,6 @@ def _latency_table(totals: Totals) -> Table:
     for step in STEPS:
         latencies = totals.latencies[step]
         if latencies.count:
-            quantiles = (latencies.quantile_ms(0.5), latencies.quantile_ms(0.99))
-            table.add_row(step, f"{latencies.count:,}", *[f"{ms:.3f}" for ms in quantiles])
+            quantiles = (latencies.quantile(0.5), latencies.quantile(0.99))
+            table.add_row(step, f"{latencies.count:,}", *[f"{ns / 1e6:.3f}" for ns in quantiles])
     return table

@@ -4,6 +4,7 @@ that the commands write as JSON, and the tables that people read."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ from .render import make_table
 
 Json = Mapping[str, Any]
 T = TypeVar("T")
+Name = TypeVar("Name", bound=StrEnum)
 
 ALL_POLICIES = ",".join(POLICIES)
 #: Capacities when none are named: shares of the different blocks.
@@ -63,7 +65,7 @@ def run_offline(
 
     Raises ValueError (`TraceError` for the trace) with one sentence about what was wrong.
     """
-    order = parse_touch_order(touch_order)
+    order = parse_name("touch order", touch_order, TouchOrder)
     cells_for = _plan(policy, order, capacity_blocks, capacity, block_bytes, capacity_fraction)
     reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
     columns = TraceColumns.load(reading(reader, "reading"))
@@ -100,7 +102,7 @@ def run_curve(
 
     Raises ValueError (`TraceError` for the trace) with one sentence about what was wrong.
     """
-    order = parse_touch_order(touch_order)
+    order = parse_name("touch order", touch_order, TouchOrder)
     samplings = _samplings(sample_rate, sample_blocks, seed)
     wants_replays = any((capacity_blocks, capacity, capacity_fraction))
     if not exact and (len(samplings) != 1 or wants_replays):
@@ -151,13 +153,12 @@ def parse_list(what: str, text: str | None, kind: Callable[[str], T]) -> list[T]
     return list(dict.fromkeys(values))
 
 
-def parse_touch_order(text: str) -> TouchOrder:
-    """`in-order` or `root-mru`. Raises ValueError."""
+def parse_name(what: str, text: str, names: type[Name]) -> Name:
+    """A member by its value. Raises ValueError with the values that there are."""
     try:
-        return TouchOrder(text)
+        return names(text)
     except ValueError:
-        known = ", ".join(order.value for order in TouchOrder)
-        raise ValueError(f"unknown touch order {text!r}, known are {known}") from None
+        raise ValueError(f"unknown {what} {text!r}, known are {', '.join(names)}") from None
 
 
 def _plan(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from operator import add
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -179,7 +180,7 @@ def activity_table(stats: pb.StatsResponse) -> RenderableType:
 def _scrub_line(label: str, scrub: pb.ScrubStats) -> Text:
     line = Text(f"{label}: {size(scrub.payload_bytes)} read back in the background")
     if scrub.passes:
-        line.append(f", {scrub.passes:,} times through")
+        line.append(", once through" if scrub.passes == 1 else f", {scrub.passes:,} times through")
     line.append(f", {scrub.progress_permille / 1000:.0%} of this time")
     if scrub.unreadable_entries:
         line.append(f", {scrub.unreadable_entries:,} entries could not be read", style="bold red")
@@ -189,32 +190,35 @@ def _scrub_line(label: str, scrub: pb.ScrubStats) -> Text:
 def total_usage(usages: Iterable[pb.Usage]) -> pb.Usage:
     """The sum of what is told of several labels, but for how saves ended."""
     total = pb.Usage()
-    misses: Counter[str] = Counter()
-    failures: Counter[str] = Counter()
-    because: Counter[str] = Counter()
-    tiers: dict[int, pb.TierUsage] = {}
     for usage in usages:
-        for name in ("lookups", "hits", "lookup_tokens", "restored_tokens", "restore_ns"):
-            setattr(total, name, getattr(total, name) + getattr(usage, name))
-        if usage.restore_times:
-            so_far = total.restore_times or [0] * len(usage.restore_times)
-            total.restore_times[:] = map(add, so_far, usage.restore_times)
-        misses.update(usage.misses)
-        failures.update(usage.failures)
-        because.update(usage.absent_because)
-        for told in usage.tiers:
-            tier = tiers.setdefault(told.tier, pb.TierUsage(tier=told.tier))
-            tier.hit_entries += told.hit_entries
-            tier.hit_tokens += told.hit_tokens
-            for path, size_bytes in told.restored_bytes.items():
-                tier.restored_bytes[path] += size_bytes
-            for how, count in told.absent_because.items():
-                tier.absent_because[how] += count
-    total.misses.update(misses)
-    total.failures.update(failures)
-    total.absent_because.update(because)
-    total.tiers.extend(tiers[number] for number in sorted(tiers))
+        count_usage(total, usage)
+    total.tiers.sort(key=attrgetter("tier"))
     return total
+
+
+def count_usage(total: pb.Usage, usage: pb.Usage, sign: int = 1) -> None:
+    """Add `usage` to `total`, or with `sign` -1 take it off, down to 0."""
+    numbers = ("lookups", "hits", "lookup_tokens", "restored_tokens", "restore_ns")
+    _count(total, usage, sign, numbers, ("misses", "failures", "absent_because"))
+    if usage.restore_times:
+        so_far = total.restore_times or [0] * len(usage.restore_times)
+        pairs = zip(so_far, usage.restore_times, strict=True)
+        total.restore_times[:] = [max(0, have + sign * more) for have, more in pairs]
+    tiers = {tier.tier: tier for tier in total.tiers}
+    for told in usage.tiers:
+        tier = tiers.get(told.tier) or total.tiers.add(tier=told.tier)
+        _count(
+            tier, told, sign, ("hit_entries", "hit_tokens"), ("restored_bytes", "absent_because")
+        )
+
+
+def _count(total: Any, usage: Any, sign: int, numbers: Sequence[str], maps: Sequence[str]) -> None:
+    for name in numbers:
+        setattr(total, name, max(0, getattr(total, name) + sign * getattr(usage, name)))
+    for name in maps:
+        counts = getattr(total, name)
+        for key, count in getattr(usage, name).items():
+            counts[key] = max(0, counts[key] + sign * count)
 
 
 def busiest(usages: Mapping[str, pb.Usage]) -> list[tuple[str, pb.Usage]]:

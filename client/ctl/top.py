@@ -36,7 +36,7 @@ def top(
     from . import messages
     from .top_board import Board, follow, look
 
-    if ctl.common.targets:
+    if ctl.targets:
         from . import fleet
 
         fleet.top(ctl, every, once=once)

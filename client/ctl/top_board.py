@@ -12,6 +12,7 @@ from rich.text import Text
 from ...proto import prefixd_pb2 as pb
 from ...proto.units import format_duration
 from . import render, stats_view
+from .messages import tier_label
 
 if TYPE_CHECKING:
     from .connection import AdminConnection
@@ -59,7 +60,7 @@ class Board:
         found.CopyFrom(self._now)
         for label, usage in found.usage.items():
             if label in self._before.usage:
-                _subtract(usage, self._before.usage[label])
+                stats_view.count_usage(usage, self._before.usage[label], -1)
         before = {stage.stage: stage for stage in self._before.stages}
         for stage in found.stages:
             if stage.stage in before:
@@ -91,7 +92,7 @@ class Board:
         lines: list[RenderableType] = [stats_view.headline(now, self._address)]
         lines += [Text(f"{part}: {what}", "yellow") for part, what in sorted(now.notices.items())]
         lines.append(self._hits_line(between))
-        lines.append(self._tiers_table())
+        lines.append(self.tiers_table())
         if stats_view.busiest(now.usage):
             lines.append(self._namespaces_table(between))
         if now.shared:
@@ -143,9 +144,12 @@ class Board:
             f"{rate('unanswered'):,.0f}/s unanswered   {serving:,} of {nodes:,} nodes",
         )
 
-    def _tiers_table(self) -> RenderableType:
+    def tiers_table(self) -> RenderableType:
+        """How full the tiers are, and what they do."""
         numbers = ("full", "budget", "entries", "hits/s", "saved/s", "evicted/s")
         table = render.make_table("tier", "", *numbers, right=numbers)
+        table.caption = "bright: claimed   plain: cached   white: being saved"
+        table.caption_justify = "left"
         before = {tier.tier: tier for tier in self._before.tiers}
         for tier in self._now.tiers:
             old = before.get(tier.tier, tier)
@@ -161,6 +165,14 @@ class Board:
                 render.size(self._rate(tier.evicted_bytes - old.evicted_bytes)),
             )
         return table
+
+    def tiers_line(self) -> str:
+        """The tiers in one line, for logs and pipes: counts since the start, no rates."""
+        return "   ".join(
+            f"{tier_label(t.tier)} {render.percent(render.used_bytes(t), t.budget_bytes)}"
+            f" full, {t.hits:,} hits, {t.evictions:,} evicted"
+            for t in self._now.tiers
+        )
 
     def _namespaces_table(self, between: pb.StatsResponse) -> RenderableType:
         """The busiest labels."""
@@ -221,33 +233,8 @@ def _restored_bytes(usage: pb.Usage) -> int:
     return sum(sum(tier.restored_bytes.values()) for tier in usage.tiers)
 
 
-def _subtract(usage: pb.Usage, before: pb.Usage) -> None:
-    """Turn sums since the start into what came since `before`."""
-    for name in ("lookups", "hits", "lookup_tokens", "restored_tokens", "restore_ns"):
-        setattr(usage, name, max(0, getattr(usage, name) - getattr(before, name)))
-    if before.restore_times:
-        pairs = zip(usage.restore_times, before.restore_times, strict=True)
-        usage.restore_times[:] = [max(0, now - old) for now, old in pairs]
-    for name in ("misses", "failures", "absent_because"):
-        counts, old = getattr(usage, name), getattr(before, name)
-        for reason in list(counts):
-            counts[reason] = max(0, counts[reason] - old.get(reason, 0))
-    tiers = {tier.tier: tier for tier in before.tiers}
-    for tier in usage.tiers:
-        was = tiers.get(tier.tier)
-        if was is not None:
-            tier.hit_entries = max(0, tier.hit_entries - was.hit_entries)
-            tier.hit_tokens = max(0, tier.hit_tokens - was.hit_tokens)
-            for how in list(tier.absent_because):
-                old_count = was.absent_because.get(how, 0)
-                tier.absent_because[how] = max(0, tier.absent_because[how] - old_count)
-            for path in list(tier.restored_bytes):
-                old_bytes = was.restored_bytes.get(path, 0)
-                tier.restored_bytes[path] = max(0, tier.restored_bytes[path] - old_bytes)
-
-
 def look(board: Board, daemon: AdminConnection) -> None:
-    """Give the board a sample of now."""
+    """Take a sample for the board."""
     board.take(daemon.stats(), daemon.oldest_claims(OLDEST_CLAIMS), time.monotonic())
 
 
@@ -255,11 +242,10 @@ def follow(daemon: AdminConnection, console: Console, every_s: float) -> None:
     """Show what a daemon does until interrupted. One that is restarted is found again; raises
     DaemonUnavailable if there is none at first."""
     from ...proto.errors import DaemonUnavailable, DeadlineExceeded
-    from .live import live_view
 
     board = Board(daemon.address)
     look(board, daemon)
-    with live_view(console, board.__rich__) as refresh:
+    with render.live_view(console, board.__rich__) as refresh:
         while True:
             time.sleep(every_s)
             try:

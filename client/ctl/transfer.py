@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from .connection import AdminConnection
     from .entry_stream import Exported, StreamWriter
 
-#: What is claimed, or saved, at once: so many bytes and one entry more, and so many entries.
+#: What is claimed, or saved, at once: bytes, which one more entry may exceed, and entries.
 _BATCH_BYTES: Final = 32 * 2**20
 _BATCH_ENTRIES: Final = 256
 _CALL_MS: Final = round(1e3 * LONG_TIMEOUT_S)
 _PIPE: Final = "-"
-#: In `stats`, and to whoever looks at who holds what.
+#: The label of its sessions, as `sessions` and `stats` show it.
 _LABEL: Final = "prefixctl"
 
 FileArgument = Annotated[str, typer.Argument(metavar="FILE", help="`-`: standard input or output.")]
@@ -232,7 +232,7 @@ def import_(ctl: Ctl, file: FileArgument, tier: DiskTierOption = Tier.DISK) -> N
     moved = Moved()
     broken = ""
     with _input(file) as source, _client(ctl) as client:
-        if not client.wait_connected(deadline_ms=round(1e3 * (ctl.common.timeout_s or 10))):
+        if not client.wait_connected(deadline_ms=round(1e3 * (ctl.timeout_s or 10))):
             fail(f"no daemon answers at {ctl.address}", ExitCode.UNREACHABLE)
         batch: list[Exported] = []
         size_bytes = 0

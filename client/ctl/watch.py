@@ -70,7 +70,7 @@ def publish_kv_events(
         str | None, typer.Option(help="Only what clients with this label saved.")
     ] = None,
     block_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Only entries of so many tokens.")
+        int | None, typer.Option(min=1, help="Only entries with this number of tokens.")
     ] = None,
     rank: Annotated[int, typer.Option(min=0, help="The data-parallel rank that is told.")] = 0,
     buffer: Annotated[

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ...proto import prefixd_pb2 as pb
 
 
-#: What a daemon says of a key and the engine that nodes share.
+#: What happened to a key between a daemon and the engine that nodes share: its word, and ours.
 SHARED_WORDS = {
     "fetched": "brought from another node",
     "not_fetched": "another node's, did not come in time",

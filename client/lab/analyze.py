@@ -13,62 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
+from .histogram import LogHistogram
 from .trace import Request
 
 #: A prompt end that more requests than this go on from is a template (a system prompt, say),
 #: not a turn of somebody's session.
 TEMPLATE_FANOUT = 4
-
-_SUB_BITS = 5
-_QUANTILES = (0.1, 0.5, 0.9, 0.99)
-
-
-class LogHistogram:
-    """Counts of integers from 0 up, in buckets at most 1/32 of their value wide.
-
-    Memory is bounded by the number of octaves; below 64 it is exact.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.total = 0
-        self.max = 0
-        self._buckets: dict[int, int] = {}
-
-    def add(self, value: int) -> None:
-        """Count one value, which must not be negative."""
-        self.count += 1
-        self.total += value
-        if value > self.max:
-            self.max = value
-        shift = max(value.bit_length() - _SUB_BITS - 1, 0)
-        bucket = (shift << (_SUB_BITS + 1)) + (value >> shift)
-        self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
-
-    def quantile(self, fraction: float) -> int:
-        """The value at rank `fraction * count`, up to 1/32 too small; 0 of nothing."""
-        rank = fraction * self.count
-        seen = 0
-        for bucket in sorted(self._buckets):
-            seen += self._buckets[bucket]
-            if seen >= rank:
-                shift = bucket >> (_SUB_BITS + 1)
-                value = bucket & ((1 << (_SUB_BITS + 1)) - 1)
-                return value << shift
-        return 0
-
-    def at_most(self, value: int) -> float:
-        """The share of the counted values that are `value` or less, to the bucket's width."""
-        shift = max(value.bit_length() - _SUB_BITS - 1, 0)
-        last = (shift << (_SUB_BITS + 1)) + (value >> shift)
-        below = sum(count for bucket, count in self._buckets.items() if bucket <= last)
-        return below / self.count if self.count else 0.0
-
-    def summary(self) -> dict[str, float]:
-        """`mean`, `p10`, `p50`, `p90`, `p99`, `max`."""
-        quantiles = {f"p{round(q * 100)}": self.quantile(q) for q in _QUANTILES}
-        mean = self.total / self.count if self.count else 0.0
-        return {"mean": mean, **quantiles, "max": self.max}
 
 
 @dataclass(slots=True)
@@ -122,14 +72,6 @@ class Analysis:
         """Hit blocks over all blocks of a cache without limits."""
         return self.prefix_hit_blocks / self.blocks if self.blocks else 0.0
 
-    def saving(self) -> dict[str, float]:
-        """What a cache without limits saves."""
-        return {
-            "infinite_hit_tokens": self.infinite_hit_tokens,
-            "infinite_hit_rate": self.infinite_hit_rate,
-            "infinite_block_hit_rate": self.infinite_block_hit_rate,
-        }
-
     def to_json(self) -> dict[str, Any]:
         """All of it as plain values, units in the names."""
         return {
@@ -153,7 +95,11 @@ class Analysis:
                 "requests_without_shared_prefix": self.requests_without_shared_prefix,
                 "shared_prefix_tokens": self.shared_prefix_tokens.summary(),
             },
-            "saving": self.saving(),
+            "saving": {
+                "infinite_hit_tokens": self.infinite_hit_tokens,
+                "infinite_hit_rate": self.infinite_hit_rate,
+                "infinite_block_hit_rate": self.infinite_block_hit_rate,
+            },
             "reuse": {
                 "distance_blocks": self.reuse_distance_blocks.summary(),
                 "time_ms": self.reuse_time_ms.summary(),
@@ -174,79 +120,53 @@ class Analysis:
 
 def analyze(requests: Iterable[Request], *, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> Analysis:
     """Analyse requests in order of arrival; they are read once."""
-    analysis = Analysis(block_tokens)
-    blocks = _Blocks()
-    ends = _PromptEnds(block_tokens)
-    first_ms = last_ms = None
-    common: tuple[int, ...] | None = None
-    for request in requests:
-        ids = request.hash_ids
-        hit_blocks = blocks.use(request, analysis)
-        hit_tokens = min(hit_blocks * block_tokens, request.input_length)
-        analysis.requests += 1
-        analysis.blocks += len(ids)
-        analysis.prefix_hit_blocks += hit_blocks
-        analysis.prompt_tokens += request.input_length
-        analysis.output_tokens += request.output_length
-        analysis.infinite_hit_tokens += hit_tokens
-        analysis.requests_without_shared_prefix += not hit_blocks
-        analysis.input_length.add(request.input_length)
-        analysis.output_length.add(request.output_length)
-        analysis.shared_prefix_tokens.add(hit_tokens)
-        ends.add(request)
-        common = ids if common is None else _common_prefix(common, ids)
-        first_ms = request.timestamp_ms if first_ms is None else first_ms
-        last_ms = max(request.timestamp_ms, last_ms or 0)
-    analysis.duration_ms = (last_ms or 0) - (first_ms or 0)
-    # Of one request everything would be common; common to all means to at least two.
-    analysis.common_prefix_blocks = len(common or ()) if analysis.requests > 1 else 0
-    blocks.finish(analysis)
-    ends.finish(analysis)
-    return analysis
+    analyzer = Analyzer(block_tokens)
+    for _ in analyzer.watch(requests):
+        pass
+    return analyzer.finish()
 
 
-class Summary:
-    """The first figures of a trace while it goes by on its way to a file."""
+class Analyzer:
+    """Analyses a trace as it goes by, on its way to a file for example."""
 
     def __init__(self, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> None:
         self._analysis = Analysis(block_tokens)
-        self._seen: set[int] = set()
+        self._blocks = _Blocks()
+        self._ends = _PromptEnds(block_tokens)
 
     def watch(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """The same requests, counted."""
-        analysis, seen = self._analysis, self._seen
+        """Hand each request on, and count it."""
+        analysis = self._analysis
+        first_ms = last_ms = None
+        common: tuple[int, ...] = ()
         for request in requests:
-            hit_blocks = 0
-            for block in request.hash_ids:
-                if block not in seen:
-                    break
-                hit_blocks += 1
-            seen.update(request.hash_ids)
+            ids = request.hash_ids
+            hit_blocks = self._blocks.use(request, analysis)
+            hit_tokens = min(hit_blocks * analysis.block_tokens, request.input_length)
+            common = _common_prefix(common, ids) if analysis.requests else ids
             analysis.requests += 1
-            analysis.blocks += len(request.hash_ids)
+            analysis.blocks += len(ids)
             analysis.prefix_hit_blocks += hit_blocks
             analysis.prompt_tokens += request.input_length
             analysis.output_tokens += request.output_length
-            hit_tokens = min(hit_blocks * analysis.block_tokens, request.input_length)
             analysis.infinite_hit_tokens += hit_tokens
-            analysis.duration_ms = max(analysis.duration_ms, request.timestamp_ms)
+            analysis.requests_without_shared_prefix += not hit_blocks
+            analysis.input_length.add(request.input_length)
+            analysis.output_length.add(request.output_length)
+            analysis.shared_prefix_tokens.add(hit_tokens)
+            self._ends.add(request)
+            first_ms = request.timestamp_ms if first_ms is None else first_ms
+            last_ms = max(request.timestamp_ms, last_ms or 0)
             yield request
+        analysis.duration_ms = (last_ms or 0) - (first_ms or 0)
+        # Of one request everything would be common; common to all means to at least two.
+        analysis.common_prefix_blocks = len(common) if analysis.requests > 1 else 0
 
-    def to_json(self) -> dict[str, Any]:
-        """What `Analysis.to_json` says of the same, without the distributions."""
-        analysis = self._analysis
-        return {
-            "block_tokens": analysis.block_tokens,
-            "trace": {
-                "requests": analysis.requests,
-                "duration_s": analysis.duration_ms / 1000,
-                "blocks": analysis.blocks,
-                "unique_blocks": len(self._seen),
-                "prompt_tokens": analysis.prompt_tokens,
-                "output_tokens": analysis.output_tokens,
-            },
-            "saving": analysis.saving(),
-        }
+    def finish(self) -> Analysis:
+        """What was found, once all requests have gone by."""
+        self._blocks.finish(self._analysis)
+        self._ends.finish(self._analysis)
+        return self._analysis
 
 
 class _Blocks:
@@ -276,7 +196,7 @@ class _Blocks:
                 self._last_request.append(number)
             else:
                 same_request = self._last_request[index] == number
-                # What this request brought itself comes after its first miss.
+                # A block that this request brought itself comes after its first miss: no hit.
                 hits += in_prefix
                 self._references[index] += 1
                 self._requests[index] += not same_request

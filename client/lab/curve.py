@@ -27,7 +27,7 @@ DEFAULT_POINTS = 256
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """What an LRU cache of so many blocks would have hit."""
+    """What an LRU cache of one size would have hit."""
 
     capacity_blocks: int
     hit_tokens: int
@@ -90,7 +90,7 @@ class LruCurve:
         return CurvePoint(capacity_blocks, tokens, self._rate(tokens))
 
     def points(self, most: int = DEFAULT_POINTS) -> list[CurvePoint]:
-        """At most so many points (2 at least), evenly spaced on a logarithmic axis from one
+        """At most `most` points (2 at least), evenly spaced on a logarithmic axis from one
         block to the least capacity that hits everything there is to hit."""
         last = max(1, self.capacities[-1]) if self.capacities else 1
         steps = max(2, most) - 1

@@ -90,7 +90,7 @@ class Fleet:
                 raise ValueError(f"the {what} must not be negative, got {blocks}")
 
     def alternatives(self) -> list[Fleet]:
-        """The same nodes under every route, each without sharing, with peer reads, with the
+        """This fleet's nodes under every route, each without sharing, with peer reads, with the
         shared tier if this fleet has one, and with both if it has both."""
         ways = [(0, False), (0, True)]
         if self.shared_blocks:
@@ -112,7 +112,7 @@ class Amount:
     tokens: int = 0
 
     def add(self, tokens: int) -> None:
-        """Count one block."""
+        """Count one block, which stands for `tokens`."""
         self.blocks += 1
         self.tokens += tokens
 

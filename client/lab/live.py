@@ -23,7 +23,7 @@ from .outcome import Outcome, Totals
 from .trace import Request
 from .worker import Finished, LiveOptions, Ready, Refused, work
 
-#: How often the parent looks up when nothing happens, for signals and progress.
+#: How often the parent looks for signals and shows progress when no worker answers.
 _TURN_S: Final = 0.2
 #: Requests that a worker has at once: one in work, one to go on with.
 _DEALT_AHEAD: Final = 2
@@ -152,7 +152,7 @@ class LiveReplay:
         worker.dealt += 1
 
     def _take(self, timeout_s: float) -> None:
-        """Take what the workers have to say, waiting at most so long for the first word."""
+        """Take what the workers have to say, waiting `timeout_s` at most for the first word."""
         by_pipe = {worker.pipe: worker for worker in self._workers if not worker.finished}
         for pipe in wait(list(by_pipe), timeout_s):
             worker = by_pipe[pipe]  # type: ignore[index]  # wait() gives back what it was given

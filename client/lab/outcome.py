@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from .latency import Latencies
+from .histogram import LogHistogram
 
 #: What is timed, in the order in which a request does it.
 STEPS: Final = ("walk", "claim", "restore", "save", "release")
@@ -54,8 +54,9 @@ class Totals:
     described: list[str] = field(default_factory=list)
     saves: Counter[str] = field(default_factory=Counter)
     saved_bytes: int = 0
-    latencies: dict[str, Latencies] = field(
-        default_factory=lambda: {step: Latencies() for step in STEPS}
+    #: of each step, in nanoseconds
+    latencies: dict[str, LogHistogram] = field(
+        default_factory=lambda: {step: LogHistogram() for step in STEPS}
     )
     wall_seconds: float = 0.0
     #: Of all workers, by the name of the rpc.
@@ -129,9 +130,7 @@ class Totals:
         }
 
 
-def _quantiles(latencies: Latencies) -> dict[str, float | int | None]:
-    return {
-        "count": latencies.count,
-        "p50": latencies.quantile_ms(0.5),
-        "p99": latencies.quantile_ms(0.99),
-    }
+def _quantiles(latencies: LogHistogram) -> dict[str, float | int | None]:
+    p50, p99 = (latencies.quantile(share) / 1e6 for share in (0.5, 0.99))
+    some = latencies.count > 0
+    return {"count": latencies.count, "p50": p50 if some else None, "p99": p99 if some else None}

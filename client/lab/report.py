@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from html import escape
 from typing import Any
 
 from ... import __version__
 from ...proto.units import format_bytes, percent
 from .charts import curve_chart, curve_legend, label, value_at
-from .curve import DEFAULT_POINTS, CurveError, LruCurve, curve_error
+from .curve import DEFAULT_POINTS, LruCurve, curve_error
 from .page import SCRIPT, STYLE
 from .simulate import ReplayResult
 
@@ -49,7 +50,7 @@ def report_data(
         "sampled": [
             {
                 **_curve_json(estimate, most_points, block_bytes),
-                **_error_json(curve_error(curve, estimate)),
+                **asdict(curve_error(curve, estimate)),
             }
             for estimate in sampled
         ],
@@ -63,13 +64,6 @@ def _curve_json(curve: LruCurve, most_points: int, block_bytes: int | None) -> d
         written["sample_rate"] = curve.sample.rate
         written["sampled_blocks"] = curve.sample.blocks
     return written
-
-
-def _error_json(error: CurveError) -> dict[str, float]:
-    return {
-        "mean_absolute_error": error.mean_absolute_error,
-        "max_absolute_error": error.max_absolute_error,
-    }
 
 
 def count(value: float) -> str:

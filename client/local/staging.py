@@ -125,13 +125,13 @@ def save(
     """Save `payloads` (flat bytes) through `memory`: the next slot is filled while the daemon
     empties those before it. `opening` says what they are; it is added to.
 
-    Raises PrefixdError; OSError: there is no line to the daemon, and nothing was asked.
+    Raises PrefixdError; OSError: there is no connection to the daemon, and nothing was sent.
     """
     return _StagedSave(memory, deadline).run(calls, opening, payloads)
 
 
 class _StagedSave:
-    """One save: the slots that it has, and what it was answered."""
+    """One save: the slots that it holds, and the responses so far."""
 
     def __init__(self, memory: StagingMemory, deadline: Deadline) -> None:
         self._memory = memory

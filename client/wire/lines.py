@@ -24,7 +24,7 @@ CONNECT_S: Final = 0.5
 
 
 class Closable(Protocol):
-    """What is asked of a line by others than its call."""
+    """A connection, for code that makes no calls on it: it can only be ended."""
 
     def shut_down(self) -> None:
         """Make the call that is under way fail. From another thread."""

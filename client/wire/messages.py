@@ -1,4 +1,4 @@
-"""What the daemon answers, in the client's words, and what it is asked, in the contract's."""
+"""Responses of the daemon as values of the client, and the client's requests as messages."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def pack(
 
 
 def check_header(header: pb.SaveHeader, max_message_bytes: int) -> None:
-    """A header is one message, or part of one. Raises InvalidBatch."""
+    """Raises InvalidBatch for a header that does not fit into one message."""
     framing_bytes = _FRAMING_BYTES + _PART_BYTES * len(header.keys)
     header_bytes = header.ByteSize() + framing_bytes
     if header_bytes > max_message_bytes:

@@ -234,7 +234,7 @@ class SessionKeeper:
             link.close("the attempt was given up")
 
     def _serve(self, link: Link) -> None:
-        """Handle what the daemon says until the session ends."""
+        """Handle the events of the session until it ends."""
         for event in link.events():
             match event.WhichOneof("kind"):
                 case "heartbeat_ack":

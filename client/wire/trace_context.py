@@ -11,12 +11,12 @@ from ...proto import traceparent
 
 T = TypeVar("T")
 
-#: As it travels (`proto.traceparent`); empty: there is none.
+#: The span that calls are part of, encoded (`proto.traceparent`); empty: there is none.
 TRACEPARENT: Final[ContextVar[bytes]] = ContextVar("prefixd_traceparent", default=b"")
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...] | None:
-    """What goes with an rpc."""
+    """The metadata that tells an rpc its span; None: there is none."""
     parent = TRACEPARENT.get()
     return ((traceparent.HEADER, parent.decode()),) if parent else None
 

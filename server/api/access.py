@@ -41,9 +41,9 @@ class Role(IntEnum):
         return self >= needed
 
 
-#: Of the Admin service: what takes another role than ADMIN.
+#: Rpcs of the Admin service that take another role than ADMIN.
 ADMIN_ROLES: Final = {"Watch": Role.WATCH}
-#: Of the Cache service: the role that each rpc takes.
+#: The role that each rpc of the Cache service takes.
 CACHE_ROLES: Final = {
     "Session": Role.READ,
     "Lookup": Role.READ,
@@ -58,7 +58,7 @@ CACHE_ROLES: Final = {
     "Delete": Role.WRITE,
     "Pull": Role.WRITE,
 }
-#: The same of the requests on the data socket.
+#: The role that each request on the data socket takes.
 DATA_ROLES: Final = {
     "attach": Role.READ,
     "lookup": Role.READ,
@@ -88,9 +88,9 @@ class Access:
 
     token: str
     role: Role
-    #: nothing outside of it is there for whoever has the token; None: of none
+    #: the holder of the token reaches nothing outside of this namespace; None: it has none
     namespace: Namespace | None = None
-    #: of every one: the keys that it names are those that the daemon has
+    #: bound to every namespace at once: it names keys as the daemon has them
     every: bool = False
     #: the hash of the token, so that another one is another access
     digest: bytes = field(default=b"", repr=False)

@@ -12,11 +12,7 @@ from typing import Final
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import (
-    CurveDisabled,
-    InvalidSize,
-    UnknownEntry,
-)
+from ...proto.errors import CurveDisabled, InvalidSize, UnknownEntry
 from ...proto.index import unpack_row
 from ...proto.keys import Key
 from ...proto.namespaces import Namespace
@@ -27,7 +23,6 @@ from ..core.checking import MAX_PROBLEMS
 from ..core.entries import EntryTable
 from ..core.events import Tick
 from ..core.histogram import Histogram
-from ..runtime.lag import BUCKETS_US
 from ..runtime.latencies import Latencies
 from ..runtime.loop import Core
 from ..runtime.recounting import recount
@@ -37,7 +32,7 @@ from ..runtime.slices import Slices
 from ..runtime.verification import Reading, Swept, Verifications
 from . import messages
 from .calls import Caller
-from .metrics import counters_dict, lag_dict
+from .metrics import SCRUB_COUNTERS, TIER_COUNTERS, TIER_GAUGES, counters_dict, lag_dict
 from .operations import Operations, audit
 from .sessions import ServiceConfig
 from .usage import UsageBook, bounded
@@ -102,51 +97,29 @@ class AdminService(Operations):
         )
 
     def _stages(self) -> Iterator[pb.StageTimes]:
-        core = self._core
+        orders = self._core.orders
+        stages: dict[str, Histogram] = {}
         if self.latencies is not None:
-            for name in ("claim", "save"):
-                taken: Histogram = getattr(self.latencies, name)
-                yield pb.StageTimes(stage=name, bounds_ns=taken.bounds, times=taken.counts)
-        for tier, taken in core.orders.latencies().items():
-            stage = f"commit {tier.label}"
-            yield pb.StageTimes(stage=stage, bounds_ns=taken.bounds, times=taken.counts)
-        for tier, taken in core.orders.syncs().items():
-            stage = f"sync {tier.label}"
-            yield pb.StageTimes(stage=stage, bounds_ns=taken.bounds, times=taken.counts)
-        taken = self._usage.restores()
-        times = map(bounded, taken.counts)
-        yield pb.StageTimes(stage="restore", bounds_ns=taken.bounds, times=times)
-        bounds_ns = [1_000 * bound_us for bound_us in BUCKETS_US]
-        yield pb.StageTimes(stage="loop", bounds_ns=bounds_ns, times=core.lag.counts)
+            stages |= {"claim": self.latencies.claim, "save": self.latencies.save}
+        stages |= {f"commit {tier.label}": taken for tier, taken in orders.latencies().items()}
+        stages |= {f"sync {tier.label}": taken for tier, taken in orders.syncs().items()}
+        stages |= {"restore": self._usage.restores(), "loop": self._core.lag.pulses}
+        for name, taken in stages.items():
+            times = map(bounded, taken.counts)
+            yield pb.StageTimes(stage=name, bounds_ns=taken.bounds, times=times)
 
     def _tier_stats(self, ledger: Ledger) -> pb.TierStats:
         counters = self._core.state.tables.tier_counters[ledger.tier]
         store = self._core.stores[ledger.tier]
+        numbers = {name: getattr(counters, name) for name in TIER_COUNTERS}
+        numbers |= {name: getattr(ledger, name) for name in TIER_GAUGES}
+        del numbers["reservations"]  # the tables have them, over all tiers
         return pb.TierStats(
             tier=ledger.tier.value,  # type: ignore[arg-type]
             policy=ledger.policy.name,
-            budget_bytes=ledger.budget_bytes,
             # What the tier keeps beside the arena is secured with it.
             secured_bytes=ledger.budget_bytes - (store.size_bytes - store.secured_bytes),
-            published_bytes=ledger.published_bytes,
-            reserved_bytes=ledger.reserved_bytes,
-            pinned_bytes=ledger.pinned_bytes,
             payload_bytes=counters.payload_bytes,
-            entries=ledger.entries,
-            pinned_entries=ledger.pinned_entries,
-            max_entries=ledger.max_entries,
-            hits=counters.hits,
-            hit_tokens=counters.hit_tokens,
-            saves=counters.saves,
-            saved_bytes=counters.saved_bytes,
-            read_bytes=counters.read_bytes,
-            evictions=counters.evictions,
-            evicted_bytes=counters.evicted_bytes,
-            corrupt=counters.corrupt,
-            recovered_entries=counters.recovered_entries,
-            recovered_bytes=counters.recovered_bytes,
-            dropped_at_start=counters.dropped_at_start,
-            limit_bytes=ledger.limit_bytes,
             state=self._core.devices.state(ledger.tier).value,
             oldest_io_ms=self._core.devices.oldest_ns(ledger.tier) // 1_000_000,
             scrub=self._scrub_stats(ledger.tier),
@@ -161,6 +134,7 @@ class AdminService(Operations):
                 )
                 for part in (ledger.shares.standings if ledger.shares is not None else ())
             ],
+            **numbers,
         )
 
     def _scrub_stats(self, tier: Tier) -> pb.ScrubStats | None:
@@ -168,13 +142,9 @@ class AdminService(Operations):
         if scrub is None:
             return None
         return pb.ScrubStats(
-            entries=scrub.entries,
-            payload_bytes=scrub.payload_bytes,
-            damaged_entries=scrub.damaged_entries,
-            unreadable_entries=scrub.unreadable_entries,
-            passes=scrub.passes,
             last_pass_unix_ns=scrub.last_pass_unix_ns,
             progress_permille=int(1_000 * scrub.progress),
+            **{name: getattr(scrub, name) for name in SCRUB_COUNTERS},
         )
 
     async def inspect(self, request: pb.InspectRequest, _caller: Caller) -> pb.InspectResponse:

@@ -14,13 +14,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import structlog
 
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import (
-    DeviceFull,
-    LimitReached,
-    MalformedMessage,
-    PrefixdError,
-    StoreFailed,
-)
+from ...proto.errors import DeviceFull, LimitReached, MalformedMessage, PrefixdError, StoreFailed
 from ...tiers.store import StoreError, StoreFull
 from .access import Access
 
@@ -45,7 +39,7 @@ class Process(NamedTuple):
 
 
 class Caller(Protocol):
-    """Who makes a call, as its transport knows it. Lives as long as the call."""
+    """The one who makes a call, as far as the transport knows. Lives as long as the call."""
 
     @property
     def process(self) -> Process | None:
@@ -72,7 +66,7 @@ class Connected(Protocol):
     access: Access | None
 
     def attach(self, session: int) -> None:
-        """It is that session's from now on."""
+        """The connection belongs to that session from now on."""
 
 
 class ConnectionCall:
@@ -107,6 +101,21 @@ class ConnectionCall:
         self._when_done.clear()
 
 
+class PlainCaller:
+    """A caller that is granted nothing which would have to be given back."""
+
+    process: Final[Process | None] = None
+
+    def __init__(self, access: Access | None = None) -> None:
+        self.access: Final = access
+
+    def proved(self, session: int) -> None:
+        """Nothing to do."""
+
+    def when_done(self, callback: Callable[[bool], None]) -> None:
+        """Never called: there is nothing to give back."""
+
+
 class CallerGone(Exception):  # no failure: the client may leave
     """The connection of a stream of requests ended in its middle. There is nobody to answer."""
 
@@ -129,7 +138,7 @@ def cut_off_with(cancelled: asyncio.CancelledError) -> PrefixdError:
 def taken_within(
     stall_s: float, what: str, when_slow: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Around the sending of a response: a client that takes nothing of it for so long is cut off.
+    """Around the sending of a response: a client that takes nothing of it in time is cut off.
     `what`: of what. `when_slow`: called then."""
     task = asyncio.current_task()
     assert task is not None
@@ -154,11 +163,15 @@ def remove_leftover(path: Path) -> None:
         raise FileExistsError(f"{path} is there and is no socket; it is not replaced")
 
 
+def failure_message(error: PrefixdError) -> pb.Failure:
+    """An error as the sockets tell it."""
+    return pb.Failure(error=error.name, message=str(error), retry=error.retryable)
+
+
 def failure_of(name: str, problem: Exception) -> pb.LocalResponse:
     """`error_of` in the words of the local socket."""
     error = error_of(name, problem)
-    failure = pb.Failure(error=error.name, message=str(error), retry=error.retryable)
-    return pb.LocalResponse(failure=failure)
+    return pb.LocalResponse(failure=failure_message(error))
 
 
 def staged_of(request: pb.LocalRequest) -> pb.SaveStagedRequest:

@@ -7,7 +7,7 @@ can hold is bounded by the quotas of reads and saves, for how long by `stall_tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -19,8 +19,7 @@ from ..core.events import BytesRead, ReleaseAsked
 from ..runtime.incoming import Incoming
 from ..runtime.loop import Core
 from . import messages
-from .access import Access
-from .calls import Caller, Process
+from .calls import Caller, PlainCaller
 from .data_frames import DataFrames
 from .raw_bytes import Progress, Receiving, Sending, SentRange
 from .saves import Refusals, Saves, results_of
@@ -67,11 +66,11 @@ class DataCalls:
                 mode=request.mode,
                 brief=not request.room_bytes,
             )
-            granted = self._service.claim_now(asked, _Nobody(caller.access))
+            granted = self._service.claim_now(asked, PlainCaller(caller.access))
             claim, held = granted.claim_id, not granted.claim_id
             try:
                 sending = self._fetched(session, request, granted, frames)
-                # Not before the release: what is damaged would end the claim on the others.
+                # Reported after the release: a damaged entry ends the claim on the others, too.
                 with self._told(sending):
                     await self._send(session, claim, sending, frames)
                     if claim:
@@ -153,7 +152,7 @@ class DataCalls:
 
     @contextmanager
     def _told(self, sending: Sending) -> Iterator[None]:
-        """Tell what came of it, once no thread sends any more."""
+        """Report what was sent and what could not be read, once no thread sends any more."""
         core = self._core
         began_ns = 0 if core.tracing is None else core.tracing.now_ns()
         try:
@@ -203,18 +202,3 @@ class DataCalls:
             if receiving.starved:
                 await frames.until_ready()
         frames.in_step = True
-
-
-class _Nobody:
-    """The caller of a claim that its call releases itself."""
-
-    process: Final[Process | None] = None
-
-    def __init__(self, access: Access | None) -> None:
-        self.access: Final = access
-
-    def proved(self, session: int) -> None:
-        """The call has shown it before."""
-
-    def when_done(self, callback: Callable[[bool], None]) -> None:
-        """There is nothing to give back."""

@@ -25,7 +25,7 @@ from ...proto.errors import (
 )
 from ..runtime.quota import Quota
 from .access import DATA_ROLES, Access, Tokens, bearer
-from .calls import ConnectionCall, Process, error_of
+from .calls import ConnectionCall, PlainCaller, Process, error_of, failure_message
 from .data_calls import DataCalls
 from .data_frames import DataFrames, HungUp
 from .namespaces import check_same
@@ -38,14 +38,14 @@ log = structlog.get_logger("prefixd.data")
 
 #: A new connection proves its session within this time.
 _PATIENCE_S: Final = 5.0
-#: Of one connection so many requests are answered before others have their turn.
+#: Requests of one connection that are answered before others have their turn.
 _AT_ONCE: Final = 64
 
 _Method = Callable[..., Awaitable[Any]]
 
 
 class DataConnections:
-    """Those that there are, and what answers their requests. The event loop's."""
+    """All open connections, and the methods that answer their requests. The event loop's."""
 
     def __init__(
         self,
@@ -64,59 +64,44 @@ class DataConnections:
             "reserve": saves.reserve,
             "cancel": saves.cancel,
         }
-        #: the same of those that wait for nothing
+        #: how requests are answered that wait for nothing
         self.at_once: Final[dict[str, Callable[..., Any]]] = {
             "lookup": service.lookup_now,
             "claim": service.claim_now,
             "release": service.release_now,
             "give_back": service.release_now,
         }
-        #: the same of those that move payloads, which take the stream as well
+        #: how requests are answered that move payloads: these methods take the stream as well
         self.moving: Final[dict[str, _Method]] = {
             "read": calls.read,
             "fetch": calls.fetch,
             "save": calls.save,
         }
         self.connections: Final[set[DataConnection]] = set()
-        #: those of no session yet, the oldest first
+        #: connections that have not proved a session yet, the oldest first
         self.unproved: Final[dict[DataConnection, None]] = {}
         #: by session
         self.attached: Final[dict[int, set[DataConnection]]] = {}
-        #: those above MAX_SMALL_REQUEST_BYTES, which come when there is room for all of them
+        #: room for requests above MAX_SMALL_REQUEST_BYTES, which are received once they have it
         self.large: Final = Quota("requests", config.max_local_bytes, config.stall_timeout_s)
         #: connections that were refused: too many, or none that proved a session
         self.refusals = 0
-        #: those of them that ended before TLS was there: another certificate, or none, or no TLS
+        #: refused connections whose handshake failed: a wrong certificate, none, or no TLS
         self.handshake_refusals = 0
-        #: what puts connections under TLS; None: there is none
+        #: makes the TLS handshakes; None: there is no TLS
         self.handshakes: Handshakes | None = None
-        #: who may do what; None: whoever has a session
+        #: what each token allows; None: every session may do everything
         self.tokens: Tokens | None = None
         sessions.when_closed.append(self._hang_up_all)
 
     def forget_unproved(self, connection: DataConnection) -> DataConnection:
-        """It has proved a session, or is about to end."""
+        """A connection has proved a session, or is about to end."""
         self.unproved.pop(connection, None)
         return connection
 
     def _hang_up_all(self, session: int) -> None:
         for connection in list(self.attached.get(session, ())):
             connection.hang_up()
-
-
-class _Attaching:
-    """The caller of `attach`."""
-
-    process: Final[Process | None] = None
-
-    def __init__(self, access: Access | None) -> None:
-        self.access: Final = access
-
-    def proved(self, session: int) -> None:
-        """The connection looks at it itself."""
-
-    def when_done(self, callback: Callable[[bool], None]) -> None:
-        """Nothing was granted."""
 
 
 class DataConnection:
@@ -132,16 +117,16 @@ class DataConnection:
         self._loop = asyncio.get_running_loop()
         self._session: int | None = None
         self.access: Access | None = None
-        #: what says who the client is; in no log
+        #: the token that the client showed; never logged
         self._authorization = ""
         self._call = ConnectionCall(self)
-        #: of the task, while it has nothing to do: done when it has
+        #: set while the task has nothing to do; it waits for this
         self._idle: asyncio.Future[None] | None = None
-        #: taken off the stream for the task
+        #: a request that a callback has read and the task has to answer
         self._next: pb.DataRequest | None = None
         #: what ends the connection; the task raises it
         self._problem: Exception | None = None
-        #: the rest of what came will have its turn
+        #: a callback is scheduled that answers the rest of the requests that came
         self._going_on = False
         self._task = self._loop.create_task(self._run())
         self._task.add_done_callback(self._ended)
@@ -188,7 +173,7 @@ class DataConnection:
         self._frames.may_tell = done = False
         try:
             while not done:
-                # The client begins. Whoever says nothing keeps no thread.
+                # The client begins. One that says nothing keeps no thread busy.
                 await self._frames.ready()
                 with suppress(BlockingIOError):
                     await handshakes.step(stream)
@@ -211,7 +196,7 @@ class DataConnection:
             raise MalformedMessage("the first request has to prove a session")
         server = self._server
         self._authorization = bearer(request.token)
-        membership = server.sessions.prove(request.attach, _Attaching(self._permit("attach")))
+        membership = server.sessions.prove(request.attach, PlainCaller(self._permit("attach")))
         session = membership.number
         others = server.attached.setdefault(session, set())
         if len(others) >= server.config.max_connections_per_session:
@@ -253,7 +238,8 @@ class DataConnection:
         try:
             self._answer_ahead(idle)
             if idle.done():
-                # Who sends ahead could keep the loop busy: others have their turn.
+                # A client that sends ahead could keep the loop busy: other connections have their
+                # turn.
                 await asyncio.sleep(0)
             else:
                 self._loop.add_reader(self._stream.fileno(), self._take)
@@ -265,7 +251,7 @@ class DataConnection:
             raise self._problem
 
     def _take(self) -> None:
-        """Take in what came, and answer it."""
+        """Receive requests, and answer those that wait for nothing."""
         idle = self._idle
         if idle is None or idle.done() or self._going_on:
             return
@@ -430,5 +416,4 @@ def _wait_ms(request: Any) -> int:
 
 
 def _failure(error: PrefixdError) -> pb.DataResponse:
-    failure = pb.Failure(error=error.name, message=str(error), retry=error.retryable)
-    return pb.DataResponse(failure=failure)
+    return pb.DataResponse(failure=failure_message(error))

@@ -32,12 +32,12 @@ class DataFrames:
         self.stream: Final = stream
         self._stall_s = stall_timeout_s
         self._loop = asyncio.get_running_loop()
-        #: what came and is not taken yet: from `_start` to `_end`
+        #: received bytes that are not parsed yet: from `_start` to `_end`
         self._buffer = memoryview(bytearray(_HEAD.size + data.MAX_SMALL_REQUEST_BYTES))
         self._start = self._end = 0
-        #: There was no room for more: the stream may hold what no poll of the socket tells of.
+        #: Did the last receive fill the buffer? Then TLS may hold bytes that no poll tells of.
         self.filled = False
-        #: of an answer, what the socket did not take
+        #: the part of the last answer that the socket did not take
         self._unsent = memoryview(b"")
         #: Would the client understand a message now? Not in the middle of a part.
         self.may_tell = True
@@ -48,7 +48,7 @@ class DataFrames:
 
     @property
     def ahead_bytes(self) -> int:
-        """What came and is not taken yet."""
+        """Received bytes that are not parsed yet."""
         return self._end - self._start
 
     def receive_now(self) -> None:
@@ -89,7 +89,7 @@ class DataFrames:
         return request
 
     async def large(self, size_bytes: int) -> pb.DataRequest:
-        """The same, of a longer one."""
+        """The next request, of any length, after its `head`. Raises as `small`."""
         request = bytearray(size_bytes)
         came_bytes = self.ahead_bytes - _HEAD.size
         request[:came_bytes] = self._buffer[self._start + _HEAD.size : self._end]
@@ -106,7 +106,7 @@ class DataFrames:
         self.filled = self._end == len(self._buffer)
 
     def _make_room(self) -> None:
-        """A request of the size that is small fits behind what is there."""
+        """Move the bytes to the front of the buffer, so that a whole small request fits."""
         if self._start:
             left_bytes = self.ahead_bytes
             if left_bytes:

@@ -29,7 +29,7 @@ log = structlog.get_logger("prefixd.data")
 
 #: Connections that may be about to prove a session.
 _MAX_UNPROVED: Final = 64
-#: When the process has no descriptor for another connection, it looks again so much later.
+#: When to look again if the process had no descriptor for another connection.
 _CROWDED_S: Final = 1.0
 
 

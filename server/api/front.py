@@ -37,7 +37,7 @@ HEALTH_SERVICES: Final = ("", _CACHE.full_name, _ADMIN.full_name)
 #: What a client may send on one stream before the daemon takes it: the window does not grow with
 #: what a connection could carry, for it is memory of the daemon's.
 _WINDOW_BYTES: Final = 2**20
-#: A connection over which nothing came for so long is asked whether it still is one.
+#: After this time without a message a connection is asked whether it still is one.
 _KEEPALIVE_MS: Final = 30_000
 _KEEPALIVE_TIMEOUT_MS: Final = 10_000
 _HEADER: Final = "authorization"
@@ -88,7 +88,7 @@ class Front:
         #: gRPC for workers and, apart from them, for operators; neither listens yet
         self.workers: Final = self._server({_CACHE.full_name: self._cache_methods()})
         self.operators: Final = self._server({_ADMIN.full_name: self._admin_methods()})
-        #: who may call over TCP; None: whoever connects, but no operators
+        #: who may call over TCP; None: everybody who connects, except operators
         self.tokens: Tokens | None = None
 
     def use_tokens(self, newer: Tokens) -> None:
@@ -134,7 +134,7 @@ class Front:
         self.stagings.close_all()
 
     def in_flight(self) -> dict[str, int]:
-        """Memory that calls take at this moment, and what was refused for want of it."""
+        """Memory that calls use at this moment, and how many calls were refused for lack of it."""
         return {
             "read_stream_bytes": self.service.reads.used_bytes,
             "save_stream_bytes": self.saves.arriving.used_bytes,
@@ -236,7 +236,7 @@ class Front:
 def _guard(tokens: Tokens, needed: Role) -> Guard:
     def permit(context: Context) -> Access:
         given = [value for name, value in context.invocation_metadata() or () if name == _HEADER]
-        # Two are one too many: which of them is meant?
+        # With two headers it is not known which one counts.
         authorization = given[0] if len(given) == 1 else ""
         return tokens.permit(needed, str(authorization))
 

@@ -79,7 +79,7 @@ def add_service(
         raise ValueError(f"methods that {service.full_name} does not have: {methods.keys()}")
     generic = grpc.method_handlers_generic_handler(service.full_name, handlers)
     server.add_generic_rpc_handlers((generic,))
-    # The same by name, which gRPC finds without asking every generic handler.
+    # Registered by name, too, so that gRPC need not ask every generic handler.
     server.add_registered_method_handlers(service.full_name, handlers)
 
 
@@ -147,14 +147,8 @@ async def _answering(
     try:
         caller = GrpcCaller(context, guard(context))
         return await call(checked(request), caller)
-    except asyncio.CancelledError as cancelled:
-        error = cut_off_with(cancelled)
-    except CallerGone:
-        raise asyncio.CancelledError from None
-    except grpc.aio.BaseError:
-        raise  # gRPC's own: the rpc is over
-    except Exception as problem:
-        error = error_of(name, problem)
+    except (Exception, asyncio.CancelledError) as problem:
+        error = _told(name, problem)
     return await _abort(context, error)
 
 
@@ -177,17 +171,25 @@ async def _streaming(
                     await context.write(response)
                 finally:  # else its bytes are held while the next ones are read, or none is taken
                     del response
-    except asyncio.CancelledError as cancelled:
-        error = cut_off_with(cancelled)
-    except CallerGone:
-        raise asyncio.CancelledError from None
-    except grpc.aio.BaseError:
-        raise
-    except Exception as problem:
-        error = error_of(name, problem)
+    except (Exception, asyncio.CancelledError) as problem:
+        error = _told(name, problem)
     else:
         return
     await _abort(context, error)
+
+
+def _told(name: str, problem: BaseException) -> PrefixdError:
+    """What a client is told of a call that failed. Raises what ends the rpc without an answer."""
+    match problem:
+        case asyncio.CancelledError():
+            return cut_off_with(problem)
+        case CallerGone():
+            raise asyncio.CancelledError from None
+        case grpc.aio.BaseError():
+            raise problem  # gRPC's own: the rpc is over
+        case Exception():
+            return error_of(name, problem)
+    raise problem
 
 
 async def _abort(context: Context, error: PrefixdError) -> None:

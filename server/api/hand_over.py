@@ -103,7 +103,7 @@ class Handoff:
         store = self._core.stores.get(Tier.RAM)
         if not isinstance(store, RamStore):
             raise Missing(_SWITCHED_OFF)
-        # Its seals protect it, whatever the descriptor's mode.
+        # The seals of the memfd protect it, whatever the mode of the descriptor is.
         return Handed(store.arena.fd, store.arena.max_bytes, own=False)
 
     def _shm(self, _session: int) -> Handed:

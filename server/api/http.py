@@ -50,7 +50,8 @@ class _Server(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Whoever connects and says nothing, or a letter now and then, keeps nobody out."""
+        """Makes room for a new connection: clients that send nothing, or a byte now and then, must
+        not keep others out."""
         with self._lock:
             oldest = next(iter(self._open)) if len(self._open) >= MAX_CONNECTIONS else None
             if oldest is not None:
@@ -67,7 +68,7 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hung up is no news."""
+        """Not logged: clients hang up all the time."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -97,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def log_message(self, *_args: object) -> None:
-        """Scrapes are no news."""
+        """Not logged: scrapes come every few seconds."""
 
 
 def _paths(collector: StateCollector, board: Board | None) -> _Paths:

@@ -20,10 +20,10 @@ from .streams import to_its_end
 
 log = structlog.get_logger("prefixd.lent_saves")
 
-#: Threads for all of them. A client can keep those that read its memory for as long as it likes:
-#: nobody waits for one, who finds none free saves in another way.
+#: Threads for all of them. A client can keep a thread that reads its memory for as long as it
+#: likes. So no call waits for a free thread: it is refused, and the client saves in another way.
 THREADS: Final = min(16, max(4, 2 * (os.cpu_count() or 1)))
-#: Of one session.
+#: Threads that one session may have at once.
 _SESSION_THREADS: Final = 2
 #: What one thread copies before it is proved again that the memory is lent. Saves of more go over
 #: two threads.

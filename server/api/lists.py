@@ -1,5 +1,5 @@
-"""The lists of the `Admin` service. A page takes the loop no longer wherever it is, and keeps
-nothing in the daemon: where the next one begins stands in its cursor."""
+"""The lists of the `Admin` service. Each page takes the loop equally long, wherever in the list it
+is. The daemon keeps nothing between pages: the cursor says where the next one begins."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _DEFAULT_PAGE_ENTRIES = 100
 #: Keys that are shown of a claim, and keys in a page of claims.
 _SHOWN_KEYS = 8
 _MAX_PAGE_KEYS = 100_000
-#: Of what happened to a key, and of the entries that are there.
+#: Bounds of a `why`: the beginning of a key, events, and entries.
 _MIN_KEY_BYTES = 2
 _MOST_EVENTS = 1_000
 _MOST_PRESENT = 100
-#: In place of the owner of what a session left behind.
+#: The owner of claims and reservations whose session has ended.
 _ENDED = "(ended)"
 
 
@@ -54,7 +54,7 @@ class Lists:
         shard, last = _cursor_of(request.cursor)
         details: list[pb.EntryDetail] = []
         slices = Slices()
-        # Of each shard all that is there at one moment, in the order of the keys.
+        # A shard is read at one moment; its entries come in the order of their keys.
         for number in range(shard, SHARDS):
             room = page_entries - len(details)
             entries = [e for e in t.entries.shards[number].values() if e.tier is tier]

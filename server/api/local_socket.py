@@ -36,11 +36,11 @@ from .sessions import ServiceConfig, Sessions
 log = structlog.get_logger("prefixd.local")
 
 _BACKLOG: Final = 128
-#: A connection without a session is closed when it has asked nothing for so long, and one that is
-#: hung up on when its client has not read why.
+#: How long a connection without a session may send no request before it is closed, and how long a
+#: connection that is being closed gives its client to read why.
 _PATIENCE_S: Final = 5.0
-#: Of one connection, so many requests may wait behind the one that is being answered, or so many
-#: bytes of them and one more request.
+#: Requests of one connection that may wait behind the one that is being answered, at most, and
+#: their bytes, which one more request may exceed.
 _MAX_AHEAD: Final = 64
 _MAX_AHEAD_BYTES: Final = 64 * 2**10
 _RECEIVE_BYTES: Final = 64 * 2**10
@@ -73,7 +73,7 @@ class LocalServer:
             "cancel": saves.cancel,
             "save_lent": self.lent.save,
         }
-        #: the same of those that wait for nothing
+        #: how requests are answered that wait for nothing
         self.at_once: Final[dict[str, Callable[[Any, Caller], Any]]] = {
             "claim": service.claim_now,
             "release": service.release_now,
@@ -82,9 +82,9 @@ class LocalServer:
         self.connections: Final[set[_Connection]] = set()
         #: by session
         self.attached: Final[dict[int, set[_Connection]]] = {}
-        #: requests that are not answered yet, complete or not
+        #: of requests that are not answered yet, complete or not
         self.buffered_bytes = 0
-        #: those above MAX_SMALL_REQUEST_BYTES, which come when there is room for all of them
+        #: room for requests above MAX_SMALL_REQUEST_BYTES, which are received once they have it
         self.large: Final = Quota("requests", config.max_local_bytes, config.stall_timeout_s)
         #: connections that were refused because there were too many
         self.refusals = 0
@@ -134,9 +134,9 @@ class _Connection(asyncio.BufferedProtocol):
         #: what is counted in the server's `buffered_bytes`
         self._counted_bytes = 0
         self._answering_bytes = 0
-        #: of the large request that waits for room or has it: done when that is free again
+        #: set while a large request waits for room or has it; done once it gives the room back
         self._large: asyncio.Future[None] | None = None
-        #: it has room, and may be taken
+        #: the large request has room, and may be parsed
         self._large_admitted = False
         self._admitting: asyncio.Task[None] | None = None
         #: what comes next is a large request that has to wait
@@ -219,7 +219,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._watch()
 
     def detach(self) -> None:
-        """It belongs to no session any more."""
+        """The session has ended: the connection belongs to none any more."""
         if self._session is None:
             return
         others = self._server.attached.get(self._session)
@@ -233,7 +233,7 @@ class _Connection(asyncio.BufferedProtocol):
     # ---- taking requests
 
     def _take_frames(self) -> None:
-        """Parse what came, as far as requests may wait, and decide whether to read on."""
+        """Parse the received bytes, as far as requests may wait, and decide whether to read on."""
         try:
             while self._parse() and self._waiter is not None and not self._waiter.done():
                 self._answer_at_once()
@@ -491,5 +491,5 @@ class _Connection(asyncio.BufferedProtocol):
         if isinstance(problem, PrefixdError):
             self._send(failure_of("local", problem))
         self._transport.close()
-        # That waits until the client has read what it was told.
+        # `close` waits until the client has read the answer.
         self._loop.call_later(_PATIENCE_S, self._transport.abort)

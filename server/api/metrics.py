@@ -1,4 +1,4 @@
-"""Prometheus metrics, read from the live tables whenever somebody asks.
+"""Prometheus metrics, read from the live tables with each scrape.
 
 Nothing is kept here: `StateCollector` reads the numbers that `MetaState` keeps anyway. It does
 so on the thread of the HTTP server while the event loop may be changing them, so it reads
@@ -15,11 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -30,7 +26,7 @@ from ..core.events import TierState
 from ..core.histogram import Histogram
 from ..core.state import MetaState
 from ..core.tables import Tables, TierCounters
-from ..runtime.lag import BUCKETS_US, LoopLag
+from ..runtime.lag import LoopLag
 from ..runtime.latencies import Latencies
 from ..runtime.scrubbing import Scrub
 from .usage import SCALARS, UsageBook
@@ -237,17 +233,11 @@ class StateCollector(Collector):
         for name, (about, size) in TABLE_SIZES.items():
             yield GaugeMetricFamily(f"prefixd_{name}", about, size(tables))
         for name, value in self._shared().items():
-            about = SHARED[name]
-            if name in SHARED_GAUGES:
-                yield GaugeMetricFamily(f"prefixd_shared_{name}", about, value)
-            else:
-                yield CounterMetricFamily(f"prefixd_shared_{name}_total", about, value)
+            kind = GaugeMetricFamily if name in SHARED_GAUGES else CounterMetricFamily
+            yield kind(f"prefixd_shared_{name}", SHARED[name], value)
         for name, number in self._pressure().items():
-            about = PRESSURE[name]
-            if name in _PRESSURE_GAUGES:
-                yield GaugeMetricFamily(f"prefixd_pressure_{name}", about, number)
-            else:
-                yield CounterMetricFamily(f"prefixd_pressure_{name}_total", about, number)
+            kind = GaugeMetricFamily if name in _PRESSURE_GAUGES else CounterMetricFamily
+            yield kind(f"prefixd_pressure_{name}", PRESSURE[name], number)
         ends = GaugeMetricFamily(
             "prefixd_certificate_ends_timestamp_seconds",
             "When a certificate ends that is in use.",
@@ -260,12 +250,17 @@ class StateCollector(Collector):
         yield from self._collect_scrubs()
         yield from self._collect_health()
         if self._lag is not None:
-            yield _lag_histogram(self._lag)
+            yield _histogram(
+                "prefixd_loop_lag_seconds",
+                "How late the event loop came to its pulse.",
+                [],
+                [((), self._lag.pulses)],
+            )
         yield from collect_usage(self._usage)
         yield from self._collect_times(tables)
         flight = GaugeMetricFamily(
             "prefixd_in_flight",
-            "What calls take of the daemon's memory, and refusals for want of it.",
+            "Memory that calls use, and calls that were refused for lack of it.",
             labels=["what"],
         )
         for what, value in self._in_flight().items():
@@ -385,31 +380,18 @@ class StateCollector(Collector):
         yield oldest
 
 
-def _lag_histogram(lag: LoopLag) -> Metric:
-    family = HistogramMetricFamily(
-        "prefixd_loop_lag_seconds", "How late the event loop came to its pulse."
-    )
-    bounds = [bound_us / 1e6 for bound_us in BUCKETS_US]
-    family.add_metric([], _buckets(bounds, lag.counts), lag.total_us / 1e6)
-    return family
-
-
-def _buckets(bounds_s: Iterable[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    names = [*(f"{bound:g}" for bound in bounds_s), "+Inf"]
-    return list(zip(names, map(float, accumulate(counts)), strict=True))
-
-
 def _histogram(
     name: str,
     about: str,
     labels: Sequence[str],
     histograms: Iterable[tuple[Sequence[str], Histogram]],
 ) -> Metric:
-    """Of times in nanoseconds, as seconds."""
+    """Histograms of nanoseconds as one metric in seconds."""
     family = HistogramMetricFamily(name, about, labels=labels)
     for values, histogram in histograms:
-        bounds = (bound / 1e9 for bound in histogram.bounds)
-        family.add_metric(values, _buckets(bounds, histogram.counts), histogram.total / 1e9)
+        names = [*(f"{bound / 1e9:g}" for bound in histogram.bounds), "+Inf"]
+        counts = map(float, accumulate(histogram.counts))
+        family.add_metric(values, list(zip(names, counts, strict=True)), histogram.total / 1e9)
     return family
 
 

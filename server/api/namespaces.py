@@ -1,8 +1,8 @@
 """Whose keys a call may name: between the keys that clients know and those that the daemon has.
 
 Here, and nowhere behind it, the keys of a bound session become those of its namespace
-(`proto.namespaces`). Whatever a tenant names it gets, or misses, in its own namespace; whoever has
-none gets what is of none.
+(`proto.namespaces`). A tenant finds only what is in its own namespace, whatever keys it names; a
+caller without a namespace finds only what is in none.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .access import Access
 
 
 class Namespaces:
-    """Those that are known: of tokens, and of shares. `learn` is callable on any thread."""
+    """The namespaces of tokens and of shares. `learn` is callable on any thread."""
 
     def __init__(self) -> None:
         #: names by tags; replaced as a whole
         self._names: dict[bytes, str] = {}
 
     def learn(self, names: Iterable[str]) -> None:
-        """There are these, too. None is forgotten: what it saved is there yet."""
+        """Add these. None is ever forgotten: its entries may still be there."""
         self._names = self._names | {tag_of(name): name for name in names}
 
     def __contains__(self, name: object) -> bool:
@@ -38,7 +38,7 @@ class Namespaces:
     def keys(self, access: Access | None, keys: Sequence[Key]) -> tuple[Key, ...]:
         """Under which keys the daemon has what a caller calls these. Raises NotPermitted for those
         of a namespace, where the caller's token is of none. On a Unix socket every key may be
-        named: whoever may open one is trusted with what is cached."""
+        named: a process that may open the socket is trusted with everything that is cached."""
         if access is None or access.every:
             return tuple(keys)
         if access.namespace is not None:
@@ -80,21 +80,21 @@ class Namespaces:
 
 
 def namespace_of(access: Access | None) -> Namespace | None:
-    """Of whoever has this access; None: of none."""
+    """The namespace that this access is bound to; None: it is bound to none."""
     return None if access is None else access.namespace
 
 
 def check_same(access: Access | None, of_session: Access | None) -> None:
     """Raises NotPermitted for a caller of one namespace with a session of another."""
     if of_session is None and namespace_of(access) is None:
-        return  # it was opened on a Unix socket: whoever is of none may have been told of it
+        return  # opened on a Unix socket: such a process may share it with these callers
     mine, its = _reach(access), _reach(of_session)
     if mine != its:
         raise NotPermitted(f"this caller is of {mine}, and the session that it names of {its}")
 
 
 def _reach(access: Access | None) -> str:
-    """Whose keys it may name, in words."""
+    """In words: the namespaces whose keys a caller with this access may name."""
     if access is None or access.every:
         return "every namespace"
     namespace = access.namespace

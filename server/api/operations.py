@@ -1,6 +1,6 @@
-"""What operators change: the part of the `Admin` service that is not asked twice in vain.
+"""What operators change: the calls of the `Admin` service that change the daemon.
 
-Every one of these leaves a line in the log that says who did it.
+Each of them leaves a line in the log that says who made it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from ...proto.vocabulary import DeleteStatus
 from ..core.answers import DeleteAnswer
 from ..core.events import DeleteAsked
 from ..core.journal import EvictionCause
-from ..runtime.evicting import EVICTED_AT_ONCE, evict
 from ..runtime.gate import stopping
 from ..runtime.loop import Core
-from ..runtime.resizing import Resizing
+from ..runtime.resizing import EVICTED_AT_ONCE, Resizing, evict
 from ..runtime.slices import Slices
 from . import messages
 from .calls import Caller
 from .lists import Lists
 from .usage import UsageBook
 
-#: How often a drain looks whether something is held yet.
+#: How often a drain looks whether something is still held.
 _LOOK_S: Final = 0.02
-#: the part of health that says so
+#: The part of health that says that the daemon drains.
 _DRAIN: Final = "drain"
 _LEVELS: Final = ("debug", "info", "warning", "error")
 #: Keys of a delete that the log names.
@@ -60,7 +59,7 @@ class Operations(Lists):
         self.resizing: Final = Resizing(core)
         #: says what of the configuration changed, and (True) changes it; set by the daemon
         self.configurer: Callable[[bool], Awaitable[pb.ConfigureResponse]] | None = None
-        #: told of an option that runs with another value from now on; set by the daemon
+        #: is told when an operator gives an option another value; set by the daemon
         self.overridden: Callable[[str, object], None] = lambda _option, _value: None
         #: ends the daemon in order; set by the daemon
         self.stopper: Callable[[], None] = lambda: None
@@ -120,7 +119,7 @@ class Operations(Lists):
         core = self._core
         tiers = set(messages.tiers_of(request.tiers, core.stores) or core.stores)
         label = check_label(request.namespace)
-        # Of a token's namespace the keys say it, after a restart, too.
+        # The key of an entry names the namespace of its token, also after a restart.
         tag = tag_of(label)
         response = pb.ClearResponse()
         slices = Slices()

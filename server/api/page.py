@@ -25,13 +25,12 @@ import structlog
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.vocabulary import Tier
-from .access import Access
 from .admin import AdminService
-from .calls import Process
+from .calls import PlainCaller
 
 log = structlog.get_logger("prefixd.page")
 
-#: A sample is as good as a new one for so long.
+#: How long a sample is as good as a new one.
 FRESH_S: Final = 0.5
 #: How long the event loop may take for one.
 _ANSWERED_WITHIN_S: Final = 5.0
@@ -40,19 +39,6 @@ _TIER_FIELDS: Final = (
     "budget_bytes", "published_bytes", "reserved_bytes", "pinned_bytes", "entries", "hits",
     "saved_bytes", "evicted_bytes",
 )  # fmt: skip
-
-
-class _Viewer:
-    """The caller of what a page shows: who it is is not known (`calls.Caller`)."""
-
-    process: Process | None = None
-    access: Access | None = None
-
-    def proved(self, session: int) -> None:
-        raise NotImplementedError
-
-    def when_done(self, callback: Callable[[bool], None]) -> None:
-        raise NotImplementedError
 
 
 class NoSample(Exception):  # what is wrong is the daemon's, and the viewer's to read
@@ -69,12 +55,12 @@ class Board:
         self._one = threading.Lock()
         self._sample = b""
         self._taken_s = 0.0
-        #: referenced while it runs
+        #: kept, for asyncio itself holds no reference to a running task
         self._taking: asyncio.Task[bytes] | None = None
 
     def sample(self) -> bytes:
-        """The daemon as JSON, not older than `FRESH_S`. On any thread but the loop's; who asks
-        while another one's sample is taken gets the same. Raises NoSample."""
+        """The daemon as JSON, not older than `FRESH_S`. On any thread but the loop's.
+        Threads that ask while a sample is being taken get that one. Raises NoSample."""
         if not self._one.acquire(timeout=2 * _ANSWERED_WITHIN_S):
             raise NoSample("too many wait for a sample")
         try:
@@ -104,7 +90,7 @@ class Board:
         self._taking.add_done_callback(partial(_tell, asked))
 
     async def _take(self) -> bytes:
-        caller = _Viewer()
+        caller = PlainCaller()
         stats = await self._admin.stats(pb.StatsRequest(), caller)
         oldest = pb.ListClaimsRequest(page_claims=_OLDEST_CLAIMS)
         claims = await self._admin.list_claims(oldest, caller)

@@ -25,7 +25,7 @@ from ..runtime.loop import Core
 from ..runtime.writes import Write
 from .streams import Stream
 
-#: One turn moves so many bytes at most, in a few milliseconds; then others have the thread.
+#: What one turn moves at most, in a few milliseconds; then others have the thread.
 TURN_BYTES: Final = 8 * 2**20
 #: How long a thread waits for a socket that is full or empty before it is left to the loop.
 _PATIENCE_MS: Final = 1
@@ -70,7 +70,7 @@ class Sending:
         self._stream = stream
         self.ranges = ranges
         self._range = 0
-        #: of the range at hand, the first byte that is not queued
+        #: the first byte of the current range that is not queued
         self._next = ranges[0].start if ranges else 0
         #: what goes out next, in order
         self._queue: deque[memoryview | bytes] = deque((head,) if head else ())
@@ -172,18 +172,18 @@ class Receiving:
         self._stream = stream
         self._all = writes
         self._at = 0
-        #: where the turn at hand ends at the latest
+        #: the write before which the current turn ends at the latest
         self._end = 0
         self._received_bytes = 0
         self._crc = bytearray(data.CRC.size)
-        #: of the CRC32C behind the payload at hand
+        #: how much came of the CRC32C behind the current payload
         self._crc_bytes = 0
-        #: where bytes go that no arena takes directly
+        #: for bytes that can't be received into an arena directly
         self._scratch: memoryview | None = None
         self.left_bytes = sum(map(_sent_bytes, writes))
-        #: The socket was empty when the last turn ended.
+        #: Was the socket empty when the last turn ended?
         self.starved = False
-        #: How long a turn waits for it.
+        #: How long a turn waits for an empty socket.
         self.patience_ms = _PATIENCE_MS
         #: `incoming.Turn`
         self.writes: Sequence[Write] = ()
@@ -194,7 +194,7 @@ class Receiving:
         return self._at == len(self._all)
 
     def aim(self) -> None:
-        """Say which writes the next turn brings bytes for. On the loop, before each."""
+        """Choose the writes of the next turn. On the loop, before each turn."""
         end, reach_bytes = self._at, TURN_BYTES + self._received_bytes + self._crc_bytes
         while end < len(self._all) and reach_bytes > 0:
             reach_bytes -= _sent_bytes(self._all[end])
@@ -242,7 +242,7 @@ class Receiving:
             self._finish(write)
 
     def _room(self, write: Write, most_bytes: int) -> tuple[memoryview, bool]:
-        """Where the next bytes go; and is that where they will lie?"""
+        """The buffer for the next bytes, and whether that is their place in the arena."""
         if most_bytes and write.problem is None and not write.stopping:
             try:
                 room = write.writer.room(most_bytes)

@@ -39,13 +39,13 @@ class StagedRequests(Protocol):
     """What follows the first request of a staged save. Raises PrefixdError."""
 
     def take_staged(self) -> pb.SaveStagedRequest | None:
-        """The next one, if it is there."""
+        """The next request, if it has come."""
 
     async def wait_staged(self) -> pb.SaveStagedRequest:
-        """The next one."""
+        """The next request, once it has come."""
 
 
-#: Of each item of a save, why it is not written; None: it is.
+#: For each item of a save, why it is not written; None: it is.
 Refusals: TypeAlias = "list[pb.SaveResult | None]"
 #: The first message of a save.
 Opening: TypeAlias = (
@@ -269,7 +269,7 @@ class Saves:
     def opened(
         self, first: pb.SaveStagedRequest | pb.SaveLentRequest | pb.RawSaveRequest, caller: Caller
     ) -> tuple[Membership, pb.StagedReservations | None]:
-        """Whose save it is, and what was reserved for it before. Raises PrefixdError."""
+        """The session that saves, and the reservations that it made before. Raises PrefixdError."""
         reserved = first.reserved if first.HasField("reserved") else None
         return self._writer((reserved or _header(first)).session, caller), reserved
 

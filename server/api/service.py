@@ -3,13 +3,7 @@ to the state. Saves are in `saves`."""
 
 from __future__ import annotations
 
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -20,13 +14,7 @@ import structlog
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import (
-    ClaimLost,
-    InvalidSize,
-    MalformedMessage,
-    UnknownClaim,
-    UnknownSession,
-)
+from ...proto.errors import ClaimLost, InvalidSize, MalformedMessage, UnknownClaim, UnknownSession
 from ...proto.keys import Key
 from ...proto.vocabulary import ClaimMode
 from ...tiers.store import Damaged, StoreError
@@ -78,7 +66,7 @@ class CacheService:
         return self._sessions.prove(ref, caller, needed)
 
     def _keys(self, access: Access | None, raw: Sequence[bytes]) -> tuple[Key, ...]:
-        """Those that a request names, as the daemon has them."""
+        """The keys that a request names, as the daemon has them."""
         return self._sessions.namespaces.keys(access, messages.keys_of("keys", raw))
 
     async def session(
@@ -86,7 +74,7 @@ class CacheService:
     ) -> AsyncGenerator[pb.SessionEvent, None]:
         config = self._config
         if caller.access is not None:
-            # It comes over TCP: nothing is in place for it.
+            # The client came over TCP: it can read nothing in place.
             config = replace(config, local_socket="")
         stream = SessionStream(self._core, self._sessions, config, caller.access)
         async with aclosing(stream.run(requests)) as events:
@@ -273,12 +261,13 @@ class CacheService:
         self.claimed(session, request.claim_id)
         if pending.parts:
             yield pending
-        # Not before: it may end the claim, and with it the reading of the others.
+        # Reported last: a damaged entry may end the claim, and with it the reading of the others.
         for entry, why in damaged.values():
             self._core.damaged(entry, why)
 
     def unreadable(self, entry: Entry, why: str) -> None:
-        """It stays. If it can't be read again, its tier is unhealthy."""
+        """Have an entry verified that could not be read. It stays; if it can't be read again, its
+        tier is unhealthy."""
         log.warning("entry_unreadable", key=entry.key.hex(), why=why)
         self._core.verifications.request(entry)
 

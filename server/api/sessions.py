@@ -100,7 +100,7 @@ class Membership:
         self.number = number
         #: what the token gives that it was opened with; None: with none, on a Unix socket
         self.access: Final = access
-        #: for its client, and for no log
+        #: told to its client only, and never logged
         self.secret = secrets.token_bytes(_SECRET_BYTES)
         #: the process that it belongs to, once that has come over a Unix socket
         self.process: Process | None = None
@@ -114,13 +114,13 @@ class Sessions:
     def __init__(self, incarnation: bytes) -> None:
         self._incarnation = incarnation
         self._open: dict[int, Membership] = {}
-        #: whose keys they may name
+        #: translates between the keys of clients and those of the daemon
         self.namespaces: Final = Namespaces()
         #: what their clients count, by label
         self.usage: Final = UsageBook()
         #: how long their calls take
         self.latencies: Final = Latencies(Clock())
-        #: where payloads move beside gRPC (`data_socket`); 0: nowhere
+        #: the port of the data socket; 0: there is none
         self.data_port = 0
         #: is memory short? Told with each heartbeat's answer; set by the daemon
         self.under_pressure: Callable[[], bool] = lambda: False
@@ -139,7 +139,7 @@ class Sessions:
         return None if membership is None else membership.access
 
     def opened_with_others(self, tokens: Container[Access]) -> list[int]:
-        """Those that were opened with a token, and with none of these."""
+        """Numbers of the sessions that were opened with a token other than these."""
         return [
             number
             for number, membership in self._open.items()
@@ -147,7 +147,7 @@ class Sessions:
         ]
 
     def close(self, number: int) -> None:
-        """Its secret proves nothing any more."""
+        """The session has ended: its secret is not accepted any more."""
         membership = self._open.pop(number, None)
         if membership is None:
             return
@@ -206,7 +206,7 @@ class SessionStream:
         #: the task that `run` is part of, once there is a session
         self._task: asyncio.Task[object] | None = None
         self._ending = False
-        #: where what the client counts is added up
+        #: the sums that the reports of this client are added to
         self._usage = LabelUsage()
 
     async def run(
@@ -255,7 +255,7 @@ class SessionStream:
         name, host = hello.client_name or "client", hello.host or "this host"
         owner = printable(f"{name} (pid {hello.pid} on {host})")
         core = self._core
-        # As it is added up: there are no more labels than the book has.
+        # The label that its traffic is counted under: beyond a bound, that is "other".
         label = self._usage.name
         question = SessionOpened(core.next_request(), owner, core.clock.now_ns(), label)
         session = (await core.ask(question, Opened)).session

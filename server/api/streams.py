@@ -20,14 +20,14 @@ from ...proto import data
 T = TypeVar("T")
 
 _BACKLOG: Final = 128
-#: Under TLS one call moves so much at most: it is checksummed while it is in the cache.
+#: What one call moves at most under TLS: it is checksummed while it is in the cache.
 _TURN_BYTES: Final = 256 * 2**10
 #: What is in one record of TLS, at most.
 _RECORD_BYTES: Final = 16 * 2**10
 
 
 class Stream:
-    """A plain one."""
+    """A connection without TLS."""
 
     def __init__(self, sock: socket.socket) -> None:
         """Owns `sock`."""
@@ -69,7 +69,7 @@ class Stream:
         """Has the client hung up? None: it has not, and has sent something instead. Takes nothing
         of that."""
         try:
-            # Not the method of the socket: that of TLS can't look without taking.
+            # Not `self._sock.recv`: an SSLSocket can't peek.
             return None if socket.socket.recv(self._sock, 1, socket.MSG_PEEK) else True
         except BlockingIOError:
             return False
@@ -183,12 +183,12 @@ class Handshakes:
     waits nowhere, and the event loop and the threads that copy never do."""
 
     def __init__(self, context: ssl.SSLContext) -> None:
-        #: of connections from here on
+        #: for connections that are accepted from now on
         self.context = context
         self._thread: Final = ThreadPoolExecutor(1, "prefixd-tls")
 
     async def step(self, stream: SecuredStream) -> None:
-        """See `SecuredStream.shake_hands`. One that is cancelled is not begun."""
+        """Call `SecuredStream.shake_hands` on the thread; not at all if cancelled before."""
         step = self._thread.submit(stream.shake_hands)
         waiting = asyncio.wrap_future(step)
         try:

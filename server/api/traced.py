@@ -13,14 +13,14 @@ from .local_socket import LocalServer
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Lasts as long as its client.
+#: Not traced: this stream lasts as long as its client.
 _STREAM = "Session"
-#: Nobody waits for it.
+#: They have no answer that a client waits for.
 _UNANSWERED = ("give_back",)
 
 
 def traced_methods(methods: Mapping[str, Method], tracing: Tracing) -> dict[str, Method]:
-    """Those of the `Cache` service over gRPC."""
+    """The methods of the `Cache` service over gRPC, traced."""
     traced: dict[str, Method] = {}
     for name, method in methods.items():
         if isinstance(method, Streaming) and name == _STREAM:
@@ -32,7 +32,7 @@ def traced_methods(methods: Mapping[str, Method], tracing: Tracing) -> dict[str,
 
 
 def trace_sockets(local: LocalServer, data: DataServer, tracing: Tracing) -> None:
-    """Those over the local and the data socket, from now on."""
+    """Trace the calls over the local and the data socket from now on."""
     _trace(local.methods, "local", tracing)
     _trace(local.at_once, "local", tracing)
     _trace(data.methods, "data", tracing)

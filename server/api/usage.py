@@ -32,15 +32,15 @@ DEFAULT_LABEL: Final = "default"
 OTHER_LABEL: Final = "other"
 REASONS: Final = tuple(reason.value for reason in MissReason)
 OUTCOMES: Final = tuple(status.label for status in SaveStatus)
-#: Of the client: `client.counters.PATHS`.
+#: How bytes came to the engine, as clients report it (`client.counters.PATHS`).
 PATHS: Final = ("view", "copy", "stream")
-#: What became of what is absent and was in a tier (`journal.Happening`), and of what was in none
-#: that is known: not saved since the start; not remembered so far back; its keys were not told.
+#: What became of absent entries that were in a tier (`journal.Happening`), and why nothing is known
+#: of others: never saved since the start; too long ago for the journal; the client sent no keys.
 LEFT: Final = ("evicted", "deleted", "damaged", "replaced")
 BECAUSE: Final = (*LEFT, "never_saved", "not_remembered", "not_told")
-#: What has no dimension but the label.
+#: Counters that have no label but the namespace.
 SCALARS: Final = ("lookups", "hits", "lookup_tokens", "restored_tokens")
-#: Of all labels together it fits into a message, too.
+#: The sum over all labels fits into a message, too.
 _MOST_SHOWN: Final = 2**57
 
 
@@ -52,9 +52,9 @@ class LabelUsage:
         self.scalars = dict.fromkeys(SCALARS, 0)
         self.misses = dict.fromkeys(REASONS, 0)
         self.failures = dict.fromkeys(REASONS, 0)
-        #: of the misses that are absent; together with `left` they add up to these
+        #: absent misses of entries in no tier; with `left` they add up to all absent misses
         self.absent_because = dict.fromkeys(BECAUSE[len(LEFT) :], 0)
-        #: by the tier that it left
+        #: absent misses of entries that were in a tier, by that tier and why they left
         self.left = {(tier, because): 0 for tier in Tier for because in LEFT}
         self.hit_entries = dict.fromkeys(Tier, 0)
         self.hit_tokens = dict.fromkeys(Tier, 0)
@@ -91,7 +91,7 @@ class LabelUsage:
         it is enough that one was there."""
         for miss in absent:
             fates = [fate for key in miss.keys if (fate := journal.fate(key)) is not None]
-            # What came and did not leave was saved since it was looked for.
+            # An entry that is there by now was saved after the client looked for it.
             left = [fate for fate in fates if fate.what is not Happening.SAVED]
             if left:
                 first = min(left, key=attrgetter("what"))
@@ -169,11 +169,11 @@ class UsageBook:
 
     def __init__(self) -> None:
         self._labels: dict[str, LabelUsage] = {}
-        #: of the open sessions, by number
+        #: what open sessions reported, by their number
         self.sessions: Final[dict[int, SessionUsage]] = {}
 
     def of(self, label: str) -> LabelUsage:
-        """Where to add up what a client with this label tells; "" is `DEFAULT_LABEL`.
+        """The sums for reports of clients with this label; "" is `DEFAULT_LABEL`.
 
         Raises InvalidSize for what can't be one.
         """
@@ -187,7 +187,7 @@ class UsageBook:
         return found
 
     def restores(self) -> Histogram:
-        """Of all labels together."""
+        """How long restores took, over all labels."""
         found = Histogram(LATENCY_BOUNDS_NS)
         for sums in list(self._labels.values()):
             found.counts = list(map(add, found.counts, sums.restores.counts))
@@ -200,8 +200,8 @@ class UsageBook:
 
 
 def check_usage(usage: pb.Usage) -> pb.Usage:
-    """The same report, if it adds up and all of its words are known. Raises MalformedMessage,
-    InvalidSize."""
+    """Returns the report, if it is consistent and all of its words are known. Raises
+    MalformedMessage, InvalidSize."""
     _known("reason of a miss", usage.misses, REASONS)
     _known("reason of a failure", usage.failures, REASONS)
     numbers = [getattr(usage, name) for name in SCALARS]

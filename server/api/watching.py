@@ -35,11 +35,11 @@ log = structlog.get_logger("prefixd.watching")
 #: Events of one message, about 60 KiB; with their token ids at most 4 MiB.
 _MOST_EVENTS: Final = 512
 _MOST_EVENTS_WITH_IDS: Final = 128
-#: What has more of them is told without: whole prompts, saved as one entry.
+#: Longer token ids are left out: those of whole prompts that were saved as one entry.
 MAX_TOKEN_IDS_BYTES: Final = 32 * 2**10
-#: Of another tier: a watcher that is told of none of so many is told how far they are.
+#: After this many events that did not concern a watcher it is told the last number all the same.
 _QUIET_EVENTS: Final = 1_024
-#: All the watchers of a namespace together have this part of the places.
+#: All watchers of one namespace together have at most the places divided by this.
 _SHARE_OF_A_NAMESPACE: Final = 4
 
 
@@ -126,7 +126,7 @@ class Watching:
 
 
 class _Watcher:
-    """One of them."""
+    """One watcher: its position in the log, and the messages that it is sent."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class _Watcher:
     ) -> None:
         """`tiers`: empty for all of them. `access`: where it is of a namespace, of that only."""
         self.access: Final = access
-        #: its token is not known any more
+        #: the token that it came with is no longer valid
         self.revoked = False
         self._namespace = namespace_of(access)
         self._core = core
@@ -218,7 +218,7 @@ class _Watcher:
         return self._told([_control(pb.WATCH_KIND_CLEARED, self._sequence, why)])
 
     def _told(self, bodies: Sequence[bytes]) -> bytes:
-        # In the middle of a snapshot nobody can go on.
+        # A watcher can't resume in the middle of a snapshot.
         sequence = 0 if self._snapshot is not None else self._sequence
         return watch.response(self._incarnation, bodies, sequence)
 
@@ -243,7 +243,7 @@ class _Watcher:
     # ---- token ids
 
     async def _complete(self, bodies: list[bytes]) -> list[bytes]:
-        """The same events, with the token ids of what is there, if they were asked for."""
+        """The events with the token ids of entries that are there, if the watcher wants them."""
         if not self._token_ids:
             return bodies
         by_tier: dict[Tier, list[tuple[int, Entry, int]]] = {}
@@ -263,7 +263,7 @@ class _Watcher:
         for tier, wanted in by_tier.items():
             found = await self._read(tier, [entry for _, entry, _ in wanted])
             for (place, entry, generation), token_ids in zip(wanted, found, strict=True):
-                # Its room was not written again while it was read.
+                # The entry is still there: its room was not written again while it was read.
                 if token_ids and entry.published and entry.generation == generation:
                     complete[place] = watch.with_token_ids(bodies[place], token_ids)
         return complete

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ...proto.errors import ConfigError
 from ...proto.units import format_bytes
 from ...proto.vocabulary import Tier
 from .machine import Machine
-from .options import Config, Disk, Ram, Shm
+from .options import Config, Disk, Ram, Shm, TierSection
 from .values import parse_shares
 
 _MIB: Final = 2**20
@@ -29,9 +29,9 @@ class TierPlan:
     why: str
     policy: str
     max_entries: int
-    #: of the arena
+    #: bytes of one slab of the arena
     slab_bytes: int = 0
-    #: of saves on their way to the store; 0: not bounded
+    #: what saves under way may have reserved; 0: not bounded
     max_in_flight_bytes: int = 0
     directory: Path | None = None
     #: what the tier can be given before a restart; no less than `budget_bytes`
@@ -42,7 +42,7 @@ class TierPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A configuration with everything resolved for a machine."""
+    """A configuration in which nothing is `auto` any more: what each tier gets on this machine."""
 
     config: Config
     all_tiers: dict[Tier, TierPlan]
@@ -89,24 +89,29 @@ def _share(budget_bytes: int | str, slab_bytes: int, *choices: tuple[int, str]) 
     return max(0, least_bytes) // max(_MIB, slab_bytes) * max(_MIB, slab_bytes), f"auto: {why}"
 
 
-def _most(budget_bytes: int, max_budget_bytes: int, slab_bytes: int) -> int:
-    return max(budget_bytes, max_budget_bytes // slab_bytes * slab_bytes)
+def _plan(
+    tier: Tier, options: TierSection, choices: Sequence[tuple[int, str]], **more: Any
+) -> TierPlan:
+    """`choices`: what `auto` comes to, the least of them; `more`: what other tiers have not."""
+    slab_bytes = options.slab_bytes
+    budget_bytes, why = _share(options.budget_bytes, slab_bytes, *choices)
+    return TierPlan(
+        tier,
+        budget_bytes,
+        why,
+        options.policy,
+        options.max_entries,
+        slab_bytes,
+        max_budget_bytes=max(budget_bytes, options.max_budget_bytes // slab_bytes * slab_bytes),
+        shares=parse_shares(options.shares),
+        **more,
+    )
 
 
 def _plan_ram(ram: Ram, machine: Machine) -> TierPlan:
     available = format_bytes(machine.available_bytes)
     quarter = (machine.available_bytes // 4, f"25% of {available} of available memory")
-    budget_bytes, why = _share(ram.budget_bytes, ram.slab_bytes, quarter)
-    return TierPlan(
-        Tier.RAM,
-        budget_bytes,
-        why,
-        ram.policy,
-        ram.max_entries,
-        ram.slab_bytes,
-        max_budget_bytes=_most(budget_bytes, ram.max_budget_bytes, ram.slab_bytes),
-        shares=parse_shares(ram.shares),
-    )
+    return _plan(Tier.RAM, ram, [quarter])
 
 
 def _plan_shm(shm: Shm, machine: Machine) -> TierPlan:
@@ -122,18 +127,7 @@ def _plan_shm(shm: Shm, machine: Machine) -> TierPlan:
         (machine.shm_size_bytes // 2, f"50% of the {size} of {place}"),
         (machine.shm_room_bytes * 3 // 4, f"75% of {room} of room in {place}"),
     )
-    budget_bytes, why = _share(shm.budget_bytes, shm.slab_bytes, *choices)
-    return TierPlan(
-        Tier.SHM,
-        budget_bytes,
-        why,
-        shm.policy,
-        shm.max_entries,
-        shm.slab_bytes,
-        directory=shm.directory,
-        max_budget_bytes=_most(budget_bytes, shm.max_budget_bytes, shm.slab_bytes),
-        shares=parse_shares(shm.shares),
-    )
+    return _plan(Tier.SHM, shm, choices, directory=shm.directory)
 
 
 def _plan_disk(disk: Disk, machine: Machine) -> TierPlan:
@@ -142,19 +136,8 @@ def _plan_disk(disk: Disk, machine: Machine) -> TierPlan:
         (AUTO_DISK_BYTES, "the most that is taken unasked"),
         (machine.disk_room_bytes // 4, f"25% of {room} of room on its file system"),
     )
-    budget_bytes, why = _share(disk.budget_bytes, disk.slab_bytes, *choices)
-    return TierPlan(
-        Tier.DISK,
-        budget_bytes,
-        why,
-        disk.policy,
-        disk.max_entries,
-        disk.slab_bytes,
-        max_in_flight_bytes=disk.max_in_flight_bytes,
-        directory=disk.directory,
-        max_budget_bytes=_most(budget_bytes, disk.max_budget_bytes, disk.slab_bytes),
-        shares=parse_shares(disk.shares),
-    )
+    own = {"directory": disk.directory, "max_in_flight_bytes": disk.max_in_flight_bytes}
+    return _plan(Tier.DISK, disk, choices, **own)
 
 
 def _warnings(ram: TierPlan, shm: TierPlan, disk: TierPlan, machine: Machine) -> Iterator[str]:

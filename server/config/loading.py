@@ -30,7 +30,7 @@ from ...tiers.arena import MIN_SLAB_BYTES
 from . import sources
 from .budgets import Plan, resolve
 from .machine import Machine
-from .options import Config, Disk, Ram, Shm
+from .options import Config, TierSection
 from .sources import Given, Option
 from .values import parse_shares
 
@@ -63,7 +63,7 @@ def print_config() -> str:
 
 
 def default_paths(env: Mapping[str, str], uid: int) -> dict[str, str]:
-    """Where things are that nobody configured. Nothing is created.
+    """Where things are that are not configured. Nothing is created.
 
     A systemd unit with RuntimeDirectory= and StateDirectory= says so in the environment.
     """
@@ -188,7 +188,8 @@ def _validate(
                 entry = given.get(path) or Given(places[path], "the defaults of this machine")
                 wrong.setdefault(path, _complaint(path, entry, _reason(error, known[path])))
             if len(wrong) == before or wrong.keys() & places.keys() - given.keys():
-                # What nobody gave is wrong: no configuration is left to look at.
+                # A default is wrong, or no wrong key was found: no configuration is left to look
+                # at.
                 sources.refuse(list(wrong.values()))
 
 
@@ -288,7 +289,7 @@ def _conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
                 f"{format_bytes(tier.slab_bytes)}",
             )
     for name in ("ram", "shm", "disk"):
-        section: Ram | Shm | Disk = getattr(config, name)
+        section: TierSection = getattr(config, name)
         shares_bytes = sum(parse_shares(section.shares).values())
         if shares_bytes and not server.tokens:
             yield (

@@ -21,7 +21,7 @@ class Machine:
     memory_bytes: int
     #: what of it is free, or would be at once
     available_bytes: int
-    #: of the file system under the shm directory
+    #: size of the file system of the shm directory
     shm_size_bytes: int
     #: what the directories of the tiers could take, what they hold already included
     shm_room_bytes: int

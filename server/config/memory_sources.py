@@ -1,4 +1,4 @@
-"""What `pressure.source` can be: who says how much memory is used."""
+"""What `pressure.source` can be: functions that say how much memory is used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SOME_10S: Final = re.compile(r"^some avg10=([0-9.]+)", re.MULTILINE)
 def make_source(name: str, root: Path = Path("/")) -> Source | None:
     """The source of that name; None for "none". `root`: where `proc` and `sys` are.
 
-    Raises ConfigError where it can't say anything on this machine, or can't be imported.
+    Raises ConfigError for a source that does not work on this machine, or can't be imported.
     """
     if name == "none":
         return None

@@ -7,20 +7,13 @@ its docstring here says is what `--help` and `--print-config` say.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Final, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from ...proto import limits
-from ...proto.endpoints import (
-    admin_address,
-)
+from ...proto.endpoints import admin_address
 from ...tiers.arena import DEFAULT_SLAB_BYTES
 from ..core.tables import StateConfig
 from .values import (
@@ -155,10 +148,11 @@ class Server(Section):
         return derived if self.admin_address == "auto" else self.admin_address
 
 
-class Ram(Section):
+class TierSection(Section):
+    """What all tiers have in common."""
+
     budget_bytes: Budget = Field("auto", alias="budget")
-    """What entries may take, everything included; 0: no such tier; `auto`: a quarter of the
-    available memory."""
+    """What entries may take."""
     max_budget_bytes: Size = Field(0, alias="max_budget", ge=0)
     """Up to where `prefixctl tier resize` may raise the budget without a restart; 0: not above what
     it is at the start. Memory is taken as it grows, but for 104 bytes of index a slab."""
@@ -167,48 +161,36 @@ class Ram(Section):
     max_entries: Count = 0
     """Entries at most; 0: as many as the budget takes."""
     slab_bytes: Slab = Field(DEFAULT_SLAB_BYTES, alias="slab")
-    """The piece in which room is handed out: a power of two from 4KiB. An entry takes whole
-    slabs."""
+    """The piece in which room is handed out: a power of two from 4KiB. An entry takes whole slabs,
+    and survives no change of it."""
     shares: Shares = ""
     """What namespaces of tokens are sure of, slabs included: of one that takes no more than its
     share nothing leaves for another's save. What is left is divided between all that want it;
     clients without a namespace, and namespaces without a share, have that alone."""
 
 
-class Shm(Section):
+class Ram(TierSection):
+    budget_bytes: Budget = Field("auto", alias="budget")
+    """What entries may take, everything included; 0: no such tier; `auto`: a quarter of the
+    available memory."""
+
+
+class Shm(TierSection):
     budget_bytes: Budget = Field("auto", alias="budget")
     """As for [ram]; `auto`: a quarter of all memory, at most half of /dev/shm; less where little
     of them is free."""
-    max_budget_bytes: Size = Field(0, alias="max_budget", ge=0)
-    """As for [ram]."""
-    policy: Policy = "lru"
-    """The order in which entries are evicted."""
-    max_entries: Count = 0
-    """Entries at most; 0: as many as the budget takes."""
-    slab_bytes: Slab = Field(DEFAULT_SLAB_BYTES, alias="slab")
-    """As for [ram]. Entries don't survive a change of it."""
-    shares: Shares = ""
-    """As for [ram]."""
     directory: Directory
     """Where the arena and its records lie, on a tmpfs; `auto`: /dev/shm/prefixd-<uid>."""
     verify_at_start: bool = True
     """Read every entry that survived a restart and check its CRC32C before it is served."""
 
 
-class Disk(Section):
+class Disk(TierSection):
     budget_bytes: Budget = Field("auto", alias="budget")
     """As for [ram]; `auto`: a quarter of what the file system could hold, at most 64GiB."""
-    max_budget_bytes: Size = Field(0, alias="max_budget", ge=0)
-    """As for [ram]."""
-    policy: Policy = "lru"
-    """The order in which entries are evicted."""
     max_entries: Count = 1_000_000
     """Entries at most; 0: as many as the budget takes. Each takes about 600 B of the daemon's
     memory, index included."""
-    slab_bytes: Slab = Field(DEFAULT_SLAB_BYTES, alias="slab")
-    """As for [ram]. Entries don't survive a change of it."""
-    shares: Shares = ""
-    """As for [ram]."""
     directory: Directory
     """Where the arena and its records lie; `auto`: $STATE_DIRECTORY (systemd), /var/lib/prefixd
     (root), $XDG_STATE_HOME/prefixd or ~/.local/state/prefixd."""
@@ -220,7 +202,7 @@ class Disk(Section):
     probe_interval_ns: Duration = Field(5_000 * _MS, alias="probe_interval", ge=10 * _MS)
     """How often a small write of the daemon's own shows that the device answers."""
     hung_after_ns: Duration = Field(10_000 * _MS, alias="hung_after", ge=10 * _MS)
-    """A device that has not answered a read, a write or a sync for so long hangs: the tier takes
+    """A device that has not answered a read, a write or a sync in this time hangs: the tier takes
     no saves and gives no claims until it answers. Not below what the largest commit takes."""
 
 
@@ -252,7 +234,8 @@ class Sessions(Section):
     """Saves in flight that all these requests wait for, about 200 bytes each; more are answered
     without waiting."""
     max_waited_keys_per_session: int = Field(limits.MAX_WAITED_KEYS_PER_SESSION, ge=0)
-    """The same for one client."""
+    """Saves in flight that the requests of one client wait for; more are answered without
+    waiting."""
     max_pinned_share: Share = 0.75
     """The part of a tier that the claims of one client may hold at once; more are refused. What is
     left is enough for others to save into; a single engine that uses a whole node rarely holds
@@ -268,18 +251,10 @@ class Sessions(Section):
     prompt may be computed in between."""
 
     def state_config(self) -> StateConfig:
-        """The part that `MetaState` needs."""
+        """The part that `MetaState` needs: the options that it has under the same names."""
         return StateConfig(
             session_lost_after_ns=limits.SESSION_LOST_AFTER_INTERVALS * self.heartbeat_ns,
-            max_sessions=self.max_sessions,
-            max_claims_per_session=self.max_claims_per_session,
-            max_reservations_per_session=self.max_reservations_per_session,
-            max_waiters=self.max_waiters,
-            max_waited_keys=self.max_waited_keys,
-            max_waited_keys_per_session=self.max_waited_keys_per_session,
-            max_pinned_share=self.max_pinned_share,
-            max_reserved_share=self.max_reserved_share,
-            unwritten_ttl_ns=self.unwritten_ttl_ns,
+            **self.model_dump(include={field.name for field in fields(StateConfig)}),
         )
 
 
@@ -314,8 +289,8 @@ class Shared(Section):
     life_ns: Duration = Field(86_400_000 * _MS, alias="life", ge=1_000 * _MS)
     """How long an entry stays in the engine after its last use, at most."""
     memory_bytes: Size = Field(256 * 2**20, alias="memory", ge=2**20)
-    """What is on its way from and to the engine takes so much of the daemon's memory at most, and
-    no entry that is larger is shared."""
+    """The daemon's memory for what is on its way from and to the engine, at most; no
+    entry that is larger is shared."""
 
 
 class Watch(Section):
@@ -334,7 +309,7 @@ class Pressure(Section):
     high_watermark: Share = 0.95
     """From this part of the memory on, sessions are told that it is short, and tiers evict."""
     low_watermark: Share = 0.90
-    """Down to this part: so many bytes are evicted, once, and then it is over."""
+    """Tiers evict what is used above this part, once. Pressure ends when use is back at it."""
     max_stalled: Share = 0.2
     """Memory is short as well where somebody waited for it for so large a part of 10 s."""
     tiers: Tiers = "ram,shm"

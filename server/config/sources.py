@@ -31,7 +31,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A value that somebody wrote: text from flags and environment, anything from a file."""
+    """A configured value: text from flags and environment, anything from a file."""
 
     value: object
     origin: str

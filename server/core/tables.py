@@ -105,7 +105,7 @@ class Reservation:
     reserved_ns: int
     #: until its first byte arrives no later than `StateConfig.unwritten_ttl_ns` allows
     expires_ns: int
-    #: what was asked for; counts from the first byte on
+    #: as the client asked; it runs from the first byte on
     ttl_ns: int
     #: the key before it in its chain; empty: it is the first
     parent: bytes = b""
@@ -150,7 +150,7 @@ class Session:
     #: stored bytes of `pins`, and of its reservations
     pinned_bytes: dict[Tier, int] = field(default_factory=dict)
     reserved_bytes: dict[Tier, int] = field(default_factory=dict)
-    #: saves that its waiting requests wait for, in all
+    #: saves that its requests wait for, over all of them
     waited_keys: int = 0
     #: items of its saves for which room is being found, see `Reserve`
     reserving: int = 0
@@ -177,8 +177,8 @@ class Waiting:
 
     question: LookupAsked | ClaimAsked | ReserveAsked
     mode: WaitMode
-    #: token of a save -> position of its key in the question, ascending; each save that ends
-    #: leaves, and takes those with it that don't matter any more
+    #: token of each save that is waited for -> position of its key in the question, ascending. A
+    #: save that ends is removed, and so are those whose outcome no longer matters
     pending: dict[int, int]
     #: what this counts for in `waited_keys`
     waited_keys: int
@@ -336,7 +336,7 @@ class StateConfig:
 
 
 class Watcher(Protocol):
-    """What a recount under way is told of, each before it happens."""
+    """The changes that a running recount is told of, each before it is made."""
 
     def entered(self, entry: Entry) -> None: ...
     def left(self, entry: Entry) -> None: ...
@@ -385,7 +385,7 @@ class Tables:
     recounts: list[Watcher] = field(default_factory=list)
     #: what hits every capacity of a tier would have had, from a sample of its keys
     curves: dict[Tier, SampledCurve[Key]] = field(default_factory=dict)
-    #: what they are still to be shown, in order
+    #: uses that the curves have not counted yet, in order
     unobserved: list[tuple[Tier, Sequence[Access]]] = field(default_factory=list)
     #: entries whose use is not yet recorded by their store, in order of use; none of the RAM
     #: tier, which is gone with the daemon

@@ -23,7 +23,7 @@ log = structlog.get_logger("prefixd.changes")
 
 #: What an event takes with its place in the list; one of a long namespace some bytes more.
 COST_BYTES: Final = 176
-#: For so long after the last watcher left the log goes on, so that it can come back.
+#: How long the log goes on after the last watcher left, so that it can come back.
 LINGER_S: Final = 60.0
 #: The part of the log that is dropped at once when it is full: dropping one by one would move
 #: all the others each time.
@@ -31,22 +31,22 @@ _DROPPED_SHARE: Final = 8
 
 
 class WatchedTooSlowly(Exception):
-    """What came after this position is not known any more."""
+    """The events after this position were dropped from the log."""
 
 
 class ChangeLog(ChangeListener):
     """The event loop's.
 
     Sequence numbers ascend by one, and are of this start of the daemon. What was not written
-    because nobody watched has taken a number, so that nobody goes on from before it.
+    because nobody watched has taken a number, so that no watcher goes on from before it.
     """
 
     def __init__(self, size_bytes: int) -> None:
         self.most: Final = max(_DROPPED_SHARE, size_bytes // COST_BYTES)
         self._bodies: list[bytes] = []
-        #: the number of the first of them, or of the one that comes next; nobody is at 0
+        #: the number of the first of them, or of the one that comes next; no watcher is at 0
         self._first = 2
-        #: events were lost before this number: whoever was told less begins anew
+        #: events were lost before this number: a watcher that has not got so far begins anew
         self.lost_before = 0
         self.watchers = 0
         self.closed = False
@@ -67,7 +67,7 @@ class ChangeLog(ChangeListener):
     # ---- what happens
 
     def follow(self, effects: Iterable[Effect]) -> None:
-        """These have just been done to the index."""
+        """Write down effects that have just been carried out on the index."""
         if not self._active:
             return
         bodies = self._bodies
@@ -141,8 +141,8 @@ class ChangeLog(ChangeListener):
         self.wake()
 
     def wake(self) -> None:
-        """Whoever waits looks again, whatever has happened."""
-        # A new one for those who come later: each of those who wait has been told once.
+        """Make every waiting watcher look again, whether or not something happened."""
+        # A new event for later waiters: those that wait now have all been woken by the old one.
         self._news.set()
         self._news = asyncio.Event()
 
@@ -174,7 +174,7 @@ def body_of(entry: Entry, sequence: int, parent: bytes | None = None) -> bytes:
 
 
 def _bodies(effects: Iterable[Effect], first: int) -> list[bytes]:
-    """Of the effects that watchers are told of; the numbers from `first` on."""
+    """The events for watchers that these effects make, numbered from `first` on."""
     numbers = count(first)
     bodies = []
     for effect in effects:

@@ -44,7 +44,7 @@ class Freezer:
             gc.freeze()
 
     def expect(self, entries: int) -> None:
-        """So many were read and are to be published. If they are many, the list of them is large:
-        it is not looked at even once."""
+        """A start has read that `entries` come next. If they are many, the list of them is
+        large, and the collector is kept from walking over it even once."""
         if entries >= _MAX_WATCHED_ENTRIES:
             gc.freeze()

@@ -76,7 +76,7 @@ class Committer:
         self._clock = clock or Clock()
         #: when each token was handed over, on the monotonic clock
         self._began_ns: dict[int, int] = {}
-        #: from there until the store said how it ended, in nanoseconds
+        #: from when bytes are whole until the store has said how their commit ended, in nanoseconds
         self.latency = Histogram(LATENCY_BOUNDS_NS)
         #: how long its device took to make the payloads of a commit durable, in nanoseconds
         self.sync = Histogram(LATENCY_BOUNDS_NS)

@@ -1,7 +1,7 @@
 """The stores that do I/O: threads of their own, and a watchdog that knows when they hang.
 
-A device that does not answer keeps every thread that asks it. So each blocking store has its own
-threads, and whoever uses another tier waits for none of them; and what is under way is noted, with
+A device that does not answer blocks every thread that calls it. So each blocking store has its own
+threads, and calls for other tiers wait for none of them. Every I/O that is under way is noted, with
 the time at which it began. If the oldest of it is older than `hung_after_ns`, the store is called
 hung: a health condition, and the state refuses its saves and finds nothing in it (`TierChanged`).
 So that this is noticed without traffic too, a thread for each store writes something every
@@ -35,7 +35,7 @@ log = structlog.get_logger("prefixd.devices")
 
 #: Threads for each blocking store: copies of saves, reads, verification.
 _THREADS: Final = 4
-#: The ages are looked at this often.
+#: How often the age of the oldest I/O is looked at.
 _LOOK_S: Final = 0.25
 
 
@@ -118,12 +118,12 @@ class Devices:
     # ---- threads
 
     def executor(self, tier: Tier) -> Executor:
-        """Where calls of a store are made that take long."""
+        """The threads on which long calls of this tier's store are made."""
         return self._pools.get(tier, self._shared)
 
     def run(self, tier: Tier, call: Callable[..., T], *args: object) -> asyncio.Future[T]:
         """A call of a store that takes long, on a thread. Raises Draining once the threads have
-        ended: then the daemon has stopped, whoever still asks."""
+        ended, which is when the daemon has stopped."""
         try:
             return self._loop.run_in_executor(self.executor(tier), call, *args)
         except RuntimeError:
@@ -159,7 +159,7 @@ class Devices:
         self.look(hung_after_ns)
 
     def look(self, hung_after_ns: int) -> None:
-        """Who hangs, and who does not any more?"""
+        """Find out which devices hang, and which answer again."""
         for tier, io in self.io.items():
             oldest_ns = io.oldest_ns()
             hangs = oldest_ns > hung_after_ns

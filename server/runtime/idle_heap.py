@@ -50,7 +50,7 @@ class IdleHeap:
 
 
 async def give_back_idle_heap(executor: Executor, served: Callable[[], object]) -> None:
-    """Look from time to time, for ever. `served`: something that changes with every call that
+    """Look from time to time, for ever. `served`: returns something else after every call that
     was served."""
     heap, loop = IdleHeap(), asyncio.get_running_loop()
     before, collected = served(), False

@@ -6,12 +6,13 @@ import asyncio
 from collections import deque
 from typing import Final
 
+from ..core.histogram import Histogram
 from .clock import Clock
 
 #: The loop is asked this often to show that it runs.
 PULSE_NS: Final = 20_000_000
-#: Upper bounds of the histogram, in microseconds; above the last there is one more bucket.
-BUCKETS_US: Final = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 500_000, 2_000_000)
+#: Buckets of the histogram: 1 ms to 2 s.
+BOUNDS_NS: Final = tuple(10**6 * ms for ms in (1, 2, 5, 10, 20, 50, 100, 500, 2_000))
 #: Lateness that is no reason to give anybody more time.
 _USUAL_NS: Final = 10_000_000
 _RECENT: Final = 3_000
@@ -23,9 +24,9 @@ class LoopLag:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        #: how many pulses were at most so late, by bucket
-        self.counts = [0] * (len(BUCKETS_US) + 1)
-        self.total_us = self.max_us = 0
+        #: how late the pulses were
+        self.pulses: Final = Histogram(BOUNDS_NS)
+        self.max_us = 0
         self._recent: deque[int] = deque(maxlen=_RECENT)
         self._seen_ns = clock.monotonic_ns()
         self._late_ns = 0
@@ -33,15 +34,10 @@ class LoopLag:
 
     def _pulse(self) -> None:
         self._handle = self._loop.call_later(PULSE_NS / 1e9, self._pulse)
-        late_us = self._look() // 1_000
-        self.total_us += late_us
-        self.max_us = max(self.max_us, late_us)
-        self._recent.append(late_us)
-        for number, bound_us in enumerate(BUCKETS_US):
-            if late_us <= bound_us:
-                self.counts[number] += 1
-                return
-        self.counts[-1] += 1
+        late_ns = self._look()
+        self.pulses.observe(late_ns)
+        self.max_us = max(self.max_us, late_ns // 1_000)
+        self._recent.append(late_ns // 1_000)
 
     def _look(self) -> int:
         """The loop runs at this moment: for how long could it not, beyond the pulse?"""
@@ -59,7 +55,7 @@ class LoopLag:
         return late_ns
 
     def percentile_us(self, percent: float) -> int:
-        """Of the last minute or so."""
+        """A percentile of the pulses of the last minute or so."""
         recent = sorted(self._recent)
         return recent[min(len(recent) - 1, int(len(recent) * percent / 100))] if recent else 0
 

@@ -1,4 +1,4 @@
-"""Who is told what happens to a session without its having asked."""
+"""Interfaces for code that the core tells of events: of a session, of entries, of the index."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Listener(Protocol):
 
 
 class EntryListener(Protocol):
-    """Who is told of entries that come and are used, on the event loop. Neither may raise."""
+    """Is told of entries that are published and used, on the event loop. Neither may raise."""
 
     def published(self, entries: Sequence[Entry]) -> None:
-        """They can be found from now on: one or more, in the order in which they were saved."""
+        """These entries can be found from now on: at least one, in the order of their saves."""
 
     def used(self, usages: Sequence[Usage]) -> None:
-        """They were used since the last time; those used last come last."""
+        """These entries were used since the last call; the most recent come last."""
 
 
 def tell_published(listener: EntryListener | None, effects: Sequence[Effect]) -> None:
@@ -42,10 +42,11 @@ def tell_published(listener: EntryListener | None, effects: Sequence[Effect]) ->
 
 
 class ChangeListener:
-    """Who follows what the index lists, on the event loop. This one does not. Neither may raise."""
+    """Is told of every change of the index, on the event loop. This one ignores it. Neither may
+    raise."""
 
     def follow(self, effects: Sequence[Effect]) -> None:
-        """These have just been done to it."""
+        """These effects have just been carried out on the index."""
 
     def lost(self) -> None:
-        """Effects were lost: what was followed may differ from what there is."""
+        """Effects were lost: what was told may differ from what the index lists."""

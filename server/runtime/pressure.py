@@ -1,8 +1,8 @@
 """Memory pressure: watches a source, makes room, and has the sessions told.
 
 A *source* says how much memory is used, how much there is, and for which part of the last seconds
-somebody waited for memory. From the high watermark on, or when waits are as long as configured, the
-machine is *under pressure*, until it is back at the low one. While it is,
+some process waited for memory. From the high watermark on, or when waits are as long as configured,
+the machine is *under pressure*, until it is back at the low one. While it is,
 
 - sessions hear so with each heartbeat's answer, so that an engine can save what it can do without
   (`evict` saves) and free memory of its own,
@@ -30,8 +30,8 @@ from ...proto.units import format_bytes
 from ...proto.vocabulary import Tier
 from ..core.events import TierState
 from ..core.journal import EvictionCause
-from .evicting import evict
 from .loop import Core
+from .resizing import evict
 
 log = structlog.get_logger("prefixd.pressure")
 
@@ -120,7 +120,7 @@ class Pressure:
         elif not self.under:
             self._core.health.notices.pop(PART, None)  # the source answers again
         if self.under:
-            # Who waits for memory has too little of it, wherever the watermark is.
+            # Processes that wait for memory have too little of it, wherever the watermark is.
             self._peak = max(self._peak, used, marks.high if stalls else 0.0)
             await self._evict(round((self._peak - marks.low) * total_bytes) - self._freed_bytes)
 
@@ -195,9 +195,9 @@ class Pressure:
 
 
 def check_reading(reading: tuple[int, int, float]) -> tuple[int, int, float]:
-    """The same, if it can be one. Raises ValueError, TypeError."""
+    """Returns the reading, if it is a possible one. Raises ValueError, TypeError."""
     used_bytes, total_bytes, stalled = reading
-    # Not so for nan either.
+    # Written so that nan is refused, too.
     if not (used_bytes >= 0 and total_bytes > 0 and 0 <= stalled <= 1):
         raise ValueError(f"{used_bytes} of {total_bytes} bytes, stalled {stalled}: that can't be")
     return used_bytes, total_bytes, stalled
@@ -213,7 +213,7 @@ def _on_a_thread(source: Source) -> asyncio.Future[tuple[int, int, float]]:
             return
         if reading is None:
             answered.set_exception(problem or ValueError("it says nothing"))
-            answered.exception()  # perhaps nobody waits any more
+            answered.exception()  # taken, or asyncio would log it
         else:
             answered.set_result(reading)
 

@@ -26,7 +26,7 @@ class Room:
         self._session: int | None = None
 
     async def belongs_to(self, session: int) -> None:
-        """It counts for a session from now on, which may have to wait for its other calls. Raises
+        """Count it for a session from now on, which may have to wait for its other calls. Raises
         LimitReached."""
         await self._quota.share_of(session).take(self.size_bytes)
         self._session = session
@@ -54,12 +54,12 @@ class Quota:
         self.wait_s = wait_s
         #: by session: those that have something, or wait for it
         self._shares: dict[int, Quota] = {}
-        #: who waits for how much, in the order of coming
+        #: waiting calls with the bytes that each needs, in the order in which they came
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
 
     @asynccontextmanager
     async def room(self, size_bytes: int, session: int | None = None) -> AsyncIterator[Room]:
-        """Room for so many bytes while the context lasts. Raises LimitReached."""
+        """Room for `size_bytes` while the context lasts. Raises LimitReached."""
         room = Room(self, size_bytes)
         try:
             if session is not None:
@@ -119,10 +119,10 @@ class Quota:
             raise
 
     def _wake(self) -> None:
-        """Let those have their turn who find room now, the first first."""
+        """Wake waiting calls for which there is room now, the oldest first."""
         while self._waiting:
             turn, size_bytes = self._waiting[0]
-            if turn.done():  # it waits no longer
+            if turn.done():  # its call gave up
                 self._waiting.popleft()
             elif self._fits(size_bytes):
                 self._waiting.popleft()

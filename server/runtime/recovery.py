@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,13 +26,13 @@ _ADOPTED_AT_ONCE: Final = 64
 _COMMITTED_LOOK_S: Final = 0.01
 #: Dropped entries of a tier that the log names. All of a million may be: another size of slabs.
 _MAX_LOGGED: Final = 1_000
-#: What a store could not read is asked for again this often.
+#: How long to wait before a read that failed is tried again.
 _AGAIN_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """What came back in one tier."""
+    """What a start found in one tier."""
 
     tier: Tier
     entries: int
@@ -119,7 +119,7 @@ class Recovery:
         slices = Slices()
         begun = False
         logged = more = 0
-        while (batch := await core.devices.run(tier, _next, batches)) is not None:
+        while (batch := await core.devices.run(tier, next, batches, None)) is not None:
             if not begun:
                 core.freezer.expect(len(batch.entries) + batch.following)
                 core.index.expect(len(batch.entries) + batch.following)
@@ -162,12 +162,8 @@ async def _committed(core: Core, found: Sequence[StoredEntry]) -> None:
         and devices.state(flight.tier) is TierState.SERVING
         for entry in found
     ):
-        # Not by a question: those have to find a place among the clients' own.
+        # Polled: a question would need a place among the waiting ones of clients.
         await asyncio.sleep(_COMMITTED_LOOK_S)
-
-
-def _next(batches: Iterator[RecoveryBatch]) -> RecoveryBatch | None:
-    return next(batches, None)
 
 
 async def collect_garbage(core: Core) -> tuple[int, int]:
@@ -180,7 +176,7 @@ async def collect_garbage(core: Core) -> tuple[int, int]:
     try:
         records = 0
         for store in core.stores.values():
-            # Of one that recovers the records are of entries that come yet.
+            # In a tier that recovers, records may be of entries that are not published yet.
             if core.devices.state(store.tier) is TierState.SERVING:
                 records += await _sweep_records(core, store)
         return records, await _sweep_index(core)
@@ -191,16 +187,12 @@ async def collect_garbage(core: Core) -> tuple[int, int]:
 async def _sweep_records(core: Core, store: Store) -> int:
     swept = 0
     found = store.scan()
-    while (batch := await core.devices.run(store.tier, _next_scan, found)) is not None:
+    while (batch := await core.devices.run(store.tier, next, found, None)) is not None:
         orphans = [record for record in batch if not _owned(core, record)]
         swept += len(orphans)
         if orphans:
             core.orders.forget(store.tier, orphans)
     return swept
-
-
-def _next_scan(found: Iterator[list[EntryRecord]]) -> list[EntryRecord] | None:
-    return next(found, None)
 
 
 def _owned(core: Core, record: EntryRecord) -> bool:

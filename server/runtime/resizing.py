@@ -1,4 +1,6 @@
-"""Gives a tier another budget while the daemon serves: step by step, all or nothing.
+"""Makes room in a tier, or gives it another budget, while the daemon serves: step by step.
+
+A resize is done as a whole or not at all.
 
 A smaller tier takes its slabs out of use as the victims leave them. Those of the disk tier become
 holes of its file at once. Those of the ram and shm tiers stay memory of the daemon until it is
@@ -23,8 +25,9 @@ from ...proto.units import format_bytes
 from ...proto.vocabulary import Tier
 from ...tiers.ledger import Ledger
 from ...tiers.store import Location, Store, StoreError, StoreFull
-from ..core.answers import ResizeAnswer
-from ..core.events import ResizeAsked, SlabsRestored, TierState
+from ..core.answers import EvictAnswer, ResizeAnswer
+from ..core.events import EvictAsked, ResizeAsked, SlabsRestored, TierState
+from ..core.journal import EvictionCause
 from .loop import Core
 from .securing import Securing
 from .slices import Slices
@@ -34,12 +37,38 @@ T = TypeVar("T")
 log = structlog.get_logger("prefixd.resizing")
 
 #: Entries that one event evicts, about a millisecond.
-_EVICTED_AT_ONCE: Final = 128
+EVICTED_AT_ONCE: Final = 128
 #: What the device gives again in one call.
 _RESTORED_AT_ONCE: Final = 64 * 2**20
-#: How long saves under way may keep a tier from getting smaller, and how often it is looked.
+#: How long a smaller size waits for saves under way, and how often it looks.
 _SAVES_WITHIN_S: Final = 10.0
 _AGAIN_S: Final = 0.02
+
+
+async def evict(core: Core, tier: Tier, free_bytes: int, cause: EvictionCause) -> tuple[int, int]:
+    """The next victims of `tier`, until `free_bytes` of them are free or nothing is left that may
+    go. Entries that are saved meanwhile may be among them, but never more than was asked for.
+
+    Returns how many left, and their stored bytes. Raises UnknownTier, Draining.
+    """
+    slices = Slices()
+    entries = freed_bytes = 0
+    more = True
+    while more and freed_bytes < free_bytes:
+        question = EvictAsked(
+            request=core.next_request(),
+            tier=tier,
+            free_bytes=free_bytes - freed_bytes,
+            max_entries=EVICTED_AT_ONCE,
+            now_ns=core.clock.now_ns(),
+            cause=cause,
+        )
+        answer = await core.ask(question, EvictAnswer)
+        entries += answer.entries
+        freed_bytes += answer.freed_bytes
+        more = answer.more
+        await slices.pause()
+    return entries, freed_bytes
 
 
 @dataclass(slots=True)
@@ -57,7 +86,7 @@ class Resizing:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._busy: set[Tier] = set()
-        #: of what was retired, what the devices have back
+        #: by tier: bytes of retired slabs that went back to the device
         self._holes = dict.fromkeys(core.stores, 0)
 
     def kept_bytes(self, tier: Tier) -> int:
@@ -66,9 +95,11 @@ class Resizing:
         return max(0, retired_bytes - self._holes[tier])
 
     async def resize(self, tier: Tier, budget_bytes: int) -> Resized:
-        """Whoever asked may go: it is finished. Raises UnknownTier; InvalidSize for what the tier
-        can't have; LimitReached where claims, saves under way or another resize stand against it;
-        DeviceFull. What is refused leaves the tier the size that it had."""
+        """Give a tier another budget. Goes on to its end when the caller is cancelled.
+
+        Raises UnknownTier; InvalidSize for what the tier can't have; LimitReached where claims,
+        saves under way or another resize stand against it; DeviceFull. What is refused leaves the
+        tier the size that it had."""
         core = self._core
         if tier not in core.stores:
             raise UnknownTier(f"this daemon has no {tier.label} tier")
@@ -83,14 +114,14 @@ class Resizing:
         def ended(task: asyncio.Task[Resized]) -> None:
             self._busy.discard(tier)
             if not task.cancelled():
-                task.exception()  # whoever asked may be gone
+                task.exception()  # taken, or asyncio would log it
 
         task.add_done_callback(ended)
         return await asyncio.shield(task)
 
 
 class _Resize:
-    """One of them."""
+    """One resize of one tier."""
 
     def __init__(self, core: Core, store: Store, budget_bytes: int, holes: dict[Tier, int]) -> None:
         self._holes = holes
@@ -124,7 +155,7 @@ class _Resize:
         return self._resized
 
     async def _as_before(self, budget_bytes: int, arena_bytes: int) -> None:
-        """After what could not be finished. Of a stopping daemon nobody wants to know."""
+        """Give the tier its former size after a resize that failed."""
         try:
             self._store.wants(arena_bytes)
             await self._shrink(budget_bytes, arena_bytes)
@@ -139,7 +170,7 @@ class _Resize:
             tier=self._tier,
             budget_bytes=budget_bytes,
             arena_bytes=arena_bytes,
-            max_entries=_EVICTED_AT_ONCE,
+            max_entries=EVICTED_AT_ONCE,
             now_ns=core.clock.now_ns(),
         )
         answer = await core.ask(question, ResizeAnswer)
@@ -175,7 +206,7 @@ class _Resize:
             if await self._on_thread(store.give_back, location):
                 self._holes[self._tier] += sum(location[1::2])
         except StoreError as problem:
-            # Nobody has these slabs; that their device has them still is all that it means.
+            # No entry uses these slabs; the only loss is that their device keeps the room.
             log.warning("not_given_back", tier=self._tier.label, error=str(problem))
 
     async def _restore(self, arena_bytes: int) -> None:

@@ -21,18 +21,18 @@ from .verification import ENTRY_BYTES, Reading, Swept
 
 log = structlog.get_logger("prefixd.scrubbing")
 
-#: The tiers whose bytes outlive a daemon, and with it whoever computed their checksums.
+#: The tiers whose bytes outlive the daemon that wrote them.
 SCRUBBED: Final = (Tier.SHM, Tier.DISK)
 #: Read at once: a part of a millisecond from memory.
 _STEP_BYTES: Final = 2**20
-#: A pass begins so long after the one before at the earliest: a small tier is not read for ever.
+#: Between the beginnings of two passes, at least: a small tier is not read for ever.
 MIN_PASS_S: Final = 600.0
-#: While saves arrive a step is put off, by so long at most: however busy, a pass comes to its end.
+#: How long a step is put off at most while saves arrive: a pass always comes to its end.
 _GIVE_WAY_S: Final = 1.0
 _LOOK_AGAIN_S: Final = 0.05
 #: What a slow device was late for is caught up, but no more of it.
 _CATCH_UP_NS: Final = 1_000_000_000
-#: A store that fails is tried again after so long.
+#: How long to wait before a store that failed is tried again.
 _FAILED_S: Final = 5.0
 
 
@@ -53,14 +53,14 @@ class Scrub:
 
 
 class Pace:
-    """When the next bytes may be read, so that on average there are so many a second."""
+    """When the next bytes may be read, so that on average it is `bytes_per_second`."""
 
     def __init__(self, bytes_per_second: int) -> None:
         self.bytes_per_second = bytes_per_second
         self._due_ns = 0
 
     def wait_s(self, read_bytes: int, now_ns: int) -> float:
-        """So many were read: how long to wait until the next."""
+        """How long to wait before the next read, now that `read_bytes` were read."""
         due_ns = max(self._due_ns, now_ns - _CATCH_UP_NS)
         self._due_ns = due_ns + read_bytes * 1_000_000_000 // self.bytes_per_second
         return max(0, self._due_ns - now_ns) / 1e9

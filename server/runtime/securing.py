@@ -21,7 +21,7 @@ SECURE_AGAIN_S: Final = 5.0
 class Securing:
     """One arena, segment by segment.
 
-    What its device has no room for is no illness: the tier is as large as what was secured, a
+    A device without room is no fault: the tier is as large as what was secured, a
     notice says so, and grows when there is room. An error of the device is a condition.
     """
 
@@ -53,7 +53,7 @@ class Securing:
         log.info("arena_secured", tier=self._tier.label, secured_bytes=self._secured_bytes)
 
     async def secure(self, upto_bytes: int | None = None) -> bool:
-        """Up to so many bytes, or (None) all. False: they are not to be had now."""
+        """Secure up to `upto_bytes`, or all if it is None. False: they are not to be had now."""
         loop, executor = asyncio.get_running_loop(), self._core.devices.executor(self._tier)
         health = self._core.health
         try:

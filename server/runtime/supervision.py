@@ -28,7 +28,7 @@ class Supervisor:
     def task(
         self, name: str, work: Coroutine[Any, Any, None], *, vital: bool = False
     ) -> asyncio.Task[None]:
-        """Start it. Whoever cancels it knows what they do."""
+        """Start it. A task that is cancelled has not died."""
         task = self._loop.create_task(work, name=name)
         self._tasks[task] = None
 
@@ -70,8 +70,9 @@ class Supervisor:
             log.debug("died_after_close", part=name)
 
     def failed(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """For `loop.set_exception_handler`: something that nobody waited for raised. What comes
-        again and again (the flusher, the pulse) goes on; the fault is shown for a while."""
+        """For `loop.set_exception_handler`: a callback or a task that nobody awaits
+        raised. Periodic callbacks (the flusher, the pulse) go on; the fault is shown for a
+        while."""
         problem = context.get("exception")
         what = str(context.get("message"))
         log.critical("unhandled", what=what, exc_info=problem)

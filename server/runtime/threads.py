@@ -9,7 +9,7 @@ from contextlib import suppress
 
 
 async def ended_within(within_s: float, steps: Sequence[Callable[[], None]]) -> bool:
-    """Run blocking steps beside each other. False: after so long not all of them have ended; the
+    """Run blocking steps beside each other. False: not all of them ended in time; the
     threads that they wait for are daemon threads, which keep no process."""
     loop = asyncio.get_running_loop()
     ended = [_begin(loop, step) for step in steps]

@@ -1,4 +1,4 @@
-"""What the daemon tells of its work to whoever traces it; `server/tracing.py` makes spans of it."""
+"""What the daemon reports of its work to a tracer; `server/tracing.py` makes spans of it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Tracing(Protocol):
         """The call at hand has asked the state something, and `reply` is its answer."""
 
     def read(self, tier: Tier, read_bytes: int, began_ns: int) -> None:
-        """The call at hand has read so much from a store, until now."""
+        """The call at hand has read `read_bytes` from a store, until now."""
 
     @property
     def current(self) -> object | None:

@@ -46,7 +46,7 @@ log = structlog.get_logger("prefixd.verification")
 MAX_PENDING: Final = 4096
 #: Read in one go, some milliseconds; others wait for the thread meanwhile.
 READ_AT_ONCE_BYTES: Final = 4 * 2**20
-#: To read an entry, however small, takes as long as so many bytes.
+#: To read an entry takes about as long as to read this many bytes, however small it is.
 ENTRY_BYTES: Final = 2**14
 
 
@@ -70,14 +70,14 @@ class _Batch:
     def __init__(self, store: Store, entries: Iterable[Entry]) -> None:
         self._store = store
         self._left = deque(entries)
-        #: of the first of them, once it is being read
+        #: the reading of the first entry, once it has begun
         self._steps: Iterator[int] | None = None
 
     def __bool__(self) -> bool:
         return bool(self._left)
 
     def go_on(self, most_bytes: int) -> tuple[int, list[tuple[Entry, Verdict]]]:
-        """Read about so many bytes, each entry counting `ENTRY_BYTES` beside its payload. On a
+        """Read about `most_bytes`, each entry counting `ENTRY_BYTES` beside its payload. On a
         worker thread. Returns the payload bytes that were read, and what was read to its end."""
         read_bytes = 0
         read: list[tuple[Entry, Verdict]] = []

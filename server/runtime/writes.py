@@ -61,7 +61,7 @@ class Write:
         self.when_ended: Callable[[], None] | None = None
         #: the last piece came
         self.complete = False
-        #: of what the store took; set when it is sealed
+        #: CRC32C of the bytes that the store took; set when the write is sealed
         self.crc32c: int | None = None
         self.expected_crc32c = 0
         #: the state was told so, or is to be soon
@@ -106,7 +106,7 @@ class Write:
         self.problem = (SaveStatus.FAILED, why)
 
     def finish(self, payload_crc32c: int | None) -> None:
-        """The last byte came, of a payload meant to have this CRC32C; None: whichever it has.
+        """The last byte has come. `payload_crc32c`: what the payload has to have; None: any.
         Raises StoreError."""
         writer = self.writer
         if writer.written_bytes != self.entry.payload_bytes:
@@ -125,7 +125,7 @@ class Write:
         """The save ended."""
         if self.ended is None:
             self.ended = ended
-            # Not kept: it refers to what refers to this, and both would wait for the collector.
+            # Dropped: it refers back to this write, and the cycle would wait for the collector.
             when_ended, self.when_ended = self.when_ended, None
             if when_ended is not None:
                 when_ended()

@@ -23,15 +23,15 @@ BATCH_BYTES: Final = 32 * 2**20
 THREADS: Final = 4
 #: Keys that are known to be in the engine: about 150 bytes each.
 MAX_KNOWN: Final = 262_144
-#: Of what went to and came from the engine, what is remembered for people: about 200 bytes each.
+#: Fetches and offers that are remembered for `prefixctl why`: about 200 bytes each.
 MAX_HAPPENED: Final = 16_384
 #: How much earlier an entry expires for each that has to be there before it ...
 DEPTH_MS: Final = 1_000
 #: ... and for never having been read: on a real trace 1.0 to 1.4 times the hits of an LRU, with
 #: less than half of its orphans (`tests/bench/bench_eviction.py`).
 UNUSED_MS: Final = 300_000
-#: The engine is told of a use that lets an entry live so much longer. With a minute more than that
-#: hot roots age out of a small engine.
+#: The engine is told of a use if that lets an entry live this much longer. With a minute or more,
+#: hot roots would age out of a small engine.
 TOUCH_EVERY_MS: Final = 10_000
 
 
@@ -41,7 +41,7 @@ class WritePolicy(Enum):
     NONE = "none"
     """None: this node only reads."""
     SECOND_USE = "second-use"
-    """Those that were read after they were saved."""
+    """Entries that were read after they were saved."""
     ALL = "all"
     """Every one."""
 
@@ -50,7 +50,7 @@ class WritePolicy(Enum):
 class SharingConfig:
     """`[shared]`, for the daemon."""
 
-    #: Where what is brought goes.
+    #: The tier that fetched entries go to.
     tier: Tier
     write: WritePolicy
     #: How long an entry stays in the engine after its last use, at most.
@@ -97,7 +97,7 @@ def expiries_ms(uses: Sequence[tuple[int, int]], life_ms: int) -> list[int]:
 
 
 class Memory:
-    """Bytes that may be in use; who needs more than are free waits."""
+    """A budget of bytes; a caller that needs more than are free waits."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
@@ -105,14 +105,14 @@ class Memory:
         self._freed = asyncio.Event()
 
     async def take(self, count: int) -> None:
-        """Wait until so many are free."""
+        """Wait until `count` bytes are free."""
         while self._used_bytes + count > self.total_bytes:
             self._freed.clear()
             await self._freed.wait()
         self._used_bytes += count
 
     def give_back(self, count: int) -> None:
-        """Without waiting: whoever took them may be cancelled at any moment."""
+        """Never waits, so that a task which is being cancelled can give back what it took."""
         self._used_bytes -= count
         self._freed.set()
 
@@ -147,11 +147,11 @@ class What(Enum):
 
     FETCHED = "fetched"
     NOT_FETCHED = "not_fetched"
-    """It was found and did not come in time, or had no room here."""
+    """The engine has it, but it did not arrive in time, or there was no room here."""
     DAMAGED = "damaged"
     OFFERED = "offered"
     NOT_OFFERED = "not_offered"
-    """It had no answer."""
+    """The engine did not answer the offer."""
     REFUSED = "refused"
 
 
@@ -172,7 +172,7 @@ class History:
         self._happened: deque[Happened] = deque(maxlen=MAX_HAPPENED)
 
     def note(self, what: What, node: str, key: Key) -> None:
-        """Remember that, as of now."""
+        """Add an event, with the time of now."""
         self._happened.append(Happened(key, what, node, self._clock.now_ns()))
 
     def of(self, beginning: bytes) -> list[Happened]:

@@ -23,14 +23,14 @@ from .store import Outcome, SharedEntry, Wanted
 
 log = structlog.get_logger("prefixd.sharing")
 
-#: While fetches are busy with so many keys, others bring nothing.
+#: Keys that all fetches together are busy with, at most: beyond, a fetch brings nothing.
 MAX_FETCHED_KEYS: Final = 64 * MAX_BATCH_KEYS
-#: Of the time of a fetch, what is kept for copying and publishing what the engine brought: what
-#: came in full by then is not lost for what did not.
+#: The part of a fetch's time that is kept for copying and publishing: entries that arrived whole
+#: are published even if others never arrive.
 _PUBLISHING_SHARE: Final = 0.1
 _PUBLISHING_AT_MOST_S: Final = 0.5
-#: Of that of the engine, what finding may take: a node that hangs must not take the time in which
-#: the others send what they have.
+#: The part of the engine's time in which keys are looked up: a node that hangs must not take the
+#: time in which the others send payloads.
 _FINDING_SHARE: Final = 0.5
 
 

@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 #: Requests at one time.
 THREADS: Final = 8
-#: What one request may take, whatever the call's deadline is: so long its thread is busy.
+#: How long one request may keep its thread busy, whatever the call's deadline is.
 REQUEST_TIMEOUT_S: Final = 30
-#: So many requests in a row without an answer give the engine a rest.
+#: After this many requests in a row without an answer the engine is not asked for a while.
 PATIENCE_REQUESTS: Final = 3
 REST_S: Final = 1.0
 
@@ -88,13 +88,7 @@ class ObjectStore(SharedStore):
                 outcomes.append(Outcome.DONE)
             else:
                 outcomes.append(result)
-        damaged = [
-            want.entry.key
-            for want, outcome in zip(wanted, outcomes, strict=True)
-            if outcome is Outcome.DAMAGED
-        ]
-        if damaged:
-            self.drop(damaged, deadline_s)
+        self.drop_damaged(wanted, outcomes, deadline_s)
         return outcomes
 
     def put(self, offers: Sequence[Offer], deadline_s: float) -> list[Outcome]:

@@ -63,7 +63,7 @@ class Offers:
         """`EntryListener`: offered at once, if everything is."""
         if self._link.config.write is not WritePolicy.ALL:
             return
-        # They come root first, and are used as a chain once the last of them is there.
+        # They come root first. The chain is used, leaf first, once the last of them is there.
         uses = [(entries[0].last_used_ns - depth, 0) for depth in range(len(entries))]
         for entry, until_ms in zip(entries, self._expiries(uses), strict=True):
             # What comes from the engine is there. What comes from a node is at two nodes now.
@@ -152,7 +152,7 @@ class Offers:
             copies = await self._copies(some)
         else:
             copies = [b""] * len(some)
-        # Whatever left its tier while it was copied may be somebody else's bytes.
+        # The room of an entry that left its tier while it was copied may hold another entry by now.
         ready = [
             (offer, copy)
             for offer, copy in zip(some, copies, strict=True)

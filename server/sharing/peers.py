@@ -32,16 +32,16 @@ from .redis_store import RedisStore
 from .resp import Request
 from .store import NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 
-#: Of an address: `host:port`.
+#: The longest `host:port`.
 MAX_ADDRESS_BYTES: Final = 255
 #: Nodes that this one is connected with at a time.
 MAX_PEERS: Final = 64
 _CONNECT_TIMEOUT_MS: Final = 1_000
-#: A node that nobody asked for so long is not said to be gone: it may be for good.
+#: How long a node that is not asked is reported as unreachable: it may have been removed.
 _TOLD_FOR_S: Final = 60.0
-#: Of an entry.
+#: Nodes that are named for one entry.
 MAX_PLACES: Final = 2
-#: Entries of which it is remembered from where they came: 200 bytes each.
+#: Entries whose origin is remembered: 200 bytes each.
 MAX_CAME_FROM: Final = 16_384
 #: `host:port`: no Unix socket of this host, nor anything else that a client would take.
 _ADDRESS: Final = re.compile(rb"[A-Za-z0-9.\-\[\]:]{1,249}:[0-9]{1,5}")
@@ -90,7 +90,7 @@ class DaemonPeer:
 
     @property
     def problem(self) -> str:
-        """Why it could not be asked lately; empty: it could, or nobody did."""
+        """Why the last call failed to reach it; empty: it did not fail, or was long ago."""
         return self._transport.why_down if monotonic() - self._asked_at_s < _TOLD_FOR_S else ""
 
     def read(self, wanted: Sequence[Wanted], deadline_s: float) -> list[Outcome]:
@@ -119,7 +119,7 @@ class DaemonPeer:
 class Pace:
     """How long reads from a node took of late. For any thread."""
 
-    #: A read of nothing takes as long as one of so many bytes.
+    #: What could be read in the time that a read of nothing takes.
     _TRIP_BYTES: Final = 256 * 2**10
     _LEAST_READS: Final = 8
     #: As long as a thread may wait for a processor.
@@ -148,8 +148,8 @@ class PeerStore(SharedStore):
     holds_payloads = False
 
     def __init__(self, engine: RedisStore, here: str, security: Security) -> None:
-        """Owns `engine`. `here`: how other nodes reach this daemon, `host:port`. `security`: who
-        this one is to them, and whom it trusts."""
+        """Owns `engine`. `here`: how other nodes reach this daemon, `host:port`. `security`: the
+        certificates and tokens that this node shows them, and those that it accepts."""
         self._engine: Final = engine
         self._security: Final = security
         self._here: Final = here.encode()
@@ -173,7 +173,7 @@ class PeerStore(SharedStore):
         if not isinstance(value, bytes):
             return None
         entry, places = decode_header(key, value), value[HEADER_BYTES:].split(b" ")[:MAX_PLACES]
-        # What this node itself had is not here any more, or nobody would ask.
+        # This node no longer has it, or it would not search the engine for it.
         others = [at for at in places if at != self._here and _ADDRESS.fullmatch(at)]
         if entry is None or not others:
             return None

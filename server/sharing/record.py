@@ -4,9 +4,9 @@ The value under `px1:<epoch>:{<64 hex digits of the key>}` is a header, and behi
 of the payload. The rest lies under the same name with `:1`, `:2` ... behind it; the braces keep all
 of it on one node of a Cluster. The values are as few as `MAX_VALUE_BYTES` allows, and as long as
 each other: Redis receives a large value into the room that it made for the one before, and copies
-if that was of another length. The head is written last, so that who finds it may expect the rest.
-Nothing here is trusted: the header has a checksum of its own and names its key,
-and the payload is held against its CRC32C, over all parts.
+if that was of another length. The head is written last, so that a reader that finds it may expect
+the rest. Nothing here is trusted: the header has a checksum of its own and names its key, and the
+payload is held against its CRC32C, over all parts.
 
 | offset | bytes | what |
 |---:|---:|---|
@@ -39,7 +39,7 @@ _MAX_TOKENS: Final = 2**32 - 1
 HEADER_BYTES: Final = _FIELDS.size + _CHECK.size
 #: Larger values make an engine's event loop wait for each of them, and spread badly.
 MAX_VALUE_BYTES: Final = HEADER_BYTES + 4 * 2**20
-#: Parts begin at a multiple of this, for the copies; so long is the header.
+#: Parts begin at a multiple of this, for the copies; it is the length of the header.
 _ALIGNED_BYTES: Final = 64
 
 

@@ -31,7 +31,7 @@ SLOTS: Final = 16_384
 CONNECT_TIMEOUT_S: Final = 1.0
 #: Between attempts to reach a node: the first, and what doubling ends at.
 RETRY_S: Final = (0.1, 5.0)
-#: So many calls in a row whose deadline a node missed give it a rest.
+#: Calls in a row that a node may not answer in time; then it is not asked for a while.
 PATIENCE_CALLS: Final = 3
 REST_S: Final = 1.0
 #: The slots are asked for anew after this, and sooner when a node says that they moved.
@@ -48,7 +48,7 @@ class Node:
     lent: set[Connection] = field(default_factory=set)
     #: Connections that exist, idle or lent.
     connections: int = 0
-    #: Why there is none, if there is none.
+    #: Why there is no connection, if there is none.
     problem: str = "not reached yet"
     missed_deadlines: int = 0
     rests_until_s: float = 0.0
@@ -102,7 +102,7 @@ class Nodes:
         self._per_node: Final = connections_per_node
         self._changed: Final = threading.Condition()
         self._nodes: dict[Address, Node] = {}
-        #: The node of each slot; None: nobody serves it.
+        #: The node of each slot; None: no node serves it.
         self._slots: list[Address | None] = [None] * SLOTS
         self._problem = "its slots are not known yet"
         self._known = False
@@ -185,7 +185,7 @@ class Nodes:
             self._changed.notify_all()
 
     def count(self, address: Address, requests: int, unanswered: int, refused: int) -> None:
-        """What became of requests to a node: of so many so many had no answer, or an error."""
+        """What became of requests to a node: how many, and how many without a good answer."""
         with self._changed:
             node = self._nodes.get(address)
             if node is not None:

@@ -17,23 +17,16 @@ from typing import Any, Final
 import redis
 
 from ...proto.keys import Key
-from .record import (
-    HEADER_BYTES,
-    checksum_of,
-    cut,
-    decode_header,
-    encode_header,
-    parts_of,
-)
+from .record import HEADER_BYTES, checksum_of, cut, decode_header, encode_header, parts_of
 from .redis_nodes import Address, Nodes
 from .resp import Piece, Refused, Request, Result, Work, exchange
 from .store import NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 
-#: Connections to each node: so many calls use one at the same time, others find it unavailable.
+#: Connections to each node. A call that finds all of them in use takes the node for unavailable.
 CONNECTIONS_PER_NODE: Final = 4
-#: A node that so much goes to or comes from has a thread of its own ...
+#: A node that this much goes to or comes from has a thread of its own ...
 _THREAD_BYTES: Final = 2**20
-#: ... of so many; without one it shares the caller's.
+#: ... if fewer than these are in use; otherwise it shares the caller's.
 _THREADS: Final = 16
 _HEADER_END: Final = str(HEADER_BYTES - 1).encode()
 _MAX_NODE_TIMEOUT_MS: Final = 2_000
@@ -92,13 +85,7 @@ class RedisStore(SharedStore):
             outcomes.append(
                 _fetched(want, header, [request.result for _, request in requests[span]])
             )
-        damaged = [
-            want.entry.key
-            for want, outcome in zip(wanted, outcomes, strict=True)
-            if outcome is Outcome.DAMAGED
-        ]
-        if damaged:
-            self.drop(damaged, deadline_s)
+        self.drop_damaged(wanted, outcomes, deadline_s)
         return outcomes
 
     def put(self, offers: Sequence[Offer], deadline_s: float) -> list[Outcome]:

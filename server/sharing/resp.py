@@ -24,7 +24,7 @@ Piece: TypeAlias = bytes | memoryview
 
 #: Replies of more than this, all that are outstanding on a connection taken together, wait ...
 WINDOW_BYTES: Final = 256 * 1024
-#: ... unless fewer than so many are outstanding.
+#: ... unless fewer replies than these are outstanding.
 WINDOW_REPLIES: Final = 2
 _BUFFER_BYTES: Final = 64 * 1024
 _MAX_PIECES: Final = 64
@@ -50,7 +50,7 @@ class Refused(Exception):
 
 
 class ProtocolError(Exception):
-    """What came is no reply."""
+    """The bytes that came are no reply of this protocol."""
 
 
 class Request:
@@ -59,8 +59,8 @@ class Request:
     __slots__ = ("into", "pieces", "reply_bytes", "result")
 
     def __init__(self, *words: Piece | Sequence[Piece], into: Sequence[memoryview] = ()) -> None:
-        """A word that is a sequence of pieces is one argument of all their bytes. `into`: where
-        the value goes; without it, it is the result, and has to be small."""
+        """Each word is one argument; a sequence of pieces is joined to one. `into`: the buffers
+        that the value goes to; without them it becomes the result, and has to be small."""
         self.pieces: Final = _encode(words)
         self.into: Final = into
         self.reply_bytes: Final = sum(map(len, into))

@@ -29,7 +29,7 @@ class Outcome(Enum):
     UNAVAILABLE = "unavailable"
     """No answer within the deadline, or none that says anything about the entry."""
     DAMAGED = "damaged"
-    """What came is not what was put there. It has been dropped from the engine."""
+    """The bytes are not those that were put there. The entry was dropped from the engine."""
     REFUSED = "refused"
     """The engine does not take it: it is full, or does not allow it."""
 
@@ -73,7 +73,7 @@ class NodeState(Enum):
 
     SERVING = "serving"
     RESTING = "resting"
-    """It missed deadlines, and is left alone for a moment."""
+    """The node missed deadlines, and is not asked for a while."""
     UNREACHABLE = "unreachable"
 
 
@@ -83,7 +83,7 @@ class NodeStatus:
 
     name: str
     state: NodeState
-    #: It is not serving.
+    #: Why it is not serving.
     why: str = ""
     #: Since the start; of them those without an answer, and those answered with an error.
     requests: int = 0
@@ -112,16 +112,25 @@ class SharedStore(ABC):
     @abstractmethod
     def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> list[Key]:
         """Let entries live until then (wall clock, ms since 1970), if that is later than now.
-        Returns those that the engine said it has not."""
+        Returns the keys that the engine says it does not have."""
 
     @abstractmethod
     def drop(self, keys: Sequence[Key], deadline_s: float) -> None:
         """Take entries out, as far as the engine answers in time."""
 
+    def drop_damaged(
+        self, wanted: Sequence[Wanted], outcomes: Sequence[Outcome], deadline_s: float
+    ) -> None:
+        """Take out what turned out to be damaged."""
+        pairs = zip(wanted, outcomes, strict=True)
+        damaged = [want.entry.key for want, outcome in pairs if outcome is Outcome.DAMAGED]
+        if damaged:
+            self.drop(damaged, deadline_s)
+
     @abstractmethod
     def problems(self) -> list[str]:
         """Settings of the engine that would make it a bad cache, a sentence each. Blocks for a
-        few seconds at most; asked once, at the start."""
+        few seconds at most; asked once a minute."""
 
     @abstractmethod
     def health(self) -> dict[str, str]:

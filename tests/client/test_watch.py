@@ -233,7 +233,7 @@ def test_with_asyncio(daemon: PrivateDaemon) -> None:
 
     async def follow() -> ResidentKeys:
         keys = ResidentKeys()
-        async with AsyncWatch(daemon.address) as watch:
+        async with AsyncWatch(Watch(daemon.address)) as watch:
             async for event in watch:
                 keys.apply(event)
                 if isinstance(event, Synced):
@@ -249,12 +249,12 @@ def test_with_asyncio(daemon: PrivateDaemon) -> None:
 
 def test_asyncio_is_told_of_failures_and_of_the_end(daemon: PrivateDaemon) -> None:
     async def fail() -> None:
-        async with AsyncWatch(own.address, tiers=[Tier.SHM]) as watch:
+        async with AsyncWatch(Watch(own.address, tiers=[Tier.SHM])) as watch:
             async for _ in watch:
                 pass
 
     async def end() -> list[WatchEvent]:
-        async with AsyncWatch(daemon.address) as watch:
+        async with AsyncWatch(Watch(daemon.address)) as watch:
             events = []
             async for event in watch:
                 events.append(event)

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from prefixd.connectors.compat import UnsupportedEngine, check_call, check_interface
+from prefixd.connectors.compat import Engine, UnsupportedEngine
+
+ENGINE = Engine("Engine", "engine", "1.0")
 
 
 class Base(ABC):
@@ -47,7 +49,7 @@ def later(name: str, method: Callable[..., Any]) -> type:
 
 
 def test_one_that_is_as_it_was() -> None:
-    check_interface("Engine", "engine", "1.0", made())
+    ENGINE.check_interface(made())
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_one_that_is_as_it_was() -> None:
 )
 def test_one_that_calls_in_another_way_is_refused_by_name(base: type, what: str) -> None:
     with pytest.raises(UnsupportedEngine) as refused:
-        check_interface("Engine", "engine", "1.0", made(base))
+        ENGINE.check_interface(made(base))
     said = f"prefixd's connector does not know Engine unknown: {what}; it was made for 1.0"
     assert str(refused.value) == said
 
@@ -80,16 +82,16 @@ def test_one_that_calls_in_another_way_is_refused_by_name(base: type, what: str)
     "get", [lambda self, key: (self, key), lambda self, *, key: (self, key)], ids=["less", "named"]
 )
 def test_one_that_says_less_is_no_trouble(get: Callable[..., Any]) -> None:
-    check_interface("Engine", "engine", "1.0", made(later("get", get)))
+    ENGINE.check_interface(made(later("get", get)))
 
 
 def test_an_argument_that_only_we_ask_for_is_never_given() -> None:
     ours = made(get=lambda self, key, target: (self, key, target))
     with pytest.raises(UnsupportedEngine, match=r"it calls get\(self, key, target=None\)"):
-        check_interface("Engine", "engine", "1.0", ours)
+        ENGINE.check_interface(ours)
 
 
 def test_a_function_that_takes_something_else_is_refused() -> None:
-    check_call("Engine", "engine", "1.0", Base.get, "self", "key")
+    ENGINE.check_call(Base.get, "self", "key")
     with pytest.raises(UnsupportedEngine, match=r"it has Base\.get\(self, key, target=None\); it"):
-        check_call("Engine", "engine", "1.0", Base.get, "self", "key", "target", "sizes")
+        ENGINE.check_call(Base.get, "self", "key", "target", "sizes")

@@ -87,7 +87,7 @@ def test_another_vllm_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_sglang_is_said_at_the_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, found: str, said: int
 ) -> None:
-    monkeypatch.setattr(compat, "version_of", lambda _package: found)
+    monkeypatch.setattr(compat, "version", lambda _package: found)
     with caplog.at_level(logging.INFO, "prefixd.connectors"):
         plugins.register_sglang()
     assert len(caplog.records) == said

@@ -29,9 +29,9 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Rehearsal(Protocol[K]):
-    """The part of a policy that an admission uses, on what is not the policy itself.
+    """What an admission calls of a policy, on something that only tries out what would happen.
 
-    For keys that were never there: what a policy remembers of them plays no part.
+    The keys must be ones that the policy never had: what it remembers of evicted keys is not used.
     """
 
     def prepare(self, key: K, weight: int) -> None: ...
@@ -84,23 +84,17 @@ class EvictionPolicy(ABC, Generic[K]):
         one by one restores this policy's eviction order as far as it can be restored."""
 
     @property
-    @abstractmethod
     def ghosts(self) -> int:
         """Keys remembered but not resident."""
+        return 0
 
-    @abstractmethod
     def hit(self, key: K) -> None:
         """One access of a resident key, pinned or not."""
 
-    @abstractmethod
     def refresh(self, key: K) -> None:
-        """Make a resident key the most recent without counting an access.
+        """Make a resident key the most recent without counting an access: that keeps the blocks of
+        a chain leaf first, root last after blocks were added to it."""
 
-        A no-op in orders without recency. Used to keep the blocks of a chain leaf first,
-        root last after blocks were added to it.
-        """
-
-    @abstractmethod
     def prepare(self, key: K, weight: int) -> None:
         """A key that is not resident is about to be admitted: adapt, trim ghosts."""
 

@@ -31,19 +31,6 @@ class FIFO(EvictionPolicy[K]):
     def keys(self) -> Iterator[K]:
         return iter(self._queue)
 
-    @property
-    def ghosts(self) -> int:
-        return 0
-
-    def hit(self, key: K) -> None:
-        """Nothing: that is the point of this order."""
-
-    def refresh(self, key: K) -> None:
-        """No recency here."""
-
-    def prepare(self, key: K, weight: int) -> None:
-        """Nothing to adapt."""
-
     def evict(self, incoming: K | None = None) -> K | None:  # noqa: ARG002
         entry = self._queue.pop()
         if entry is None:

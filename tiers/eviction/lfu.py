@@ -54,10 +54,6 @@ class LFU(EvictionPolicy[K]):
     def keys(self) -> Iterator[K]:
         return (key for _frequency, _number, key in self._sorted())
 
-    @property
-    def ghosts(self) -> int:
-        return 0
-
     def hit(self, key: K) -> None:
         number = self._once.pop(key, None)
         if number is not None:
@@ -67,12 +63,6 @@ class LFU(EvictionPolicy[K]):
             frequency, number = self._ranks[key]
             self._ranks[key] = (frequency + 1, number)
         self.moves += 1
-
-    def refresh(self, key: K) -> None:
-        """No recency here."""
-
-    def prepare(self, key: K, weight: int) -> None:
-        """Nothing to adapt."""
 
     def evict(self, incoming: K | None = None) -> K | None:  # noqa: ARG002
         once, heap = self._once, self._heap

@@ -36,10 +36,6 @@ class LRU(EvictionPolicy[K]):
     def keys(self) -> Iterator[K]:
         return chain(self._order, self._pinned)
 
-    @property
-    def ghosts(self) -> int:
-        return 0
-
     def hit(self, key: K) -> None:
         self.refresh(key)
 
@@ -47,9 +43,6 @@ class LRU(EvictionPolicy[K]):
         if key in self._order:
             self._order.move_to_end(key)
             self.moves += 1
-
-    def prepare(self, key: K, weight: int) -> None:
-        """Nothing to adapt."""
 
     def evict(self, incoming: K | None = None) -> K | None:  # noqa: ARG002
         if not self._order:

@@ -74,9 +74,6 @@ class S3FIFO(EvictionPolicy[K]):
         if count < MAX_FREQUENCY:
             self._frequency[key] = count + 1
 
-    def refresh(self, key: K) -> None:
-        """No recency here."""
-
     def prepare(self, key: K, weight: int) -> None:
         self._incoming = weight
         if key not in self._ghosts:
@@ -163,7 +160,7 @@ class S3FIFO(EvictionPolicy[K]):
         if weight > self._main_share:
             return  # it would only make G forget everybody else
         if incoming is not None:
-            # It leaves G, but only for good if its admission works out: it does not count now.
+            # It leaves G now, and for good once it is admitted: until then it does not count.
             incoming_weight = ghosts.remove(incoming)
         ghosts.append(key, weight)
         self.moves += 1

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from prefixd.client.ctl import command as commands
-from prefixd.client.ctl.command import Common, Ctl, ExitCode, Group, command
+from prefixd.client.ctl.command import Ctl, ExitCode, Group, command
 from prefixd.client.ctl.main import app as real_app
 from prefixd.client.ctl.main import root
 from prefixd.client.lab.source import TraceError
@@ -45,7 +45,7 @@ def run(app: typer.Typer, *arguments: str) -> Result:
 
 def note(ctl: Ctl, number: int = 1) -> None:
     """Do nothing."""
-    seen.append((ctl.common, number))
+    seen.append((ctl, number))
 
 
 def long_winded(ctl: Ctl, flag: Annotated[bool, typer.Option("--flag")] = False) -> None:
@@ -76,27 +76,27 @@ def test_a_flag_names_no_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "common"),
+    ("arguments", "ctl"),
     [
-        (["it"], Common()),
-        (["--address", "h:1", "--json", "--timeout", "2s", "it"], Common("h:1", True, 2.0)),
-        (["it", "--address", "h:1", "--json", "--timeout", "2s"], Common("h:1", True, 2.0)),
-        (["--address", "h:1", "it", "--address", "h:2"], Common("h:2")),
-        (["--timeout", "1", "it", "--timeout", "500ms"], Common(timeout_s=0.5)),
+        (["it"], Ctl()),
+        (["--address", "h:1", "--json", "--timeout", "2s", "it"], Ctl("h:1", True, 2.0)),
+        (["it", "--address", "h:1", "--json", "--timeout", "2s"], Ctl("h:1", True, 2.0)),
+        (["--address", "h:1", "it", "--address", "h:2"], Ctl("h:2")),
+        (["--timeout", "1", "it", "--timeout", "500ms"], Ctl(timeout_s=0.5)),
     ],
 )
-def test_options_may_be_before_and_after_the_name(arguments: list[str], common: Common) -> None:
+def test_options_may_be_before_and_after_the_name(arguments: list[str], ctl: Ctl) -> None:
     seen.clear()
     result = run(made(note), *arguments, "--number", "7")
     assert result.exit_code == 0, result.output
-    assert seen == [(common, 7)]
+    assert seen == [(ctl, 7)]
 
 
 def test_a_command_with_its_own_json_option_sees_the_one_before_its_name() -> None:
     seen.clear()
     app = made(note, own_json=True)
     assert run(app, "--json", "it").exit_code == 0
-    assert seen == [(Common(as_json=True), 1)]
+    assert seen == [(Ctl(as_json=True), 1)]
     assert run(app, "it", "--json").exit_code == ExitCode.BAD_INPUT
 
 
@@ -153,17 +153,17 @@ def test_a_timeout_that_is_none_is_bad_input(time: str) -> None:
 
 def test_the_daemon_is_found_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFIXD_ADDRESS", "/somewhere/else")
-    assert Ctl(Common()).address == "unix:/somewhere/else"
-    assert Ctl(Common(address="h:1")).address == "h:1"
+    assert Ctl().address == "unix:/somewhere/else"
+    assert Ctl("h:1").address == "h:1"
     monkeypatch.delenv("PREFIXD_ADDRESS")
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/runtime")
-    assert Ctl(Common()).address == "unix:/runtime/prefixd/prefixd.sock"
+    assert Ctl().address == "unix:/runtime/prefixd/prefixd.sock"
 
 
 def test_data_is_shown_as_json_or_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    Ctl(Common(as_json=True)).show({"a": [1]}, lambda: "table")
+    Ctl(as_json=True).show({"a": [1]}, lambda: "table")
     assert json.loads(capsys.readouterr().out) == {"a": [1]}
-    Ctl(Common()).show({"a": [1]}, lambda: "table")
+    Ctl().show({"a": [1]}, lambda: "table")
     assert capsys.readouterr().out == "table\n"
 
 

@@ -21,7 +21,6 @@ from prefixd.client.ctl import (
     fleet,
     lab_fleet,
     lab_views,
-    live,
     live_curve,
     main,
     render,
@@ -257,8 +256,6 @@ def of_daemons() -> dict[str, RenderableType]:
     )  # fmt: skip
     rows = [("ram", MANY, PIB), ("disk", MANY, PIB)]
     rates = session_rates.rates(sessions, before, 2.0)
-    tiers = live.TierBoard()
-    tiers.take(stats, 1.0)
     return {
         "change.changed_table": change.changed_table(
             [
@@ -270,7 +267,6 @@ def of_daemons() -> dict[str, RenderableType]:
         "fleet.FleetBoard": fleet_board().__rich__(),
         "fleet.stats": fleet._stats_view(fleet_board().answers),
         "live_curve.live_view": live_curve.live_view(live_curve_data()),
-        "live.TierBoard": tiers.__rich__(),
         "render.check_view": render.check_view(
             pb.CheckResponse(problems=["bytes do not add up"], problem_count=9, entries=MANY)
         ),

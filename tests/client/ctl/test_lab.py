@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from prefixd.client.ctl import lab
-from prefixd.client.ctl.command import Common, Group
+from prefixd.client.ctl.command import Ctl, Group
 from prefixd.client.lab.profiles import PROFILES
 from prefixd.client.lab.trace import Request, read_trace, write_trace
 
@@ -19,7 +19,7 @@ lab.register(app)
 
 @app.callback()
 def root(ctx: typer.Context, as_json: bool = typer.Option(False, "--json")) -> None:
-    ctx.obj = Common(as_json=as_json)
+    ctx.obj = Ctl(as_json=as_json)
 
 
 def ctl(*arguments: object, stdin: bytes | None = None) -> Result:

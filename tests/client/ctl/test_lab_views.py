@@ -7,7 +7,7 @@ from rich.console import Console, RenderableType
 
 from prefixd.client.ctl import lab_views
 from prefixd.client.lab.advise import advise
-from prefixd.client.lab.analyze import Summary, analyze
+from prefixd.client.lab.analyze import analyze
 from prefixd.client.lab.curve import curve_of
 from prefixd.client.lab.trace import Request
 
@@ -39,9 +39,8 @@ def test_nothing_of_nothing() -> None:
 
 
 def test_a_written_trace_says_where_it_is_unless_that_is_standard_output() -> None:
-    summary = Summary()
-    list(summary.watch([Request(500, 600, 1, (1, 2)), Request(1500, 600, 1, (1, 3))]))
-    data = {"output": "a.jsonl", **summary.to_json()}
+    found = analyze([Request(500, 600, 1, (1, 2)), Request(2000, 600, 1, (1, 3))])
+    data = {"output": "a.jsonl", **found.to_json()}
     text = text_of(lab_views.written(data))
     assert "written a.jsonl requests 2 in 1.5s" in text
     assert "4, 3 different, 512 tokens each" in text

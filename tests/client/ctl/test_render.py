@@ -6,6 +6,7 @@ import io
 
 import pytest
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 from prefixd.client.ctl import render
 from prefixd.client.ctl.stats_view import stats_view
@@ -281,3 +282,19 @@ def test_what_namespaces_take_is_shown(width: int) -> None:
     assert "n" * 32 in text
     for number in ("512MiB", "256MiB", "12,345"):
         assert number in text
+
+
+# ---- views that are drawn again and again
+
+
+def test_a_terminal_is_drawn_over_and_a_pipe_gets_every_view() -> None:
+    texts = ["first", "second", "third"]
+    for terminal in (True, False):
+        file = io.StringIO()
+        to = Console(file=file, force_terminal=terminal, width=100)
+        views = iter(texts)
+        with render.live_view(to, lambda views=views: Text(next(views))) as refresh:  # type: ignore[misc]
+            refresh()
+            refresh()
+        assert all(text in file.getvalue() for text in texts)
+        assert ("\x1b[" in file.getvalue()) is terminal

@@ -105,6 +105,20 @@ def test_before_the_second_sample_there_are_no_rates() -> None:
     assert "it does not answer" in shown(board, 100)
 
 
+def test_two_samples_of_one_moment_have_no_rates() -> None:
+    board = Board("x")
+    board.take(sample(1), [], 10.0)
+    board.take(sample(3), [], 10.0)
+    assert "0 look-ups/s" in shown(board, 100)
+
+
+def test_the_tiers_in_one_line() -> None:
+    board = Board("x")
+    assert board.tiers_line() == ""
+    board.take(sample(1), [], 1.0)
+    assert board.tiers_line() == "ram 50.0 % full, 100 hits, 0 evicted"
+
+
 def test_labels_that_nothing_was_counted_under_are_not_shown() -> None:
     first, second = sample(1), sample(3)
     for each in (first, second):

@@ -5,13 +5,12 @@ import os
 from collections import Counter
 from itertools import pairwise, takewhile
 from pathlib import Path
-from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.client.lab.analyze import LogHistogram, analyze
+from prefixd.client.lab.analyze import analyze
 from prefixd.client.lab.generate import generate
 from prefixd.client.lab.trace import Request, read_trace
 
@@ -134,24 +133,3 @@ def test_the_conversation_trace() -> None:
     assert analysis.infinite_hit_tokens == 54_098_411
     assert analysis.unique_blocks == 182_790
     assert analysis.infinite_hit_rate == pytest.approx(0.3736, abs=5e-5)
-
-
-def test_histogram_quantiles_are_close_and_small_ones_exact() -> None:
-    random = Random(3)
-    values = [round(random.lognormvariate(6, 3)) for _ in range(5000)]
-    histogram = LogHistogram()
-    for value in values:
-        histogram.add(value)
-    ranked = sorted(values)
-    for fraction in (0.01, 0.1, 0.5, 0.9, 0.99, 1.0):
-        exact = ranked[max(int(fraction * 5000) - 1, 0)]
-        assert exact * (1 - 1 / 32) <= histogram.quantile(fraction) <= exact
-        share = sum(value <= exact for value in values) / 5000
-        assert histogram.at_most(exact) == pytest.approx(share, abs=0.02)
-    assert histogram.max == ranked[-1]
-    small = LogHistogram()
-    for value in range(64):
-        small.add(value)
-    assert [small.quantile((n + 1) / 64) for n in range(64)] == list(range(64))
-    assert LogHistogram().summary() == {"mean": 0, "p10": 0, "p50": 0, "p90": 0, "p99": 0, "max": 0}
-    assert LogHistogram().at_most(5) == 0

@@ -18,7 +18,7 @@ from prefixd.server.core.events import Committed, TierChanged, TierState
 from prefixd.server.core.histogram import Histogram
 from prefixd.server.core.journal import EvictionCause
 from prefixd.server.runtime.clock import Clock
-from prefixd.server.runtime.lag import BUCKETS_US, LoopLag
+from prefixd.server.runtime.lag import BOUNDS_NS, LoopLag
 from prefixd.server.runtime.latencies import Latencies
 from prefixd.server.runtime.scrubbing import Scrub
 from tests.support.measured import Daemon
@@ -42,7 +42,7 @@ class Sources:
         self.commit, self.sync = Histogram(LATENCY_BOUNDS_NS), Histogram(LATENCY_BOUNDS_NS)
         self.latencies, self.usage = Latencies(Clock()), UsageBook()
         self.usage.of("")
-        self.lag = SimpleNamespace(counts=[0] * (len(BUCKETS_US) + 1), total_us=0)
+        self.lag = SimpleNamespace(pulses=Histogram(BOUNDS_NS))
         self.oldest_ns = 0
         self.now_ns = self.daemon.now_ns
         self.collector = StateCollector(
@@ -133,9 +133,9 @@ def happen(to: Sources) -> None:
     for name in PRESSURE:
         to.pressure[name] += 1
     add_to_all(to.scrub)
-    for histogram in (to.commit, to.sync, to.latencies.claim, to.latencies.save):
+    times = (to.commit, to.sync, to.latencies.claim, to.latencies.save, to.lag.pulses)
+    for histogram in times:
         histogram.observe(1)
-    to.lag.counts[0] += 1
     label = to.usage.of("")
     label.add(told())
     for name in BECAUSE[len(LEFT) :]:

@@ -10,7 +10,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.server.api.metrics import StateCollector, lag_dict
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
-from prefixd.server.runtime.lag import BUCKETS_US, PULSE_NS, LoopLag
+from prefixd.server.runtime.lag import BOUNDS_NS, PULSE_NS, LoopLag
 from tests.support.running import ManualClock, answer, in_loop, item, key, payload, running
 
 MS = 1_000_000
@@ -34,12 +34,12 @@ async def test_every_pulse_is_counted_once_by_how_late_it_came() -> None:
     lag = LoopLag(clock)
     for late_ms in (0, 0, 1, 3, 60, 5_000):
         beat(lag, clock, late_ms)
-    assert sum(lag.counts) == 6
-    counted = dict(zip((*BUCKETS_US, None), lag.counts, strict=True))
+    assert sum(lag.pulses.counts) == 6
+    counted = dict(zip((*BOUNDS_NS, None), lag.pulses.counts, strict=True))
     assert {bound: count for bound, count in counted.items() if count} == {
-        1_000: 3,
-        5_000: 1,
-        100_000: 1,
+        1_000_000: 3,
+        5_000_000: 1,
+        100_000_000: 1,
         None: 1,
     }
     assert lag.max_us == 5_000_000
