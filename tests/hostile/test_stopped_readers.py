@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +22,7 @@ from tests.support.daemon import eventually, private_daemon, problems_of
 from tests.support.entries import items_of, payload_of, restore, save
 from tests.support.moments import MOMENTS
 from tests.support.stopping_worker import NAMES
+from tests.support.warm import WARM
 
 PAYLOAD_BYTES = 1_200_000
 BUDGET_BYTES = 8 * 2**20
@@ -56,7 +56,7 @@ class Worker:
 
 @contextmanager
 def worker(daemon: PrivateDaemon, verify: str) -> Iterator[Worker]:
-    command = [sys.executable, "-m", "tests.support.stopping_worker", daemon.address, verify]
+    command = [*WARM, "-m", "tests.support.stopping_worker", daemon.address, verify]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

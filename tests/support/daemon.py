@@ -22,6 +22,8 @@ T = TypeVar("T")
 SMALL_SLABS: Final = ("--ram.slab=4KiB", "--shm.slab=4KiB", "--disk.slab=4KiB")
 #: Two seconds on a loaded machine are nothing. Only a test that fails waits for it.
 WITHIN_S: Final = 60.0
+#: Between two questions.
+PAUSE_S: Final = 0.005
 
 
 @contextmanager
@@ -85,12 +87,13 @@ def problems_of(admin: AdminConnection) -> list[str]:
 def eventually(what: Callable[[], T], within_s: float = WITHIN_S) -> T:
     """Ask `what()` again and again until it says something true, and return that.
 
-    For what happens in another process and sends no event. It asks without a pause: what it
-    asks is an rpc or a look at a process, which take their time. Fails when `within_s` is over.
+    For what happens elsewhere and sends no event. Between two questions there is a pause: what is
+    waited for needs the processor. Fails when `within_s` is over.
     """
     deadline_s = time.monotonic() + within_s
     while time.monotonic() < deadline_s:
         answer = what()
         if answer:
             return answer
+        time.sleep(PAUSE_S)
     raise AssertionError(f"did not happen within {within_s:g} s: {what}")
