@@ -115,9 +115,15 @@ def key(number: int) -> Key:
     return Key(number.to_bytes(32, "big"))
 
 
+#: Multiples of 7: from each of the 256 bytes on, all others.
+_SEVENS: Final = bytes(7 * place % 256 for place in range(2 * 256))
+
+
 def payload(number: int, length_bytes: int = 5000) -> bytes:
-    """Bytes that differ by number and by place."""
-    return bytes((number + place * 7 + (place >> 8)) % 256 for place in range(length_bytes))
+    """Bytes that differ by number and by place: number + 7 * place + place // 256."""
+    # 7 * 183 = 1 (mod 256): where the row that begins with this byte does.
+    begins = ((number + row) * 183 % 256 for row in range(-(-length_bytes // 256)))
+    return b"".join(_SEVENS[at : at + 256] for at in begins)[:length_bytes]
 
 
 def item(of: bytes, data: bytes, **fields: Any) -> Item:
