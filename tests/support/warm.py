@@ -12,7 +12,8 @@ process is a child of the one that asked, as any: the helper forks twice, and me
 below that one are given to it (`PR_SET_CHILD_SUBREAPER`).
 
 A new interpreter is started as ever where a fork could differ: by other commands, with options
-(`-W`) or a program before it, in another environment of Python, gRPC or the loader, on a terminal.
+(`-W`) or a program before it, in another environment of Python, gRPC or the loader, on a terminal,
+by a process that has moved to other namespaces.
 Tests of what is imported, and of how an interpreter begins and ends, use `sys.executable`.
 
 What differs in a fork: strings have the hashes of the helper's, /proc/PID/cmdline is the helper's,
@@ -84,6 +85,7 @@ class _Starter:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._read_at_start = _read_at_start(os.environ)
+        self._namespaces = _namespaces()
         self._prctl = ctypes.CDLL(None).prctl
         self._exec = _posixsubprocess.fork_exec
 
@@ -131,6 +133,7 @@ class _Starter:
             or any(what not in (None, -1, True, False) for what in identity)
             or os.getpid() != self._pid
             or _read_at_start(variables) != self._read_at_start
+            or _namespaces() != self._namespaces
         ):
             return None
         numbers = {0: stdin, 1: stdout, 2: stderr}
@@ -181,6 +184,10 @@ def _connected() -> tuple[socket.socket, socket.socket]:
 
 def _read_at_start(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name.startswith(READ_AT_START)}
+
+
+def _namespaces() -> list[int]:
+    return [Path(f"/proc/self/ns/{kind}").stat().st_ino for kind in ("mnt", "net", "pid", "user")]
 
 
 def _warm_command(argv: list[str]) -> list[str] | None:
