@@ -24,8 +24,9 @@ from tests.support.moments import MOMENTS
 from tests.support.stopping_worker import NAMES
 from tests.support.warm import WARM
 
-PAYLOAD_BYTES = 1_200_000
-BUDGET_BYTES = 8 * 2**20
+PAYLOAD_BYTES = 300_000
+BUDGET_BYTES = 2 * 2**20
+BUDGETS = dict.fromkeys(("ram", "shm", "disk"), "2MiB")
 #: A session is lost after two of them.
 HEARTBEAT = "--sessions.heartbeat=300ms"
 
@@ -89,7 +90,7 @@ def daemon_and_two_entries(
     tier: Tier,
 ) -> Iterator[tuple[PrivateDaemon, Client, AdminConnection]]:
     with (
-        private_daemon(HEARTBEAT) as daemon,
+        private_daemon(HEARTBEAT, **BUDGETS) as daemon,
         Client(daemon.address, local=False, save_timeout_ms=60_000) as client,
         daemon.admin() as admin,
     ):
