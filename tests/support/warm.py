@@ -60,6 +60,8 @@ ROOT: Final = Path(__file__).parents[2]
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _MAX_REQUEST_BYTES: Final = 2**20
 _MAX_DESCRIPTORS: Final = 253
+#: Of `fork_exec`: group, groups, user, umask, and a function to call before.
+_SAME_USER: Final = [None, None, None, -1, None]
 
 
 @contextmanager
@@ -114,7 +116,7 @@ class _Starter:
         self,
         args: Sequence[str | bytes],
         _executables: object,
-        _close_fds: bool,
+        close_fds: bool,
         pass_fds: Sequence[int],
         cwd: str | bytes | None,
         env: Sequence[bytes] | None,
@@ -130,7 +132,8 @@ class _Starter:
         if (
             command is None
             or group not in (None, -1)
-            or any(what not in (None, -1, True, False) for what in identity)
+            or not close_fds
+            or identity[:5] != _SAME_USER
             or os.getpid() != self._pid
             or _read_at_start(variables) != self._read_at_start
             or _namespaces() != self._namespaces
