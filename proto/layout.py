@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 # ---- checksum
 
-#: CRC32C (Castagnoli, as in iSCSI) of any contiguous buffer, continuing the second argument. Another
-#: thread can run meanwhile from 16 KiB on. It folds with carry-less multiplication where the
-#: processor can, which takes 0.6 of the time of its CRC32 instruction.
+#: CRC32C (Castagnoli, as in iSCSI) of any contiguous buffer, continuing the second argument. From
+#: 16 KiB on another thread can run meanwhile. It multiplies without carries where the processor
+#: can, which takes 0.6 of the time of the instruction that is made for CRC32C.
 crc32c = crc32.iscsi
 
 # ---- payload

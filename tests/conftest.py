@@ -10,7 +10,8 @@ import pytest
 from hypothesis import settings
 
 from prefixd.client.local import transport
-from tests.support.examples import LONG
+from tests.support.lengths import LONG
+from tests.support.warm import warm_starts
 
 # No deadline: an example that takes long says something of the machine, not of the code.
 settings.register_profile("prefixd", deadline=None, derandomize=True, database=None)
@@ -63,4 +64,5 @@ def plain_environment() -> Iterator[None]:
         # A hand-over that takes longer is not waited for: a loaded machine would turn the tests of
         # what is done in place into tests of gRPC.
         patch.setattr(transport, "HAND_OVER_S", 60.0)
-        yield
+        with warm_starts():
+            yield

@@ -22,6 +22,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import LimitReached
 from prefixd.proto.vocabulary import Tier
 from tests.support.daemon import eventually, private_daemon
+from tests.support.lengths import times
 
 TRACES = Path(os.environ.get("PREFIXD_TRACES", Path(__file__).parents[3] / "shared" / "traces"))
 WORKERS = 8
@@ -34,11 +35,11 @@ def generated() -> list[Request]:
 
 
 def conversation() -> list[Request]:
-    """The first 3,000 requests of a real hour."""
+    """The first requests of a real hour."""
     path = TRACES / "conversation_trace.jsonl"
     if not path.exists():
         pytest.skip(f"{path} is not there; $PREFIXD_TRACES says where traces are")
-    return list(read_trace(path, limit=3_000))
+    return list(read_trace(path, limit=times(600, 3_000)))
 
 
 @contextmanager

@@ -145,7 +145,9 @@ def test_no_status_of_any_call_reaches_the_engine(tmp_path: Path, code: grpc.Sta
         for name, use in USES.items():
             with Client(daemon.address, local=False) as client:
                 hit = client.claim([KEY])
-                (reservation,) = client.reserve([ReserveItem(ANOTHER, 3)], **TERMS)
+                # The session before has ended here, and a moment later in the fake.
+                waiting = {"wait_ms": 30_000, "deadline_ms": 60_000}
+                (reservation,) = client.reserve([ReserveItem(ANOTHER, 3)], **TERMS, **waiting)
                 assert hit
                 assert reservation.granted
                 for rpc in RPCS:

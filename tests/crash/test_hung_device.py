@@ -20,10 +20,14 @@ from tests.support.running import Refused, in_loop, key, payload
 DATA = payload(1, 100_000)
 #: Above what is copied on the loop itself.
 LARGE = payload(2, 2**21)
-#: A sync waits for a pipe that nobody writes to, as long as a file says so.
+#: A sync waits for a pipe that nobody writes to, as long as a file says so. A stop gives up soon.
 HANGS = """
 import os, sys
+from functools import partialmethod
 from prefixd.server import daemon
+from prefixd.server.runtime.loop import Core
+Core.close = partialmethod(Core.close, 0.3)
+daemon._ENDED_WITHIN_S = 0.3
 from prefixd.tiers.disk_arena import DiskArena
 sync = DiskArena.sync
 def hang(self):

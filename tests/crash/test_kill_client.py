@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +14,7 @@ from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
 from tests.support.daemon import eventually, private_daemon, problems_of
 from tests.support.small_staging import admin_of
+from tests.support.warm import WARM
 
 HEARTBEAT_S = 4.0
 PUBLISHED = [Key(bytes([number]) * 32) for number in range(1, 6)]
@@ -59,7 +59,7 @@ def client(daemon: PrivateDaemon) -> Iterator[Client]:
 @pytest.fixture
 def holder(daemon: PrivateDaemon, client: Client) -> Iterator[subprocess.Popen[str]]:
     assert client.connected
-    command = [sys.executable, "-c", HOLDER, daemon.address]
+    command = [*WARM, "-c", HOLDER, daemon.address]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

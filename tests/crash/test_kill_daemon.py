@@ -16,7 +16,8 @@ from prefixd.client.lab.generate import generate
 from prefixd.client.lab.live import LiveReplay
 from prefixd.client.lab.outcome import Totals
 from prefixd.client.lab.worker import LiveOptions
-from tests.support.daemon import eventually, private_daemon, problems_of, whole_lines
+from tests.support.daemon import PAUSE_S, eventually, private_daemon, problems_of, whole_lines
+from tests.support.lengths import times
 
 BLOCK_BYTES = 20_000
 PAYLOADS = BlockPayloads(BLOCK_BYTES)
@@ -48,7 +49,8 @@ class Witness:
     def _run(self, address: str) -> None:
         with Client(address, name="witness", deadline_ms=2_000) as client:
             block_id = 0
-            while not self._stopping.is_set():
+            # The replay beside it is to get on too.
+            while not self._stopping.wait(PAUSE_S):
                 block_id += 1
                 (key,) = keys_of_ids(ROOT, [block_id])
                 items = [SaveItem(key, PAYLOADS.payload(block_id), 512)]
@@ -84,12 +86,12 @@ def test_a_daemon_that_ends_in_the_middle_of_a_replay(
     daemon: PrivateDaemon, in_place: bool, how: str
 ) -> None:
     """Killed, or stopped (SIGTERM) within its bound: what it acknowledged is there."""
-    requests = list(generate("multi-turn", requests=300, seed=11))
+    requests = list(generate("multi-turn", requests=times(150, 300), seed=11))
     witness = Witness(daemon.address)
     counted_by_the_dead: list[int] = []
 
     def kill_once(totals: Totals) -> None:
-        if totals.requests < 100 or counted_by_the_dead:
+        if totals.requests < len(requests) // 3 or counted_by_the_dead:
             return
         counted_by_the_dead.append(len(witness.acknowledged))
         if how == "killed":

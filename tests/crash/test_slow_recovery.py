@@ -19,12 +19,15 @@ from tests.support.running import in_loop, key, payload
 
 DATA = payload(1, 100_000)
 #: The disk tier comes back two entries at a time, and stops behind the first of these until a
-#: pipe has a writer.
+#: pipe has a writer. A stop gives up soon.
 HALTS = """
 import os, sys
+from functools import partialmethod
 from prefixd.server import daemon
+from prefixd.server.runtime.loop import Core
 from prefixd.tiers import records
 from prefixd.tiers.disk import DiskStore
+Core.close = partialmethod(Core.close, 0.3)
 records._BATCH_ENTRIES = 2
 recover = DiskStore.recover
 def halting(self):

@@ -29,7 +29,13 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.endpoints import admin_address
 from prefixd.proto.limits import CHUNK_BYTES, MAX_BATCH_KEYS, MAX_MESSAGE_BYTES
 from tests.support.columns import columns
-from tests.support.daemon import SMALL_SLABS, eventually, problems_of, temporary_directories
+from tests.support.daemon import (
+    PAUSE_S,
+    SMALL_SLABS,
+    eventually,
+    problems_of,
+    temporary_directories,
+)
 from tests.support.entries import key_of, restore, save
 from tests.support.outside import DaemonProcess
 from tests.support.running import OpenSession, Outside, Refused, answer, in_loop, item, key, part
@@ -125,7 +131,7 @@ class Watch:
 
     def _look(self) -> None:
         with self._daemon.admin() as admin:
-            while not self._over.is_set():
+            while not self._over.wait(PAUSE_S):
                 for name, value in admin.stats().in_flight.items():
                     self.most[name] = max(value, self.most.get(name, 0))
                 self.most_bytes = max(memory_bytes(self._daemon), self.most_bytes)

@@ -8,7 +8,6 @@ test fails because it does not know how to ask it.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from tests.support.running import (
     running,
     stream,
 )
+from tests.support.warm import WARM
 
 DATA = payload(1)
 MINE, RESERVED = key(1), key(2)
@@ -254,7 +254,7 @@ async def test_another_process_with_the_secret_itself_gets_nothing_on_the_local_
         requests = victim.requests(session.ref)
         stolen = [pb.LocalRequest(**{kind: requests[kind]}).SerializeToString() for kind in KINDS]
         thief = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", THIEF, daemon.config.local_socket),
+            *(*WARM, "-c", THIEF, daemon.config.local_socket),
             *(each.hex() for each in stolen),
             stdout=asyncio.subprocess.PIPE,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -18,14 +17,23 @@ from prefixd.proto.keys import Key
 from prefixd.server.api.lent_saves import THREADS
 from tests.support import stuck_lender
 from tests.support.daemon import eventually, private_daemon, problems_of
+from tests.support.outside import daemon_process
+from tests.support.warm import WARM
 
 PAYLOAD_BYTES = 300_000
+#: A stop is forced after a second, not after ten.
+IN_A_HURRY = """
+import sys
+from prefixd.server import daemon, stopping
+stopping.STOPPED_WITHIN_S = 1.0
+daemon.main(sys.argv[1:])
+"""
 
 
 @contextmanager
 def lender(daemon: PrivateDaemon, lines: int) -> Iterator[None]:
     """A process of `stuck_lender`, until it is killed."""
-    command = [sys.executable, "-m", "tests.support.stuck_lender", daemon.address, str(lines)]
+    command = [*WARM, "-m", "tests.support.stuck_lender", daemon.address, str(lines)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -65,7 +73,10 @@ def test_lenders_of_memory_that_never_comes_harm_nobody(monkeypatch: pytest.Monk
 
 
 def test_a_daemon_stops_within_its_bound_while_memory_does_not_come() -> None:
-    with private_daemon("--server.drain_timeout=10ms") as daemon, lender(daemon, 1):
-        eventually(lambda: threads_taken(daemon) == 1)
-        assert daemon.stop() == 1
-        assert "stop_forced" in daemon.log.read_text()
+    with daemon_process("--server.drain_timeout=10ms") as daemon:
+        daemon.run_with(IN_A_HURRY)
+        daemon.start()
+        with lender(daemon, 1):
+            eventually(lambda: threads_taken(daemon) == 1)
+            assert daemon.stop() == 1
+        assert daemon.logged("stop_forced")

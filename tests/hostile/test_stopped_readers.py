@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,9 +22,11 @@ from tests.support.daemon import eventually, private_daemon, problems_of
 from tests.support.entries import items_of, payload_of, restore, save
 from tests.support.moments import MOMENTS
 from tests.support.stopping_worker import NAMES
+from tests.support.warm import WARM
 
-PAYLOAD_BYTES = 1_200_000
-BUDGET_BYTES = 8 * 2**20
+PAYLOAD_BYTES = 300_000
+BUDGET_BYTES = 2 * 2**20
+BUDGETS = dict.fromkeys(("ram", "shm", "disk"), "2MiB")
 #: A session is lost after two of them.
 HEARTBEAT = "--sessions.heartbeat=300ms"
 
@@ -56,7 +57,7 @@ class Worker:
 
 @contextmanager
 def worker(daemon: PrivateDaemon, verify: str) -> Iterator[Worker]:
-    command = [sys.executable, "-m", "tests.support.stopping_worker", daemon.address, verify]
+    command = [*WARM, "-m", "tests.support.stopping_worker", daemon.address, verify]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -89,7 +90,7 @@ def daemon_and_two_entries(
     tier: Tier,
 ) -> Iterator[tuple[PrivateDaemon, Client, AdminConnection]]:
     with (
-        private_daemon(HEARTBEAT) as daemon,
+        private_daemon(HEARTBEAT, **BUDGETS) as daemon,
         Client(daemon.address, local=False, save_timeout_ms=60_000) as client,
         daemon.admin() as admin,
     ):

@@ -24,7 +24,7 @@ from prefixd.proto.vocabulary import ClaimMode, SaveStatus, Tier
 from tests.model.machine import MetaStateMachine
 from tests.model.resizing import ResizingMachine
 from tests.model.sharing import FewEntriesMachine, SharesMachine
-from tests.support.examples import examples
+from tests.support.lengths import times
 
 STORED: Final = Path(__file__).with_suffix(".txt")
 #: How a mistake shows.
@@ -39,7 +39,7 @@ NAMES: Final = {
 }
 #: Ends at the first problem: most of these find one within ten examples.
 SHORT: Final = settings(
-    max_examples=examples(400, 4_000),
+    max_examples=times(400, 4_000),
     stateful_step_count=50,
     deadline=None,
     derandomize=True,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from prefixd.tiers.eviction import POLICIES, EvictionPolicy, make_policy
 from tests.model.eviction_twins import TWINS, Twin
-from tests.support.examples import examples
+from tests.support.lengths import times
 
 names = pytest.mark.parametrize("name", list(POLICIES))
 keys = st.integers(0, 11)
@@ -78,7 +78,7 @@ def test_long_streams_equal_the_twin_one_by_one_and_in_runs(name: str, capacity:
 
 @names
 @given(steps=steps, capacity=st.sampled_from([0, 1, 3, 8, 10, 16, 25]))
-@settings(max_examples=examples(100, 1_000), deadline=None)
+@settings(max_examples=times(100, 1_000), deadline=None)
 def test_weights_and_pins_equal_the_twin(
     name: str, steps: list[tuple[str, int, int]], capacity: int
 ) -> None:

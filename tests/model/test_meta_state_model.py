@@ -8,7 +8,7 @@ from tests.model.closing import ClosingMachine
 from tests.model.machine import MetaStateMachine
 from tests.model.resizing import ResizingMachine
 from tests.model.sharing import FewEntriesMachine, SharesMachine
-from tests.support.examples import examples
+from tests.support.lengths import times
 
 
 class SmallStepsMachine(MetaStateMachine):
@@ -18,7 +18,7 @@ class SmallStepsMachine(MetaStateMachine):
 
 
 SETTINGS = settings(
-    max_examples=examples(50, 1_000),
+    max_examples=times(50, 1_000),
     stateful_step_count=60,
     deadline=None,
     derandomize=True,

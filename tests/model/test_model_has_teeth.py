@@ -19,7 +19,7 @@ from tests.model.machine import MetaStateMachine
 from tests.model.resizing import ResizingMachine
 from tests.model.sharing import FewEntriesMachine, SharesMachine
 from tests.model.teeth import NOTICED, run, search, stored
-from tests.support.examples import LONG
+from tests.support.lengths import LONG
 
 OFF_BY_ONE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Gt: ast.GtE,

@@ -8,7 +8,6 @@ import queue
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ from prefixd.client import Client, Tier
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto.errors import PrefixdError
 from tests.support.daemon import private_daemon, whole_lines
+from tests.support.warm import WARM
 
 from .history import History
 from .keyspace import BUDGETS, DURABLE, ENTRIES, key, payload
@@ -89,7 +89,7 @@ class _Worker:
 
     def __init__(self, address: str, seed: int, said: queue.SimpleQueue[str]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.nemesis.worker", address, str(seed)],
+            [*WARM, "-m", "tests.nemesis.worker", address, str(seed)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -6,7 +6,6 @@ import json
 import os
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from prefixd.proto.errors import DirectoryInUse
 from prefixd.server.config.loading import load_config
 from prefixd.server.config.options import Config
 from prefixd.server.lock import LOCK_NAME, lock_directories, lock_directory
+from tests.support.warm import WARM
 
 HOLD = """
 import sys
@@ -103,7 +103,7 @@ def test_a_note_that_says_nothing_is_no_reason_to_fail(tmp_path: Path, note: str
 
 
 def test_a_killed_daemon_leaves_no_obstacle(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    command = [*WARM, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"locked\n"

@@ -8,10 +8,10 @@ from tests.sim.bugs import planted
 from tests.sim.plan import NEMESIS, plan_of
 from tests.sim.run import run
 from tests.sim.shrink import shrink
-from tests.support.examples import examples
+from tests.support.lengths import times
 
 #: Shared by those who run the tests at once. `make sim` has more.
-SEEDS = examples(100, 1_000)
+SEEDS = times(100, 1_000)
 AT_ONCE = 20
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from functools import lru_cache
 
 from prefixd.client import Client, Hit, Key, RestoreResult, SaveItem, SaveReason, Tier
 
@@ -12,6 +13,7 @@ def key_of(name: str) -> Key:
     return Key(hashlib.sha256(name.encode()).digest())
 
 
+@lru_cache(32)
 def payload_of(key: Key, payload_bytes: int) -> bytes:
     return hashlib.shake_128(key).digest(payload_bytes)
 

@@ -14,12 +14,20 @@ from typing import Any, Final
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.endpoints import admin_address
-from tests.support.daemon import SMALL_SLABS, WITHIN_S, temporary_directories, whole_lines
+from tests.support.daemon import (
+    SMALL_SLABS,
+    SMALL_STAGING,
+    WITHIN_S,
+    temporary_directories,
+    whole_lines,
+)
 from tests.support.namespaces import Host
 from tests.support.running import Outside, answer
+from tests.support.warm import WARM
 
 FLAGS: Final = (
     *SMALL_SLABS,
+    SMALL_STAGING,
     "--ram.budget=1MiB",
     "--shm.budget=1MiB",
     "--disk.budget=4MiB",
@@ -34,7 +42,7 @@ class DaemonProcess(PrivateDaemon):
     def run_with(self, script: str) -> None:
         """From the next start on."""
         end_of_interpreter = self._command.index("--server.address")
-        self._command[1:end_of_interpreter] = ["-c", script]
+        self._command[:end_of_interpreter] = [*WARM, "-c", script]
 
     def run_on(self, host: Host) -> None:
         """From the next start on."""

@@ -10,16 +10,15 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from time import monotonic
 from typing import Final
 
 import pytest
 
+from tests.support.daemon import eventually
 from tests.support.namespaces import Host, Network
 
 FORM_CLUSTER: Final = Path(__file__).parents[2] / "deploy/fleet/form-cluster.sh"
 SLOTS: Final = 16_384
-START_S: Final = 30.0
 needs_redis = pytest.mark.skipif(
     shutil.which("redis-server") is None, reason="needs redis-server (Debian: redis-server)"
 )
@@ -73,10 +72,13 @@ class RedisServer:
                 stdout=output,
                 stderr=output,
             )
-        ends_s = monotonic() + START_S
-        while b"Ready to accept connections" not in log.read_bytes():
+
+        def is_ready() -> bool:
+            assert self._process is not None
             assert self._process.poll() is None, log.read_text()
-            assert monotonic() < ends_s, log.read_text()
+            return b"Ready to accept connections" in log.read_bytes()
+
+        eventually(is_ready)
 
     def restart(self) -> None:
         """As after a power loss: everything is forgotten but, in a Cluster, which slots it has."""
@@ -149,13 +151,15 @@ def join(servers: list[RedisServer]) -> None:
             client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
         for server in servers[1:]:
             clients[0].execute_command("CLUSTER MEET", "127.0.0.1", server.port, server.bus_port)
-        ends_s = monotonic() + START_S
-        for client in clients:
-            while True:
-                info = client.execute_command("CLUSTER INFO")
-                if info["cluster_state"] == "ok" and info["cluster_slots_assigned"] == str(SLOTS):
-                    break
-                assert monotonic() < ends_s, info
+
+        def is_whole() -> bool:
+            told = [client.execute_command("CLUSTER INFO") for client in clients]
+            return all(
+                info["cluster_state"] == "ok" and info["cluster_slots_assigned"] == str(SLOTS)
+                for info in told
+            )
+
+        eventually(is_whole)
 
 
 def add_replica(master: RedisServer, directory: Path, stack: ExitStack) -> RedisServer:
@@ -171,13 +175,14 @@ def add_replica(master: RedisServer, directory: Path, stack: ExitStack) -> Redis
     ):
         identity = of_master.execute_command("CLUSTER MYID")
         of_master.execute_command("CLUSTER MEET", "127.0.0.1", replica.port, replica.bus_port)
-        ends_s = monotonic() + START_S
-        while True:
+
+        def replicates() -> bool:
             try:
                 client.execute_command("CLUSTER REPLICATE", identity)
-                break
             except redis.ResponseError:  # it has not heard of its master
-                assert monotonic() < ends_s
-        while client.info("replication").get("master_link_status") != "up":
-            assert monotonic() < ends_s
+                return False
+            return True
+
+        eventually(replicates)
+        eventually(lambda: client.info("replication").get("master_link_status") == "up")
     return replica

@@ -16,6 +16,7 @@ import sys
 import pytest
 
 from prefixd.client import Client, Hit, Key
+from prefixd.client.local import arenas
 from tests.support.entries import key_of, payload_of
 from tests.support.moments import MOMENTS, disrupt
 
@@ -81,6 +82,7 @@ def main() -> None:
     """Arguments: address, verify, and what to do at each line on stdin: `view HOW`, or `claimed` or
     `looked` and the number of a moment."""
     address, verify = sys.argv[1:]
+    arenas._PIECE_BYTES = 2**18  # type: ignore[misc]  # a payload is read in two of them
     keys = [key_of(name) for name in NAMES]
     with Client(address, verify=verify) as client:  # type: ignore[arg-type]  # checked there
         while line := os.read(0, 100).decode().split():

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from prefixd.tiers import extents
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.store import Location
-from tests.support.examples import examples
+from tests.support.lengths import times
 
 SLAB = 4096
 
@@ -96,9 +96,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(
-    max_examples=examples(60, 500), stateful_step_count=60, deadline=None
-)
+TestMachine.settings = settings(max_examples=times(60, 500), stateful_step_count=60, deadline=None)
 
 
 def test_slabs_are_as_many_as_can_be_numbered(monkeypatch: pytest.MonkeyPatch) -> None:

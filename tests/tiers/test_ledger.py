@@ -17,7 +17,7 @@ from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.ledger import Admission, Ledger
 from prefixd.tiers.order import Resident
 from prefixd.tiers.store import Location
-from tests.support.examples import examples
+from tests.support.lengths import times
 
 SLAB = 4096
 BUDGET = 24 * SLAB
@@ -203,7 +203,7 @@ class Machine(RuleBasedStateMachine):
 def test_the_ledger_agrees_with_its_twin(arena: bool, max_entries: int) -> None:
     machine = type("Driven", (Machine,), {"arena": arena, "max_entries": max_entries})
     case = machine.TestCase
-    case.settings = settings(max_examples=examples(25, 500), stateful_step_count=50, deadline=None)
+    case.settings = settings(max_examples=times(25, 500), stateful_step_count=50, deadline=None)
     case("runTest").runTest()
 
 

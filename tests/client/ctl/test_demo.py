@@ -10,20 +10,34 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.support.warm import WARM
+
 SHM = Path("/dev/shm")
+SCRIPT = (Path(sys.executable).with_name("prefixctl"),)
+#: The same, that says sooner how far it is.
+IN_A_HURRY = """
+from prefixd.client.ctl import demo
+from prefixd.commands import prefixctl
+demo.LINE_EVERY_S = 0.2
+prefixctl()
+"""
 
 
 @contextmanager
-def demo(directory: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def demo(
+    directory: Path,
+    *arguments: str,
+    command: Sequence[str | Path] = (*WARM, "-c", IN_A_HURRY),
+) -> Iterator[subprocess.Popen[str]]:
     """Running, with its temporary files below `directory`."""
     with subprocess.Popen(
-        [Path(sys.executable).with_name("prefixctl"), "demo", "--workers", "2", *arguments],
+        [*command, "demo", "--workers", "2", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -50,7 +64,7 @@ def name_of_its_directories(directory: Path) -> str:
 
 
 def test_it_shows_what_it_does_and_ends_with_no_mismatches(directory: Path) -> None:
-    with demo(directory, "--requests", "60") as process:
+    with demo(directory, "--requests", "60", command=SCRIPT) as process:
         shown, complaints = process.communicate()
     assert process.returncode == 0, shown + complaints
     assert shown.splitlines()[-1] == "0 mismatches"

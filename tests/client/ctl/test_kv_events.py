@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto.keys import Key
 from tests.support.daemon import private_daemon
 from tests.support.vllm_events import BlockRemoved, BlockStored, Indexer, KVEventBatch
+from tests.support.warm import WARM
 
 msgspec = pytest.importorskip("msgspec", reason="msgspec is not installed (prefixd[kv-events])")
 zmq = pytest.importorskip("zmq", reason="pyzmq is not installed (prefixd[kv-events])")
@@ -330,7 +330,7 @@ def test_what_a_daemon_has_is_published(tmp_path: Path) -> None:
     with private_daemon() as daemon:
         save(daemon, [90])
         with subprocess.Popen(
-            [sys.executable, "-c", main, "publish-kv-events", "--address", daemon.address,
+            [*WARM, "-c", main, "publish-kv-events", "--address", daemon.address,
              "--bind", endpoints[0], "--replay", endpoints[1]],
             stderr=subprocess.PIPE, text=True,
         ) as process:  # fmt: skip

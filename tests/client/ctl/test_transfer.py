@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -19,6 +18,7 @@ from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto.keys import Key
 from tests.support.daemon import private_daemon, problems_of
+from tests.support.warm import WARM
 
 ENTRIES = 40
 
@@ -145,7 +145,7 @@ def test_what_is_no_export_is_left_alone(warm: PrivateDaemon, tmp_path: Path) ->
 def test_through_a_pipe(warm: PrivateDaemon) -> None:
     with private_daemon() as cold:
         main = "from prefixd.client.ctl.main import main; main()"
-        command = [sys.executable, "-c", main]
+        command = [*WARM, "-c", main]
         export = subprocess.run(
             [*command, "export", "-", "--address", warm.address],
             capture_output=True,

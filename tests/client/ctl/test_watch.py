@@ -17,6 +17,7 @@ from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto.keys import Key
 from tests.support.daemon import private_daemon
+from tests.support.warm import WARM
 
 KEYS = [Key(bytes([n]) * 32) for n in range(4)]
 
@@ -59,7 +60,7 @@ def test_one_tier_as_json(daemon: PrivateDaemon) -> None:
 
 def test_what_comes_and_goes_is_a_line_each(daemon: PrivateDaemon) -> None:
     run_main = "from prefixd.client.ctl.main import main; main()"
-    command = [sys.executable, "-c", run_main, "watch", "--tier", "ram"]
+    command = [*WARM, "-c", run_main, "watch", "--tier", "ram"]
     with subprocess.Popen(
         [*command, "--address", daemon.address], stdout=subprocess.PIPE, text=True
     ) as process:

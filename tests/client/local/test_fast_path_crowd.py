@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,6 +15,8 @@ from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto.errors import ClientClosed
 from tests.support.daemon import eventually, private_daemon, problems_of
 from tests.support.entries import payload_of, restore, save
+from tests.support.lengths import times
+from tests.support.warm import WARM
 
 PAYLOAD_BYTES = 300_000
 PROCESSES = 4
@@ -89,7 +90,7 @@ address, seed, verify = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 random_ = random.Random(seed)
 good = wrong = missed = lost = 0
 with Client(address, verify=verify, deadline_ms=60_000, save_timeout_ms=60_000) as client:
-    while good < 600:
+    while good < int(sys.argv[4]):
         tier = random_.choice(list(Tier))
         run = random_.randrange(12)
         names = [f"{tier} {run} {n}" for n in range(random_.randint(1, 4))]
@@ -120,13 +121,14 @@ print(good, wrong, missed, lost)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("verify", ["never", "always"])
 def test_processes_that_evict_each_others_entries_all_the_time(verify: str) -> None:
-    """Not one wrong byte in thousands of restores, also where no checksum would notice."""
+    """Not one wrong byte in so many restores, also where no checksum would notice."""
+    restores = times(150, 600)
     with private_daemon(ram="3MiB", shm="3MiB", disk="3MiB") as daemon:
         with ExitStack() as stack:
             workers = [
                 stack.enter_context(
                     subprocess.Popen(
-                        [sys.executable, "-c", WORKER, daemon.address, str(seed), verify],
+                        [*WARM, "-c", WORKER, daemon.address, str(seed), verify, str(restores)],
                         stdout=subprocess.PIPE,
                         text=True,
                     )
@@ -137,7 +139,7 @@ def test_processes_that_evict_each_others_entries_all_the_time(verify: str) -> N
         assert [worker.returncode for worker in workers] == [0] * PROCESSES
         totals = [sum(column) for column in zip(*(map(int, s.split()) for s in said), strict=True)]
         good, wrong, _, lost = totals
-        assert good >= 2_000
+        assert good >= PROCESSES * restores
         assert wrong == 0
         assert lost == 0, "nothing takes a claim away here"
         with daemon.admin() as admin:

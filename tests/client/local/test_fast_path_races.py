@@ -12,23 +12,31 @@ import pytest
 from prefixd.client import Client, Hit, Key, MissReason, SaveReason, Tier
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.client.local import arenas
 from prefixd.client.local.transport import LocalTransport
 from prefixd.client.restores import Verify
 from tests.support.daemon import eventually, private_daemon
 from tests.support.entries import key_of, payload_of, restore, rpcs, save
 from tests.support.moments import MOMENTS, disrupt
 
-BUDGET_BYTES = 8 * 2**20
-PAYLOAD_BYTES = 1_200_000
+BUDGET_BYTES = 2 * 2**20
+BUDGETS = dict.fromkeys(("ram", "shm", "disk"), "2MiB")
+PAYLOAD_BYTES = 300_000
 #: With a checksum and without: where nothing is checked, only the validation tells.
 CHOICES: tuple[Verify, ...] = ("always", "never")
 LAST = MOMENTS[-1]
 
 
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A payload is read in two pieces."""
+    monkeypatch.setattr(arenas, "_PIECE_BYTES", 2**18)
+
+
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[PrivateDaemon]:
-    """Its tiers hold 8 MiB."""
-    with private_daemon() as running:
+    """Its tiers hold 2 MiB."""
+    with private_daemon(**BUDGETS) as running:
         yield running
 
 
@@ -240,7 +248,7 @@ def test_the_release_of_a_view_says_whether_its_bytes_are_still_the_entrys(
 def test_heartbeats_that_stop_in_the_middle_of_a_restore(tier: Tier, verify: Verify) -> None:
     go_on = threading.Event()
     with (
-        private_daemon("--sessions.heartbeat=500ms") as daemon,
+        private_daemon("--sessions.heartbeat=500ms", **BUDGETS) as daemon,
         Client(daemon.address, local=False) as other,
         Client(daemon.address, verify=verify) as client,
         daemon.admin() as admin,

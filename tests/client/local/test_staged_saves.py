@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from tests.support.small_staging import (
     small_staging_daemon,
     staging_client,
 )
+from tests.support.warm import WARM
 
 daemon = pytest.fixture(small_staging_daemon, scope="module")
 admin = pytest.fixture(admin_of)
@@ -313,7 +313,7 @@ def test_a_client_that_is_killed_in_the_middle_of_a_save(
     daemon: PrivateDaemon, admin: AdminConnection
 ) -> None:
     before = admin.stats()
-    command = [sys.executable, "-c", HALF_A_SAVE, daemon.address]
+    command = [*WARM, "-c", HALF_A_SAVE, daemon.address]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as victim:

@@ -27,6 +27,7 @@ from prefixd.tiers.eviction import POLICIES
 from prefixd.tiers.store import Store
 from tests.contract.faulty import Fault, FaultyStore
 from tests.support.incoming import Gate
+from tests.support.lengths import times
 from tests.support.running import (
     ManualClock,
     OpenSession,
@@ -128,7 +129,7 @@ async def test_a_preview_is_what_a_save_then_does(
         session = await daemon.open()
         claims: list[int] = []
         number = 0
-        for _ in range(60):
+        for _ in range(times(25, 60)):
             payload_bytes = chance.choice([1, 3000, 9000, 40_000, 70_000])
             entries = chance.choice([1, 1, 2, 3])
             before = set(daemon.tables.entries)

@@ -8,7 +8,6 @@ import mmap
 import os
 import resource
 import socket
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -38,6 +37,7 @@ from tests.support.running import (
     running,
     some_turns,
 )
+from tests.support.warm import WARM
 
 ROUNDS = 10
 EVERYTHING = {local.RAM, local.SHM, local.INDEX, local.DISK, local.STAGING}
@@ -258,7 +258,7 @@ async def test_a_session_of_one_process_is_not_handed_to_another(tmp_path: Path)
         async with handed_over(daemon, request_of(session)) as (_, fds):
             assert local.STAGING in fds
         thief = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", THIEF, daemon.config.local_socket),
+            *(*WARM, "-c", THIEF, daemon.config.local_socket),
             session.ref.SerializeToString().hex(),
             stdout=asyncio.subprocess.PIPE,
         )
@@ -346,7 +346,7 @@ async def test_clients_go_on_over_grpc_once_the_index_is_revoked(
         session = await daemon.open()
         await session.save({key(number): payload(number) for number in range(8)})
         reader = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", READER, daemon.address),
+            *(*WARM, "-c", READER, daemon.address),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )

@@ -148,7 +148,7 @@ async def test_a_pass_covers_what_stays_while_everything_else_comes_and_goes(
         claim_all = dict.fromkeys(staying, payload(1))
         await session.save(claim_all, Tier.SHM)
         await session.claim(staying)
-        async with scrubbing(daemon, Tier.SHM, 2**18) as (scrubber, time):
+        async with scrubbing(daemon, Tier.SHM) as (scrubber, time):
             await time.asleep()
             number = 1_000
             while not scrubber.scrubs[Tier.SHM].passes:

@@ -17,6 +17,7 @@ from prefixd.server.sharing.object_store import PATIENCE_REQUESTS, ObjectStore
 from prefixd.server.sharing.record import encode_header
 from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, Wanted
 
+from ...support.daemon import eventually
 from ...support.s3 import S3_URL, aws
 
 PATIENCE_S = 30.0
@@ -94,12 +95,6 @@ def fetch(store: ObjectStore, deadline_s: float) -> list[Outcome]:
     for outcome, room in zip(outcomes, rooms, strict=True):
         assert outcome is not Outcome.DONE or bytes(room) == DATA
     return outcomes
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    ends_s = soon()
-    while not condition():
-        assert monotonic() < ends_s
 
 
 def test_an_address_without_tls_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from time import monotonic, time
@@ -17,6 +16,7 @@ from prefixd.server.sharing.redis_store import RedisStore
 from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, Wanted
 
 from ...support.certificates import Authority
+from ...support.daemon import eventually
 from ...support.redis_servers import (
     RedisServer,
     add_replica,
@@ -59,12 +59,6 @@ def fetch(store: RedisStore, entries: list[SharedEntry] = ENTRIES) -> list[Outco
     for outcome, want in zip(outcomes, wanted, strict=True):
         assert outcome is not Outcome.DONE or crc32c(want.room) == want.entry.payload_crc32c
     return outcomes
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    ends_s = soon()
-    while not condition():
-        assert monotonic() < ends_s
 
 
 def store_of(servers: list[RedisServer], stack: ExitStack) -> RedisStore:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from time import monotonic, time
 
@@ -14,6 +14,7 @@ from prefixd.server.sharing.redis_nodes import PATIENCE_CALLS, slots_of
 from prefixd.server.sharing.redis_store import RedisStore, bad_settings
 from prefixd.server.sharing.store import NodeState, Offer, Outcome, SharedEntry, Wanted
 
+from ...support.daemon import eventually
 from ...support.fake_redis import FakeRedis, HangUp, fake_redis, share_slots
 
 PATIENCE_S = 30.0
@@ -69,12 +70,6 @@ def counts(store: RedisStore, node: FakeRedis) -> tuple[int, int, int]:
 
 def states(store: RedisStore) -> list[NodeState]:
     return [each.state for each in store.statuses()]
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    ends_s = soon()
-    while not condition():
-        assert monotonic() < ends_s
 
 
 def test_a_node_that_hangs_costs_its_own_keys_and_no_more_than_the_deadline(

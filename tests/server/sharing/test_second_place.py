@@ -11,7 +11,8 @@ import pytest
 
 from prefixd.client import Client
 from prefixd.server.sharing.peers import Pace
-from tests.server.sharing.test_two_nodes import eventually, keys_of, run_of, save
+from tests.server.sharing.test_two_nodes import keys_of, run_of, save
+from tests.support.daemon import eventually
 from tests.support.fake_redis import FakeRedis
 from tests.support.outside import DaemonProcess, daemon_process
 from tests.support.redis_servers import free_ports

@@ -3,9 +3,8 @@ whatever happens to the engine is a miss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from time import monotonic
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +12,7 @@ from typer.testing import CliRunner
 from prefixd.client import Client, Hit, Key, MissReason, Namespace, SaveItem, Tier, prefix_key
 from prefixd.client.ctl.main import app
 
+from ...support.daemon import eventually
 from ...support.fake_redis import FakeRedis
 from ...support.outside import DaemonProcess, daemon_process
 from ...support.redis_servers import free_ports
@@ -102,12 +102,6 @@ def restored(client: Client, hit: Hit) -> int:
     assert all(bytes(room) == payload(n, BLOCK_BYTES) for n, room in enumerate(rooms))
     hit.release()
     return sum(result.restored)
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    ends_s = monotonic() + PATIENCE_S
-    while not condition():
-        assert monotonic() < ends_s
 
 
 def test_what_one_node_saved_another_restores(

@@ -1,0 +1,149 @@
+"""A process that is forked from a warm helper is one that a new interpreter would have been."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.warm import WARM
+
+COLD = (sys.executable, "-X", "cold")
+#: Imported in a helper only.
+IS_WARM = "'prefixd.server.daemon' in sys.modules"
+SEEN = """
+import gc, json, os, signal, sys, threading
+print(json.dumps({
+    "arguments": sys.argv,
+    "cwd": os.getcwd(),
+    "environment": dict(os.environ),
+    "first of path": sys.path[0],
+    "standard input": sys.stdin.read(),
+    "passed on": [os.read(int(fd), 100).decode() for fd in sys.argv[1:]],
+    "encodings": [sys.stdin.encoding, sys.stdout.encoding, sys.stderr.errors],
+    "parent": os.getppid(),
+    "leads a session": os.getsid(0) == os.getpid(),
+    "group": os.getpgrp() == os.getpid() or os.getpgrp(),
+    "handlers": {n: str(signal.getsignal(n)).split(" at ")[0] for n in signal.valid_signals()},
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "collects": gc.isenabled(),
+    "threads": threading.active_count(),
+    "is main": __name__ == "__main__" and sys.modules["__main__"].__dict__ is globals(),
+}))
+"""
+
+
+def ran(
+    interpreter: tuple[str, ...], script: str, *arguments: str, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*interpreter, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("new_session", [False, True])
+def test_it_sees_what_a_new_interpreter_sees(tmp_path: Path, new_session: bool) -> None:
+    seen = []
+    for interpreter in (COLD, WARM):
+        reads = [os.pipe() for _ in range(3)]
+        for number, (_, write_fd) in enumerate(reads):
+            os.write(write_fd, b"%d" % number)
+        passed = [read_fd for read_fd, _ in reads]
+        done = ran(
+            interpreter,
+            SEEN,
+            *map(str, passed),
+            input="some lines\n",
+            cwd=tmp_path,
+            env={**os.environ, "OF_THIS_TEST": "ä = 1"},
+            pass_fds=passed,
+            start_new_session=new_session,
+        )
+        for fds in reads:
+            for fd in fds:
+                os.close(fd)
+        assert (done.returncode, done.stderr) == (0, "")
+        seen.append(json.loads(done.stdout))
+    cold, warm = seen
+    assert cold["passed on"] == ["0", "1", "2"]
+    del cold["arguments"], warm["arguments"]  # pipes of other numbers
+    assert warm == cold
+    assert ran(WARM, f"import sys; print({IS_WARM})").stdout == "True\n"
+    assert ran(COLD, f"import sys; print({IS_WARM})").stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "print('said'); import sys; sys.exit(3)",
+        "import sys; sys.stdout.write('said'); sys.exit('a reason')",
+        "import sys; sys.exit(None)",
+        "import sys; sys.exit(-1)",
+        "import atexit; atexit.register(print, 'at its end')",
+        "import threading as t; t.Timer(0.01, print, ['from a thread']).start()",
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+        "import os; os._exit(7)",
+    ],
+)
+def test_it_ends_as_a_new_interpreter_does(script: str) -> None:
+    cold, warm = (ran(interpreter, script) for interpreter in (COLD, WARM))
+    assert (warm.returncode, warm.stdout, warm.stderr) == (
+        cold.returncode,
+        cold.stdout,
+        cold.stderr,
+    )
+
+
+def test_an_error_that_nobody_catches_is_shown() -> None:
+    failed = ran(WARM, "print('said'); 1 / 0")
+    assert (failed.returncode, failed.stdout) == (1, "said\n")
+    assert failed.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_an_interrupt_is_one() -> None:
+    """Unless whoever started the tests had it ignored."""
+    cold, warm = (
+        ran(interpreter, "import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+        for interpreter in (COLD, WARM)
+    )
+    assert warm.returncode == cold.returncode
+    assert ("KeyboardInterrupt" in warm.stderr) == ("KeyboardInterrupt" in cold.stderr)
+
+
+def test_what_it_starts_itself_is_warm_and_its_own() -> None:
+    program = f"""
+import subprocess, sys
+inner = "import os, sys; print(os.getppid(), {IS_WARM})"
+print(subprocess.run([{sys.executable!r}, "-X", "warm", "-c", inner], capture_output=True).stdout)
+"""
+    with subprocess.Popen([*WARM, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        said, _ = process.communicate()
+    assert said == f"b'{process.pid} True\\n'\n"
+
+
+def test_a_module_runs_with_its_name() -> None:
+    done = subprocess.run(
+        [*WARM, "-m", "prefixd", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("prefixd ")
+
+
+def test_another_environment_of_python_gets_an_interpreter_of_its_own() -> None:
+    script = f"import sys; print({IS_WARM}, sys.flags.hash_randomization)"
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    assert ran(WARM, script, env=environment).stdout == "False 0\n"
+
+
+def test_what_can_not_be_started_raises_what_it_always_does(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        ran(WARM, "pass", cwd=tmp_path / "nowhere")
