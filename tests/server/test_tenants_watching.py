@@ -14,6 +14,7 @@ from prefixd.proto.keys import Key
 from prefixd.proto.namespaces import Namespace
 from prefixd.server.api.access import Role
 from tests.support.certificates import Authority
+from tests.support.lengths import times
 from tests.support.running import Refused, Running, answer, in_loop, key, payload
 from tests.support.tenants import EVERYBODY, WATCHERS, Who, flags_of, shared, writer
 from tests.support.watchers import Watcher
@@ -21,6 +22,7 @@ from tests.support.watchers import Watcher
 #: Entries of 4 KiB: each namespace evicts its own, and what is of none.
 SMALL = ("--ram.budget=160KiB", "--ram.shares=a=40KiB, b=40KiB")
 MOST = 16
+STEPS = times(100, 300)
 
 
 def resident(daemon: Running, name: str) -> set[Key]:
@@ -42,12 +44,12 @@ async def test_each_rebuilds_its_own_part_and_learns_no_key_of_another(
         watchers = {n: Watcher(clients[Who(Role.WATCH, n)], keys=ResidentKeys(n)) for n in names}
         for watcher in watchers.values():
             await watcher.read_until_synced()
-        for step in range(300):
+        for step in range(STEPS):
             name = chance.choice(list(savers))
             await savers[name].save({key(chance.randrange(60)): payload(step, 4096)})
-            if step == 150:
+            if step == STEPS // 2:
                 await answer(daemon.admin.Clear(pb.ClearRequest(namespace="b")))
-            if chance.random() < 0.05:
+            if chance.random() < 15 / STEPS:
                 cut = chance.choice(names)
                 old = watchers[cut]
                 old.call.cancel()
