@@ -9,12 +9,12 @@ import pytest
 
 from prefixd.client import ResidentKeys
 from prefixd.client.watch import Evicted, Published
+from prefixd.proto import limits
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from prefixd.proto.namespaces import Namespace
 from prefixd.server.api.access import Role
 from tests.support.certificates import Authority
-from tests.support.lengths import times
 from tests.support.running import Refused, Running, answer, in_loop, key, payload
 from tests.support.tenants import EVERYBODY, WATCHERS, Who, flags_of, shared, writer
 from tests.support.watchers import Watcher
@@ -22,7 +22,6 @@ from tests.support.watchers import Watcher
 #: Entries of 4 KiB: each namespace evicts its own, and what is of none.
 SMALL = ("--ram.budget=160KiB", "--ram.shares=a=40KiB, b=40KiB")
 MOST = 16
-STEPS = times(100, 300)
 
 
 def resident(daemon: Running, name: str) -> set[Key]:
@@ -32,9 +31,11 @@ def resident(daemon: Running, name: str) -> set[Key]:
 
 @in_loop
 async def test_each_rebuilds_its_own_part_and_learns_no_key_of_another(
-    tmp_path: Path, authority: Authority, flags: list[str]
+    tmp_path: Path, authority: Authority, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through saves of all under the same keys, evictions and a clear, cut off at random."""
+    # Of what is none of its business a watcher is told by the beat only, how far that is.
+    monkeypatch.setattr(limits, "WATCH_BEAT_MS", 50)
     chance = random.Random(12)
     async with shared(tmp_path, authority, flags, *SMALL) as (daemon, clients):
         savers = {n: await writer(clients, n) for n in ("a", "b", "")}
@@ -44,12 +45,12 @@ async def test_each_rebuilds_its_own_part_and_learns_no_key_of_another(
         watchers = {n: Watcher(clients[Who(Role.WATCH, n)], keys=ResidentKeys(n)) for n in names}
         for watcher in watchers.values():
             await watcher.read_until_synced()
-        for step in range(STEPS):
+        for step in range(300):
             name = chance.choice(list(savers))
             await savers[name].save({key(chance.randrange(60)): payload(step, 4096)})
-            if step == STEPS // 2:
+            if step == 150:
                 await answer(daemon.admin.Clear(pb.ClearRequest(namespace="b")))
-            if chance.random() < 15 / STEPS:
+            if chance.random() < 0.05:
                 cut = chance.choice(names)
                 old = watchers[cut]
                 old.call.cancel()
