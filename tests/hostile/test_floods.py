@@ -231,7 +231,7 @@ def test_requests_that_are_sent_ahead_stay_in_the_kernel() -> None:
         bound_bytes = 16 * MIB + 40 * 2 * len(ahead)
         with watching(daemon, bound_bytes) as watch:
             connections = [open_.enter_context(local_connection(link)) for _ in range(40)]
-            with ThreadPoolExecutor(8) as threads:
+            with ThreadPoolExecutor(40) as threads:
                 for connection in connections:
                     connection.sendall(frame(attach=link.ref) + waiting)
                 sent = threads.map(lambda c: pour(c, ahead, 64 * MIB), connections)
