@@ -104,6 +104,8 @@ class Nodes:
             flags += ["--shared.payloads=nodes", f"--shared.address={at}", f"--server.tcp={at}"]
             flags += ["--server.allow_remote=true"]
         daemon = stack.enter_context(daemon_process(*flags))
+        # Nothing of it is wanted in the end, so nothing waits for it to end in order.
+        stack.callback(daemon.kill)
         if self.hosts:
             daemon.run_on(self.hosts[number])
         daemon.start()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, time
 from typing import Any
+from unittest.mock import patch
 
 import obstore
 import pytest
@@ -76,6 +77,13 @@ def of_s3(url: str) -> Iterator[Engine]:
 ENGINES = ["fake", "fake cluster", "objects", "moto", *(["s3"] if S3_URL in os.environ else [])]
 
 
+@pytest.fixture(scope="module")
+def moto() -> Iterator[tuple[str, Mapping[str, str]]]:
+    """One of the module: it takes half a second to end."""
+    with moto_s3() as made:
+        yield made
+
+
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     if request.param == "objects":
@@ -83,7 +91,8 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield from of_objects(ObjectStore("", "test", memory), memory, often=1000)
         return
     if request.param == "moto":
-        with moto_s3() as url:
+        url, where = request.getfixturevalue("moto")
+        with patch.dict(os.environ, where):
             yield from of_s3(url)
         return
     if request.param == "s3":

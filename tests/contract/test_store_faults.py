@@ -24,6 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
 from prefixd.tiers.store import Damaged, StoreError, StoreFull, Usage
+from tests.support.lengths import times
 
 new = pytest.fixture(new_harnesses)
 store = pytest.fixture(opened, params=ALL)
@@ -237,5 +238,7 @@ class Interleavings(RuleBasedStateMachine):
 def test_any_order_of_calls(kind: str) -> None:
     machine = type(f"Interleavings_{kind}", (Interleavings,), {"kind": kind})
     case = machine.TestCase
-    case.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+    # Each restart of a disk takes a process.
+    examples = times(8, 100) if kind == "disk" else 25
+    case.settings = settings(max_examples=examples, stateful_step_count=25, deadline=None)
     case("runTest").runTest()

@@ -51,11 +51,20 @@ from prefixd.server.runtime import idle_heap
 idle_heap.LOOK_S = 0.02
 daemon.main(sys.argv[1:])
 """
+#: The same, with less patience with connections of no session.
+IMPATIENT: Final = f"""
+from prefixd.server.api import local_socket
+local_socket._PATIENCE_S = 2.0
+{EAGER}"""
 
 
 @contextmanager
 def eager_daemon(
-    *flags: str, ram: str = "8MiB", shm: str = "8MiB", disk: str = "8MiB"
+    *flags: str,
+    ram: str = "8MiB",
+    shm: str = "8MiB",
+    disk: str = "8MiB",
+    script: str = EAGER,
 ) -> Iterator[DaemonProcess]:
     """A daemon that gives back what it does not need sooner than after a minute, and that has
     made what it makes once."""
@@ -63,7 +72,7 @@ def eager_daemon(
     with temporary_directories() as (directory, shm_directory):
         fixed = (*SMALL_SLABS, *budgets, "--sessions.heartbeat=1m")
         daemon = DaemonProcess(directory, shm_directory, (*fixed, *flags))
-        daemon.run_with(EAGER)
+        daemon.run_with(script)
         with daemon:
             warm_up(daemon)
             yield daemon
@@ -222,7 +231,7 @@ def test_requests_that_are_sent_ahead_stay_in_the_kernel() -> None:
         bound_bytes = 16 * MIB + 40 * 2 * len(ahead)
         with watching(daemon, bound_bytes) as watch:
             connections = [open_.enter_context(local_connection(link)) for _ in range(40)]
-            with ThreadPoolExecutor(8) as threads:
+            with ThreadPoolExecutor(40) as threads:
                 for connection in connections:
                     connection.sendall(frame(attach=link.ref) + waiting)
                 sent = threads.map(lambda c: pour(c, ahead, 64 * MIB), connections)
@@ -320,7 +329,8 @@ def test_token_ids_are_not_recovered_into_memory() -> None:
 
 
 def test_connections_are_counted_and_idle_ones_are_closed() -> None:
-    with eager_daemon("--server.max_connections=20") as daemon, ExitStack() as open_:
+    flags = "--server.max_connections=20"
+    with eager_daemon(flags, script=IMPATIENT) as daemon, ExitStack() as open_:
         link = open_.enter_context(session_at(daemon))
         connections = [open_.enter_context(local_connection(link)) for _ in range(100)]
         eventually(lambda: in_flight(daemon)["local_connection_refusals"] == 80)

@@ -9,7 +9,7 @@ import random
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto.arena_header import ARENA_HEADER_BYTES
 from tests.support.daemon import eventually, private_daemon, problems_of
 from tests.support.entries import items_of, payload_of, restore, save
+from tests.support.lengths import times
 from tests.support.moments import MOMENTS
 from tests.support.stopping_worker import NAMES
 from tests.support.warm import WARM
@@ -105,7 +106,7 @@ def test_a_view_over_a_stop_is_not_released_as_held(tier: Tier, how: str) -> Non
     by then its view holds another entry's bytes. And one that was not stopped for so long is
     told that its view is good."""
     with daemon_and_two_entries(tier) as (daemon, client, admin), worker(daemon, "never") as one:
-        for reused in (True, False, True):
+        for reused in (True, False, True)[: times(2, 3)]:
             one.tell(f"view {'stopped' if how == 'stopped' else 'C'}")
             if how == "stopped":
                 one.wait_until_stopped()
@@ -127,21 +128,25 @@ def test_a_view_over_a_stop_is_not_released_as_held(tier: Tier, how: str) -> Non
 @pytest.mark.parametrize("tier", Tier)
 @pytest.mark.parametrize("verify", ["always", "never"])
 def test_a_restore_over_a_stop_brings_the_right_bytes_or_a_miss(tier: Tier, verify: str) -> None:
-    """At every moment of it, with a claim and without."""
-    with daemon_and_two_entries(tier) as (daemon, client, admin), worker(daemon, verify) as one:
-        for number, moment in enumerate(MOMENTS):
-            for kind in ("claimed", "looked"):
+    """At every moment of it, with a claim and without: of each moment a worker, all stopped at
+    once."""
+    with daemon_and_two_entries(tier) as (daemon, client, admin), ExitStack() as open_:
+        workers = [open_.enter_context(worker(daemon, verify)) for _ in MOMENTS]
+        for kind in ("claimed", "looked"):
+            for number, one in enumerate(workers):
                 one.tell(f"{kind} {number}")
+            for one in workers:
                 one.wait_until_stopped()
-                reuse_the_room(client, admin, tier)
+            reuse_the_room(client, admin, tier)
+            for moment, one in zip(MOMENTS, workers, strict=True):
                 one.go_on()
                 said = one.said()
                 whole = moment == MOMENTS[-1]
                 assert said["restored"] == [whole, whole], (moment, kind)
                 assert not whole or said["right"] == [True, True], (moment, kind)
                 assert said["held"] == (kind == "looked"), "a hit without a claim has none to lose"
-                admin.evict(BUDGET_BYTES, [tier])
-                saved(client, [*NAMES], tier)
+            admin.evict(BUDGET_BYTES, [tier])
+            saved(client, [*NAMES], tier)
 
 
 FLIPS = 500

@@ -9,6 +9,7 @@ import pytest
 
 from prefixd.client import ResidentKeys
 from prefixd.client.watch import Evicted, Published
+from prefixd.proto import limits
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from prefixd.proto.namespaces import Namespace
@@ -30,9 +31,11 @@ def resident(daemon: Running, name: str) -> set[Key]:
 
 @in_loop
 async def test_each_rebuilds_its_own_part_and_learns_no_key_of_another(
-    tmp_path: Path, authority: Authority, flags: list[str]
+    tmp_path: Path, authority: Authority, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through saves of all under the same keys, evictions and a clear, cut off at random."""
+    # Of what is none of its business a watcher is told by the beat only, how far that is.
+    monkeypatch.setattr(limits, "WATCH_BEAT_MS", 50)
     chance = random.Random(12)
     async with shared(tmp_path, authority, flags, *SMALL) as (daemon, clients):
         savers = {n: await writer(clients, n) for n in ("a", "b", "")}

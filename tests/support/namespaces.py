@@ -54,6 +54,8 @@ class Host:
         self._switch: Final = network.switch
         self._port: Final = f"p{number}"
         self.prefix: Final = ("ip", "netns", "exec", self._space)
+        #: The file to enter it by.
+        self.space: Final = f"/run/netns/{self._space}"
 
     def cut(self) -> None:
         """Everything between it and the others is lost, without a word."""

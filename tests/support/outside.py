@@ -35,6 +35,17 @@ FLAGS: Final = (
 )
 
 
+#: Only the network is the host's.
+_ON_HOST: Final = """
+import ctypes, os, sys
+from prefixd.server import daemon
+with open({space!r}) as space:
+    if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), 0x40000000):
+        sys.exit(os.strerror(ctypes.get_errno()))
+daemon.main(sys.argv[1:])
+"""
+
+
 class DaemonProcess(PrivateDaemon):
     """A daemon whose start may fail, and whose code may be changed by a script before it runs:
     `script` is what `python -c` is given, and has to call `daemon.main(sys.argv[1:])`."""
@@ -46,7 +57,7 @@ class DaemonProcess(PrivateDaemon):
 
     def run_on(self, host: Host) -> None:
         """From the next start on."""
-        self._command[:0] = host.prefix
+        self.run_with(_ON_HOST.format(space=host.space))
 
     def attempt(self, *flags: str, before: Sequence[str] = ()) -> Ended:
         """Start it in a way that makes it end by itself. `before`: a command that runs it."""

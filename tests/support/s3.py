@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Final
-from unittest.mock import patch
 from urllib.request import Request, urlopen
 from uuid import uuid4
 
@@ -36,8 +35,8 @@ def aws(endpoint: str, key: str, secret: str) -> dict[str, str]:
 
 
 @contextmanager
-def moto_s3() -> Iterator[str]:
-    """moto's S3 with an empty bucket. The environment says where; yields the bucket."""
+def moto_s3() -> Iterator[tuple[str, Mapping[str, str]]]:
+    """moto's S3. Yields an empty bucket, and the environment that says where it is."""
     server = pytest.importorskip("moto.server", reason="needs moto: pip install 'prefixd[test]'")
     running = server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     running.start()
@@ -45,8 +44,7 @@ def moto_s3() -> Iterator[str]:
         host, port = running.get_host_and_port()
         endpoint = f"http://{host}:{port}"
         urlopen(Request(f"{endpoint}/tests", method="PUT"), timeout=START_S).close()
-        with patch.dict(os.environ, aws(endpoint, "anybody", "anything")):
-            yield "s3://tests/prefix"
+        yield "s3://tests/prefix", aws(endpoint, "anybody", "anything")
         # All of them are one account in this process.
         urlopen(Request(f"{endpoint}/moto-api/reset", method="POST"), timeout=START_S).close()
     finally:

@@ -7,10 +7,12 @@ import inspect
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
-from prefixd.client.bench.crowd import Crowd
+from prefixd.client.bench import crowd
+from prefixd.client.bench.crowd import Crowd, work
 from prefixd.client.bench.evicting import EVICTED, OPS, Evictions
 from prefixd.client.bench.moving import Batch, Buffers, Subject, memcpy_case, new_keys
 from prefixd.client.bench.run import (
@@ -258,7 +260,16 @@ def test_a_crowd_restores(client: Client, daemon: PrivateDaemon) -> None:
     assert not multiprocessing.active_children()
 
 
-def test_a_crowd_without_a_daemon_is_none() -> None:
+def hurried(*arguments: Any) -> None:
+    """`work` in a process of the crowd, which waits for the daemon for a moment only."""
+    wait = Client.wait_connected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Client, "wait_connected", lambda client: wait(client, deadline_ms=100))
+        work(*arguments)
+
+
+def test_a_crowd_without_a_daemon_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crowd, "work", hurried)
     with (
         pytest.raises(PrefixdError, match="no daemon answers"),
         Crowd(1, "unix:/nowhere/at/all", new_keys(1), 10, "disk"),

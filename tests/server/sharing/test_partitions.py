@@ -13,8 +13,10 @@ import pytest
 
 from tests.support.namespaces import Host, network, why_not
 from tests.support.redis_servers import needs_redis
+from tests.support.warm import WARM
 
 BENCH = Path(__file__).parents[2] / "bench/bench_fleet.py"
+RUN = f"import runpy; runpy.run_path({str(BENCH)!r}, run_name='__main__')"
 BLOCKS = 6
 #: Each of these is dealt to another node than the request before, and begins with what that had.
 REQUESTS = 21
@@ -64,7 +66,7 @@ def test_a_fleet_in_trouble_serves_nothing_wrong(tmp_path: Path, payloads: str) 
     trace.write_text("\n".join(map(json.dumps, lines)))
     done = subprocess.run(
         [
-            *(sys.executable, BENCH, "--hosts", "--trace", trace, "--payloads", payloads),
+            *(*WARM, "-c", RUN, "--hosts", "--trace", trace, "--payloads", payloads),
             *("--cut", "1", "--part", "1", "--kill-master", "1", "--kill-daemon", "1"),
             *("--slow-ms", "20", "--slow-mbit", "50", "--deadline-ms", "5000"),
         ],
