@@ -4,6 +4,7 @@ environment that says nothing of the terminal or of a daemon that is not a test'
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -42,6 +43,14 @@ SLOW = (
     "soak",
 )
 TESTS = Path(__file__).parent
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Of `-n auto`: three for two cores, since tests wait for daemons and for clocks."""
+    if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
+        return None
+    return max(1, 3 * len(os.sched_getaffinity(0)) // 2)
 
 
 @pytest.hookimpl(wrapper=True)
