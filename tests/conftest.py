@@ -3,7 +3,9 @@ environment that says nothing of the terminal or of a daemon that is not a test'
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import os
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,27 @@ SLOW = (
     "soak",
 )
 TESTS = Path(__file__).parent
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Of `-n auto`: three for two cores, since tests wait for daemons and for clocks."""
+    if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
+        return None
+    return max(1, 3 * len(os.sched_getaffinity(0)) // 2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests live to the end: a quarter of a million objects that the cycle collector
+    would walk through again and again, while they come and between the tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -293,7 +293,8 @@ def _quiet() -> Iterator[None]:
     before = structlog.get_config()
     collecting = gc.isenabled()
     gc.disable()
-    # What is there already is not looked through after each run.
+    # What is there already is not looked through after each run. The suite has it frozen anyway.
+    frozen = gc.get_freeze_count() > 0
     gc.freeze()
     structlog.configure(processors=[_drop], cache_logger_on_first_use=False)
     try:
@@ -332,7 +333,8 @@ def _quiet() -> Iterator[None]:
             finally:
                 gc.collect()
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
         if collecting:
             gc.enable()
         structlog.configure(**before)

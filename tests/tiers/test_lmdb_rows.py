@@ -18,6 +18,7 @@ from test_row_table import row_of, rows_in
 from prefixd.tiers import lmdb_rows, lmdb_wire, rows
 from prefixd.tiers.lmdb_rows import LmdbRows
 from prefixd.tiers.store import StoreError
+from tests.support.warm import WARM
 
 Opened = Callable[[], LmdbRows]
 
@@ -83,7 +84,7 @@ def test_killed_at_any_step_it_has_what_was_acknowledged(
 ) -> None:
     (tmp_path / "tier").mkdir()
     flag = tmp_path / "flag"
-    command = (sys.executable, "-c", ENDING, str(step), str(flag))
+    command = (*WARM, "-c", ENDING, str(step), str(flag))
     monkeypatch.setattr(LmdbRows, "command", command)
     table = opened_rows()
     acknowledged: dict[int, bytes] = {}
@@ -120,7 +121,7 @@ while True:
 
 def test_it_ends_with_the_daemon(opened_rows: Opened, tmp_path: Path) -> None:
     daemon = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [*WARM, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
     assert daemon.stdout is not None
     watched = os.pidfd_open(int(daemon.stdout.readline()))
@@ -234,7 +235,7 @@ def test_nonsense_is_an_error(
 ) -> None:
     opened_rows().apply([], [(1, row_of(1))])
     with monkeypatch.context() as patch:
-        patch.setattr(LmdbRows, "command", (sys.executable, "-c", LIAR, said))
+        patch.setattr(LmdbRows, "command", (*WARM, "-c", LIAR, said))
         table = opened_rows()
         for _ in range(2):
             with pytest.raises(StoreError, match="records"):
@@ -257,7 +258,7 @@ def test_rows_that_make_no_sense_are_an_error(
 ) -> None:
     packed = [msgpack.packb(message) for message in (["ok", None, []], said)]
     sent = b"".join(len(message).to_bytes(4, "little") + message for message in packed)
-    monkeypatch.setattr(LmdbRows, "command", (sys.executable, "-c", LIAR, sent.hex()))
+    monkeypatch.setattr(LmdbRows, "command", (*WARM, "-c", LIAR, sent.hex()))
     with pytest.raises(StoreError, match="records"):
         rows_in(opened_rows())
 
@@ -276,7 +277,7 @@ def test_a_process_that_does_not_start_is_an_error(
     opened_rows: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(LmdbRows, "command", (sys.executable, "-c", "raise SystemExit(3)"))
+        patch.setattr(LmdbRows, "command", (*WARM, "-c", "raise SystemExit(3)"))
         table = opened_rows()
         with pytest.raises(StoreError, match="ended with 3"):
             table.probe()

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from test_row_table import row_of, rows_in
 from prefixd.tiers import lmdb_child, lmdb_wire
 from prefixd.tiers.lmdb_rows import LmdbRows
 from prefixd.tiers.store import StoreError, StoreFull
+from tests.support.warm import WARM
 
 Opened = Callable[[], LmdbRows]
 
@@ -185,7 +185,7 @@ def test_a_process_killed_in_the_middle_of_a_copy_loses_nothing(
         "import prefixd.tiers.lmdb_child as child; "
         "child._MIN_SLICE_SLABS, child._IDLE_S = 1, 60; child.main()"
     )
-    monkeypatch.setattr(LmdbRows, "command", (sys.executable, "-c", slow))
+    monkeypatch.setattr(LmdbRows, "command", (*WARM, "-c", slow))
     table, rng = opened_rows(), random.Random(seed)
     held: dict[int, bytes] = {slab: row_of(slab) for slab in range(1, ROWS_SLABS)}
     table.apply([], list(held.items()))
@@ -293,7 +293,7 @@ def test_a_device_without_room_refuses_and_goes_on(
     )
     table.apply([], [(1, row_of(1))])
     with monkeypatch.context() as patch:
-        patch.setattr(LmdbRows, "command", (sys.executable, "-c", script))
+        patch.setattr(LmdbRows, "command", (*WARM, "-c", script))
         table = opened_rows()
         table.apply([], [(2, row_of(2))])
         with pytest.raises(StoreFull):

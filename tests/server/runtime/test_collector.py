@@ -17,7 +17,8 @@ def thawed() -> Iterator[None]:
     threshold = gc.get_threshold()
     gc.unfreeze()
     yield
-    gc.unfreeze()
+    # As the suite has it, see `tests/conftest.py`.
+    gc.freeze()
     gc.set_threshold(*threshold)
 
 
