@@ -30,8 +30,8 @@ WORKERS = 8
 SAMPLE_S = 0.01
 
 
-def generated(requests: int = times(500, 800)) -> list[Request]:
-    return list(generate("multi-turn", requests=requests, seed=8))
+def generated() -> list[Request]:
+    return list(generate("multi-turn", requests=800, seed=8))
 
 
 def conversation() -> list[Request]:
@@ -135,7 +135,7 @@ def test_tiers_that_get_smaller_and_larger_under_eight_workers() -> None:
         thread.start()
         options = LiveOptions(daemon.address, workers=WORKERS, tiers=tuple(Tier), in_place=True)
         try:
-            totals = LiveReplay(generated(800), options).run()
+            totals = LiveReplay(generated(), options).run()
         finally:
             stopping.set()
             thread.join()

@@ -38,7 +38,8 @@ def test_no_page_is_written_twice(opened_rows: Opened, tmp_path: Path) -> None:
     """But for the first two, which nothing is read from again. A new file is another matter."""
     table = opened_rows()
     rng = random.Random(1)
-    file, before, used = records_file(tmp_path), b"", 0
+    file = records_file(tmp_path)
+    before, used = file.read_bytes(), 0
     renewed = changes = 0
     for number in range(1, 600):
         table.apply([(rng.randrange(1, 300), None)], [(rng.randrange(1, 300), row_of(number))])
