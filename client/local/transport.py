@@ -227,8 +227,9 @@ class LocalTransport:
 
     @property
     def shares(self) -> bool:
-        link = self._link  # known without a lock: each search asks
-        return self._remote.shares if link is None else link.welcome.shares
+        if (link := self._link) is None or link.why_ended:  # without a lock: each search asks
+            return self._remote.shares
+        return link.welcome.shares
 
     def pull(self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, deadline: Deadline) -> int:
         return self._remote.pull(keys, mode, wait_ms, deadline)

@@ -478,3 +478,26 @@ def test_refusals_leave_no_descriptor(daemon: PrivateDaemon, client: Client) -> 
                     line.receive(PATIENCE_S)
     assert descriptors() == here
     eventually(lambda: descriptors_of(daemon) <= there)
+
+
+class _Remote:
+    """The next session's daemon shares."""
+
+    shares = True
+
+
+class _Session:
+    """One with a daemon that did not share."""
+
+    why_ended = ""
+    welcome = pb.Welcome(shares=False)
+
+
+def test_whether_a_daemon_shares_is_not_believed_of_a_session_that_ended() -> None:
+    transport = LocalTransport(_Remote())  # type: ignore[arg-type]
+    assert transport.shares
+    session = _Session()
+    transport._link = session  # type: ignore[assignment]
+    assert not transport.shares
+    session.why_ended = "the daemon stopped"
+    assert transport.shares
