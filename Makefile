@@ -7,9 +7,6 @@ BIN := $(VENV)/bin
 .PHONY: dev demo test quick pictures sim power mutants fuzz soak s3 engines docs check format proto clean
 .DEFAULT_GOAL := dev
 
-# Where nothing may be kept, every process of the tests compiles all modules again: minutes.
-unexport PYTHONDONTWRITEBYTECODE
-
 # Runtime only: what a user has after `pip install 'prefixd[server]'`.
 $(VENV)/.runtime: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "prefixd needs Python 3.11 or later (with its venv module)"; exit 1; }
@@ -25,6 +22,9 @@ dev: $(VENV)/.dev ## everything a developer needs, in .venv
 
 demo: $(VENV)/.runtime ## a private daemon, three tiers, real bytes, verified
 	$(BIN)/prefixctl demo
+
+# Where bytecode may not be kept, every process of the tests compiles all modules again: minutes.
+test quick: export PYTHONDONTWRITEBYTECODE :=
 
 # Thousands of tests share the machine with daemons that they kill and stop. Up to three that fail
 # there are run again, alone: the first run has printed what they said beside the others.
