@@ -27,7 +27,8 @@ Verify: TypeAlias = Literal["always", "disk", "never"]
 VERIFY_CHOICES: Final = ("always", "disk", "never")
 
 #: From here on a restore that is checked is shared by two threads: copy and CRC32C of 48 blocks of
-#: 640 KiB take 1.6 times as long as memcpy in one, 1.1 times in two; of 192 KiB 2.2 and 2.9 times.
+#: 640 KiB take 1.6 times as long as memcpy in one, 1.2 times in two; of 192 KiB 1.4 and 2.2 times
+#: (tests/bench/bench_small.py).
 SHARED_BYTES: Final = 16 * 2**20
 CPUS: Final = len(os.sched_getaffinity(0))
 

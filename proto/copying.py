@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 RELEASE_BYTES: Final = 256 * 2**10
 #: Copied and checksummed piece by piece, so that the checksum finds its bytes in the cache. The
-#: speed of memcpy of 5 MiB blocks is 1: both together 0.84, in pieces of 0.25 to 1 MiB 0.9.
+#: speed of memcpy of 5 MiB is 1: both together 0.82, in pieces of 0.25 to 1 MiB 0.85
+#: (tests/bench/bench_checksums.py).
 _PIECE_BYTES: Final = 2**20
 _MADV_POPULATE_READ: Final = 22
 _SIMPLE: Final = 0

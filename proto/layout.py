@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 #: CRC32C (Castagnoli, as in iSCSI) of any contiguous buffer, continuing the second argument. From
 #: 16 KiB on another thread can run meanwhile. It multiplies without carries where the processor
-#: can, which takes 0.6 of the time of the instruction that is made for CRC32C.
+#: can, which takes 0.6 of the time of the instruction that is made for CRC32C
+#: (tests/bench/bench_checksums.py).
 crc32c = crc32.iscsi
 
 # ---- payload

@@ -5,9 +5,10 @@
 
 One process, the same memory, everything by turns: each finds the caches as the others left them,
 which is not so in runs of their own. `files` are written and renamed, one for each block, and read
-into place; nothing of them is checked. `unchecked` restores without CRC32C, as files are read. One
-JSON object per line: medians of all turns; `beside_us` is what a block takes more than its memcpy,
-`cpu_us` what it takes of the processors of client and daemon together.
+into place; nothing of them is checked. `unchecked` restores without CRC32C, as files are read; `by
+one` and `by two` threads are told how many to use, where `restore` chooses. One JSON object per
+line: medians of all turns; `beside_us` is what a block takes more than its memcpy, `cpu_us` what it
+takes of the processors of client and daemon together.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from prefixd.client import restores
 from prefixd.client.bench.moving import Batch, Buffers, Subject, memcpy_case
 from prefixd.client.client import Client
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
@@ -122,14 +124,16 @@ def rows(blocks: int, block_bytes: int, turns: int) -> Iterator[dict[str, object
                 Case(tier.label, "save", batch.save, batch.renew),
                 Case(tier.label, "restore", batch.restore),
                 Case(tier.label, "unchecked", unchecked.restore, kept(unchecked, trusting)),
+                Case(tier.label, "by one", shared_from(2**62, batch)),
+                Case(tier.label, "by two", shared_from(1, batch)),
                 Case(tier.label, "view", batch.view),
             ]
         measured(cases, daemon.pid, turns)
         floor_s = statistics.median(cases[0].taken_s)
-        of_files = {case.what: statistics.median(case.taken_s) for case in cases[1:3]}
+        file_save_s, file_restore_s = (statistics.median(case.taken_s) for case in cases[1:3])
         for case in cases:
             median_s = statistics.median(case.taken_s)
-            peer_s = of_files.get("restore" if case.what == "unchecked" else case.what)
+            peer_s = {"save": file_save_s, "view": None}.get(case.what, file_restore_s)
             yield {
                 "peer": case.who,
                 "op": case.what,
@@ -153,6 +157,19 @@ def kept(batch: Batch, client: Client) -> Callable[[], None]:
             batch.save()
 
     return save_if_gone
+
+
+def shared_from(size_bytes: int, batch: Batch) -> Callable[[], None]:
+    """A restore that two threads share from this size on."""
+
+    def restore() -> None:
+        usual, restores.SHARED_BYTES = restores.SHARED_BYTES, size_bytes  # type: ignore[misc]
+        try:
+            batch.restore()
+        finally:
+            restores.SHARED_BYTES = usual  # type: ignore[misc]
+
+    return restore
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from tests.support.warm import WARM
 BENCHMARKS = Path(__file__).parent
 SMALL = {
     "bench_connectors.py": "--rounds 1",
+    "bench_checksums.py": "--mib 1 --large 1 --turns 1",
     "bench_client.py": "--rounds 1 --clients 1 --blocks 1",
     "bench_entries.py": "--few 48 --many 96 --repeats 1",
     "bench_index.py": "--entries 100 --rounds 1",
