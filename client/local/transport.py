@@ -227,9 +227,8 @@ class LocalTransport:
 
     @property
     def shares(self) -> bool:
-        if (link := self._link) is None or link.why_ended:  # without a lock: each search asks
-            return self._remote.shares
-        return link.welcome.shares
+        link = self._link  # known without a lock: each search asks
+        return (self._remote if link is None or link.why_ended else link.welcome).shares
 
     def pull(self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, deadline: Deadline) -> int:
         return self._remote.pull(keys, mode, wait_ms, deadline)
