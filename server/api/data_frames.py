@@ -71,19 +71,17 @@ class DataFrames:
         return data.request_of(raw)
 
     async def head(self) -> int:
-        """The length of the next request, once that has begun. Raises HungUp, OSError."""
-        while self.ahead_bytes < _HEAD.size:
+        """The length of the next request, however late that begins. Raises HungUp, OSError,
+        LimitReached."""
+        if not self.ahead_bytes:
             await self._more()
+        await self._whole(_HEAD.size)
         return int(_HEAD.unpack_from(self._buffer, self._start)[0])
 
     async def small(self, size_bytes: int) -> pb.DataRequest:
         """The next request, of MAX_SMALL_REQUEST_BYTES at most, after its `head`. Raises HungUp,
         OSError, LimitReached, MalformedMessage."""
-        if self.ahead_bytes < _HEAD.size + size_bytes:
-            with self._stalling():
-                async with asyncio.timeout(self._stall_s):
-                    while self.ahead_bytes < _HEAD.size + size_bytes:
-                        await self._more()
+        await self._whole(_HEAD.size + size_bytes)
         request = self.next_now()
         assert request is not None
         return request
@@ -99,6 +97,14 @@ class DataFrames:
                 async with asyncio.timeout(self._stall_s):
                     came_bytes += await self._receive(room[came_bytes:])
         return data.request_of(bytes(request))
+
+    async def _whole(self, size_bytes: int) -> None:
+        """Wait until so much of what has begun is there. Raises HungUp, OSError, LimitReached."""
+        if self.ahead_bytes < size_bytes:
+            with self._stalling():
+                async with asyncio.timeout(self._stall_s):
+                    while self.ahead_bytes < size_bytes:
+                        await self._more()
 
     async def _more(self) -> None:
         self._make_room()

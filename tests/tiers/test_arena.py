@@ -177,7 +177,11 @@ def test_a_secured_arena_has_no_first_touch(anonymous: Arena) -> None:
     for _ in anonymous.secure_segments(20 * PAGE):
         pass
     smaps = Path("/proc/self/smaps").read_text().split("\n")
-    start = next(i for i, line in enumerate(smaps) if "memfd:prefixd-ram" in line)
+    # Other tests may have arenas of that name, too.
+    mapped = f" {os.fstat(anonymous.fd).st_ino} "
+    start = next(
+        i for i, line in enumerate(smaps) if "memfd:prefixd-ram" in line and mapped in line
+    )
     resident = next(line for line in smaps[start:] if line.startswith("Rss:"))
     assert int(resident.split()[1]) * 1024 == SIZE
 
