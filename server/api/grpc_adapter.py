@@ -231,5 +231,5 @@ async def _each_message(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     try:
         async for request in requests:
             yield _message(request)
-    except grpc.RpcError as problem:
+    except (grpc.RpcError, grpc.aio.BaseError) as problem:  # hung up, or the server has stopped
         raise CallerGone from problem

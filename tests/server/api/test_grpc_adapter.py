@@ -14,7 +14,8 @@ from google.protobuf.descriptor import MethodDescriptor
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto import prefixd_pb2_grpc as rpc
 from prefixd.proto.errors import ClaimLost, LimitReached, UnknownEntry
-from prefixd.server.api.calls import Caller, cut_off
+from prefixd.server.api import grpc_adapter
+from prefixd.server.api.calls import Caller, CallerGone, cut_off
 from prefixd.server.api.grpc_adapter import Method, Streaming, Unary, add_service
 from prefixd.tiers.store import StoreError, StoreFull
 from tests.support.columns import Item
@@ -47,6 +48,24 @@ def raw_call(channel: grpc.aio.Channel, method: MethodDescriptor, messages: list
         f"{'stream' if method.server_streaming else 'unary'}",
     )
     return make(path)(stream(messages) if method.client_streaming else messages[0])
+
+
+@pytest.mark.parametrize("end", [grpc.RpcError, grpc.aio.BaseError])
+@in_loop
+async def test_a_stream_of_requests_that_ends_by_itself_has_nobody_at_its_other_end(
+    end: type[Exception],
+) -> None:
+    """That a server stops while a session waits for its next message is no failure of the
+    session."""
+
+    async def requests() -> AsyncIterator[bytes]:
+        yield b"request"
+        raise end("Server already stopped.")
+
+    came = grpc_adapter._each_message(requests())
+    assert await anext(came) == b"request"
+    with pytest.raises(CallerGone):
+        await anext(came)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.full_name)
