@@ -15,13 +15,14 @@ Told = dict[str, Any]
 
 @dataclass
 class History:
-    """Counts what is said, and remembers which durable entries were acknowledged.
+    """Counts what is said, and remembers which entries were acknowledged, by the time at which
+    the last call began that was told so.
 
     `wrong`: reads that gave other bytes than were saved under their key, and called them good.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
-    acknowledged: dict[Tier, set[int]] = field(default_factory=dict)
+    acknowledged: dict[Tier, dict[int, float]] = field(default_factory=dict)
     wrong: list[Told] = field(default_factory=list)
     #: What a client raised into its worker: the engine must never see one.
     raised: list[Told] = field(default_factory=list)
@@ -35,7 +36,9 @@ class History:
             self.counts[f"{kind}: {outcome}"] += 1
         self.longest_s[kind] = max(self.longest_s.get(kind, 0.0), told.get("took_s", 0.0))
         if "saved" in told:
-            self.acknowledged.setdefault(Tier(told["tier"]), set()).update(told["saved"])
+            acknowledged = self.acknowledged.setdefault(Tier(told["tier"]), {})
+            for number in told["saved"]:
+                acknowledged[number] = max(told["begun_s"], acknowledged.get(number, 0.0))
         if told.get("wrong"):
             self.wrong.append(told)
         if kind == "raised":
@@ -43,4 +46,4 @@ class History:
 
     def lost(self, tier: Tier, present: Collection[int]) -> set[int]:
         """Entries that were acknowledged and are not there."""
-        return self.acknowledged.get(tier, set()) - set(present)
+        return self.acknowledged.get(tier, {}).keys() - set(present)

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -74,7 +75,7 @@ class Report:
             "done": dict(self.done),
             "operations": dict(sorted(history.counts.items())),
             "longest_s": {name: round(took, 2) for name, took in history.longest_s.items()},
-            "acknowledged": {tier.label: len(history.acknowledged.get(tier, ())) for tier in Tier},
+            "acknowledged": {tier.label: len(history.acknowledged.get(tier, {})) for tier in Tier},
             "wrong": history.wrong,
             "raised": history.raised[:10],
             "lost": self.lost,
@@ -113,28 +114,43 @@ class _Worker:
         self.process.stdout.close()
 
 
-class _Damage:
-    """What the daemon said of entries that it dropped because they were damaged."""
+class Damage:
+    """What the daemon said of entries that it dropped because they were damaged.
+
+    It explains the loss of what was acknowledged to a call that began before. A call may say so
+    late: it was told that an entry is there, and the entry is found damaged before its line is
+    read.
+    """
 
     def __init__(self, log: Path) -> None:
         self._log = log
-        self._said: Counter[str] = Counter()
-        self._explained: Counter[str] = Counter()
+        #: By key: when it was last dropped.
+        self._dropped_s: dict[str, float] = {}
+        #: Drops of records so damaged that they show no key of ours: each may be any entry's.
+        self._nameless_s: list[float] = []
+        self._read_lines = 0
 
     def read(self) -> None:
-        events = [json.loads(line) for line in whole_lines(self._log) if line[:1] == "{"]
-        said = [told["key"] for told in events if told["event"] in _DAMAGE]
         names = {key(tier, number).hex() for tier in Tier for number in range(ENTRIES[tier])}
-        # A damaged record may show any key.
-        self._said = Counter(name if name in names else "" for name in said)
+        lines = whole_lines(self._log)
+        for line in lines[self._read_lines :]:
+            told = json.loads(line) if line[:1] == "{" else {}
+            if told.get("event") not in _DAMAGE:
+                continue
+            at_s = datetime.fromisoformat(told["timestamp"]).timestamp()
+            if told["key"] in names:
+                self._dropped_s[told["key"]] = at_s
+            else:
+                self._nameless_s.append(at_s)
+        self._read_lines = len(lines)
 
-    def explains(self, tier: Tier, number: int, *, seen: bool) -> bool:
-        """Is it one of these? `seen`: a reader noticed, and the daemon is told."""
-        for name in (key(tier, number).hex(), ""):
-            if seen or self._said[name] > self._explained[name]:
-                self._explained[name] += 1
-                return True
-        return False
+    def explains(self, tier: Tier, number: int, begun_s: float) -> bool:
+        name = key(tier, number).hex()
+        known = self._dropped_s.get(name, 0.0) >= begun_s
+        if not known and self._nameless_s and self._nameless_s[-1] >= begun_s:
+            self._dropped_s[name] = self._nameless_s.pop()
+            return True
+        return known
 
 
 class _Nemesis:
@@ -145,7 +161,7 @@ class _Nemesis:
         self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._seeds = iter(range(random.randrange(2**30), 2**31))
         self._workers = [self._worker() for _ in range(workers)]
-        self._damage = _Damage(daemon.log)
+        self._damage = Damage(daemon.log)
 
     def _worker(self) -> _Worker:
         return _Worker(self._daemon.address, next(self._seeds), self._said)
@@ -268,28 +284,34 @@ class _Nemesis:
         """Every acknowledged entry of a durable tier is there, and right, but what was flipped."""
         self.listen()
         history = self.report.history
-        self._damage.read()
         flipped = self.report.done["flipped bits"] > 0
         with Client(self._daemon.address, name="verifier", deadline_ms=_DEADLINE_MS) as client:
             for tier in DURABLE:
-                numbers = sorted(history.acknowledged.get(tier, ()))
-                present, corrupt = self._present(client, tier, numbers)
+                numbers = sorted(history.acknowledged.get(tier, {}))
+                present, corrupt, misses = self._present(client, tier, numbers)
+                # Read afterwards: workers that run meanwhile find damage too, and have it dropped.
+                self._damage.read()
                 for number in history.lost(tier, present):
-                    if self._damage.explains(tier, number, seen=number in corrupt and flipped):
+                    begun_s = history.acknowledged[tier].pop(number)
+                    # What a reader noticed, the daemon is told, and says so later.
+                    seen = flipped and number in corrupt
+                    if seen or self._damage.explains(tier, number, begun_s):
                         self.report.damaged += 1
                     else:
-                        self.report.lost.append(f"{tier.label} {number}")
-                history.acknowledged[tier] = set(present)
+                        why = misses.get(number, "corrupt")
+                        self.report.lost.append(f"{tier.label} {number}: {why}")
 
     def _present(
         self, client: Client, tier: Tier, numbers: list[int]
-    ) -> tuple[list[int], list[int]]:
-        """What is there, and what does not match its checksum."""
+    ) -> tuple[list[int], list[int], dict[int, str]]:
+        """What is there, what does not match its checksum, and why the rest is not there."""
         present, corrupt = [], []
+        misses: dict[int, str] = {}
         for number in numbers:
             # One by one, for what is damaged takes its claim with it.
             hit = client.longest_run([key(tier, number)], claim=False)
             if not hit:
+                misses[number] = str(hit.miss)
                 continue
             data = hit.read(0)
             if data is None:
@@ -298,7 +320,7 @@ class _Nemesis:
             present.append(number)
             if data != payload(tier, number):
                 self.report.history.wrong.append({"op": "verify", "tier": tier, "wrong": [number]})
-        return present, corrupt
+        return present, corrupt, misses
 
     def close(self) -> None:
         for worker in self._workers:

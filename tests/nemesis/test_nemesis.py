@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +13,8 @@ from prefixd.client import Tier
 from tests.support.lengths import times
 
 from .history import History
-from .run import Faults, Report, run
+from .keyspace import key
+from .run import Damage, Faults, Report, run
 
 
 def test_a_short_run_finds_nothing() -> None:
@@ -32,10 +36,43 @@ def test_wrong_bytes_are_noticed() -> None:
 
 def test_what_was_acknowledged_and_is_gone_is_lost() -> None:
     history = History()
-    history.add({"op": "save", "tier": int(Tier.DISK), "saved": [1, 2], "outcomes": ["saved"]})
+    history.add({"op": "save", "tier": int(Tier.DISK), "saved": [1, 2], "begun_s": 1.0})
     assert history.lost(Tier.DISK, [1, 2, 9]) == set()
     assert history.lost(Tier.DISK, [2]) == {1}
     assert history.lost(Tier.SHM, []) == set()
+
+
+@pytest.mark.parametrize(
+    ("begun_s", "dropped_s", "explained"),
+    [(1.0, (2.0,), True), (3.0, (2.0,), False), (3.0, (2.0, 4.0), True), (1.0, (), False)],
+)
+def test_damage_explains_what_was_acknowledged_to_a_call_that_began_before(
+    begun_s: float, dropped_s: tuple[float, ...], explained: bool, tmp_path: Path
+) -> None:
+    damage = Damage(_log(tmp_path, key(Tier.DISK, 79).hex(), dropped_s))
+    damage.read()
+    assert damage.explains(Tier.DISK, 79, begun_s) == explained
+    # A line that comes late says the same again.
+    assert damage.explains(Tier.DISK, 79, begun_s) == explained
+    assert not damage.explains(Tier.DISK, 80, begun_s)
+
+
+def test_damage_without_a_key_explains_one_entry(tmp_path: Path) -> None:
+    damage = Damage(_log(tmp_path, "00" * 32, (2.0,)))
+    damage.read()
+    damage.read()
+    assert not damage.explains(Tier.DISK, 1, 3.0)
+    assert damage.explains(Tier.DISK, 1, 1.0)
+    assert damage.explains(Tier.DISK, 1, 1.0)
+    assert not damage.explains(Tier.DISK, 2, 1.0)
+
+
+def _log(directory: Path, key_hex: str, dropped_s: tuple[float, ...]) -> Path:
+    times = [datetime.fromtimestamp(at_s, UTC).isoformat() for at_s in dropped_s]
+    said = [{"event": "entry_damaged", "key": key_hex, "timestamp": at} for at in times]
+    path = directory / "log"
+    path.write_text("".join(json.dumps(line) + "\n" for line in [{"event": "ready"}, *said]))
+    return path
 
 
 @pytest.mark.parametrize("harm", ["lost", "problems"])
