@@ -12,7 +12,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import InvalidKey, InvalidSize, UnknownClaim
 from ...tiers.ledger import Ledger
 from ..core.entries import SHARDS, Entry
-from ..core.journal import CAUSES
+from ..core.journal import CAUSES, Happened
 from ..core.tables import Claim, Reservation
 from ..runtime.loop import Core
 from ..runtime.slices import Slices
@@ -85,7 +85,16 @@ class Lists:
         response = pb.WhyResponse(
             remembered_events=len(journal), remembered_since_unix_ns=journal.since_ns()
         )
-        for happened in journal.of(beginning)[-_MOST_EVENTS:]:
+        newest: list[Happened] = []
+        slices = Slices()
+        for happened in journal.newest_of(beginning):
+            if happened is None:
+                await slices.pause()
+                continue
+            newest.append(happened)
+            if len(newest) == _MOST_EVENTS:
+                break
+        for happened in reversed(newest):
             cause = CAUSES.get(happened.what)
             owner, label = journal.who(happened.session)
             response.events.add(
@@ -100,7 +109,6 @@ class Lists:
                 label=label,
             )
         response.shared.extend(self.shared_events(beginning)[-_MOST_EVENTS:])
-        slices = Slices()
         for shard in t.entries.shards:
             there = [e for e in shard.values() if e.key.startswith(beginning)]
             room = _MOST_PRESENT - len(response.present)

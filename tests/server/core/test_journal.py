@@ -6,18 +6,25 @@ import random
 import tracemalloc
 from array import array
 from collections import deque
+from struct import Struct
+from typing import Any
 
 import pytest
 
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.core.entries import Entry
-from prefixd.server.core.journal import Happening, Journal
+from prefixd.server.core.journal import Happened, Happening, Journal
 from tests.support.state_driver import Driver, key
 
 
 def saved(key: Key, tier: Tier = Tier.RAM) -> Entry:
     return Entry(key, 1, (), tier, SaveReason.COLD, 1, 0, 1, 1, 0, 0, 0)
+
+
+def of(journal: Journal, beginning: bytes) -> list[Happened]:
+    """The oldest first."""
+    return [each for each in journal.newest_of(beginning) if each is not None][::-1]
 
 
 def test_against_a_deque() -> None:
@@ -32,13 +39,13 @@ def test_against_a_deque() -> None:
         assert len(journal) == len(model)
         assert journal.since_ns() == model[0][1]
         for length in (1, 9, 16, 32):
-            of = chance.choice(keys)[:length]
+            beginning = chance.choice(keys)[:length]
             expected = [
                 (k[:16], at, w, s)
                 for k, at, w, s in model
-                if k[:16] == of[:16] or (length < 16 and k.startswith(of))
+                if k[:16] == beginning[:16] or (length < 16 and k.startswith(beginning))
             ]
-            found = [(h.key, h.at_ns, h.what, h.session) for h in journal.of(of)]
+            found = [(h.key, h.at_ns, h.what, h.session) for h in of(journal, beginning)]
             assert found == expected
         probed = chance.choice(keys)
         known = [what for k, _, what, _ in model if k == probed]
@@ -61,11 +68,54 @@ def test_a_bucket_of_many_costs_a_bounded_walk() -> None:
     assert journal.fate(keys[5]) is None, "too far back"
 
 
+class CountedRing(bytearray):
+    """Counts how often it is looked into."""
+
+    looks = 0
+
+    def find(self, *arguments: Any) -> int:
+        self.looks += 1
+        return super().find(*arguments)
+
+
+@pytest.mark.parametrize("written", [0, 1, 3_000, 10_000, 10_001, 24_000])
+def test_a_beginning_of_zeros_takes_a_look_a_record_in_short_steps(written: int) -> None:
+    """Records are full of zeros, and a ring that was not written to is nothing else."""
+    journal = Journal(44 * 10_000)
+    ring = CountedRing(journal._ring)
+    journal._ring, journal._pack = ring, Struct("<16sqIIBBB5x").pack_into
+    for number in range(written):
+        journal.note(Happening.SAVED, [saved(Key(number.to_bytes(32, "big")))], number)
+    steps, looks, most = 0, 0, 0
+    for each in journal.newest_of(bytes(16)):
+        if each is None:
+            most, looks = max(most, ring.looks - looks), ring.looks
+            steps += 1
+    assert ring.looks <= len(journal) + steps
+    assert most <= 2_049
+    assert steps <= len(journal) // 2_048 + 2
+
+
+def test_what_is_overwritten_meanwhile_is_left_out() -> None:
+    journal = Journal(44 * 6_000)
+    for number in range(6_000):
+        journal.note(Happening.SAVED, [saved(key("a"))], number)
+    found: list[int] = []
+    for each in journal.newest_of(key("a")):
+        if each is not None:
+            found.append(each.at_ns)
+        else:
+            for number in range(1_000):
+                journal.note(Happening.DELETED, [saved(key("a"))], 10_000 + number)
+    # Two steps; by the third, 2,000 of 6,000 were overwritten.
+    assert found == list(range(5_999, 5_999 - 2 * 2_048, -1))
+
+
 @pytest.mark.parametrize("size_bytes", [0, 43])
 def test_nothing_is_remembered_without_room(size_bytes: int) -> None:
     journal = Journal(size_bytes)
     journal.note(Happening.SAVED, [saved(key("a"))], 1)
-    assert (len(journal), journal.since_ns(), journal.of(key("a"))) == (0, 0, [])
+    assert (len(journal), journal.since_ns(), of(journal, key("a"))) == (0, 0, [])
     assert journal.fate(key("a")[:8]) is None
 
 
@@ -100,15 +150,15 @@ def test_what_happens_to_an_entry_is_noted() -> None:
     driver.save(alice, "f g")
     driver.damage("f")
 
-    def of(name: str) -> list[tuple[str, int]]:
-        return [(h.what.name, h.session) for h in driver.tables.journal.of(key(name))]
+    def told(name: str) -> list[tuple[str, int]]:
+        return [(h.what.name, h.session) for h in of(driver.tables.journal, key(name))]
 
-    assert [of(name)[-1] for name in "dcba"] == [
+    assert [told(name)[-1] for name in "dcba"] == [
         ("EVICTED_FOR_SAVE", bob),
         ("EVICTED_FOR_SAVE", bob),
         ("EVICTED_BY_OPERATOR", 0),
         ("EVICTED_FOR_SAVE", alice),
     ]
-    assert of("f") == [("SAVED", alice), ("DAMAGED", 0)]
-    assert driver.tables.journal.of(key("f"))[0].at_ns == 5
+    assert told("f") == [("SAVED", alice), ("DAMAGED", 0)]
+    assert of(driver.tables.journal, key("f"))[0].at_ns == 5
     assert driver.tables.journal.who(bob)[0] == "bob"
