@@ -293,8 +293,8 @@ def _quiet() -> Iterator[None]:
     before = structlog.get_config()
     collecting = gc.isenabled()
     gc.disable()
-    # What is there already is not looked through after each run. The suite has it frozen anyway.
-    frozen = gc.get_freeze_count() > 0
+    # What is there already is not looked through after each run, nor at any time later: to count
+    # what is frozen would take as long.
     gc.freeze()
     structlog.configure(processors=[_drop], cache_logger_on_first_use=False)
     try:
@@ -333,8 +333,6 @@ def _quiet() -> Iterator[None]:
             finally:
                 gc.collect()
     finally:
-        if not frozen:
-            gc.unfreeze()
         if collecting:
             gc.enable()
         structlog.configure(**before)

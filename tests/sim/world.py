@@ -1,13 +1,14 @@
 """One simulated machine: a clock, processes made of fibers, and who of them runs next.
 
-A fiber is a thread of which only one runs at any time: it hands over to the next where it waits
-or where something takes time (`World.operate`), and nowhere else. Which is next, and how long
-everything takes, is drawn from the seed. So real code, threads and locks and all, runs in an
-order that the seed alone decides.
+A fiber is a greenlet that stands for a thread. It hands over to the next where it waits or where
+something takes time (`World.operate`), and nowhere else. Which is next, and how long everything
+takes, is drawn from the seed. So real code, threads and locks and all, runs in an order that the
+seed alone decides.
 """
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import random
 import threading
@@ -15,6 +16,8 @@ import traceback
 import zlib
 from collections.abc import Callable
 from typing import Any, Final
+
+from greenlet import getcurrent, greenlet
 
 #: What a step costs that takes no time worth speaking of.
 STEP_NS: Final = 1_000
@@ -91,7 +94,6 @@ class Process:
     def spawn(self, name: str, target: Callable[[], None]) -> Fiber:
         fiber = Fiber(self, f"{self.name}/{name}", target)
         self.fibers.append(fiber)
-        fiber.thread.start()
         self.world.wake(fiber)
         return fiber
 
@@ -102,21 +104,19 @@ class Fiber:
     def __init__(self, process: Process, name: str, target: Callable[[], None] | None) -> None:
         self.process = process
         self.name = name
-        self.gate = threading.Lock()
-        self.gate.acquire()
         #: changes whenever it runs: what was to wake it before then does not any more
         self.epoch = 0
         self.done = False
         self.waiting_for_end: list[Fiber] = []
         self._target = target
-        self.ident = threading.get_ident()
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        if target is None:
+            self.greenlet = getcurrent()
+        else:
+            self.greenlet = greenlet(self._run, process.world.main.greenlet)
 
-    def _run(self) -> None:
+    def _run(self, *_: object) -> None:
         world, target = self.process.world, self._target
         assert target is not None
-        self.ident = threading.get_ident()
-        self.gate.acquire()
         try:
             if not self.process.dead:
                 target()
@@ -127,11 +127,13 @@ class Fiber:
         self.done = True
         for fiber in self.waiting_for_end:
             world.wake(fiber)
-        world.hand_over(self)
+        world.current = world.following()
+        # Where a greenlet goes on that has come to its end.
+        self.greenlet.parent = world.current.greenlet
 
 
 class World:
-    """See the module. The thread that makes it is its first fiber, `main`."""
+    """See the module. Who makes it is its first fiber, `main`."""
 
     def __init__(self, seed: int, *, yield_rate: float = 0.1) -> None:
         self.random = random.Random(seed)
@@ -152,12 +154,13 @@ class World:
         process = Process(self, "world")
         self.main = Fiber(process, "main", None)
         self.current = self.main
+        self._thread = threading.get_ident()
 
     # ---- what fibers do
 
     def here(self) -> bool:
-        """Is this thread a fiber of this world?"""
-        return self.current.ident == threading.get_ident()
+        """Is this one of its fibers, and not a thread of something else?"""
+        return self._thread == threading.get_ident()
 
     def operate(self, usual_ns: int = STEP_NS) -> None:
         """The current fiber does something that others could get in between of."""
@@ -223,15 +226,18 @@ class World:
 
     def hand_over(self, me: Fiber) -> None:
         """Let the next run; returns when it is this one's turn again."""
-        following = self._next()
+        following = self.following()
         if following is me:
             return
         self.current = following
-        following.gate.release()
-        if not me.done:
-            me.gate.acquire()
+        # To asyncio all fibers are one thread.
+        loop = asyncio._get_running_loop()
+        asyncio._set_running_loop(None)
+        following.greenlet.switch()
+        asyncio._set_running_loop(loop)
 
-    def _next(self) -> Fiber:
+    def following(self) -> Fiber:
+        """Who runs next."""
         while True:
             if self.failure is not None and not self.unwinding:
                 self.main.epoch += 1
