@@ -3,12 +3,15 @@ environment that says nothing of the terminal or of a daemon that is not a test'
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+import typer.main
+import typer.testing
 from hypothesis import settings
 
 from prefixd.client.local import transport
@@ -87,5 +90,8 @@ def plain_environment() -> Iterator[None]:
         # A hand-over that takes longer is not waited for: a loaded machine would turn the tests of
         # what is done in place into tests of gRPC.
         patch.setattr(transport, "HAND_OVER_S", 60.0)
+        # The commands of prefixctl are the same each time that a test calls one.
+        build = functools.cache(typer.main.get_command)
+        patch.setattr(typer.testing, "_get_command", build)
         with warm_starts():
             yield

@@ -31,7 +31,7 @@ SAMPLE_S = 0.01
 
 
 def generated() -> list[Request]:
-    return list(generate("multi-turn", requests=800, seed=8))
+    return list(generate("multi-turn", requests=times(300, 800), seed=8))
 
 
 def conversation() -> list[Request]:
@@ -39,7 +39,7 @@ def conversation() -> list[Request]:
     path = TRACES / "conversation_trace.jsonl"
     if not path.exists():
         pytest.skip(f"{path} is not there; $PREFIXD_TRACES says where traces are")
-    return list(read_trace(path, limit=times(600, 3_000)))
+    return list(read_trace(path, limit=times(250, 3_000)))
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def test_eight_workers_on_tiers_that_are_far_too_small(
     trace: Callable[[], list[Request]], in_place: bool
 ) -> None:
     requests = trace()
-    with private_daemon(ram="1MiB", shm="1MiB", disk="1MiB") as daemon:
+    with private_daemon(ram="128KiB", shm="128KiB", disk="768KiB") as daemon:
         options = LiveOptions(daemon.address, workers=WORKERS, tiers=tuple(Tier), in_place=in_place)
         with sampled(daemon) as samples:
             totals = LiveReplay(requests, options).run()
@@ -93,7 +93,7 @@ def test_eight_workers_on_tiers_that_are_far_too_small(
             eventually(lambda: admin.stats().sessions == 0)
             stats = admin.stats()
             assert (stats.claims, stats.reservations, stats.waiters) == (0, 0, 0)
-            assert all(tier.evictions > 100 for tier in stats.tiers)
+            assert all(tier.evictions > 20 for tier in stats.tiers)
         for command in ("check", "verify"):
             checked = CliRunner().invoke(app, [command, "--address", daemon.address])
             assert checked.exit_code == 0, checked.output

@@ -89,8 +89,8 @@ def test_the_misses_add_up_for_each_label_and_tier_through_a_restart() -> None:
 
     with private_daemon(ram="256KiB", shm="256KiB", disk="1MiB") as daemon:
         with clients_of(daemon) as clients:
-            traffic(clients, 150)
-        assert_they_add_up(daemon, clients, 150)
+            traffic(clients, 80)
+        assert_they_add_up(daemon, clients, 80)
         with daemon.admin() as admin:
             assert all(tier.evictions for tier in admin.stats().tiers)
         with clients_of(daemon) as clients:
@@ -109,9 +109,9 @@ def test_the_misses_add_up_for_each_label_and_tier_through_a_restart() -> None:
 
 def test_a_live_replay_adds_up_before_and_after_a_restart() -> None:
     """With evictions in every tier, and in the daemon's numbers what the replay has counted."""
-    requests = list(generate("multi-turn", requests=400, seed=12, block_tokens=512))
-    with private_daemon(ram="256KiB", shm="256KiB", disk="512KiB") as daemon:
-        for part in (requests[:200], requests[200:]):
+    requests = list(generate("multi-turn", requests=200, seed=12, block_tokens=512))
+    with private_daemon(ram="96KiB", shm="96KiB", disk="512KiB") as daemon:
+        for part in (requests[:100], requests[100:]):
             totals = LiveReplay(
                 part, LiveOptions(daemon.address, workers=2, tiers=tuple(Tier))
             ).run()
