@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.lengths import LONG
+
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
 
@@ -23,6 +25,7 @@ def test_every_pattern_names_modules() -> None:
     assert all(list(package.glob(pattern)) for pattern in SETUP["COMPILED"])
 
 
+@pytest.mark.skipif(not LONG, reason="takes as long as a hundred others; set PREFIXD_LONG")
 def test_what_is_compiled_can_be(tmp_path: Path) -> None:
     """As far as C: mypyc refuses what it can't translate."""
     pytest.importorskip("mypyc.build", reason="mypyc is not installed")

@@ -22,6 +22,7 @@ from prefixd.server.sharing.object_store import ObjectStore
 from prefixd.server.sharing.record import HEADER_BYTES, MAX_VALUE_BYTES
 from prefixd.server.sharing.redis_store import RedisStore
 from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, SharedStore, Wanted
+from tests.support.lengths import times
 
 from ..support.fake_redis import fake_redis
 from ..support.redis_servers import needs_redis, redis_servers
@@ -41,7 +42,7 @@ class Engine:
     #: False: by rules of its own.
     expires: bool = True
     #: How often a test does what it does often.
-    often: int = 1000
+    often: int = times(400, 2_000)
 
 
 def head_of(key: Key) -> bytes:
@@ -68,7 +69,7 @@ def of_objects(store: ObjectStore, bucket: Any, often: int) -> Iterator[Engine]:
 def of_s3(url: str) -> Iterator[Engine]:
     """As the daemon makes it: where it is stands in the environment. Left empty."""
     bucket = from_url(url, client_options={"allow_http": True})
-    yield from of_objects(ObjectStore(url, "test"), bucket, often=100)
+    yield from of_objects(ObjectStore(url, "test"), bucket, often=times(40, 200))
     for some in obstore.list(bucket):
         obstore.delete(bucket, [each["path"] for each in some])
 
@@ -88,7 +89,7 @@ def moto() -> Iterator[tuple[str, Mapping[str, str]]]:
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     if request.param == "objects":
         memory = MemoryStore()
-        yield from of_objects(ObjectStore("", "test", memory), memory, often=1000)
+        yield from of_objects(ObjectStore("", "test", memory), memory, often=times(400, 2_000))
         return
     if request.param == "moto":
         url, where = request.getfixturevalue("moto")

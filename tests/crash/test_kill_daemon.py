@@ -86,7 +86,7 @@ def test_a_daemon_that_ends_in_the_middle_of_a_replay(
     daemon: PrivateDaemon, in_place: bool, how: str
 ) -> None:
     """Killed, or stopped (SIGTERM) within its bound: what it acknowledged is there."""
-    requests = list(generate("multi-turn", requests=times(150, 300), seed=11))
+    requests = list(generate("multi-turn", requests=times(90, 300), seed=11))
     witness = Witness(daemon.address)
     counted_by_the_dead: list[int] = []
 

@@ -184,7 +184,7 @@ def test_savers_that_send_half_are_cut_off(daemon: PrivateDaemon) -> None:
 def test_connections_of_nobody_shut_nobody_out(daemon: PrivateDaemon) -> None:
     with good_client(daemon) as client, session_at(daemon) as link, ExitStack() as stack:
         port = link.welcome.data_port
-        for _ in range(500):
+        for _ in range(300):
             stack.enter_context(socket.create_connection(("127.0.0.1", port)))
         with Client(tcp_address(daemon), local=False) as late:
             assert late.wait_connected()

@@ -13,6 +13,7 @@ from prefixd.server.core.tables import Stage
 from prefixd.tiers.eviction import POLICIES, EvictionPolicy
 from prefixd.tiers.ledger import Admission
 from prefixd.tiers.order import order_by
+from tests.support.lengths import times
 from tests.support.state_driver import Driver
 
 BUDGET_BYTES = 40
@@ -78,10 +79,10 @@ def test_the_books_balance(policy: type[EvictionPolicy[Key]], max_ghosts: int | 
     driver = driver_with(policy, max_ghosts)
     chance = random.Random(f"{policy.name} {max_ghosts}")
     sessions = [driver.open("alice"), driver.open("bob")]
-    for _ in range(1_500):
+    for _ in range(times(1_000, 3_000)):
         act(driver, chance, sessions)
     counters = driver.tables.tier_counters
-    assert all(counters[tier].evictions > 20 for tier in Tier)
+    assert all(counters[tier].evictions > 10 for tier in Tier)
     assert driver.counters.claimed_entries > 50
     for session in sessions:
         driver.lose(session)

@@ -159,7 +159,7 @@ async def data_connection(
 
 @asynccontextmanager
 async def daemon_for_large(path: Path, *flags: str) -> AsyncIterator[tuple[Running, OpenSession]]:
-    async with running(path, *(f"--{tier.label}.budget=64MiB" for tier in Tier), *flags) as daemon:
+    async with running(path, *(f"--{tier.label}.budget=32MiB" for tier in Tier), *flags) as daemon:
         yield daemon, await daemon.open()
 
 

@@ -18,6 +18,7 @@ from test_row_table import row_of, rows_in
 from prefixd.tiers import lmdb_child, lmdb_wire
 from prefixd.tiers.lmdb_rows import LmdbRows
 from prefixd.tiers.store import StoreError, StoreFull
+from tests.support.lengths import times
 from tests.support.warm import WARM
 
 Opened = Callable[[], LmdbRows]
@@ -177,7 +178,7 @@ def test_a_copy_that_fails_costs_no_put(
     assert stepped.rows() == held
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(times(4, 8)))
 def test_a_process_killed_in_the_middle_of_a_copy_loses_nothing(
     opened_rows: Opened, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -190,7 +191,7 @@ def test_a_process_killed_in_the_middle_of_a_copy_loses_nothing(
     table, rng = opened_rows(), random.Random(seed)
     held: dict[int, bytes] = {slab: row_of(slab) for slab in range(1, ROWS_SLABS)}
     table.apply([], list(held.items()))
-    for number in range(1, 60 + 15 * seed):
+    for number in range(1, 60 + 30 * seed):
         gone = rng.sample(sorted(held), 5)
         rows = [
             (slab, row_of(10_000 * number + slab)) for slab in rng.sample(range(1, ROWS_SLABS), 5)

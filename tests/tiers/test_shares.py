@@ -14,9 +14,10 @@ from prefixd.tiers.eviction import POLICIES, make_policy
 from prefixd.tiers.ledger import Admission, Ledger
 from prefixd.tiers.order import Resident
 from prefixd.tiers.shares import Share
+from tests.support.lengths import times
 
 BUDGET_BYTES = 100
-STEPS = 4_000
+STEPS = times(1_500, 10_000)
 NAMES = ("", "a", "b", "c")
 SPACES = {name: Namespace(name) for name in NAMES if name}
 

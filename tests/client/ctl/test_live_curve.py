@@ -29,7 +29,7 @@ TOLERANCE = 0.01
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
     """Enough for twice as many slots to make a difference."""
-    return list(generate("multi-turn", requests=400, seed=3, sessions_per_s=20))
+    return list(generate("multi-turn", requests=300, seed=3, sessions_per_s=20))
 
 
 @pytest.fixture(scope="module")

@@ -25,12 +25,12 @@ from prefixd.proto.errors import CallerError
 from prefixd.proto.vocabulary import SaveReason, Tier
 from tests.support.daemon import eventually, private_daemon, problems_of
 
-SLOTS = 100
+SLOTS = 80
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[PrivateDaemon]:
-    """Every tier holds exactly 100 blocks of 4 KiB: ram by its budget, the others by number."""
+    """Every tier holds exactly 80 blocks of 4 KiB: ram by its budget, the others by number."""
     caps = (f"--shm.max_entries={SLOTS}", f"--disk.max_entries={SLOTS}")
     with private_daemon(*caps, ram=f"{4 * SLOTS}KiB") as daemon:
         yield daemon
@@ -83,7 +83,7 @@ def lru_hit_tokens(requests: Iterable[Request], slots: int, block_tokens: int = 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
     """Over three times as many blocks as a tier has room for leave it again."""
-    return list(generate("multi-turn", requests=120, seed=3, block_tokens=512))
+    return list(generate("multi-turn", requests=90, seed=3, block_tokens=512))
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -122,7 +122,7 @@ print(good, wrong, missed, lost)
 @pytest.mark.parametrize("verify", ["never", "always"])
 def test_processes_that_evict_each_others_entries_all_the_time(verify: str) -> None:
     """Not one wrong byte in so many restores, also where no checksum would notice."""
-    restores = times(150, 600)
+    restores = times(80, 600)
     with private_daemon(ram="3MiB", shm="3MiB", disk="3MiB") as daemon:
         with ExitStack() as stack:
             workers = [

@@ -477,7 +477,7 @@ def test_what_an_entry_takes_of_memory() -> None:
 
     As it is in a daemon: numbers come in as objects of their own, stamps are of this century.
     """
-    entries, chain, slab_bytes, now_ns = 20_000, 50, 2**16, 1_800_000_000_000_000_000
+    entries, chain, slab_bytes, now_ns = 5_000, 50, 2**16, 1_800_000_000_000_000_000
     ram = ledger(Tier.RAM, entries * slab_bytes, slab_bytes=slab_bytes)
     state = MetaState(StateConfig(), {Tier.RAM: ram}, {Tier.RAM: lambda p, _: p}, frozenset(), 1)
     state.apply(ev.SessionOpened(1, "alice", now_ns))

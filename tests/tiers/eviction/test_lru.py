@@ -127,7 +127,7 @@ def test_no_policy_meets_a_pinned_key_twice(name: str) -> None:
 def test_memory_of_a_resident_key(name: str, bytes_per_key: int) -> None:
     """Beside the key itself and its weight, which the caller has anyway."""
     # Its tables are as full as those of 100,000, for they double.
-    keys = [number.to_bytes(32, "big") for number in range(12_500)]
+    keys = [number.to_bytes(32, "big") for number in range(3_125)]
     gc.collect()
     tracemalloc.start()
     policy: EvictionPolicy[bytes] = make_policy(name, 1 << 40)
