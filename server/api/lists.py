@@ -13,7 +13,7 @@ from ...proto.errors import InvalidKey, InvalidSize, UnknownClaim
 from ...tiers.ledger import Ledger
 from ..core.entries import SHARDS, Entry
 from ..core.journal import CAUSES, Happened
-from ..core.tables import Claim, Reservation
+from ..core.sessions import Claim, Reservation
 from ..runtime.loop import Core
 from ..runtime.slices import Slices
 from . import messages

@@ -34,7 +34,7 @@ from ..core.events import (
     SessionLost,
     SessionOpened,
 )
-from ..core.save_rules import most_reserved_bytes
+from ..core.reserving import most_reserved_bytes
 from ..runtime.clock import Clock
 from ..runtime.latencies import Latencies
 from ..runtime.listeners import SessionNote

@@ -14,7 +14,7 @@ from .effects import Erase, IndexPut
 from .entries import Entry
 from .events import TierRecovered
 from .journal import Happening
-from .save_rules import Footprint
+from .reserving import Footprint
 from .transition import Transition
 
 

@@ -21,7 +21,8 @@ from ...tiers.order import OrderOfKeys, Recency
 from ...tiers.shares import Tally
 from ...tiers.store import Location
 from .entries import SHARDS, Entry, shard_of
-from .tables import Claim, Reservation, Session, Stage, Tables, Timer
+from .sessions import Claim, Reservation, Session, Stage
+from .tables import Tables, Timer
 
 #: Problems beyond these are only counted.
 MAX_PROBLEMS: Final = 1_000

@@ -30,7 +30,8 @@ from .events import (
     TierState,
 )
 from .journal import Happening
-from .tables import Claim, Session, Timer, WaitMode
+from .sessions import Claim, Session
+from .tables import Timer, WaitMode
 from .transition import Refusal, Transition
 
 #: Deletes that are remembered while a tier recovers: some megabytes.
@@ -45,7 +46,9 @@ _WAIT_MODES = {
 
 def keys_asked(question: LookupAsked | ClaimAsked | ReserveAsked) -> int:
     """What an answer to it costs, in steps."""
-    return len(question.items if isinstance(question, ReserveAsked) else question.keys)
+    if isinstance(question, ReserveAsked):
+        return len(question.ancestors) + len(question.items)
+    return len(question.keys)
 
 
 def find(transition: Transition, key: Key) -> Found:

@@ -20,7 +20,7 @@ from ...proto.vocabulary import Tier
 from ...tiers.eviction.sampled import SampledCurve, position_of_bytes
 from ...tiers.ledger import Ledger
 from ...tiers.store import Usage
-from . import adoption, read_rules, resizing, save_rules
+from . import adoption, read_rules, reserving, resizing, save_rules
 from .answers import Answer, Opened, Refused
 from .checking import ITEMS_A_STEP, Recount
 from .effects import Effect, RecordUsage, Reply
@@ -59,12 +59,13 @@ from .events import (
 )
 from .histogram import AGE_BOUNDS_NS, Histogram
 from .journal import EvictionCause, Journal
-from .save_rules import Footprint
+from .reserving import Footprint
+from .sessions import Session
 from .tables import (
     EndSession,
     FlushUsage,
+    Refresh,
     Reserve,
-    Session,
     StateConfig,
     Tables,
     TierCounters,
@@ -243,7 +244,7 @@ class MetaState:
             case DeleteAsked():
                 return read_rules.delete(transition, question)
             case ReserveAsked():
-                save_rules.reserve(transition, question)
+                reserving.reserve(transition, question)
                 return None
             case CancelAsked():
                 return save_rules.cancel(transition, question)
@@ -270,6 +271,8 @@ class MetaState:
                     done, took = self._wake(transition, job, steps)
                 case Reserve():
                     done, took = self._reserve(transition, job, steps)
+                case Refresh():
+                    done, took = self._refresh(transition, job, steps)
                 case EndSession():
                     done, took = self._end_session(transition, job, steps)
                 case FlushUsage():
@@ -314,9 +317,13 @@ class MetaState:
         return False, took
 
     def _reserve(self, transition: Transition, job: Reserve, steps: int) -> tuple[bool, int]:
-        items = min(1 + steps // _STEPS_OF_AN_ITEM, len(job.asked.items) - len(job.results))
-        done = save_rules.go_on_reserving(transition, job, self._footprints, items)
-        return done, items * _STEPS_OF_AN_ITEM
+        items = 1 + steps // _STEPS_OF_AN_ITEM
+        items -= reserving.go_on_reserving(transition, job, self._footprints, items)
+        return job.asked.request not in transition.tables.reserving, items * _STEPS_OF_AN_ITEM
+
+    def _refresh(self, transition: Transition, job: Refresh, steps: int) -> tuple[bool, int]:
+        took = transition.go_on_refreshing(job, steps)
+        return not job.left, took
 
     def _end_session(self, transition: Transition, job: EndSession, steps: int) -> tuple[bool, int]:
         t = transition.tables

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from ...proto import limits
 from ...proto.errors import PrefixdError, UnknownSession
 from ...proto.keys import Key
 from ...proto.vocabulary import Tier
@@ -17,21 +18,13 @@ from .effects import Effect, Erase, IndexDelete, TellClaimLost
 from .entries import Entry
 from .events import ClaimAsked, LookupAsked, ReserveAsked
 from .journal import EvictionCause, Happening
-from .tables import (
-    Access,
-    Claim,
-    Reservation,
-    Session,
-    Tables,
-    Timer,
-    Unpin,
-    Waiting,
-    WaitMode,
-    Wake,
-)
+from .sessions import Claim, Reservation, Session
+from .tables import Access, Refresh, Tables, Timer, Unpin, Waiting, WaitMode, Wake
 
 #: Compared with for every key of a claim: Enum attribute lookup is slow, so it is cached here.
 _RAM: Final = Tier.RAM
+#: Keys of chains that one event refreshes: as many as the longest has, some milliseconds' worth.
+_CHAINED_AT_ONCE: Final = 2 * limits.MAX_BATCH_KEYS
 
 
 class Refusal(Exception):
@@ -45,7 +38,7 @@ class Refusal(Exception):
 class Transition:
     """See the module. `now_ns` is the time of the event, `served_ns` what deadlines count in."""
 
-    __slots__ = ("_erased", "effects", "now_ns", "served_ns", "tables")
+    __slots__ = ("_chained_keys", "_erased", "effects", "now_ns", "served_ns", "tables")
 
     def __init__(self, tables: Tables, now_ns: int) -> None:
         self.tables = tables
@@ -54,6 +47,8 @@ class Transition:
         self.effects: list[Effect] = []
         #: the entries of the one `Erase` of each tier
         self._erased: dict[Tier, list[EntryRef]] = {}
+        #: keys of chains that were refreshed
+        self._chained_keys = 0
 
     def session(self, session: int) -> Session:
         """The live session of that number. Raises Refusal."""
@@ -65,6 +60,10 @@ class Transition:
                 )
             )
         return found
+
+    def holder(self, session: int) -> Session | None:
+        """The session of that number, also while what it holds is taken back."""
+        return self.tables.sessions.get(session) or self.tables.ending.get(session)
 
     # ---- waiting
 
@@ -220,6 +219,26 @@ class Transition:
         """Most recent from now on, without being an access."""
         self._mark_used(entry)
         self.tables.ledgers[entry.tier].policy.refresh(entry)
+
+    def refresh_chain(self, chain: Sequence[Key], session: Session | None) -> None:
+        """All of it: now, if it is the first of an event or those before it were short."""
+        refresh = Refresh(chain, session, len(chain))
+        self._chained_keys += len(chain)
+        if self._chained_keys > _CHAINED_AT_ONCE:
+            self.tables.backlog.append(refresh)
+        else:
+            self.go_on_refreshing(refresh, len(chain))
+
+    def go_on_refreshing(self, job: Refresh, keys: int) -> int:
+        """`refresh` of what is there of so many keys more, the root last. Returns how many were
+        left for that."""
+        end = job.left
+        job.left = max(0, end - keys)
+        there = self.tables.entries.find_all(job.chain[job.left : end][::-1])
+        self.refresh_all([entry for entry in there if entry is not None])
+        if not job.left and job.session is not None:
+            job.session.chained_keys -= len(job.chain)
+        return end - job.left
 
     def refresh_all(self, entries: Iterable[Entry]) -> None:
         """`refresh` of each, in this order."""

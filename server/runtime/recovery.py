@@ -14,7 +14,7 @@ from ...proto.index import unpack_row
 from ...proto.vocabulary import Tier
 from ...tiers.store import RecoveryBatch, Store, StoredEntry, StoreError
 from ..core.events import TierRecovered, TierState
-from ..core.tables import Stage
+from ..core.sessions import Stage
 from .loop import Core
 from .slices import Slices
 

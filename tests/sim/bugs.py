@@ -16,7 +16,7 @@ from unittest import mock
 
 from prefixd.client.local import arenas
 from prefixd.server.api import sessions
-from prefixd.server.core import save_rules, transition
+from prefixd.server.core import reserving, save_rules, transition
 from prefixd.server.core.effects import Effect, IndexDelete
 from prefixd.server.runtime import committer, index, loop
 from prefixd.tiers import arena_store, disk, ledger, records
@@ -188,13 +188,13 @@ def _saves_while_it_recovers() -> Any:
     """A tier takes saves before all that it holds is known."""
 
     def wrong(real: Any) -> Any:
-        def make_room(transition: Any, session: Any, coming: Any) -> Any:
+        def make_room(transition: Any, job: Any, coming: Any) -> Any:
             with mock.patch.object(transition.tables, "closed", {}):
-                return real(transition, session, coming)
+                return real(transition, job, coming)
 
         return make_room
 
-    return _instead(save_rules, "make_room", wrong)
+    return _instead(reserving, "make_room", wrong)
 
 
 def _record_outlives_its_entry() -> Any:

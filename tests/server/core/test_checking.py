@@ -13,7 +13,8 @@ import pytest
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.core import checking
 from prefixd.server.core.events import Tick
-from prefixd.server.core.tables import Claim, Stage, Timer
+from prefixd.server.core.sessions import Claim, Stage
+from prefixd.server.core.tables import Timer
 from prefixd.tiers.eviction import make_policy
 from prefixd.tiers.order import order_by
 from tests.support.state_driver import Driver, key, ledger

@@ -8,7 +8,7 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.server.core import pins as module
 from prefixd.server.core.checking import Recount
 from prefixd.server.core.pins import Pins
-from prefixd.server.core.tables import Claim
+from prefixd.server.core.sessions import Claim
 from prefixd.server.core.transition import Transition
 
 from ...support.state_driver import Driver

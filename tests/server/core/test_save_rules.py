@@ -16,8 +16,9 @@ from prefixd.server.core import answers as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from prefixd.server.core.events import SaveItem
+from prefixd.server.core.sessions import Stage
 from prefixd.server.core.state import MetaState
-from prefixd.server.core.tables import Stage, StateConfig
+from prefixd.server.core.tables import StateConfig
 from tests.support.state_driver import Driver, key, keys, ledger, names
 
 

@@ -13,7 +13,7 @@ from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.core.entries import Entry
 from prefixd.server.core.save_rules import advance
-from prefixd.server.core.tables import NEXT_STAGE, Reservation, SaveBatch, Signal, Stage
+from prefixd.server.core.sessions import NEXT_STAGE, Reservation, SaveBatch, Signal, Stage
 
 #: Rows are stages, columns are signals; `-` cannot happen.
 PROTOCOL = """

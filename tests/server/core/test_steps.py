@@ -3,6 +3,8 @@ and a daemon that was late takes nothing from anybody for it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from prefixd.proto.vocabulary import ClaimMode, SaveStatus, Tier
 from prefixd.server.core import answers as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
+from prefixd.server.core import reserving, transition
+from prefixd.server.core.entries import Entry
 from tests.support.state_driver import LOST_AFTER_NS, Driver, key, keys, names
 
 MINUTE_NS = 60_000_000_000
@@ -21,7 +25,7 @@ def large(max_steps: int, **config: Any) -> Driver:
     """With room for some hundred entries of a byte."""
     driver = Driver(max_steps=max_steps, session_lost_after_ns=10 * MINUTE_NS, **config)
     for ledger in driver.tables.ledgers.values():
-        ledger.budget_bytes = ledger.limit_bytes = 1_000
+        ledger.budget_bytes = ledger.arena_bytes = ledger.limit_bytes = 1_000
         if ledger.extents is not None:
             ledger.extents.grow(1_000)
     return driver
@@ -98,6 +102,124 @@ def test_a_large_save_finds_its_room_in_steps_and_is_answered_once() -> None:
     assert granted == [3, 6, 9, 10]
     answer = driver.answer_of(request, effects)
     assert [order.key for order in answer.results] == list(keys(many(10)))
+
+
+def full(driver: Driver, session: int) -> None:
+    """100 entries of 10 bytes each, the least recent first."""
+    for one in many(100).split():
+        driver.save(session, one, payload_bytes=10)
+        finish(driver)
+
+
+def test_a_large_item_evicts_in_steps_and_nobody_takes_its_room_meanwhile() -> None:
+    driver = large(32)
+    alice, bob = driver.open("alice"), driver.open("bob")
+    full(driver, alice)
+    assert driver.reserve(alice, "large", payload_bytes=400, begin=True) is None
+    first = driver.last_request
+    left = [driver.tables.ledgers[Tier.RAM].entries]
+    assert driver.reserve(bob, "small", payload_bytes=10) is None
+    effects = list(driver.effects)
+    while driver.state.busy:
+        left.append(driver.tables.ledgers[Tier.RAM].entries)
+        effects += go_on(driver)
+    assert 100 > left[0] > left[1] > left[2]
+    assert max(a - b for a, b in pairwise(left)) <= 12
+    replied = [e for e in effects if isinstance(e, fx.Reply)]
+    assert [e.request for e in replied] == [first, first + 1]
+    assert all(isinstance(e.answer.results[0], an.WriteOrder) for e in replied)
+    assert driver.tables.tier_counters[Tier.RAM].evictions == 41, "exactly what both needed"
+
+
+def test_a_large_item_whose_room_is_claimed_meanwhile_has_none() -> None:
+    driver = large(32)
+    alice, bob = driver.open("alice"), driver.open("bob")
+    full(driver, alice)
+    assert driver.reserve(alice, "large", payload_bytes=600, begin=True) is None
+    request = driver.last_request
+    driver.claim(bob, " ".join(f"k{n}" for n in range(50, 100)), ClaimMode.ANY)
+    effects = list(driver.effects)
+    assert driver.tables.ledgers[Tier.RAM].pinned_entries == 50
+    effects += finish(driver)
+    assert driver.answer_of(request, effects).results == (SaveStatus.NO_ROOM,)
+    assert driver.tables.sessions[alice].reserving == 0
+
+
+def test_a_large_item_that_is_given_up_meanwhile_keeps_nothing() -> None:
+    driver = large(32)
+    session = driver.open()
+    full(driver, session)
+    driver.reserve(session, "large", payload_bytes=600, begin=True)
+    driver.happens(ev.RequestDropped(driver.last_request, 0))
+    finish(driver)
+    assert not driver.tables.reservations
+    assert driver.tables.sessions[session].reserving == 0
+
+
+def reserve_with_chains(
+    driver: Driver, session: int, saves: int, *, begin: bool = False
+) -> list[int]:
+    """Tokens of so many saves of one item each, behind the same ten."""
+    tokens = []
+    for number in range(saves):
+        answer = driver.reserve(session, f"r{number}", after=many(10), begin=begin)
+        tokens += [order.token for order in answer.results]
+        finish(driver)
+    return tokens
+
+
+@pytest.mark.parametrize("how", ["cancelled", "sealed", "expired", "session"])
+def test_the_chains_of_many_saves_are_used_in_steps(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Each of the chains may be as long as a batch."""
+    monkeypatch.setattr(transition, "_CHAINED_AT_ONCE", 22)
+    driver = large(16)
+    session = driver.open()
+    saved(driver, session, many(10))
+    tokens = reserve_with_chains(driver, session, 20, begin=how == "sealed")
+    assert driver.tables.sessions[session].chained_keys == 220
+    refreshed: list[int] = []
+    real = transition.Transition.refresh_all
+
+    def counted(self: transition.Transition, entries: Iterable[Entry]) -> None:
+        listed = list(entries)
+        refreshed.append(len(listed))
+        real(self, listed)
+
+    monkeypatch.setattr(transition.Transition, "refresh_all", counted)
+    holder = driver.tables.sessions[session]
+    if how == "cancelled":
+        driver.cancel(session, *tokens)
+    elif how == "sealed":
+        driver.seal(*tokens)
+    elif how == "session":
+        driver.lose(session)
+    else:
+        driver.now_ns += 1_000
+        driver.tick()
+    # Two chains at once, and as much as there are steps for.
+    most = [sum(refreshed)]
+    while driver.state.busy or holder.chained_keys:
+        refreshed.clear()
+        driver.tick()
+        most.append(sum(refreshed))
+    assert max(most) <= 22 + 2 * 16
+    assert len(most) > 5
+    assert holder.chained_keys == 0
+    assert driver.order().split()[-1] == "k0", "the root is the most recent"
+
+
+def test_the_chains_that_a_session_holds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reserving, "MOST_CHAINED_KEYS", 30)
+    driver = large(2_000)
+    session = driver.open()
+    tokens = reserve_with_chains(driver, session, 3)
+    refused = driver.reserve(session, "more", after=many(10))
+    assert isinstance(refused.error, LimitReached)
+    assert "chains of 33 keys" in str(refused.error)
+    driver.cancel(session, tokens[0])
+    reserve_with_chains(driver, session, 1)
 
 
 def test_a_save_that_is_given_up_meanwhile_keeps_nothing() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from prefixd.server.core.tables import Claim, Session, StateConfig, Tables, Timer
+from prefixd.server.core.sessions import Claim, Session
+from prefixd.server.core.tables import StateConfig, Tables, Timer
 
 
 def tables(stamp_ns: int = 0) -> Tables:

@@ -9,7 +9,8 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.server.core import effects as fx
 from prefixd.server.core.events import LookupAsked
 from prefixd.server.core.journal import EvictionCause
-from prefixd.server.core.tables import Claim, WaitMode
+from prefixd.server.core.sessions import Claim
+from prefixd.server.core.tables import WaitMode
 from prefixd.server.core.transition import Refusal, Transition
 from tests.support.state_driver import Driver, erased, key, keys, names
 

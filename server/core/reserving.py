@@ -1,0 +1,284 @@
+"""Reserving, the first step of a save: the right to a key, and room, for which others are evicted.
+Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from ...proto.errors import LimitReached, UnknownSession, UnknownTier
+from ...proto.vocabulary import SaveStatus, Tier
+from ...tiers.ledger import Admission, Ledger
+from .answers import (
+    Answer,
+    Closed,
+    OverShare,
+    Refused,
+    ReserveAnswer,
+    Reserved,
+    WriteOrder,
+)
+from .effects import Reply
+from .entries import Entry
+from .events import (
+    ReserveAsked,
+)
+from .journal import EvictionCause
+from .read_rules import awaited, find
+from .save_rules import lose, order_of
+from .sessions import NEXT_STAGE, Reservation, SaveBatch, Signal, Stage
+from .tables import Reserve, StateConfig, Timer, WaitMode
+from .transition import Refusal, Transition
+
+_FITS, _AFTER_EVICTION = Admission.FITS, Admission.AFTER_EVICTION
+#: Of a session's chains, before its next save: 128 of the longest ones. Each save has its own.
+MOST_CHAINED_KEYS: Final = 2**19
+#: A save may evict so many for each of its items at once, about five milliseconds' worth in all.
+_EVICTIONS_OF_AN_ITEM: Final = 4
+
+#: payload bytes, token id bytes -> what the tier's budget is charged
+Footprint = Callable[[int, int], int]
+
+
+def reserve(transition: Transition, asked: ReserveAsked) -> None:
+    """Grant the right and the room to save, item by item: see `go_on_reserving`. Waits before
+    that for the same keys in flight."""
+    t = transition.tables
+    session = transition.session(asked.session)
+    if asked.tier not in t.ledgers:
+        raise Refusal(UnknownTier(f"this daemon has no {asked.tier.label} tier"))
+    held = len(session.tokens) + session.reserving
+    if held + len(asked.items) > t.config.max_reservations_per_session:
+        raise Refusal(LimitReached(f"this session holds {held} reservations; finish some"))
+    if session.chained_keys > MOST_CHAINED_KEYS:
+        chained = f"chains of {session.chained_keys} keys"
+        raise Refusal(LimitReached(f"this session's saves hold {chained}; finish some"))
+    if transition.now_ns < asked.wait_until_ns:
+        pending = awaited(transition, [item.key for item in asked.items], WaitMode.ALL)
+        if transition.park(asked, WaitMode.ALL, pending):
+            return
+    mine = [item.key for item in asked.items]
+    chain = (*asked.ancestors, *mine)
+    # Before anything is evicted for this chain, what is there of it becomes the most recent.
+    there = [entry for entry in t.entries.find_all(chain) if entry is not None]
+    if there:
+        keys = set(mine)
+        for entry in reversed(there):
+            transition.use(entry) if entry.key in keys else transition.refresh(entry)
+    session.reserving += len(asked.items)
+    job = t.reserving[asked.request] = Reserve(asked, session, SaveBatch(chain))
+    t.backlog.append(job)
+
+
+def go_on_reserving(
+    transition: Transition, job: Reserve, footprints: Mapping[Tier, Footprint], items: int
+) -> int:
+    """So many items more; an item whose room is not there yet evicts for so many. How many are
+    left of them? Behind the last item the question is answered."""
+    t, asked, session = transition.tables, job.asked, job.session
+    footprint = footprints[asked.tier]
+    there = t.sessions.get(session.session) is session
+    if there and not job.dropped:
+        items = _reserve_items(transition, job, items, footprint)
+        if len(job.results) < len(asked.items):
+            return items
+    session.reserving -= len(asked.items) - len(job.results)
+    del t.reserving[asked.request]
+    results = tuple(job.results)
+    if job.dropped:
+        # Nobody knows of what was granted.
+        for order in results:
+            if isinstance(order, WriteOrder) and order.token in t.reservations:
+                lose(transition, t.reservations[order.token], "it was not asked for", tell=False)
+        return items
+    if there:
+        _observe(transition, asked, results, footprint)
+        answer: Answer = ReserveAnswer(_standing_ns(transition, asked), results)
+    else:
+        answer = Refused(UnknownSession(f"session {session.session} ended"))
+    transition.effects.append(Reply(asked.request, answer))
+    return items
+
+
+def _standing_ns(transition: Transition, asked: ReserveAsked) -> int:
+    """How long a reservation stands as it is granted. Without a byte it doesn't stand for long:
+    its room is taken from entries that others use."""
+    if asked.begin:
+        return asked.ttl_ns
+    return min(asked.ttl_ns, transition.tables.config.unwritten_ttl_ns)
+
+
+def _observe(
+    transition: Transition, asked: ReserveAsked, results: tuple[Reserved, ...], footprint: Footprint
+) -> None:
+    """What is saved was looked for and not found, as a rule: a miss that a larger tier might
+    have hit. What is there already, but not claimed, is an access too."""
+    if not transition.tables.curves:
+        return
+    entries = transition.tables.entries
+    missed = [
+        (item.key, item.token_count, footprint(item.payload_bytes, len(item.token_ids)))
+        for item, result in zip(asked.items, results, strict=True)
+        if isinstance(result, WriteOrder | Closed | OverShare) or result is SaveStatus.NO_ROOM
+    ]
+    transition.observe(asked.tier, missed)
+    transition.observe_entries([entries[i.key] for i in asked.items if i.key in entries])
+
+
+def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: Footprint) -> int:
+    """Room for so many items more, one after the other: each may be what the next one evicts.
+    Returns how many are left, see `go_on_reserving`."""
+    t, asked, session, batch = transition.tables, job.asked, job.session, job.batch
+    tier, begin, results = asked.tier, asked.begin, job.results
+    ledger, counters = t.ledgers[tier], t.counters
+    served_ns, now_ns = transition.served_ns, transition.now_ns
+    expires_ns = served_ns + _standing_ns(transition, asked)
+    stage = NEXT_STAGE[Stage.RESERVED, Signal.BEGIN] if begin else Stage.RESERVED
+    once = batch.numbers.setdefault
+    start = len(results)
+    there, in_flight = t.entries.find, t.in_flight
+    sized, stored_bytes = (-1, -1), 0
+    parent: bytes = b""
+    following = asked.items[start - 1].key if start else (asked.ancestors or (b"",))[-1]
+    job.evictions = items * _EVICTIONS_OF_AN_ITEM
+    for item in asked.items[start : start + items]:
+        if job.evictions <= 0:
+            break
+        parent, following = following, item.key
+        taken = there(item.key) is not None or item.key in in_flight
+        found = find(transition, item.key) if taken else None
+        if found is not None:
+            if isinstance(found, Entry):
+                counters.duplicate_saves += 1
+                results.append(SaveStatus.PRESENT)
+            else:
+                counters.in_flight_refusals += 1
+                results.append(found)
+            session.reserving -= 1
+            job.coming = None
+            continue
+        key, payload_bytes, token_count, layer_count, token_ids = item
+        token_ids_bytes = len(token_ids)
+        if sized != (payload_bytes, token_ids_bytes):
+            sized = payload_bytes, token_ids_bytes
+            stored_bytes = footprint(*sized)
+        # Without a place so far; what repeats is one object.
+        entry = job.coming or Entry(
+            key,
+            once(stored_bytes, stored_bytes),
+            (),
+            tier,
+            asked.reason,
+            0,
+            0,
+            once(payload_bytes, payload_bytes),
+            once(token_count, token_count),
+            0,
+            layer_count,
+            token_ids_bytes,
+            0,
+            0,
+            False,
+            session.label,
+        )
+        refusal = make_room(transition, job, entry)
+        if job.coming is not None:
+            break
+        session.reserving -= 1
+        if refusal is not None:
+            results.append(refusal)
+            continue
+        entry.generation = t.stamp(now_ns)
+        ledger.reserve(entry)
+        token = t.next_token
+        t.next_token = token + 1
+        reservation = Reservation(
+            token,
+            entry,
+            session.session,
+            token_ids,
+            batch,
+            served_ns,
+            expires_ns,
+            asked.ttl_ns,
+            parent,
+        )
+        if not batch.unsettled:
+            session.chained_keys += len(batch.chain)
+        batch.unsettled.add(token)
+        t.reservations[token] = reservation
+        t.in_flight[key] = reservation
+        session.tokens[token] = None
+        session.reserved_bytes[tier] = session.reserved_bytes.get(tier, 0) + stored_bytes
+        counters.reservations += 1
+        t.set_timer(expires_ns, Timer.RESERVATION, token)
+        for recount in t.recounts:
+            recount.reserved(reservation)
+        reservation.stage = stage
+        results.append(order_of(reservation))
+    return min(start + items - len(results), job.evictions // _EVICTIONS_OF_AN_ITEM)
+
+
+def most_reserved_bytes(config: StateConfig, ledger: Ledger) -> int:
+    """What one session may have reserved at once: of the tier as large as it is now."""
+    return int(ledger.limit_bytes * config.max_reserved_share)
+
+
+def make_room(
+    transition: Transition, job: Reserve, coming: Entry
+) -> SaveStatus | Closed | OverShare | None:
+    """Evict exactly what an entry more needs; None when it fits, else why it doesn't. If no more
+    may be evicted now, it is the `coming` of the job: room is made for nobody else before it goes
+    on, as all that take some are behind it in the backlog.
+    """
+    t, session, begin = transition.tables, job.session, job.asked.begin
+    begun, job.coming = job.coming is not None, None
+    tier, stored_bytes = coming.tier, coming.stored_bytes
+    ledger = t.ledgers[tier]
+    admission = ledger.admission(stored_bytes, 1, coming.key)
+    if (admission is not _FITS and admission is not _AFTER_EVICTION) or tier in t.closed:
+        return _refusal(transition, tier, admission)
+    # One session does not reserve more than its share of a tier at once: that evicts what
+    # others use. A single entry whose bytes are on their way may be larger; it is reserved alone.
+    reserved_bytes = session.reserved_bytes.get(tier, 0)
+    if reserved_bytes + stored_bytes > most_reserved_bytes(t.config, ledger) and (
+        reserved_bytes or not begin
+    ):
+        t.counters.quota_refusals += 1
+        for_ever = stored_bytes > int(ledger.arena_bytes * t.config.max_reserved_share)
+        return SaveStatus.TOO_LARGE if for_ever and not begin else SaveStatus.NO_ROOM
+    if not begun:
+        ledger.prepare(coming)
+    fits = admission is _FITS
+    while not fits:
+        if not job.evictions:
+            job.coming = coming
+            return None
+        job.evictions -= 1
+        victim = ledger.next_victim(coming)
+        assert victim is not None, "the ledger promised room"
+        transition.evict(victim, EvictionCause.SAVE, session.session, coming)
+        fits = ledger.fits(stored_bytes)
+    return None
+
+
+def _refusal(
+    transition: Transition, tier: Tier, admission: Admission
+) -> SaveStatus | Closed | OverShare:
+    """Why an entry can't be admitted; counted."""
+    t = transition.tables
+    counters = t.counters
+    if admission is Admission.TOO_LARGE:
+        counters.too_large_refusals += 1
+        return SaveStatus.TOO_LARGE
+    if admission is Admission.ABOVE_SHARES:
+        counters.too_large_refusals += 1
+        return OverShare(tier, for_ever=True)
+    if tier in t.closed:
+        counters.closed_refusals += 1
+        return Closed(tier, t.closed[tier])
+    if admission is Admission.NO_ROOM:
+        counters.no_room_refusals += 1
+        return SaveStatus.NO_ROOM
+    counters.quota_refusals += 1
+    return OverShare(tier, for_ever=False)
