@@ -77,11 +77,6 @@ def check_key(key: Buffer) -> Key:
     return Key(key)
 
 
-def key_hex(key: Key) -> str:
-    """64 lower-case hexadecimal digits."""
-    return key.hex()
-
-
 def key_from_hex(text: str) -> Key:
     """The key of 64 hexadecimal digits, upper or lower case; raises `InvalidKey`."""
     try:

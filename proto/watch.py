@@ -30,8 +30,6 @@ from .vocabulary import SaveReason, Tier
 
 PUBLISHED: Final = 1
 EVICTED: Final = 2
-#: Without `parent` and `namespace`.
-PUBLISHED_BYTES: Final = 72
 _PUBLISHED: Final = Struct("<BBBBH32sBQBQBQBIBB").pack
 _EVICTED: Final = Struct("<BBBBH32sBQBQ").pack
 _U64: Final = Struct("<Q")

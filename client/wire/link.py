@@ -11,7 +11,6 @@ slow one costs the others a round trip.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +27,6 @@ from ..counters import Counters, Report
 from ..results import Entry
 from .connection import Calls, Connection
 from .data_line import DataCalls
-
-logger = logging.getLogger("prefixd.client")
 
 #: Heartbeats sent per interval that is due, so that one late heartbeat loses no session.
 BEATS_PER_INTERVAL: Final = 2

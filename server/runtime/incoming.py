@@ -10,8 +10,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-import structlog
-
 from ...proto import limits
 from ...proto.copying import RELEASE_BYTES
 from ...proto.errors import PrefixdError
@@ -20,8 +18,6 @@ from ..core.effects import SaveEnded
 from ..core.events import WriteSealed
 from .loop import Core
 from .writes import Piece, Write
-
-log = structlog.get_logger("prefixd.incoming")
 
 #: Fewer bytes than this are copied at once, on the loop: a thread would take longer to wake.
 _INLINE_BYTES = 1 * 2**20

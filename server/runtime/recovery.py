@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import structlog
@@ -30,26 +29,6 @@ _MAX_LOGGED: Final = 1_000
 _AGAIN_S: Final = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class TierReport:
-    """What a start found in one tier."""
-
-    tier: Tier
-    entries: int
-    payload_bytes: int
-    dropped: int
-
-
-async def recover(core: Core, incarnation: bytes) -> list[TierReport]:
-    """Bring every tier back, and let it serve."""
-    recovery = Recovery(core, incarnation)
-    reports = []
-    for store in core.stores.values():
-        reports.append(await recovery.recover(store))
-        recovery.end(store)
-    return reports
-
-
 class Recovery:
     """Adopts what survived, tier by tier, while the daemon serves: from the moment that this is
     made, tiers with records take no saves until `end`.
@@ -71,7 +50,7 @@ class Recovery:
                 self._say(store.tier, 0)
                 core.devices.recovering(store.tier, True)
 
-    async def recover(self, store: Store) -> TierReport:
+    async def recover(self, store: Store) -> None:
         """Adopt all of one tier. What a store can't read now is asked for again: until then the
         tier takes no saves, and health says why."""
         core, tier = self._core, store.tier
@@ -89,17 +68,13 @@ class Recovery:
         # What the store dropped, and forgot by itself, is erased soon.
         core.orders.forget(tier, ())
         counters = core.state.tables.tier_counters[tier]
-        report = TierReport(
-            tier, counters.recovered_entries, counters.recovered_bytes, counters.dropped_at_start
-        )
         log.info(
             "tier_recovered",
             tier=tier.label,
-            entries=report.entries,
-            payload_bytes=report.payload_bytes,
-            dropped=report.dropped,
+            entries=counters.recovered_entries,
+            payload_bytes=counters.recovered_bytes,
+            dropped=counters.dropped_at_start,
         )
-        return report
 
     def end(self, store: Store) -> None:
         """The tier takes saves."""

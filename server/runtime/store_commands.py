@@ -100,8 +100,3 @@ class StoreOrders:
     def closings(self) -> list[Callable[[], None]]:
         """For each thread: finish what was ordered, and end it. Each blocks."""
         return [committer.close for committer in self._committers.values()]
-
-    def close(self) -> None:
-        """All of them, one after the other."""
-        for closing in self.closings():
-            closing()

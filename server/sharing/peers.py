@@ -19,7 +19,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from time import monotonic
-from typing import Final, Protocol
+from typing import Final
 
 from ...client import ClaimMode, Client, MissReason
 from ...client.counters import Counters
@@ -55,16 +55,6 @@ def peer_security(ca: str, cert: str, key: str, token_file: str) -> Security:
     security.channel_credentials()
     security.context()
     return security
-
-
-class Peer(Protocol):
-    """Another node's daemon. For any thread."""
-
-    def read(self, wanted: Sequence[Wanted], deadline_s: float) -> list[Outcome]:
-        """Bring payloads into their rooms. DONE: these are the bytes that the entry says."""
-
-    def close(self) -> None:
-        """End the connection."""
 
 
 class DaemonPeer:

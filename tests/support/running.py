@@ -41,10 +41,10 @@ from prefixd.server.config.machine import Machine
 from prefixd.server.config.options import Config
 from prefixd.server.core.events import ArenaGrown, Tick
 from prefixd.server.daemon import service_config
-from prefixd.server.runtime import recovery
 from prefixd.server.runtime.clock import Clock
 from prefixd.server.runtime.index import IndexWriter
 from prefixd.server.runtime.loop import Core
+from prefixd.server.runtime.recovery import Recovery
 from prefixd.server.runtime.tracing import Tracing
 from prefixd.tiers.store import Store
 from tests.support.columns import Item, columns
@@ -527,7 +527,10 @@ async def running(
         try:
             for tier, store in stores.items():
                 core.post(ArenaGrown(tier, store.secured_bytes, clock.now_ns()))
-            await recovery.recover(core, incarnation)
+            recovery = Recovery(core, incarnation)
+            for store in stores.values():
+                await recovery.recover(store)
+                recovery.end(store)
             for tier, store in stores.items():
                 for secured_bytes in store.secure_segments():
                     core.post(ArenaGrown(tier, secured_bytes, clock.now_ns()))

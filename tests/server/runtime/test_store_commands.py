@@ -56,7 +56,8 @@ class Told:
         return dict(self.stores)
 
     def close(self) -> None:
-        self.orders.close()
+        for close in self.orders.closings():
+            close()
         for store in self.stores.values():
             store.close()
 
@@ -90,7 +91,8 @@ def test_a_tier_without_records_has_nothing_to_write(told: Told) -> None:
     entry = record_of(store, key(1), 4, 1, (0, SLAB))
     told.orders.forget(Tier.RAM, [entry])
     told.orders.record_usage(Tier.RAM, (Usage(entry, 77, 5),))
-    told.orders.close()
+    for close in told.orders.closings():
+        close()
     assert store.happened == []
     assert told.orders.unhealthy() == {}
 
