@@ -166,11 +166,16 @@ def parts_of(request: pb.SaveStagedRequest) -> list[StagedPart]:
     lengths = list(map(len, columns))
     if len(set(lengths)) != 1:
         raise MalformedMessage(f"the columns of {len(items)} parts have {lengths} values")
-    if len(items) > limits.MAX_BATCH_KEYS:
-        raise InvalidBatch(
-            f"{len(items)} parts in one message, at most {limits.MAX_BATCH_KEYS} go into one"
-        )
+    check_parts(items)
     return list(map(_part, zip(*columns, strict=True)))
+
+
+def check_parts(parts: Collection[object]) -> None:
+    """Refuse more parts than payloads that one message can bring. Looks at none of them."""
+    if len(parts) > limits.MAX_BATCH_KEYS:
+        raise InvalidBatch(
+            f"{len(parts)} parts in one message, at most {limits.MAX_BATCH_KEYS} go into one"
+        )
 
 
 class StagedPart(NamedTuple):
