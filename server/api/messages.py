@@ -6,7 +6,7 @@ sentence; what comes out is well-formed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar, cast
 
@@ -361,5 +361,8 @@ def entry_detail(entry: Entry) -> pb.EntryDetail:
     )
 
 
-def tiers_of(numbers: Iterable[int], configured: Collection[Tier]) -> tuple[Tier, ...]:
+def tiers_of(numbers: Collection[int], configured: Collection[Tier]) -> tuple[Tier, ...]:
+    """Those that are named, each once. Of more than there can be none is looked at."""
+    if len(numbers) > len(Tier):
+        raise InvalidBatch(f"tiers has {len(numbers)} elements, and there are {len(Tier)} tiers")
     return tuple(dict.fromkeys(tier_of(number, configured) for number in numbers))
