@@ -201,11 +201,11 @@ class AdminService(Operations):
         if tier not in t.curves:
             raise CurveDisabled("this daemon samples no curve; set server.curve_keys")
         own_bytes = t.ledgers[tier].budget_bytes
+        if len(request.budget_bytes) > limits.MAX_BATCH_KEYS:
+            raise InvalidSize(f"at most {limits.MAX_BATCH_KEYS} budgets go into one call")
         budgets = tuple(request.budget_bytes) or tuple(
             own_bytes * quarters // 4 for quarters in _DEFAULT_QUARTERS
         )
-        if len(budgets) > limits.MAX_BATCH_KEYS:
-            raise InvalidSize(f"at most {limits.MAX_BATCH_KEYS} budgets go into one call")
         curve = t.curves[tier].estimate()
         return pb.CurveResponse(
             points=[

@@ -59,6 +59,7 @@ class DataCalls:
         if len(columns) != len(request.keys) or (request.room_bytes and request.generations):
             raise InvalidBatch("a fetch names the generation of each key, or the room for each")
         session = self._service.session_of(request.session, caller).number
+        messages.batch_of("keys", request.keys)  # before they are copied
         async with self._service.reads.room(READ_BYTES, session):
             asked = pb.ClaimRequest(
                 session=request.session,

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from ...proto import local
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import UnknownStaging
+from ...proto.errors import InvalidBatch, UnknownStaging
 from ...proto.vocabulary import Tier
 from ...tiers.disk import DiskStore
 from ...tiers.ram import RamStore
@@ -18,6 +18,9 @@ from ..runtime.loop import Core
 from ..runtime.staging import StagingPool
 from .namespaces import namespace_of
 from .sessions import Membership
+
+#: Names in one request. A newer client may know some that are none here.
+_MAX_WANTED: Final = 64
 
 
 class Handed(NamedTuple):
@@ -75,7 +78,9 @@ class Handoff:
     def pack(self, membership: Membership, wanted: Collection[str] = ()) -> Package:
         """What this session wants of all that there is, which is everything if it names nothing.
         The caller closes it. Index and arenas have the entries of all namespaces: a session that is
-        of one gets its staging memory only."""
+        of one gets its staging memory only. Raises InvalidBatch."""
+        if len(wanted) > _MAX_WANTED:
+            raise InvalidBatch(f"{len(wanted)} names are wanted, at most {_MAX_WANTED} at once")
         session, bound = membership.number, namespace_of(membership.access) is not None
         package = Package()
         try:

@@ -107,16 +107,17 @@ class LentSaves:
 
 def _payloads(request: pb.SaveLentRequest) -> list[LentPayload]:
     """Raises MalformedMessage, InvalidBatch."""
-    addresses, lengths = list(request.addresses), list(request.lengths_bytes)
-    if len(addresses) > limits.MAX_LENT_PIECES or len(request.pieces) > limits.MAX_BATCH_KEYS:
+    pieces = len(request.addresses)
+    if pieces > limits.MAX_LENT_PIECES or len(request.pieces) > limits.MAX_BATCH_KEYS:
         raise InvalidBatch(
-            f"{len(addresses)} pieces of {len(request.pieces)} payloads are lent at once, at most "
+            f"{pieces} pieces of {len(request.pieces)} payloads are lent at once, at most "
             f"{limits.MAX_LENT_PIECES} of {limits.MAX_BATCH_KEYS}"
         )
     if len(request.token) != limits.LENT_TOKEN_BYTES:
         raise MalformedMessage(f"a token has {limits.LENT_TOKEN_BYTES} bytes")
-    if len(addresses) != len(lengths) or sum(request.pieces) != len(addresses):
+    if len(request.lengths_bytes) != pieces or sum(request.pieces) != pieces:
         raise MalformedMessage("each lent piece has an address, a length and a payload")
+    addresses, lengths = list(request.addresses), list(request.lengths_bytes)
     if not all(lengths):
         raise MalformedMessage("a lent piece is not empty")
     ends = pairwise(accumulate(request.pieces, initial=0))

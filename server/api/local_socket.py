@@ -464,10 +464,10 @@ class _Connection(asyncio.BufferedProtocol):
             raise LimitReached("answers have to be read before a hand-over")
         try:
             membership = self._server.sessions.prove(request.session, self._call)
+            package = self._server.hand_over.pack(membership, request.wanted)
         except PrefixdError as problem:
             self._send(failure_of("hand_over", problem))
             return
-        package = self._server.hand_over.pack(membership, request.wanted)
         try:
             # A dup: the transport's own socket is not for sending.
             with self._transport.get_extra_info("socket").dup() as own:

@@ -6,7 +6,7 @@ sentence; what comes out is well-formed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar, cast
 
@@ -166,11 +166,16 @@ def parts_of(request: pb.SaveStagedRequest) -> list[StagedPart]:
     lengths = list(map(len, columns))
     if len(set(lengths)) != 1:
         raise MalformedMessage(f"the columns of {len(items)} parts have {lengths} values")
-    if len(items) > limits.MAX_BATCH_KEYS:
-        raise InvalidBatch(
-            f"{len(items)} parts in one message, at most {limits.MAX_BATCH_KEYS} go into one"
-        )
+    check_parts(items)
     return list(map(_part, zip(*columns, strict=True)))
+
+
+def check_parts(parts: Collection[object]) -> None:
+    """Refuse more parts than payloads that one message can bring. Looks at none of them."""
+    if len(parts) > limits.MAX_BATCH_KEYS:
+        raise InvalidBatch(
+            f"{len(parts)} parts in one message, at most {limits.MAX_BATCH_KEYS} go into one"
+        )
 
 
 class StagedPart(NamedTuple):
@@ -356,5 +361,8 @@ def entry_detail(entry: Entry) -> pb.EntryDetail:
     )
 
 
-def tiers_of(numbers: Iterable[int], configured: Collection[Tier]) -> tuple[Tier, ...]:
+def tiers_of(numbers: Collection[int], configured: Collection[Tier]) -> tuple[Tier, ...]:
+    """Those that are named, each once. Of more than there can be none is looked at."""
+    if len(numbers) > len(Tier):
+        raise InvalidBatch(f"tiers has {len(numbers)} elements, and there are {len(Tier)} tiers")
     return tuple(dict.fromkeys(tier_of(number, configured) for number in numbers))

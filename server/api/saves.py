@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from typing import Final, Protocol, TypeAlias, TypeVar
@@ -202,6 +202,7 @@ class Saves:
         named: dict[int, pb.SaveResult | None],
     ) -> None:
         """Take one message of a Write stream."""
+        messages.check_parts(request.parts)
         for part in request.parts:
             if part.token not in named:
                 named[part.token] = await self._begin(membership, part.token, incoming, part.token)
@@ -386,7 +387,8 @@ def _granted(item: int, refusals: Refusals) -> bool:
     return refusals[item] is None
 
 
-def _pieces(parts: Iterable[pb.WritePart], refusals: Refusals) -> list[Piece]:
+def _pieces(parts: Collection[pb.WritePart], refusals: Refusals) -> list[Piece]:
+    messages.check_parts(parts)
     return [
         Piece(p.item, p.data, p.last, p.payload_crc32c, p.offset_bytes)
         for p in parts

@@ -8,7 +8,7 @@ but numbers for people comes of it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from operator import add, attrgetter
 from typing import Final
@@ -202,6 +202,7 @@ class UsageBook:
 def check_usage(usage: pb.Usage) -> pb.Usage:
     """Returns the report, if it is consistent and all of its words are known. Raises
     MalformedMessage, InvalidSize."""
+    _check_lengths(usage)
     _known("reason of a miss", usage.misses, REASONS)
     _known("reason of a failure", usage.failures, REASONS)
     numbers = [getattr(usage, name) for name in SCALARS]
@@ -233,6 +234,23 @@ def check_usage(usage: pb.Usage) -> pb.Usage:
     if hit_tokens > usage.lookup_tokens:
         raise MalformedMessage("a report has more hit tokens than were looked for")
     return usage
+
+
+def _check_lengths(usage: pb.Usage) -> None:
+    """Refuse more of anything than there are words for it, before any of it is looked at."""
+    _at_most(len(REASONS), "reasons of misses", usage.misses)
+    _at_most(len(REASONS), "reasons of failures", usage.failures)
+    _at_most(len(LATENCY_BOUNDS_NS) + 1, "times of restores", usage.restore_times)
+    _at_most(MAX_TOLD_MISSES, "misses with their keys", usage.absent)
+    _at_most(len(Tier), "tiers", usage.tiers)
+    for told in usage.tiers:
+        _at_most(len(PATHS), "paths", told.restored_bytes)
+        _at_most(len(SaveReason) * len(OUTCOMES), "kinds of saves", told.saves)
+
+
+def _at_most(most: int, what: str, given: Sized) -> None:
+    if len(given) > most:
+        raise MalformedMessage(f"a report has {len(given)} {what}, at most there are {most}")
 
 
 def _known(what: str, given: Iterable[object], words: Iterable[object]) -> None:

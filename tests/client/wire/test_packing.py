@@ -58,6 +58,23 @@ def test_small_payloads_share_a_message() -> None:
     assert len(messages) == 1
 
 
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=50),
+    st.integers(1, 2_000),
+    st.integers(300, 4_000),
+)
+def test_a_message_has_one_part_of_a_payload_at_most(
+    sizes_bytes: list[int], chunk_bytes: int, max_message_bytes: int
+) -> None:
+    """The daemon takes as many parts in a message as there are payloads in a batch, so that no
+    batch can be cut into too many."""
+    opening = pb.SaveRequest(header=pb.SaveHeader())
+    _, messages = packed(sizes_bytes, chunk_bytes, max_message_bytes, opening)
+    for message in messages:
+        items = [part.item for part in pb.SaveRequest.FromString(message).parts]
+        assert len(items) == len(set(items))
+
+
 def test_a_message_holds_about_a_chunk() -> None:
     _, messages = packed([10_000] * 5, 4_000, 1 << 20, pb.SaveRequest(header=pb.SaveHeader()))
     sizes = [len(pb.SaveRequest.FromString(message).parts) for message in messages]

@@ -25,6 +25,7 @@ from prefixd.server.core.entries import Entry
 from prefixd.server.core.events import SaveItem
 from tests.support.columns import Item, StagedPart, columns, staged
 from tests.support.running import key
+from tests.support.unseen import Unseen
 
 TIERS = {Tier.RAM, Tier.DISK}
 FLIGHT = FlightInfo("alice", 2_500_000)
@@ -194,6 +195,11 @@ def test_tiers_are_those_of_this_daemon() -> None:
     for number in (0, 4, -1):
         with pytest.raises(UnknownTier, match=f"tier {number} does not exist; this daemon has"):
             messages.tier_of(number, TIERS)
+
+
+def test_more_tiers_than_there_are_are_not_looked_at() -> None:
+    with pytest.raises(InvalidBatch, match="tiers has 4 elements, and there are 3 tiers"):
+        messages.tiers_of(Unseen(len(Tier) + 1), TIERS)
 
 
 def test_reasons_are_five() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -12,7 +14,7 @@ from prefixd.client.results import Entry, SaveOutcome
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import InvalidSize, MalformedMessage, PrefixdError
 from prefixd.proto.keys import Key
-from prefixd.proto.limits import MAX_LABELS, MAX_REPORTED, MAX_TOLD_MISSES
+from prefixd.proto.limits import LATENCY_BOUNDS_NS, MAX_LABELS, MAX_REPORTED, MAX_TOLD_MISSES
 from prefixd.proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
 from prefixd.server.api import usage as subject
 from prefixd.server.api.metrics import StateCollector
@@ -27,6 +29,7 @@ from prefixd.server.core import entries
 from prefixd.server.core.journal import Happening, Journal
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
+from tests.support.unseen import Unseen
 
 KEY = Key(bytes(32))
 
@@ -100,6 +103,48 @@ def test_what_does_not_add_up_is_refused(usage: dict[str, object]) -> None:
     check_usage(pb.Usage(**GOOD))  # type: ignore[arg-type]
     with pytest.raises((MalformedMessage, InvalidSize)):
         check_usage(pb.Usage(**usage))  # type: ignore[arg-type]
+
+
+REPORT = {"misses": {}, "failures": {}, "restore_times": [], "absent": [], "tiers": []}
+OF_TIER = {"restored_bytes": {}, "saves": []}
+
+
+@pytest.mark.parametrize(
+    ("field", "most"),
+    [
+        ("misses", len(subject.REASONS)),
+        ("failures", len(subject.REASONS)),
+        ("restore_times", len(LATENCY_BOUNDS_NS) + 1),
+        ("absent", MAX_TOLD_MISSES),
+        ("tiers", len(Tier)),
+        ("restored_bytes", len(subject.PATHS)),
+        ("saves", len(SaveReason) * len(subject.OUTCOMES)),
+    ],
+)
+def test_a_report_that_is_too_long_is_refused_unseen(field: str, most: int) -> None:
+    """A million tiers, or a million saves, would hold the daemon for seconds."""
+    told = {field: Unseen(most + 1)}
+    if field in OF_TIER:
+        told = {"tiers": [SimpleNamespace(**OF_TIER | told)]}
+    usage: Any = SimpleNamespace(**REPORT | told)
+    with pytest.raises(MalformedMessage, match=f"a report has {most + 1} .*, at most .* {most}"):
+        check_usage(usage)
+
+
+def test_the_longest_report_there_can_be_is_taken() -> None:
+    saves = [
+        {"reason": reason.value, "outcome": outcome, "entries": 1}
+        for reason in SaveReason
+        for outcome in subject.OUTCOMES
+    ]
+    paths = dict.fromkeys(subject.PATHS, 1)
+    usage = pb.Usage(
+        lookups=len(subject.REASONS),
+        misses=dict.fromkeys(subject.REASONS, 1),
+        failures=dict.fromkeys(subject.REASONS, 1),
+        tiers=[{"tier": tier.value, "restored_bytes": paths, "saves": saves} for tier in Tier],  # type: ignore[list-item]
+    )
+    assert check_usage(usage) is usage
 
 
 def test_the_journal_says_why_what_was_looked_for_is_absent() -> None:
