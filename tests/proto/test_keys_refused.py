@@ -31,7 +31,6 @@ from prefixd.proto.keys import (
     iter_block_keys,
     iter_chain,
     key_from_hex,
-    key_hex,
     prefix_key,
     prefix_keys,
     token_bytes,
@@ -167,7 +166,7 @@ def test_a_context_value_that_is_none(value: Any) -> None:
 
 @given(st.binary(min_size=32, max_size=32))
 def test_hexadecimal_comes_back(key: bytes) -> None:
-    assert key_from_hex(key_hex(check_key(key))) == key
+    assert key_from_hex(check_key(key).hex()) == key
     assert key_from_hex(key.hex().upper()) == key
     assert check_key(memoryview(key)) == key
     assert check_key(bytearray(key)) == key
