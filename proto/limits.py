@@ -18,6 +18,8 @@ QUANT_BYTES: Final = 8
 MAX_BATCH_KEYS: Final = 4096
 #: One gRPC message. Above it the transport itself answers RESOURCE_EXHAUSTED.
 MAX_MESSAGE_BYTES: Final = 16 * 2**20
+#: A request that brings neither payloads nor token ids: several times what a batch of keys needs.
+MAX_PLAIN_MESSAGE_BYTES: Final = 1 * 2**20
 #: What payloads are cut into on a stream.
 CHUNK_BYTES: Final = 1 * 2**20
 #: What a client lets the daemon copy out of staging memory at once, unless a payload is larger:

@@ -15,11 +15,12 @@ from functools import partial
 from typing import Any, Final, TypeAlias
 
 import grpc
-from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from ...proto import traceparent
+from ...proto import limits, traceparent
+from ...proto import prefixd_pb2 as pb
 from ...proto.errors import MalformedMessage, PrefixdError, metadata_of
 from .access import Access
 from .calls import Caller, CallerGone, Process, cut_off_with, error_of
@@ -131,7 +132,9 @@ def _handler(rpc: MethodDescriptor, method: Method, guard: Guard) -> _Handler:
         behaviour = partial(_answering, rpc.name, method.call, checked, guard)
     return _MAKERS[streamed, rpc.server_streaming](
         behaviour,
-        request_deserializer=partial(_parse, GetMessageClass(rpc.input_type)),
+        request_deserializer=partial(
+            _parse, GetMessageClass(rpc.input_type), most_bytes(rpc.input_type)
+        ),
         response_serializer=_serialized,
     )
 
@@ -213,8 +216,22 @@ class _NoMessage:
         self.why = why
 
 
-def _parse(kind: type[Message], data: bytes) -> Message | _NoMessage:
-    """Bytes that are no message are for the method to refuse: gRPC would do it in its words."""
+#: What only saves and reservations hold: payloads, and token ids.
+_LARGE: Final = frozenset((pb.WritePart.DESCRIPTOR, pb.SaveHeader.DESCRIPTOR))
+
+
+def most_bytes(kind: Descriptor) -> int:
+    """How long a request of this kind may be."""
+    large = any(field.message_type in _LARGE for field in kind.fields)
+    return limits.MAX_MESSAGE_BYTES if large else limits.MAX_PLAIN_MESSAGE_BYTES
+
+
+def _parse(kind: type[Message], most: int, data: bytes) -> Message | _NoMessage:
+    """Bytes that are no message are for the method to refuse: gRPC would do it in its words. Nor
+    are those that are too many, which aren't looked at: millions of empty keys would hold the
+    loop, before it is known whose they are."""
+    if len(data) > most:
+        return _NoMessage(f"{len(data)} bytes, and a message of this rpc has {most} at most")
     try:
         return kind.FromString(data)
     except DecodeError as problem:

@@ -97,6 +97,30 @@ def test_whatever_the_limits_allow_fits_into_a_message(name: str) -> None:
     assert largest_messages()[name].ByteSize() <= limits.MAX_MESSAGE_BYTES
 
 
+def test_a_request_without_bytes_is_short() -> None:
+    """With several times the room of the largest that there can be, for what is still to come."""
+    session = pb.SessionRef(incarnation=b"\xff" * 16, session_id=U64, secret=b"\xff" * 16)
+    keys, numbers = [KEY] * BATCH, [U64] * BATCH
+    ranges = [pb.ReadRange(index=U32, offset_bytes=U64, length_bytes=U64, token_ids=True)] * BATCH
+    absent = [pb.AbsentMiss(keys=[KEY] * limits.MAX_TOLD_KEYS)] * limits.MAX_TOLD_MISSES
+    requests: list[Message] = [
+        pb.LookupRequest(keys=keys, wait_ms=U32),
+        pb.ClaimRequest(session=session, keys=keys, wait_ms=U32, lease_ms=U32),
+        pb.ReleaseRequest(session=session, claim_ids=numbers),
+        pb.CancelRequest(session=session, tokens=numbers),
+        pb.DeleteRequest(session=session, keys=keys),
+        pb.PullRequest(session=session, keys=keys, wait_ms=U32),
+        pb.ReadRequest(session=session, claim_id=U64, ranges=ranges),
+        pb.SessionRequest(touch=pb.Touch(keys=keys)),
+        pb.SessionRequest(suspect=pb.Suspect(keys=keys)),
+        pb.SessionRequest(give_back=pb.GiveBack(claim_ids=numbers)),
+        pb.SessionRequest(heartbeat=pb.Heartbeat(usage=pb.Usage(absent=absent))),
+        pb.DropRequest(keys=keys),
+        pb.CurveRequest(budget_bytes=numbers),
+    ]
+    assert 4 * max(each.ByteSize() for each in requests) <= limits.MAX_PLAIN_MESSAGE_BYTES
+
+
 def test_a_message_holds_several_chunks() -> None:
     assert 2 * limits.CHUNK_BYTES <= limits.MAX_MESSAGE_BYTES
 

@@ -14,6 +14,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto import prefixd_pb2_grpc as rpc
 from prefixd.proto.errors import ClaimLost, LimitReached, UnknownEntry
+from prefixd.proto.limits import MAX_MESSAGE_BYTES, MAX_PLAIN_MESSAGE_BYTES
 from prefixd.server.api import grpc_adapter
 from prefixd.server.api.calls import Caller, CallerGone, cut_off
 from prefixd.server.api.grpc_adapter import Method, Streaming, Unary, add_service
@@ -37,6 +38,9 @@ METHODS = [
 CACHE = pb.DESCRIPTOR.services_by_name["Cache"]
 #: A field number that no message has would be skipped; these are no protobuf at all.
 GARBAGE = [b"\xff", b"\x0a\xff\xff\xff\xff\x0f", b"GET / HTTP/1.1\r\n\r\n"]
+
+#: The rpcs whose requests hold payloads or token ids.
+WITH_BYTES = {"Save", "SaveWhole", "Write", "Reserve"}
 
 
 def raw_call(channel: grpc.aio.Channel, method: MethodDescriptor, messages: list[bytes]) -> Any:
@@ -84,6 +88,30 @@ async def test_a_message_that_is_no_message_is_refused(
             assert f"{len(garbage)} bytes that are no message" in refused.value.sentence
         await daemon.assert_idle()
         assert await session.restore(key(1)) == payload(1)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.full_name)
+@in_loop
+async def test_a_message_without_payloads_is_short(
+    tmp_path: Path, method: MethodDescriptor
+) -> None:
+    """A longer one is refused unparsed, by every rpc but those that bring payloads or token ids."""
+    most = grpc_adapter.most_bytes(method.input_type)
+    assert (most == MAX_MESSAGE_BYTES) == (method.name in WITH_BYTES)
+    if method.name in WITH_BYTES:
+        return  # gRPC itself refuses what is longer
+    assert most == MAX_PLAIN_MESSAGE_BYTES
+    async with running(tmp_path) as daemon:
+        for length_bytes, why in (
+            (most, f"{most} bytes that are no message of this rpc"),
+            (most + 1, f"{most + 1} bytes, and a message of this rpc has {most} at most"),
+        ):
+            with pytest.raises(Refused) as refused:
+                await answer(raw_call(daemon.channel_of(method), method, [bytes(length_bytes)]))
+            assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
+            assert (refused.value.name, refused.value.retry) == ("malformed_message", "0")
+            assert refused.value.sentence.startswith(why)
+        await daemon.assert_idle()
 
 
 @in_loop
