@@ -86,12 +86,13 @@ class Operations(Lists):
     async def drop(self, request: pb.DropRequest, caller: Caller) -> pb.DropResponse:
         core = self._core
         keys = messages.keys_of("keys", request.keys)
-        response = pb.DropResponse()
+        response, slices = pb.DropResponse(), Slices()
         for start in range(0, len(keys), EVICTED_AT_ONCE):
             part = keys[start : start + EVICTED_AT_ONCE]
             question = DeleteAsked(core.next_request(), None, part, core.clock.now_ns())
             answer = await core.ask(question, DeleteAnswer)
             response.results.extend(r.value for r in answer.results)  # type: ignore[misc]
+            await slices.pause()
         dropped = list(response.results).count(pb.DELETE_STATUS_DELETED)
         some = [key.hex() for key in keys[:_LOGGED_KEYS]]
         audit(caller, "delete", keys=len(keys), deleted=dropped, first_keys=some)
@@ -142,6 +143,7 @@ class Operations(Lists):
                         response.entries += 1
                         response.freed_bytes += named[key]
                     response.pinned_entries += result is DeleteStatus.PINNED
+                await slices.pause()
             await slices.pause()
         audit(
             caller,

@@ -24,6 +24,7 @@ from ..core.events import CancelAsked, KeysTouched, ReserveAsked, SaveItem, Writ
 from ..runtime.incoming import MAX_WAITING_MESSAGES, Incoming, nothing
 from ..runtime.loop import Core
 from ..runtime.quota import Quota, Room
+from ..runtime.slices import Slices
 from ..runtime.staging import StagingPool
 from ..runtime.writes import Piece
 from . import messages
@@ -56,6 +57,8 @@ Opening: TypeAlias = (
 #: What a stream of bytes may take of the daemon's memory: the message that comes is as large as
 #: its client makes it.
 SAVE_BYTES: Final = limits.MAX_MESSAGE_BYTES
+#: A few milliseconds' worth.
+_CANCELLED_AT_ONCE: Final = 256
 
 
 class Saves:
@@ -132,13 +135,17 @@ class Saves:
         core = self.core
         membership = self._writer(request.session, caller)
         messages.batch_of("tokens", request.tokens)
-        question = CancelAsked(
-            request=core.next_request(),
-            session=membership.number,
-            tokens=tuple(request.tokens),
-            now_ns=core.clock.now_ns(),
-        )
-        return pb.CancelResponse(cancelled=(await core.ask(question, CancelAnswer)).results)
+        response, slices = pb.CancelResponse(), Slices()
+        for start in range(0, len(request.tokens), _CANCELLED_AT_ONCE):
+            question = CancelAsked(
+                request=core.next_request(),
+                session=membership.number,
+                tokens=tuple(request.tokens[start : start + _CANCELLED_AT_ONCE]),
+                now_ns=core.clock.now_ns(),
+            )
+            response.cancelled.extend((await core.ask(question, CancelAnswer)).results)
+            await slices.pause()
+        return response
 
     # ---- bytes
 
