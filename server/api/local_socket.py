@@ -32,6 +32,7 @@ from .lent_saves import LentSaves
 from .saves import Saves
 from .service import CacheService
 from .sessions import ServiceConfig, Sessions
+from .turns import Turn
 
 log = structlog.get_logger("prefixd.local")
 
@@ -131,6 +132,7 @@ class _Connection(asyncio.BufferedProtocol):
         #: what waits to be answered, each with the bytes that it came in
         self._requests: deque[tuple[pb.LocalRequest, int]] = deque()
         self._ahead_bytes = 0
+        self._turn = Turn(self._loop, self._take_frames)
         #: what is counted in the server's `buffered_bytes`
         self._counted_bytes = 0
         self._answering_bytes = 0
@@ -180,6 +182,7 @@ class _Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
         self._paused.end()
+        self._turn.end()
         self._server.connections.discard(self)
         self.detach()
         self._task.cancel()
@@ -249,7 +252,7 @@ class _Connection(asyncio.BufferedProtocol):
     def _parse(self) -> bool:
         """Are there requests now?"""
         self._held_up = False
-        while self._may_take():
+        while self._may_take() and not self._turn.over:
             size_bytes = self._frames.next_bytes
             large = size_bytes > local.MAX_SMALL_REQUEST_BYTES
             if large and not self._admitted(size_bytes):
@@ -260,6 +263,7 @@ class _Connection(asyncio.BufferedProtocol):
                 break
             if large:
                 self._large_admitted = False  # another one waits until this is answered
+            self._turn.took()
             if request.HasField("attach"):
                 self._attach(request.attach)
                 continue
@@ -312,6 +316,8 @@ class _Connection(asyncio.BufferedProtocol):
         if not self._may_take() or self._held_up or (crowded and self._requests):
             self._transport.pause_reading()
             self._paused.begin(self._transport)
+        elif self._turn.over:
+            self._transport.pause_reading()
         else:
             self._transport.resume_reading()
             self._paused.end()
@@ -387,8 +393,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._take_frames()
 
     def _answer_at_once(self) -> None:
-        """While the task that serves has nothing to do: what waits for nothing, which spares a
-        turn of the loop."""
+        """While the task has nothing to do: what waits for nothing, which spares it a turn."""
         while self._requests and self._writable.is_set():
             request, size_bytes = self._requests[0]
             # What is large has room that the task gives back.

@@ -17,8 +17,9 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Final
 
 import structlog
@@ -57,11 +58,12 @@ class Staging:
             os.close(self.fd)
             raise
         self._view = memoryview(self._mapping)
-        self._closed = False
+        self._ended = False
+        self._unmapped = False
 
     def view(self, offset_bytes: int, length_bytes: int) -> memoryview:
         """What the client put there. Raises UnknownStaging beyond the end, and after it."""
-        if self._closed:
+        if self._ended:
             raise UnknownStaging("the session that this staging memory belonged to is over")
         if offset_bytes + length_bytes > self.size_bytes:
             raise UnknownStaging(
@@ -75,15 +77,25 @@ class Staging:
         """Memory that is really under it."""
         return os.fstat(self.fd).st_blocks * 512
 
-    def close(self) -> None:
-        """Unmap it; a copy that still runs keeps the mapping until it is done. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+    def end(self) -> None:
+        """Give no views any more. Idempotent."""
+        self._ended = True
         self._view.release()
+
+    def unmap(self) -> None:
+        """After `end`, on any thread; takes up to a second, without the interpreter's lock. A copy
+        that still runs keeps the mapping until it is done. Idempotent."""
+        if self._unmapped:
+            return
+        self._unmapped = True
         with suppress(BufferError):  # then it goes with the last view
             self._mapping.close()
         os.close(self.fd)
+
+    def close(self) -> None:
+        """All of that. Idempotent."""
+        self.end()
+        self.unmap()
 
 
 def populate(fd: int, size_bytes: int) -> None:
@@ -104,6 +116,12 @@ def _fallocate(event: str, fd: int, size_bytes: int, mode: int) -> None:
             log.warning(event, problem=os.strerror(ctypes.get_errno()))
     finally:
         os.close(fd)
+
+
+def _see_unmapped(memory: Staging, unmapped: Future[None]) -> None:
+    """An executor that ends does not do what waits."""
+    if unmapped.cancelled() or unmapped.exception() is not None:
+        memory.unmap()
 
 
 class _Area:
@@ -179,18 +197,28 @@ class StagingPool:
 
     def close(self, session: int) -> None:
         """The session is over. Idempotent."""
-        area = self._areas.pop(session, None)
-        if area is not None:
-            if area.populated:
-                self.used_bytes -= self.area_bytes
-            area.memory.close()
+        memory = self._take_out(session)
+        if memory is not None:
+            memory.end()
+            unmapped = self._executor.submit(memory.unmap)
+            unmapped.add_done_callback(partial(_see_unmapped, memory))
 
     def close_all(self) -> None:
         """The daemon stops."""
         if self._timer is not None:
             self._timer.cancel()
         for session in list(self._areas):
-            self.close(session)
+            memory = self._take_out(session)
+            assert memory is not None
+            memory.close()
+
+    def _take_out(self, session: int) -> Staging | None:
+        area = self._areas.pop(session, None)
+        if area is None:
+            return None
+        if area.populated:
+            self.used_bytes -= self.area_bytes
+        return area.memory
 
     def give_back_idle(self, idle_ns: int = _IDLE_NS) -> None:
         """Take the memory from areas that were not used for so long."""

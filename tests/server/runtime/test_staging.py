@@ -202,22 +202,80 @@ async def test_its_timer_gives_back_what_is_idle(
     pool.close_all()
 
 
+class Later(Executor):
+    """Does nothing until it is told."""
+
+    def __init__(self) -> None:
+        self.tasks: list[tuple[Any, ...]] = []
+        self.promised: list[Future[Any]] = []
+
+    def submit(self, *task: Any) -> Future[Any]:  # type: ignore[override]  # no keywords here
+        self.tasks.append(task)
+        self.promised.append(Future())
+        return self.promised[-1]
+
+    def work(self) -> None:
+        for (function, *arguments), promised in zip(self.tasks, self.promised, strict=True):
+            promised.set_result(function(*arguments))
+
+
+def is_open(memory: Staging, inode: int) -> bool:
+    try:
+        return os.fstat(memory.fd).st_ino == inode
+    except OSError:
+        return False
+
+
 @in_loop
 async def test_populating_outlives_the_session_and_takes_nothing(clock: ManualClock) -> None:
     """The descriptor's number may be another file's by then."""
-    tasks: list[tuple[Any, ...]] = []
-
-    class Later(Executor):
-        def submit(self, *task: Any) -> Future[Any]:  # type: ignore[override]  # no keywords here
-            tasks.append(task)
-            return Future()
-
-    pool = StagingPool(SIZE, SIZE, Later(), clock)
-    pool.open(1)
+    executor = Later()
+    pool = StagingPool(SIZE, SIZE, executor, clock)
+    memory = pool.open(1)
+    inode = os.fstat(memory.fd).st_ino
     pool.close(1)
     other = os.memfd_create("other")
-    for function, *arguments in tasks:
-        function(*arguments)
+    executor.work()
     assert os.fstat(other).st_blocks == 0
+    assert not is_open(memory, inode)
     os.close(other)
     pool.close_all()
+
+
+@in_loop
+async def test_the_memory_of_a_session_that_ends_is_unmapped_on_another_thread(
+    clock: ManualClock,
+) -> None:
+    """It takes up to a second. But nobody sees anything of it any more."""
+    executor = Later()
+    pool = StagingPool(SIZE, SIZE, executor, clock)
+    memory = pool.open(1)
+    inode = os.fstat(memory.fd).st_ino
+    view = memory.view(0, 4)
+    pool.close(1)
+    assert is_open(memory, inode)
+    assert (len(pool), pool.used_bytes) == (0, 0)
+    with pytest.raises(UnknownStaging, match="is over"):
+        memory.view(0, 4)
+    assert bytes(view) == bytes(4), "a copy that still runs"
+    executor.work()
+    assert not is_open(memory, inode)
+    pool.close_all()
+
+
+@in_loop
+async def test_an_executor_that_ends_leaves_no_memory_behind(clock: ManualClock) -> None:
+    """Neither what it has begun with nor what it has not."""
+    executor = Later()
+    pool = StagingPool(SIZE, 3 * SIZE, executor, clock)
+    memories = [pool.open(session) for session in (1, 2, 3)]
+    inodes = [os.fstat(memory.fd).st_ino for memory in memories]
+    pool.close(1)
+    pool.close(2)
+    pool.close_all()
+    cancelled, failed = executor.promised[-2:]
+    assert cancelled.cancel()
+    failed.set_exception(RuntimeError("the process died"))
+    assert not any(map(is_open, memories, inodes))
+    for function, *arguments in executor.tasks[:3]:
+        function(*arguments)
