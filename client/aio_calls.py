@@ -164,8 +164,8 @@ def coroutine(
 def awaited(
     method: Callable[Concatenate[Any, P], Future[T]],
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """A method that returns a future as a coroutine: it takes its place when its task starts, and
-    what is cancelled before its turn is not done."""
+    """A coroutine in the place of a method that returns a future. A call joins the queue when its
+    task starts, and one that is cancelled before its turn is never made."""
     name = method.__name__
 
     @wraps(method)

@@ -59,8 +59,8 @@ class StagingMemory:
             return self._free.pop() if self._free else None
 
     def take_all(self, length_bytes: int) -> list[int]:
-        """The offsets of as many slots as so many bytes fill. None of them: they are not free, or
-        more than half of all."""
+        """The offsets of the slots that `length_bytes` fill. Empty: too few are free, or they would
+        be more than half of all."""
         slots = -(-length_bytes // self.slot_bytes)
         with self._changed:
             if self._closed or slots > len(self._free) or 2 * slots > self._slots:

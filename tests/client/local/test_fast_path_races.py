@@ -295,7 +295,7 @@ def test_reads_in_place_count_in_the_order_of_eviction(daemon: PrivateDaemon) ->
 
 def test_reads_in_place_are_told_with_a_heartbeat_if_nothing_is_saved() -> None:
     with (
-        private_daemon("--sessions.heartbeat=50ms") as daemon,
+        private_daemon("--sessions.heartbeat=300ms") as daemon,
         Client(daemon.address) as client,
         daemon.admin() as admin,
     ):

@@ -70,7 +70,7 @@ def test_without_a_slot_a_synchronous_save_waits_its_bound(
 ) -> None:
     (item,) = items_of(["no slot"], PAYLOAD_BYTES)
     slot = memory_of(client).take(Deadline(0))
-    (outcome,) = client.save_many([item], tier=Tier.RAM, reason=SaveReason.EVICT, deadline_ms=50)
+    (outcome,) = client.save_many([item], tier=Tier.RAM, reason=SaveReason.EVICT, deadline_ms=300)
     assert outcome.status is SaveStatus.DEADLINE
     memory_of(client).give(slot)
     eventually(lambda: admin.stats().reservations == 0)

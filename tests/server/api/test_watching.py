@@ -205,7 +205,7 @@ async def test_whoever_reads_nothing_is_cut_off_and_others_are_not(tmp_path: Pat
 async def test_whoever_takes_nothing_for_too_long_is_cut_off(
     tmp_path: Path,
 ) -> None:
-    flags = ("--server.stall_timeout=10ms", "--ram.budget=64MiB")
+    flags = ("--server.stall_timeout=100ms", "--ram.budget=64MiB")
     async with running(tmp_path, *flags) as daemon:
         session = await daemon.open()
         slow = Watcher(daemon)
