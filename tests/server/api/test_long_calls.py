@@ -1,0 +1,139 @@
+"""What one call may ask for at most is done in pieces, between which others have their turn."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from structlog.testing import capture_logs
+
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.server.api import raw_bytes
+from prefixd.server.api.calls import PlainCaller
+from prefixd.server.api.streams import Stream
+from prefixd.server.runtime import slices
+from tests.support.data_client import data_connection
+from tests.support.running import OpenSession, Running, in_loop, key, payload, running
+
+T = TypeVar("T")
+DATA = payload(1)
+COUNT = 40
+CALLER = PlainCaller()
+
+
+@pytest.fixture(autouse=True)
+def _tiny_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every slice is over at once."""
+    monkeypatch.setattr(slices, "SLICE_NS", 0)
+
+
+async def rounds_of(call: Awaitable[T]) -> tuple[T, int]:
+    """What it returns, and how many rounds of the loop others had meanwhile."""
+    asked = asyncio.ensure_future(call)
+    rounds = 0
+    while not asked.done():
+        await asyncio.sleep(0)
+        rounds += 1
+    return asked.result(), rounds
+
+
+async def read_all(daemon: Running, request: pb.ReadRequest) -> list[pb.ReadPart]:
+    responses = daemon.front.service.read(request, CALLER)
+    return [one async for response in responses for one in response.parts]
+
+
+async def claimed(session: OpenSession, count: int) -> int:
+    await session.save({key(number): DATA for number in range(count)})
+    return (await session.claim([key(number) for number in range(count)])).claim_id
+
+
+def read_of(session: OpenSession, claim: int, indexes: range) -> pb.ReadRequest:
+    ranges = [pb.ReadRange(index=index, length_bytes=1) for index in indexes]
+    return pb.ReadRequest(session=session.ref, claim_id=claim, ranges=ranges)
+
+
+@in_loop
+async def test_many_ranges_are_read_with_pauses(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        request = read_of(session, await claimed(session, COUNT), range(COUNT))
+        parts, rounds = await rounds_of(read_all(daemon, request))
+        assert [one.data for one in parts] == [DATA[:1]] * COUNT
+        assert rounds >= COUNT
+
+
+@pytest.mark.parametrize("raw", [False, True], ids=["rpc", "data socket"])
+@in_loop
+async def test_an_entry_that_is_gone_is_told_of_once_in_a_call(tmp_path: Path, raw: bool) -> None:
+    """However many ranges of it were asked for: a line of the log costs more than a range."""
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        claim = await claimed(session, 2)
+        daemon.core.damaged(daemon.tables.entries[key(0)], "on purpose")
+        request = read_of(session, claim, range(2))
+        request.ranges.extend([request.ranges[0]] * COUNT)
+        expected = [pb.READ_STATUS_UNREADABLE, pb.READ_STATUS_OK]
+        expected += [pb.READ_STATUS_UNREADABLE] * COUNT
+        with capture_logs() as logs:
+            if raw:
+                found = []
+                async with data_connection(daemon, session) as line:
+                    await line.send(read=request)
+                    while (came := await line.part()) is not None:
+                        found.append(came[0].status)
+            else:
+                found = [one.status for one in await read_all(daemon, request)]
+        assert found == expected
+        assert [line["event"] for line in logs] == ["entry_unreadable"]
+
+
+@in_loop
+async def test_a_turn_of_the_data_socket_brings_so_many_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raw_bytes, "_TURN_PARTS", 16)
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        await claimed(session, COUNT)
+        entries = [daemon.tables.entries[key(number)] for number in range(COUNT)]
+        here, there = socket.socketpair()
+        with here, there:
+            ranges = [raw_bytes.SentRange(n, e, False, 0, 1) for n, e in enumerate(entries)]
+            sending = raw_bytes.Sending(daemon.core, Stream(here), ranges)
+            sent = []
+            while sending.run(0) is raw_bytes.Progress.PAUSED:
+                assert sending.between_parts
+                sent.append(sum(sending.sent_bytes.values()))
+        assert [*sent, sum(sending.sent_bytes.values())] == [16, 32, 40]
+
+
+@in_loop
+async def test_others_come_between_the_turns_of_a_small_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the loop, where no thread has to wake."""
+    monkeypatch.setattr(raw_bytes, "_TURN_PARTS", 4)
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        claim = await claimed(session, COUNT)
+        turns: list[int] = []
+        rounds = 0
+        run = raw_bytes.Sending.run
+
+        def noted(self: raw_bytes.Sending, patience_ms: int = 1) -> raw_bytes.Progress:
+            turns.append(rounds)
+            return run(self, patience_ms)
+
+        monkeypatch.setattr(raw_bytes.Sending, "run", noted)
+        async with data_connection(daemon, session) as line:
+            await line.send(read=read_of(session, claim, range(COUNT)))
+            reading = asyncio.ensure_future(line.parts(COUNT))
+            while not reading.done():
+                await asyncio.sleep(0)
+                rounds += 1
+            assert reading.result() == [DATA[:1]] * COUNT
+        assert len(turns) == len(set(turns)) == COUNT // 4
