@@ -12,12 +12,14 @@ import pytest
 from structlog.testing import capture_logs
 
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.server.api import raw_bytes
+from prefixd.proto.vocabulary import Tier
+from prefixd.server.api import admin, raw_bytes
 from prefixd.server.api.calls import PlainCaller
 from prefixd.server.api.streams import Stream
+from prefixd.server.core.events import CancelAsked, ReleaseAsked
 from prefixd.server.runtime import slices
 from tests.support.data_client import data_connection
-from tests.support.running import OpenSession, Running, in_loop, key, payload, running
+from tests.support.running import OpenSession, Running, in_loop, item, key, payload, running
 
 T = TypeVar("T")
 DATA = payload(1)
@@ -137,3 +139,71 @@ async def test_others_come_between_the_turns_of_a_small_read(
                 rounds += 1
             assert reading.result() == [DATA[:1]] * COUNT
         assert len(turns) == len(set(turns)) == COUNT // 4
+
+
+LISTS = {
+    "list_entries": pb.ListEntriesRequest(tier=pb.TIER_RAM, page_entries=COUNT),
+    "next_victims": pb.ListEntriesRequest(tier=pb.TIER_RAM, page_entries=COUNT, next_victims=True),
+    "list_claims": pb.ListClaimsRequest(page_claims=COUNT),
+    "list_reservations": pb.ListReservationsRequest(page_reservations=COUNT),
+    "preview": pb.PreviewRequest(tier=pb.TIER_RAM, payload_bytes=1, entries=COUNT),
+    "stats": pb.StatsRequest(),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+@in_loop
+async def test_operators_see_much_with_pauses(tmp_path: Path, name: str) -> None:
+    room = f"--ram.budget={COUNT * 4}KiB"
+    async with running(tmp_path, room, tiers=[Tier.RAM]) as daemon:
+        session = await daemon.open()
+        await session.save({key(number): b"x" for number in range(COUNT)})
+        if name == "list_claims":
+            for number in range(COUNT):
+                await session.claim([key(number)])
+        if name == "list_reservations":
+            await session.granted([item(key(COUNT + n), b"x") for n in range(COUNT)])
+        if name == "stats":
+            for number in range(COUNT - 1):  # and that of the session
+                daemon.front.sessions.usage.of(f"label-{number}")
+        call = getattr(daemon.front.admin, {"next_victims": "list_entries"}.get(name, name))
+        response, rounds = await rounds_of(call(LISTS[name], CALLER))
+        listed = [len(value) for field, value in response.ListFields() if field.is_repeated]
+        assert COUNT in listed
+        assert rounds >= COUNT
+
+
+@in_loop
+async def test_what_ends_while_it_is_listed_is_left_out(tmp_path: Path) -> None:
+    """It has ended by the time of the answer; what is behind it is there."""
+    async with running(tmp_path) as daemon:
+        session, operator = await daemon.open(), daemon.front.admin
+        await session.save({key(1): DATA})
+        claims = [(await session.claim([key(1)])).claim_id for _ in range(3)]
+        tokens = await session.granted([item(key(n), DATA) for n in range(2, 5)])
+        listing = asyncio.ensure_future(operator.list_claims(pb.ListClaimsRequest(), CALLER))
+        reserved = asyncio.ensure_future(
+            operator.list_reservations(pb.ListReservationsRequest(), CALLER)
+        )
+        await asyncio.sleep(0)
+        number, now_ns = daemon.core.next_request, daemon.core.clock.now_ns()
+        daemon.core.post(ReleaseAsked(number(), session.number, (claims[1],), now_ns))
+        daemon.core.post(CancelAsked(number(), session.number, (tokens[1],), now_ns))
+        assert [each.claim_id for each in (await listing).claims] == [claims[0], claims[2]]
+        assert [each.token for each in (await reserved).reservations] == [tokens[0], tokens[2]]
+
+
+@in_loop
+async def test_a_preview_names_the_first_victims_of_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admin, "_MOST_VICTIMS", 7)
+    async with running(tmp_path, f"--ram.budget={COUNT * 4}KiB", tiers=[Tier.RAM]) as daemon:
+        session = await daemon.open()
+        for number in range(COUNT):
+            await session.save({key(number): b"x"})
+        asked = pb.PreviewRequest(tier=pb.TIER_RAM, payload_bytes=1, entries=COUNT)
+        foretold = await daemon.front.admin.preview(asked, CALLER)
+        assert [victim.key for victim in foretold.victims] == [key(number) for number in range(7)]
+        assert foretold.evicted_bytes == sum(victim.stored_bytes for victim in foretold.victims)
+        assert foretold.admissible
