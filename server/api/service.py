@@ -182,7 +182,7 @@ class CacheService:
         named = messages.keys_of("keys", request.keys)
         membership = self.session_of(request.session, caller, Role.WRITE)
         keys = self._sessions.namespaces.keys(membership.access, named)
-        response = pb.DeleteResponse()
+        response, slices = pb.DeleteResponse(), Slices()
         for start in range(0, len(keys), _DELETED_AT_ONCE):
             question = DeleteAsked(
                 request=core.next_request(),
@@ -192,6 +192,7 @@ class CacheService:
             )
             answer = await core.ask(question, DeleteAnswer)
             response.results.extend(r.value for r in answer.results)  # type: ignore[misc]
+            await slices.pause()
         return response
 
     async def pull(self, request: pb.PullRequest, caller: Caller) -> pb.PullResponse:

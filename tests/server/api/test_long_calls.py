@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import Tier
-from prefixd.server.api import admin, raw_bytes
+from prefixd.server.api import admin, raw_bytes, service
 from prefixd.server.api.calls import PlainCaller
 from prefixd.server.api.streams import Stream
 from prefixd.server.core.events import CancelAsked, ReleaseAsked
@@ -207,3 +207,45 @@ async def test_a_preview_names_the_first_victims_of_many(
         assert [victim.key for victim in foretold.victims] == [key(number) for number in range(7)]
         assert foretold.evicted_bytes == sum(victim.stored_bytes for victim in foretold.victims)
         assert foretold.admissible
+
+
+@pytest.mark.parametrize("reserved", [False, True])
+@in_loop
+async def test_a_save_that_is_given_up_while_it_begins_leaves_nothing(
+    tmp_path: Path, reserved: bool
+) -> None:
+    async with running(tmp_path) as daemon:
+        session, saves = await daemon.open(), daemon.front.saves
+        membership = daemon.front.service.session_of(session.ref, CALLER)
+        header = session.header([item(key(number), b"x") for number in range(COUNT)])
+        begun: asyncio.Task[object]
+        if reserved:
+            tokens = await session.granted([item(key(number), b"x") for number in range(COUNT)])
+            named = pb.StagedReservations(session=session.ref, tokens=tokens)
+            begun = asyncio.ensure_future(saves.begin_reserved(named, membership))
+        else:
+            first = pb.SaveRequest(header=header)
+            begun = asyncio.ensure_future(saves.begin_save(first, membership))
+        while len(daemon.core.writes) < COUNT // 2:
+            await asyncio.sleep(0)
+        begun.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await begun
+        assert not daemon.core.writes
+        await session.close()  # what was reserved and not begun is its own until then
+        await daemon.assert_idle()
+
+
+@in_loop
+async def test_a_batch_of_deletes_has_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_DELETED_AT_ONCE", 2)
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        await session.save({key(number): b"x" for number in range(COUNT)})
+        named = [key(number) for number in range(COUNT)]
+        asked = pb.DeleteRequest(session=session.ref, keys=named)
+        response, rounds = await rounds_of(daemon.front.service.delete(asked, CALLER))
+        assert list(response.results) == [pb.DELETE_STATUS_DELETED] * COUNT
+        assert rounds >= COUNT // 2
