@@ -187,12 +187,17 @@ class Ledger:
             rehearsal: _Alone | SharesRehearsal = _Alone(self.policy.rehearsal())
         else:
             rehearsal = self.shares.rehearse(self.shares.number_of(key), bytes_of)
-        freed_bytes = freed_entries = 0
-        for number in range(entries):
-            coming = Key(b"coming %d" % number)
-            rehearsal.prepare(coming, stored_bytes)
-            needed_bytes = (number + 1) * stored_bytes
-            while not self.fits_after(needed_bytes, number + 1, freed_bytes, freed_entries):
+        came = freed_bytes = freed_entries = 0
+        while came < entries:
+            coming = Key(b"coming %d" % came)
+            # Those that fit come as one, which makes no difference to any order: they may be
+            # millions between two victims.
+            fitting = self._fitting(came, stored_bytes, freed_bytes, freed_entries)
+            more = max(1, min(fitting, entries - came))
+            rehearsal.prepare(coming, more * stored_bytes)
+            came += more
+            needed_bytes = came * stored_bytes
+            while not self.fits_after(needed_bytes, came, freed_bytes, freed_entries):
                 by_entries = needed_bytes <= self.free_bytes + freed_bytes
                 victim = rehearsal.evict(
                     coming, stored_bytes, self.room, by_entries=by_entries, below=False
@@ -202,7 +207,15 @@ class Ledger:
                 freed_bytes += bytes_of(victim)
                 freed_entries += 1
                 yield victim
-            rehearsal.admit(coming, stored_bytes)
+            rehearsal.admit(coming, more * stored_bytes, more)
+
+    def _fitting(self, came: int, stored_bytes: int, freed_bytes: int, freed_entries: int) -> int:
+        """How many entries more fit once so many came and so much is freed."""
+        fitting = (self.free_bytes + freed_bytes) // stored_bytes - came
+        if self.max_entries:
+            used = self.entries + self.reservations - freed_entries
+            fitting = min(fitting, self.max_entries - used - came)
+        return fitting
 
     # ---- reservations
 
@@ -408,6 +421,6 @@ class _Alone:
     def evict(self, coming: Key, _bytes: int, _room: Room, **_how: bool) -> Key | None:
         return self._rehearsal.evict(coming)
 
-    def admit(self, coming: Key, stored_bytes: int) -> None:
+    def admit(self, coming: Key, stored_bytes: int, _entries: int) -> None:
         self._rehearsal.admit(coming, stored_bytes)
         self._rehearsal.pin(coming)

@@ -262,12 +262,12 @@ class SharesRehearsal:
     def prepare(self, coming: Key, stored_bytes: int) -> None:
         self._of(self._number).prepare(coming, stored_bytes)
 
-    def admit(self, coming: Key, stored_bytes: int) -> None:
-        """`coming` has its room, and is reserved."""
+    def admit(self, coming: Key, stored_bytes: int, entries: int) -> None:
+        """`coming` has its room, and is reserved; it stands for so many of these bytes in all."""
         rehearsal = self._of(self._number)
         rehearsal.admit(coming, stored_bytes)
         rehearsal.pin(coming)
-        self._standings[self._number].charge(stored_bytes, 1, 1)
+        self._standings[self._number].charge(stored_bytes // entries, entries, entries)
 
 
 class Tally:

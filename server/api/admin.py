@@ -32,6 +32,7 @@ from ..runtime.slices import Slices
 from ..runtime.verification import Reading, Swept, Verifications
 from . import messages
 from .calls import Caller
+from .lists import detailed
 from .metrics import SCRUB_COUNTERS, TIER_COUNTERS, TIER_GAUGES, counters_dict, lag_dict
 from .operations import Operations, audit
 from .sessions import ServiceConfig
@@ -39,6 +40,8 @@ from .usage import UsageBook, bounded
 
 #: How often the client of a Verify hears how far it is.
 _PROGRESS_EVERY_S = 0.2
+#: Victims that a preview names: they are found at one moment.
+_MOST_VICTIMS: Final = 1_000
 _DEFAULT_QUARTERS = (1, 2, 4, 8, 16)
 #: See setup.py.
 COMPILED = not (state.__file__ or "").endswith(".py")
@@ -71,7 +74,11 @@ class AdminService(Operations):
     # ---- what there is
 
     async def stats(self, request: pb.StatsRequest, _caller: Caller) -> pb.StatsResponse:
-        core = self._core
+        core, slices = self._core, Slices()
+        usage = {}
+        for label, sums in self._usage.items():
+            usage[label] = sums.message()
+            await slices.pause()
         t = core.state.tables
         unhealthy = core.unhealthy()
         return pb.StatsResponse(
@@ -90,7 +97,7 @@ class AdminService(Operations):
             shared=self.shared(),
             shared_nodes=self.shared_nodes(),
             notices=core.notices(),
-            usage={label: sums.message() for label, sums in self._usage.items()},
+            usage=usage,
             stages=self._stages(),
             oldest_claim_ms=t.oldest_claim_ns(core.clock.now_ns()) // 1_000_000,
             health="; ".join(f"{name}: {why}" for name, why in unhealthy.items()) or "serving",
@@ -181,8 +188,8 @@ class AdminService(Operations):
             leaving = ledger.foretell(
                 needed_bytes // count, count, lambda key: t.entries[key].stored_bytes, key
             )
-            victims = [t.entries[key] for key in islice(leaving, limits.MAX_PAGE_ENTRIES)]
-        return pb.PreviewResponse(
+            victims = [t.entries[key] for key in islice(leaving, _MOST_VICTIMS)]
+        response = pb.PreviewResponse(
             admissible=admission in (Admission.FITS, Admission.AFTER_EVICTION),
             retryable=admission in (Admission.NO_ROOM, Admission.OVER_SHARE),
             message=_ADMISSION_SENTENCES[admission].format(option=f"{tier.label}.shares"),
@@ -192,8 +199,9 @@ class AdminService(Operations):
             reserved_bytes=ledger.reserved_bytes,
             needed_bytes=needed_bytes,
             evicted_bytes=sum(entry.stored_bytes for entry in victims),
-            victims=map(messages.entry_detail, victims),
         )
+        await detailed(response.victims, victims, Slices())
+        return response
 
     async def curve(self, request: pb.CurveRequest, _caller: Caller) -> pb.CurveResponse:
         t = self._core.state.tables

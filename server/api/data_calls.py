@@ -7,8 +7,8 @@ can hold is bounded by the quotas of reads and saves, for how long by `stall_tim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Final
 
 from ...proto import data, limits
@@ -18,6 +18,7 @@ from ..core.answers import ReleaseAnswer
 from ..core.events import BytesRead, ReleaseAsked
 from ..runtime.incoming import Incoming
 from ..runtime.loop import Core
+from ..runtime.slices import Slices
 from . import messages
 from .calls import Caller, PlainCaller
 from .data_frames import DataFrames
@@ -47,9 +48,9 @@ class DataCalls:
         session = self._service.session_of(request.session, caller).number
         async with self._service.reads.room(READ_BYTES, session):
             claim = request.claim_id
-            ranges = self._ranges(session, claim, request.ranges)
+            ranges = await self._ranges(session, claim, request.ranges)
             sending = Sending(self._core, frames.stream, ranges)
-            with self._told(sending):
+            async with self._told(sending):
                 await self._send(session, claim, sending, frames)
         await frames.tell(_READ_END)
 
@@ -70,9 +71,9 @@ class DataCalls:
             granted = self._service.claim_now(asked, PlainCaller(caller.access))
             claim, held = granted.claim_id, not granted.claim_id
             try:
-                sending = self._fetched(session, request, granted, frames)
+                sending = await self._fetched(session, request, granted, frames)
                 # Reported after the release: a damaged entry ends the claim on the others, too.
-                with self._told(sending):
+                async with self._told(sending):
                     await self._send(session, claim, sending, frames)
                     if claim:
                         question = self._release_of(session, claim)
@@ -86,7 +87,7 @@ class DataCalls:
         if not held:
             raise ClaimLost("the claim was lost; throw away what was read under it")
 
-    def _fetched(
+    async def _fetched(
         self, session: int, request: pb.FetchRequest, granted: pb.ClaimResponse, frames: DataFrames
     ) -> Sending:
         """What a fetch sends of its claim. Raises UnknownEntry unless that is on exactly what the
@@ -94,7 +95,7 @@ class DataCalls:
         if not request.room_bytes:
             if list(granted.generations) != list(request.generations):
                 raise UnknownEntry("some entries are gone or were replaced since they were found")
-            ranges = self._ranges(session, granted.claim_id, request.ranges)
+            ranges = await self._ranges(session, granted.claim_id, request.ranges)
             return Sending(self._core, frames.stream, ranges)
         rooms_bytes = [
             room_bytes
@@ -117,7 +118,7 @@ class DataCalls:
 
     async def _send(self, session: int, claim: int, sending: Sending, frames: DataFrames) -> None:
         """All of it, as long as the claim holds."""
-        service, core = self._service, self._core
+        service, core, slices = self._service, self._core, Slices()
         ranges = sending.ranges
         whole_bytes = sum(wanted.end - wanted.start for wanted in ranges)
         tier = max((wanted.entry.tier for wanted in ranges), default=None)
@@ -130,6 +131,7 @@ class DataCalls:
                         service.claimed(session, claim)
                     if inline:
                         progress = sending.run(0)
+                        await slices.pause()
                     else:
                         assert tier is not None
                         progress = await to_its_end(core.devices.run(tier, sending.run))
@@ -141,18 +143,21 @@ class DataCalls:
         finally:
             frames.may_tell = frames.in_step = sending.between_parts
 
-    def _ranges(self, session: int, claim: int, asked: Sequence[pb.ReadRange]) -> list[SentRange]:
+    async def _ranges(
+        self, session: int, claim: int, asked: Sequence[pb.ReadRange]
+    ) -> list[SentRange]:
         messages.batch_of("ranges", asked)
         entries = self._service.claimed(session, claim)
-        found = []
+        found, slices = [], Slices()
         for number, wanted in enumerate(asked):
             entry, start, end = bounds_of(number, wanted, entries)
             if end > start:
                 found.append(SentRange(number, entry, wanted.token_ids, start, end))
+            await slices.pause()
         return found
 
-    @contextmanager
-    def _told(self, sending: Sending) -> Iterator[None]:
+    @asynccontextmanager
+    async def _told(self, sending: Sending) -> AsyncIterator[None]:
         """Report what was sent and what could not be read, once no thread sends any more."""
         core = self._core
         began_ns = 0 if core.tracing is None else core.tracing.now_ns()
@@ -163,10 +168,13 @@ class DataCalls:
                 core.post(BytesRead(tier, sent_bytes, core.clock.now_ns()))
                 if core.tracing is not None:
                     core.tracing.read(tier, sent_bytes, began_ns)
-            for entry, why in sending.unreadable:
+            slices = Slices()
+            for entry, why in sending.unreadable.values():
                 self._service.unreadable(entry, why)
+                await slices.pause()
             for entry, why in sending.damaged.values():
                 core.damaged(entry, why)
+                await slices.pause()
 
     # ---- in
 

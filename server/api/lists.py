@@ -4,8 +4,8 @@ is. The daemon keeps nothing between pages: the cursor says where the next one b
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
+from itertools import islice
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
@@ -39,8 +39,9 @@ class Lists:
         """`usage`: what clients count."""
         self._core = core
         self._usage = usage
-        #: what went from and to other nodes, by the beginning of keys; set by the daemon
-        self.shared_events: Callable[[bytes], Sequence[pb.SharedEvent]] = lambda _: ()
+        #: what went from and to other nodes, by the beginning of keys, so much at most; set by the
+        #: daemon
+        self.shared_events: Callable[[bytes, int], Sequence[pb.SharedEvent]] = lambda *_: ()
 
     async def list_entries(
         self, request: pb.ListEntriesRequest, _caller: Caller
@@ -48,33 +49,40 @@ class Lists:
         t = self._core.state.tables
         tier = messages.tier_of(request.tier, t.ledgers)
         page_entries = _page_of("page_entries", request.page_entries)
+        response, slices = pb.ListEntriesResponse(), Slices()
         if request.next_victims:
-            page = islice(self._next_victim_first(t.ledgers[tier], page_entries), page_entries)
-            return pb.ListEntriesResponse(entries=map(messages.entry_detail, page))
+            page = await self._next_victims(t.ledgers[tier], page_entries, slices)
+            await detailed(response.entries, page, slices)
+            return response
         shard, last = _cursor_of(request.cursor)
-        details: list[pb.EntryDetail] = []
-        slices = Slices()
         # A shard is read at one moment; its entries come in the order of their keys.
         for number in range(shard, SHARDS):
-            room = page_entries - len(details)
+            room = page_entries - len(response.entries)
             entries = [e for e in t.entries.shards[number].values() if e.tier is tier]
             keys = sorted(e.key for e in entries if number > shard or e.key > last)
-            details += (messages.entry_detail(t.entries[key]) for key in keys[:room])
-            if len(details) == page_entries:
-                next_cursor = number.to_bytes(2, "big") + keys[room - 1] if room else b""
-                return pb.ListEntriesResponse(entries=details, next_cursor=next_cursor)
+            response.entries.extend(messages.entry_detail(t.entries[key]) for key in keys[:room])
+            if len(response.entries) == page_entries:
+                if room:
+                    response.next_cursor = number.to_bytes(2, "big") + keys[room - 1]
+                return response
             await slices.pause()
-        return pb.ListEntriesResponse(entries=details)
+        return response
 
-    def _next_victim_first(self, ledger: Ledger, page_entries: int) -> Iterator[Entry]:
+    async def _next_victims(self, ledger: Ledger, page_entries: int, slices: Slices) -> list[Entry]:
+        """A page of the entries that leave next, those that are pinned behind them."""
         t = self._core.state.tables
-        yield from (
-            t.entries[key] for key in ledger.victims(lambda key: t.entries[key].stored_bytes)
-        )
+        # At one moment: the order must not change meanwhile.
+        leaving = ledger.victims(lambda key: t.entries[key].stored_bytes)
+        found = dict.fromkeys(t.entries[key] for key in islice(leaving, page_entries))
         # What is pinned is found by its claims; they may hold the same entries again and again.
-        held = chain.from_iterable(claim.entries for claim in t.claims.values())
-        some = islice(held, 10 * page_entries)
-        yield from (e for e in dict.fromkeys(some) if e.tier is ledger.tier and e.published)
+        most_held = 10 * page_entries
+        for claim in list(islice(t.claims.values(), most_held)):
+            if len(found) >= page_entries or most_held <= 0:
+                break
+            await slices.pause()
+            most_held -= len(claim.entries)
+            found.update((e, None) for e in claim.entries if e.tier is ledger.tier and e.published)
+        return list(found)[:page_entries]
 
     async def why(self, request: pb.WhyRequest, _caller: Caller) -> pb.WhyResponse:
         t = self._core.state.tables
@@ -108,7 +116,8 @@ class Lists:
                 owner=owner,
                 label=label,
             )
-        response.shared.extend(self.shared_events(beginning)[-_MOST_EVENTS:])
+            await slices.pause()
+        response.shared.extend(self.shared_events(beginning, _MOST_EVENTS))
         for shard in t.entries.shards:
             there = [e for e in shard.values() if e.key.startswith(beginning)]
             room = _MOST_PRESENT - len(response.present)
@@ -126,15 +135,18 @@ class Lists:
             if claim is None:
                 raise UnknownClaim(f"nobody holds claim {request.claim_id}")
             return pb.ListClaimsResponse(claims=[self._claim_detail(claim, len(claim.entries))])
-        details: list[pb.ClaimDetail] = []
+        response, slices = pb.ListClaimsResponse(), Slices()
         keys = 0
         for number in _after(claims, request.cursor):
-            if len(details) == page_claims or keys > _MAX_PAGE_KEYS:
-                return pb.ListClaimsResponse(claims=details, next_cursor=details[-1].claim_id)
-            claim = claims[number]
-            keys += len(claim.entries)
-            details.append(self._claim_detail(claim, _SHOWN_KEYS))
-        return pb.ListClaimsResponse(claims=details)
+            if len(response.claims) == page_claims or keys > _MAX_PAGE_KEYS:
+                response.next_cursor = response.claims[-1].claim_id
+                break
+            claim = claims.get(number)
+            if claim is not None:  # it has not ended meanwhile
+                keys += len(claim.entries)
+                response.claims.append(self._claim_detail(claim, _SHOWN_KEYS))
+                await slices.pause()
+        return response
 
     def _claim_detail(self, claim: Claim, shown_keys: int) -> pb.ClaimDetail:
         t = self._core.state.tables
@@ -157,11 +169,16 @@ class Lists:
     ) -> pb.ListReservationsResponse:
         reservations = self._core.state.tables.reservations
         page = _page_of("page_reservations", request.page_reservations)
-        tokens = list(_after(reservations, request.cursor))
-        return pb.ListReservationsResponse(
-            reservations=[self._reservation_detail(reservations[token]) for token in tokens[:page]],
-            next_cursor=tokens[page - 1] if len(tokens) > page else 0,
-        )
+        tokens = _after(reservations, request.cursor)
+        response, slices = pb.ListReservationsResponse(), Slices()
+        if len(tokens) > page:
+            response.next_cursor = tokens[page - 1]
+        for token in tokens[:page]:
+            reservation = reservations.get(token)
+            if reservation is not None:  # it has not ended meanwhile
+                response.reservations.append(self._reservation_detail(reservation))
+                await slices.pause()
+        return response
 
     def _reservation_detail(self, r: Reservation) -> pb.ReservationDetail:
         t = self._core.state.tables
@@ -185,10 +202,10 @@ class Lists:
     ) -> pb.ListSessionsResponse:
         t = self._core.state.tables
         now_ns = t.served_ns(self._core.clock.now_ns())
-        details = []
-        for session in t.sessions.values():
+        response, slices = pb.ListSessionsResponse(), Slices()
+        for session in list(t.sessions.values()):
             told = self._usage.sessions.get(session.session, SessionUsage())
-            details.append(
+            response.sessions.append(
                 pb.SessionDetail(
                     session_id=session.session,
                     owner=session.owner,
@@ -205,7 +222,17 @@ class Lists:
                     saved_bytes=session.saved_bytes,
                 )
             )
-        return pb.ListSessionsResponse(sessions=details)
+            await slices.pause()
+        return response
+
+
+async def detailed(
+    details: MutableSequence[pb.EntryDetail], entries: Iterable[Entry], slices: Slices
+) -> None:
+    """Add what there is to say of entries, which may have left meanwhile."""
+    for entry in entries:
+        details.append(messages.entry_detail(entry))
+        await slices.pause()
 
 
 def _page_of(name: str, asked: int) -> int:

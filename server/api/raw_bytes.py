@@ -1,9 +1,9 @@
 """Payload bytes between arenas and the data socket, without a copy between: what worker threads do.
 
 A turn sends or receives as long as the socket goes along, and ends when it does not for a
-millisecond, when it has moved `TURN_BYTES`, or when all is done. So a slow peer keeps no thread:
-the event loop waits for its socket. Threads only move bytes; what comes of it the loop tells the
-state. Sockets don't block.
+millisecond, when it has moved `TURN_BYTES` or begun `_TURN_PARTS`, or when all is done. So a slow
+peer keeps no thread: the event loop waits for its socket. Threads only move bytes; what comes of it
+the loop tells the state. Sockets don't block.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from .streams import Stream
 
 #: What one turn moves at most, in a few milliseconds; then others have the thread.
 TURN_BYTES: Final = 8 * 2**20
+#: The same of parts, which take a processor longer than their bytes where these are few.
+_TURN_PARTS: Final = 256
 #: How long a thread waits for a socket that is full or empty before it is left to the loop.
 _PATIENCE_MS: Final = 1
 #: The next part is begun when fewer bytes wait to be sent: one call of the kernel takes many small
@@ -78,7 +80,8 @@ class Sending:
         self.sent_bytes: dict[Tier, int] = {}
         #: entries whose bytes are not those that were saved, by generation, each with the reason
         self.damaged: dict[int, tuple[Entry, str]] = {}
-        self.unreadable: list[tuple[Entry, str]] = []
+        #: the same of those that a store could not read
+        self.unreadable: dict[int, tuple[Entry, str]] = {}
 
     @property
     def between_parts(self) -> bool:
@@ -87,12 +90,12 @@ class Sending:
 
     def run(self, patience_ms: int = _PATIENCE_MS) -> Progress:
         """One turn. Raises OSError when the client is gone."""
-        left_bytes = TURN_BYTES
+        left_bytes, left_parts = TURN_BYTES, _TURN_PARTS
         while True:
-            while self._queued_bytes < _AHEAD_BYTES and self._load():
-                pass
+            while left_parts and self._queued_bytes < _AHEAD_BYTES and self._load():
+                left_parts -= 1
             if not self._queue:
-                return Progress.DONE
+                return Progress.PAUSED if self._range < len(self.ranges) else Progress.DONE
             if left_bytes <= 0:
                 return Progress.PAUSED
             try:
@@ -132,7 +135,7 @@ class Sending:
             self.damaged[wanted.entry.generation] = wanted.entry, str(problem)
         except StoreError as problem:
             part.status = pb.READ_STATUS_UNREADABLE
-            self.unreadable.append((wanted.entry, str(problem)))
+            self.unreadable[wanted.entry.generation] = wanted.entry, str(problem)
         self._next += length_bytes
         if part.status:
             part.length_bytes = 0

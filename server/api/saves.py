@@ -210,7 +210,9 @@ class Saves:
     ) -> None:
         """Take one message of a Write stream."""
         messages.check_parts(request.parts)
+        slices = Slices()
         for part in request.parts:
+            await slices.pause()
             if part.token not in named:
                 named[part.token] = await self._begin(membership, part.token, incoming, part.token)
                 if len(named) > limits.MAX_BATCH_KEYS:
@@ -308,25 +310,34 @@ class Saves:
     async def begin_save(self, first: Opening, membership: Membership) -> tuple[Refusals, Incoming]:
         """Reserve what the first message asks for, and open what is granted."""
         answer = await self._reserve(_header(first), membership, begin=True)
-        incoming = Incoming(self.core)
+        incoming, slices = Incoming(self.core), Slices()
         refusals: Refusals = []
-        for number, reserved in enumerate(answer.results):
-            if isinstance(reserved, WriteOrder):
-                incoming.add(number, self.core.begin_write(reserved))
-                refusals.append(None)
-            else:
-                refusals.append(messages.refused_save(reserved))
+        try:
+            for number, reserved in enumerate(answer.results):
+                if isinstance(reserved, WriteOrder):
+                    incoming.add(number, self.core.begin_write(reserved))
+                    refusals.append(None)
+                else:
+                    refusals.append(messages.refused_save(reserved))
+                await slices.pause()
+        except BaseException:
+            self._cancel_unseen(membership.number, answer, gone=True)
+            raise
         return refusals, incoming
 
     async def begin_reserved(
         self, reserved: pb.StagedReservations, membership: Membership
     ) -> tuple[Refusals, Incoming]:
         messages.batch_of("tokens", reserved.tokens)
-        incoming = Incoming(self.core)
-        refusals = [
-            await self._begin(membership, token, incoming, number)
-            for number, token in enumerate(reserved.tokens)
-        ]
+        incoming, slices = Incoming(self.core), Slices()
+        refusals: Refusals = []
+        try:
+            for number, token in enumerate(reserved.tokens):
+                refusals.append(await self._begin(membership, token, incoming, number))
+                await slices.pause()
+        except BaseException:
+            incoming.abandon("the connection broke before its bytes arrived")
+            raise
         return refusals, incoming
 
     async def _begin(

@@ -23,6 +23,7 @@ from ..core.entries import Entry
 from ..core.events import BytesRead, ClaimAsked, DeleteAsked, LookupAsked, ReleaseAsked
 from ..runtime.loop import Core
 from ..runtime.quota import Quota
+from ..runtime.slices import Slices
 from . import messages
 from .access import Access, Role
 from .calls import Caller, taken_within
@@ -181,7 +182,7 @@ class CacheService:
         named = messages.keys_of("keys", request.keys)
         membership = self.session_of(request.session, caller, Role.WRITE)
         keys = self._sessions.namespaces.keys(membership.access, named)
-        response = pb.DeleteResponse()
+        response, slices = pb.DeleteResponse(), Slices()
         for start in range(0, len(keys), _DELETED_AT_ONCE):
             question = DeleteAsked(
                 request=core.next_request(),
@@ -191,6 +192,7 @@ class CacheService:
             )
             answer = await core.ask(question, DeleteAnswer)
             response.results.extend(r.value for r in answer.results)  # type: ignore[misc]
+            await slices.pause()
         return response
 
     async def pull(self, request: pb.PullRequest, caller: Caller) -> pb.PullResponse:
@@ -225,10 +227,13 @@ class CacheService:
         self, session: int, request: pb.ReadRequest
     ) -> AsyncGenerator[pb.ReadResponse, None]:
         damaged: dict[int, tuple[Entry, str]] = {}
-        tracing = self._core.tracing
+        #: generations that were told of: many ranges may be of one entry
+        unreadable: set[int] = set()
+        tracing, slices = self._core.tracing, Slices()
         pending = pb.ReadResponse()
         pending_bytes = 0
         for number, wanted in enumerate(request.ranges):
+            await slices.pause()
             entries = self.claimed(session, request.claim_id)
             entry, offset, end = bounds_of(number, wanted, entries)
             sent_bytes = 0
@@ -247,7 +252,9 @@ class CacheService:
                     break
                 except StoreError as problem:
                     part.status = pb.READ_STATUS_UNREADABLE
-                    self.unreadable(entry, str(problem))
+                    if entry.generation not in unreadable:
+                        unreadable.add(entry.generation)
+                        self.unreadable(entry, str(problem))
                     break
                 self._core.post(BytesRead(entry.tier, piece_bytes, self._core.clock.now_ns()))
                 if tracing is not None:
@@ -264,6 +271,7 @@ class CacheService:
         # Reported last: a damaged entry may end the claim, and with it the reading of the others.
         for entry, why in damaged.values():
             self._core.damaged(entry, why)
+            await slices.pause()
 
     def unreadable(self, entry: Entry, why: str) -> None:
         """Have an entry verified that could not be read. It stays; if it can't be read again, its

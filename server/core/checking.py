@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import compress
+from itertools import chain, compress
 from operator import attrgetter
 from typing import Final
 
@@ -19,7 +19,6 @@ from ...proto.vocabulary import Tier
 from ...tiers.ledger import Ledger
 from ...tiers.order import OrderOfKeys, Recency
 from ...tiers.shares import Tally
-from ...tiers.store import Location
 from .entries import SHARDS, Entry, shard_of
 from .sessions import Claim, Reservation, Session, Stage
 from .tables import Tables, Timer
@@ -157,8 +156,7 @@ class Recount:
         """Mark the slabs of an entry, or take the marks away again."""
         if not count.slab_bytes:
             return
-        location: Location = entry.location
-        tier = entry.tier.label
+        location, tier = entry.location, entry.tier.label
         if sign == 1 and sum(location[1::2]) != entry.stored_bytes:
             lies = sum(location[1::2])
             self._say(f"{tier}: an entry of {entry.stored_bytes} bytes lies on {lies}")
@@ -188,14 +186,14 @@ class Recount:
     def _visits(self) -> Iterator[int]:
         """Everything once. Yields how much was looked at; there may be a step before it goes on."""
         t = self._t
-        # What is alive at this moment has a timer at this moment.
-        timed = {timer: list(t.timed(timer)) for timer in Timer}
+        timed, unpinning = {timer: list(t.timed(timer)) for timer in Timer}, list(t.unpinning)
+        if not t.old_timers and len(t.timers) > t.max_timers:
+            self._say(f"{len(t.timers)} timers are kept, at most {t.max_timers} are of use")
+        yield sum(map(len, timed.values()))
+        # What was alive, and still is when it is looked at, has a timer at this moment.
         timers = [*t.timers, *t.old_timers]
-        if not t.old_timers and len(timers) > t.max_timers:
-            self._say(f"{len(timers)} timers are kept, at most {t.max_timers} are of use")
-        claims = [*t.unpinning, *timed[Timer.CLAIM]]
         yield len(timers)
-        for number in claims:
+        for number in chain(unpinning, timed[Timer.CLAIM]):
             yield self._visit_claim(number)
         for token in timed[Timer.RESERVATION]:
             self._visit_reservation(token)
@@ -289,15 +287,13 @@ class Recount:
 
     def _visit_session(self, session: Session) -> int:
         t, number = self._t, session.session
-        for claim in session.claims.keys() - t.claims.keys():
+        for claim in [each for each in session.claims if each not in t.claims]:
             self._say(f"session {number} holds claim {claim}, which does not exist")
-        for token in session.tokens.keys() - t.reservations.keys():
+        for token in [each for each in session.tokens if each not in t.reservations]:
             self._say(f"session {number} holds reservation {token}, which does not exist")
-        for request in session.waits.keys() - t.waiting.keys():
+        for request in [each for each in session.waits if each not in t.waiting]:
             self._say(f"session {number} counts request {request}, which does not wait")
-        waits = [
-            t.waiting[request].waited_keys for request in session.waits if request in t.waiting
-        ]
+        waits = [t.waiting[each].waited_keys for each in session.waits if each in t.waiting]
         if session.waited_keys != sum(waits):
             self._say(f"session {number} is charged {session.waited_keys} waited keys, not its own")
         held = [t.reservations[token] for token in session.tokens if token in t.reservations]
@@ -342,15 +338,18 @@ class Recount:
     def _visit_timers(
         self, timed: dict[Timer, list[int]], timers: list[tuple[int, Timer, int]]
     ) -> Iterator[int]:
-        armed: set[tuple[Timer, int]] = set()
+        # Many sets, for a large one stops everything when it grows, and when it goes.
+        armed: defaultdict[int, set[tuple[Timer, int]]] = defaultdict(set)
         for _, timer, number in timers:
-            armed.add((timer, number))
+            armed[number >> 10].add((timer, number))
             yield 1
         for timer, numbers in timed.items():
             for number in numbers:
-                if self._has_deadline(timer, number) and (timer, number) not in armed:
+                if self._has_deadline(timer, number) and (timer, number) not in armed[number >> 10]:
                     self._say(f"{timer.name.lower()} {number} would never run out")
                 yield 1
+        while armed:
+            yield len(armed.popitem()[1])
 
     def _has_deadline(self, timer: Timer, number: int) -> bool:
         """One of its own, that is: what ends with its session, or is being committed or was

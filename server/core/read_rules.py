@@ -210,12 +210,14 @@ def release(transition: Transition, asked: ReleaseAsked) -> ReleaseAnswer:
     time: the answer that told it first may not have arrived."""
     t = transition.tables
     session = transition.session(asked.session)
+    # Nearly always none: only what this session holds is looked for in its claims.
+    damaged = {entry for entry in t.condemned.values() if entry in session.pins}
     results: list[ReleaseOutcome] = []
     for claim_id in asked.claims:
         if claim_id in session.claims:
-            damaged = t.condemned and not all(e.published for e in t.claims[claim_id].entries)
+            lost = damaged and not damaged.isdisjoint(t.claims[claim_id].entries)
             transition.drop_claim(claim_id)
-            if damaged:
+            if lost:
                 transition.remember_loss(session, claim_id, "one of its entries was damaged")
                 results.append(ReleaseOutcome.LOST)
             else:

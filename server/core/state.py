@@ -327,9 +327,12 @@ class MetaState:
 
     def _end_session(self, transition: Transition, job: EndSession, steps: int) -> tuple[bool, int]:
         t = transition.tables
-        for took in range(steps):
+        took = 0
+        while took < steps:
             if (request := next(job.waits, None)) is not None:
-                if transition.unpark(request) is not None:
+                waiting = transition.unpark(request)
+                if waiting is not None:
+                    took += waiting.waited_keys
                     gone = UnknownSession(f"session {job.session.session} ended: {job.why}")
                     transition.effects.append(Reply(request, Refused(gone)))
             # Before its saves: those who wait for them may need the room of its claims.
@@ -342,7 +345,8 @@ class MetaState:
             else:
                 del t.ending[job.session.session]
                 return True, took
-        return False, steps
+            took += 1
+        return False, took
 
     def _flush_usage(self, transition: Transition, job: FlushUsage, steps: int) -> tuple[bool, int]:
         t = transition.tables

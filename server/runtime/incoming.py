@@ -25,6 +25,8 @@ _INLINE_BYTES = 1 * 2**20
 _INLINE_SMALL_BYTES = limits.STAGED_MESSAGE_BYTES
 #: Writes that are complete are told of at once when they are so large together.
 _SEALED_BYTES = 16 * 2**20
+#: Writes of one event: some milliseconds' worth.
+_SEALED_AT_ONCE = 256
 #: So many messages of one stream are copied before it is another stream's turn.
 _TURN_MESSAGES = 8
 #: So many messages of one stream may wait to be copied.
@@ -78,7 +80,8 @@ class _Message:
 class Incoming:
     """Feeds the pieces of one stream into the stores, in the order in which they come.
 
-    Writes that become complete in one message are sealed in one event. Large messages are copied
+    Writes that become complete in one message are sealed in one event, if they are not very many.
+    Large messages are copied
     on a worker thread, one after the other while the loop does other things: it is told of each.
     Turns may be taken side by side, on threads of the caller's: see `take_turns`.
     """
@@ -99,6 +102,8 @@ class Incoming:
         #: writes that are complete, which the state was not told yet
         self._sealed: list[Write] = []
         self._sealed_bytes = 0
+        #: those that it is being told of, some in each round of the loop
+        self._telling: deque[Write] = deque()
         #: what broke the stream: a piece out of order
         self.broken: PrefixdError | None = None
 
@@ -253,14 +258,26 @@ class Incoming:
 
     def tell_sealed(self) -> None:
         """Tell the state of the writes that are complete: all at once, which is one event and on a
-        disk one sync. To be called when nothing more is there to be copied."""
-        sealed, self._sealed, self._sealed_bytes = self._sealed, [], 0
+        disk one sync; of very many in a few. To be called when nothing more is there to be
+        copied."""
+        idle = not self._telling
+        self._telling += self._sealed
+        self._sealed, self._sealed_bytes = [], 0
+        if idle:
+            self._tell_some()
+
+    def _tell_some(self) -> None:
+        telling = self._telling
+        sealed = [telling.popleft() for _ in range(min(len(telling), _SEALED_AT_ONCE))]
         # What was lost meanwhile has ended.
         columns = [
             (write.token, write.crc32c or 0, write.expected_crc32c)
             for write in sealed
             if write.ended is None
         ]
+        if telling:
+            # Not by whoever called: however that ends, all that is complete is told of.
+            self._loop.call_soon(self._tell_some)
         if columns:
             tokens, crc32c, expected_crc32c = zip(*columns, strict=True)
             now_ns = self._core.clock.now_ns()
@@ -278,14 +295,14 @@ class Incoming:
             if self.broken is not None:
                 raise self.broken
         except PrefixdError as error:
-            self._abandon(SaveStatus.LOST, str(error))
+            self.abandon(str(error))
             raise
         except BaseException:
-            self._abandon(SaveStatus.LOST, "the connection broke while its bytes arrived")
+            self.abandon("the connection broke while its bytes arrived")
             raise
-        self._abandon(SaveStatus.LENGTH_MISMATCH, "the stream ended before all bytes had come")
+        self.abandon("the stream ended before all bytes had come", SaveStatus.LENGTH_MISMATCH)
 
-    def _abandon(self, outcome: SaveStatus, why: str) -> None:
+    def abandon(self, why: str, outcome: SaveStatus = SaveStatus.LOST) -> None:
         """The stream is over: whatever is not complete never will be."""
         for write in self._writes.values():
             if not write.complete and write.ended is None:

@@ -116,11 +116,11 @@ class Sharing:
             for node in self._link.store.statuses()
         ]
 
-    def happened(self, beginning: bytes) -> list[pb.SharedEvent]:
-        """What is remembered of keys that begin so, the oldest first. On the loop."""
+    def happened(self, beginning: bytes, most: int) -> list[pb.SharedEvent]:
+        """The newest that is remembered of keys that begin so, the oldest first. On the loop."""
         return [
             pb.SharedEvent(key=key, what=what.value, node=node, at_unix_ns=at_ns)
-            for key, what, node, at_ns in self._link.history.of(beginning)
+            for key, what, node, at_ns in self._link.history.of(beginning)[-most:]
         ]
 
     async def _beat(self) -> None:

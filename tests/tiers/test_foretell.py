@@ -8,6 +8,7 @@ import pytest
 
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
+from prefixd.tiers import ledger
 from prefixd.tiers.eviction import POLICIES, make_policy
 from prefixd.tiers.ledger import Admission, Ledger
 from prefixd.tiers.order import Resident
@@ -67,7 +68,7 @@ def test_what_is_foretold_happens(policy: str) -> None:
             key, stored_bytes = Key(b"again %d" % chance.randrange(60)), chance.randint(1, 15)
             if key not in tier.entries and tier.ledger.admission(stored_bytes) in _THERE_IS_ROOM:
                 tier.publish(tier.reserve(key, stored_bytes)[0])
-        stored_bytes, entries = chance.choice([1, 2, 7, 20]), chance.choice([1, 1, 2, 4])
+        stored_bytes, entries = chance.choice([1, 2, 7, 20]), chance.choice([1, 1, 2, 4, 12])
         if tier.ledger.admission(entries * stored_bytes, entries) not in _THERE_IS_ROOM:
             continue
         sizes = {key: resident.stored_bytes for key, resident in tier.entries.items()}
@@ -83,6 +84,23 @@ def test_what_is_foretold_happens(policy: str) -> None:
         for resident in coming:
             tier.publish(resident)
     assert foretold_evictions > CASES / 4
+
+
+def test_what_fits_is_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first victim and between two: there may be millions."""
+    tier = _Tier("lru")
+    for number in range(2):
+        tier.publish(tier.reserve(Key(b"%d" % number), 40)[0])
+    come: list[int] = []
+    real = ledger._Alone.admit
+
+    def noted(self: ledger._Alone, coming: Key, stored_bytes: int, entries: int) -> None:
+        come.append(entries)
+        real(self, coming, stored_bytes, entries)
+
+    monkeypatch.setattr(ledger._Alone, "admit", noted)
+    assert list(tier.ledger.foretell(1, 99, lambda _: 40)) == [b"0", b"1"]
+    assert come == [20, 1, 39, 1, 38]
 
 
 _THERE_IS_ROOM = (Admission.FITS, Admission.AFTER_EVICTION)

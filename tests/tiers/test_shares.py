@@ -231,7 +231,7 @@ def test_what_is_foretold_happens(policy: str) -> None:
         if chance.random() < 0.7:
             continue
         name, size = chance.choice(NAMES[:3]), chance.choice([1, 2, 7, 20])
-        entries = chance.choice([1, 1, 2, 4])
+        entries = chance.choice([1, 1, 2, 4, 12])
         key = key_in(name, 0)
         if model.ledger.admission(entries * size, entries, key) not in (
             Admission.FITS,

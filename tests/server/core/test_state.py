@@ -209,6 +209,18 @@ def test_a_damaged_entry_that_is_claimed_is_gone_at_once_and_its_room_later(
     assert not driver.tables.condemned
 
 
+def test_a_damaged_entry_costs_no_claim_that_does_not_hold_it() -> None:
+    driver = Driver()
+    alice, bob = driver.open("alice"), driver.open("bob")
+    driver.save(alice, "a b")
+    holds, does_not = driver.claim(alice, "a b").claim, driver.claim(alice, "a").claim
+    other = driver.claim(bob, "a").claim
+    driver.damage("b")
+    assert driver.release(bob, other) == "released"
+    assert driver.release(alice, does_not, holds) == "released lost"
+    assert driver.counters.claims_lost == 1
+
+
 def test_an_arena_grows() -> None:
     driver = Driver()
     session = driver.open()

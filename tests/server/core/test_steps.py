@@ -90,6 +90,25 @@ def test_a_session_that_ends_is_gone_at_once_and_what_it_held_soon_after() -> No
     assert not driver.tables.reservations
 
 
+def test_what_a_session_waits_for_is_given_up_in_steps() -> None:
+    """Each of its waits may be for a batch of keys."""
+    driver = large(16)
+    alice, bob = driver.open("alice"), driver.open("bob")
+    for one in many(10).split():
+        driver.granted(alice, one)
+        finish(driver)
+    for _ in range(6):
+        assert driver.claim(bob, many(10), ClaimMode.ANY, wait_ns=MINUTE_NS) is None
+    effects = driver.lose(bob)
+    left = [len(driver.tables.waiting)]
+    while driver.state.busy:
+        effects += go_on(driver)
+        left.append(len(driver.tables.waiting))
+    assert left[:4] == [4, 2, 0, 0]
+    assert sum(isinstance(effect, fx.Reply) for effect in effects) == 6
+    assert driver.tables.waited_keys == 0
+
+
 def test_a_large_save_finds_its_room_in_steps_and_is_answered_once() -> None:
     driver = large(32)
     session = driver.open()

@@ -16,6 +16,7 @@ from prefixd.proto.errors import InvalidSize, MalformedMessage
 from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import SaveStatus, Tier
 from prefixd.server.core.events import Event, SessionLost, WriteSealed
+from prefixd.server.runtime import incoming as incoming_bytes
 from prefixd.server.runtime.incoming import Incoming, nothing
 from prefixd.server.runtime.writes import Piece
 from prefixd.tiers.store import Store
@@ -141,6 +142,32 @@ async def test_what_comes_at_once_is_sealed_in_one_event(
         assert await outcome(incoming) == [SaveStatus.SAVED] * 3
         assert [len(tokens) for tokens in sealed] == [3]
         await daemon.assert_idle()
+
+
+@in_loop
+async def test_what_is_sealed_at_once_is_some_milliseconds_worth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others have their turn in between, and the stream may be torn down meanwhile."""
+    monkeypatch.setattr(incoming_bytes, "_SEALED_AT_ONCE", 4)
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        incoming = await begin(daemon, session, *[DATA] * 10)
+        saved: list[int] = []
+        reading = asyncio.ensure_future(torn_down(incoming))
+        while not reading.done() or len(daemon.tables.entries) < 10:
+            saved.append(len(daemon.tables.entries))
+            await asyncio.sleep(0)
+        assert {*saved} == {0, 4, 8}
+        assert reading.cancelled()
+        assert await outcome(incoming) == [SaveStatus.SAVED] * 10
+        await daemon.assert_idle()
+
+
+async def torn_down(incoming: Incoming) -> None:
+    async with incoming.to_the_end():
+        incoming.begin([piece(DATA, number, last=True) for number in range(10)], nothing)
+        raise asyncio.CancelledError
 
 
 @in_loop

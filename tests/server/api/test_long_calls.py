@@ -1,0 +1,251 @@
+"""What one call may ask for at most is done in pieces, between which others have their turn."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from structlog.testing import capture_logs
+
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.vocabulary import Tier
+from prefixd.server.api import admin, raw_bytes, service
+from prefixd.server.api.calls import PlainCaller
+from prefixd.server.api.streams import Stream
+from prefixd.server.core.events import CancelAsked, ReleaseAsked
+from prefixd.server.runtime import slices
+from tests.support.data_client import data_connection
+from tests.support.running import OpenSession, Running, in_loop, item, key, payload, running
+
+T = TypeVar("T")
+DATA = payload(1)
+COUNT = 40
+CALLER = PlainCaller()
+
+
+@pytest.fixture(autouse=True)
+def _tiny_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every slice is over at once."""
+    monkeypatch.setattr(slices, "SLICE_NS", 0)
+
+
+async def rounds_of(call: Awaitable[T]) -> tuple[T, int]:
+    """What it returns, and how many rounds of the loop others had meanwhile."""
+    asked = asyncio.ensure_future(call)
+    rounds = 0
+    while not asked.done():
+        await asyncio.sleep(0)
+        rounds += 1
+    return asked.result(), rounds
+
+
+async def read_all(daemon: Running, request: pb.ReadRequest) -> list[pb.ReadPart]:
+    responses = daemon.front.service.read(request, CALLER)
+    return [one async for response in responses for one in response.parts]
+
+
+async def claimed(session: OpenSession, count: int) -> int:
+    await session.save({key(number): DATA for number in range(count)})
+    return (await session.claim([key(number) for number in range(count)])).claim_id
+
+
+def read_of(session: OpenSession, claim: int, indexes: range) -> pb.ReadRequest:
+    ranges = [pb.ReadRange(index=index, length_bytes=1) for index in indexes]
+    return pb.ReadRequest(session=session.ref, claim_id=claim, ranges=ranges)
+
+
+@in_loop
+async def test_many_ranges_are_read_with_pauses(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        request = read_of(session, await claimed(session, COUNT), range(COUNT))
+        parts, rounds = await rounds_of(read_all(daemon, request))
+        assert [one.data for one in parts] == [DATA[:1]] * COUNT
+        assert rounds >= COUNT
+
+
+@pytest.mark.parametrize("raw", [False, True], ids=["rpc", "data socket"])
+@in_loop
+async def test_an_entry_that_is_gone_is_told_of_once_in_a_call(tmp_path: Path, raw: bool) -> None:
+    """However many ranges of it were asked for: a line of the log costs more than a range."""
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        claim = await claimed(session, 2)
+        daemon.core.damaged(daemon.tables.entries[key(0)], "on purpose")
+        request = read_of(session, claim, range(2))
+        request.ranges.extend([request.ranges[0]] * COUNT)
+        expected = [pb.READ_STATUS_UNREADABLE, pb.READ_STATUS_OK]
+        expected += [pb.READ_STATUS_UNREADABLE] * COUNT
+        with capture_logs() as logs:
+            if raw:
+                found = []
+                async with data_connection(daemon, session) as line:
+                    await line.send(read=request)
+                    while (came := await line.part()) is not None:
+                        found.append(came[0].status)
+            else:
+                found = [one.status for one in await read_all(daemon, request)]
+        assert found == expected
+        assert [line["event"] for line in logs] == ["entry_unreadable"]
+
+
+@in_loop
+async def test_a_turn_of_the_data_socket_brings_so_many_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raw_bytes, "_TURN_PARTS", 16)
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        await claimed(session, COUNT)
+        entries = [daemon.tables.entries[key(number)] for number in range(COUNT)]
+        here, there = socket.socketpair()
+        with here, there:
+            ranges = [raw_bytes.SentRange(n, e, False, 0, 1) for n, e in enumerate(entries)]
+            sending = raw_bytes.Sending(daemon.core, Stream(here), ranges)
+            sent = []
+            while sending.run(0) is raw_bytes.Progress.PAUSED:
+                assert sending.between_parts
+                sent.append(sum(sending.sent_bytes.values()))
+        assert [*sent, sum(sending.sent_bytes.values())] == [16, 32, 40]
+
+
+@in_loop
+async def test_others_come_between_the_turns_of_a_small_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the loop, where no thread has to wake."""
+    monkeypatch.setattr(raw_bytes, "_TURN_PARTS", 4)
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        claim = await claimed(session, COUNT)
+        turns: list[int] = []
+        rounds = 0
+        run = raw_bytes.Sending.run
+
+        def noted(self: raw_bytes.Sending, patience_ms: int = 1) -> raw_bytes.Progress:
+            turns.append(rounds)
+            return run(self, patience_ms)
+
+        monkeypatch.setattr(raw_bytes.Sending, "run", noted)
+        async with data_connection(daemon, session) as line:
+            await line.send(read=read_of(session, claim, range(COUNT)))
+            reading = asyncio.ensure_future(line.parts(COUNT))
+            while not reading.done():
+                await asyncio.sleep(0)
+                rounds += 1
+            assert reading.result() == [DATA[:1]] * COUNT
+        assert len(turns) == len(set(turns)) == COUNT // 4
+
+
+LISTS = {
+    "list_entries": pb.ListEntriesRequest(tier=pb.TIER_RAM, page_entries=COUNT),
+    "next_victims": pb.ListEntriesRequest(tier=pb.TIER_RAM, page_entries=COUNT, next_victims=True),
+    "list_claims": pb.ListClaimsRequest(page_claims=COUNT),
+    "list_reservations": pb.ListReservationsRequest(page_reservations=COUNT),
+    "preview": pb.PreviewRequest(tier=pb.TIER_RAM, payload_bytes=1, entries=COUNT),
+    "stats": pb.StatsRequest(),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+@in_loop
+async def test_operators_see_much_with_pauses(tmp_path: Path, name: str) -> None:
+    room = f"--ram.budget={COUNT * 4}KiB"
+    async with running(tmp_path, room, tiers=[Tier.RAM]) as daemon:
+        session = await daemon.open()
+        await session.save({key(number): b"x" for number in range(COUNT)})
+        if name == "list_claims":
+            for number in range(COUNT):
+                await session.claim([key(number)])
+        if name == "list_reservations":
+            await session.granted([item(key(COUNT + n), b"x") for n in range(COUNT)])
+        if name == "stats":
+            for number in range(COUNT - 1):  # and that of the session
+                daemon.front.sessions.usage.of(f"label-{number}")
+        call = getattr(daemon.front.admin, {"next_victims": "list_entries"}.get(name, name))
+        response, rounds = await rounds_of(call(LISTS[name], CALLER))
+        listed = [len(value) for field, value in response.ListFields() if field.is_repeated]
+        assert COUNT in listed
+        assert rounds >= COUNT
+
+
+@in_loop
+async def test_what_ends_while_it_is_listed_is_left_out(tmp_path: Path) -> None:
+    """It has ended by the time of the answer; what is behind it is there."""
+    async with running(tmp_path) as daemon:
+        session, operator = await daemon.open(), daemon.front.admin
+        await session.save({key(1): DATA})
+        claims = [(await session.claim([key(1)])).claim_id for _ in range(3)]
+        tokens = await session.granted([item(key(n), DATA) for n in range(2, 5)])
+        listing = asyncio.ensure_future(operator.list_claims(pb.ListClaimsRequest(), CALLER))
+        reserved = asyncio.ensure_future(
+            operator.list_reservations(pb.ListReservationsRequest(), CALLER)
+        )
+        await asyncio.sleep(0)
+        number, now_ns = daemon.core.next_request, daemon.core.clock.now_ns()
+        daemon.core.post(ReleaseAsked(number(), session.number, (claims[1],), now_ns))
+        daemon.core.post(CancelAsked(number(), session.number, (tokens[1],), now_ns))
+        assert [each.claim_id for each in (await listing).claims] == [claims[0], claims[2]]
+        assert [each.token for each in (await reserved).reservations] == [tokens[0], tokens[2]]
+
+
+@in_loop
+async def test_a_preview_names_the_first_victims_of_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admin, "_MOST_VICTIMS", 7)
+    async with running(tmp_path, f"--ram.budget={COUNT * 4}KiB", tiers=[Tier.RAM]) as daemon:
+        session = await daemon.open()
+        for number in range(COUNT):
+            await session.save({key(number): b"x"})
+        asked = pb.PreviewRequest(tier=pb.TIER_RAM, payload_bytes=1, entries=COUNT)
+        foretold = await daemon.front.admin.preview(asked, CALLER)
+        assert [victim.key for victim in foretold.victims] == [key(number) for number in range(7)]
+        assert foretold.evicted_bytes == sum(victim.stored_bytes for victim in foretold.victims)
+        assert foretold.admissible
+
+
+@pytest.mark.parametrize("reserved", [False, True])
+@in_loop
+async def test_a_save_that_is_given_up_while_it_begins_leaves_nothing(
+    tmp_path: Path, reserved: bool
+) -> None:
+    async with running(tmp_path) as daemon:
+        session, saves = await daemon.open(), daemon.front.saves
+        membership = daemon.front.service.session_of(session.ref, CALLER)
+        header = session.header([item(key(number), b"x") for number in range(COUNT)])
+        begun: asyncio.Task[object]
+        if reserved:
+            tokens = await session.granted([item(key(number), b"x") for number in range(COUNT)])
+            named = pb.StagedReservations(session=session.ref, tokens=tokens)
+            begun = asyncio.ensure_future(saves.begin_reserved(named, membership))
+        else:
+            first = pb.SaveRequest(header=header)
+            begun = asyncio.ensure_future(saves.begin_save(first, membership))
+        while len(daemon.core.writes) < COUNT // 2:
+            await asyncio.sleep(0)
+        begun.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await begun
+        assert not daemon.core.writes
+        await session.close()  # what was reserved and not begun is its own until then
+        await daemon.assert_idle()
+
+
+@in_loop
+async def test_a_batch_of_deletes_has_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_DELETED_AT_ONCE", 2)
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        await session.save({key(number): b"x" for number in range(COUNT)})
+        named = [key(number) for number in range(COUNT)]
+        asked = pb.DeleteRequest(session=session.ref, keys=named)
+        response, rounds = await rounds_of(daemon.front.service.delete(asked, CALLER))
+        assert list(response.results) == [pb.DELETE_STATUS_DELETED] * COUNT
+        assert rounds >= COUNT // 2
