@@ -42,14 +42,6 @@ def frame(message: pb.DataRequest | pb.DataResponse) -> bytes:
     return HEAD.pack(len(data)) + data
 
 
-def request_of(data: bytes) -> pb.DataRequest:
-    """Raises MalformedMessage."""
-    try:
-        return pb.DataRequest.FromString(data)
-    except DecodeError as problem:
-        raise MalformedMessage(f"{len(data)} bytes that are no request: {problem}") from None
-
-
 def response_of(data: bytes) -> pb.DataResponse:
     """Raises MalformedMessage."""
     try:

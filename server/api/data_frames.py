@@ -16,6 +16,7 @@ from typing import Final
 from ...proto import data
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import LimitReached
+from .parsing import parse
 from .streams import Stream
 
 _HEAD: Final = data.HEAD
@@ -68,7 +69,7 @@ class DataFrames:
             return None
         raw = bytes(self._buffer[start:end])
         self._start = end
-        return data.request_of(raw)
+        return parse(pb.DataRequest, raw)
 
     async def head(self) -> int:
         """The length of the next request, however late that begins. Raises HungUp, OSError,
@@ -96,7 +97,7 @@ class DataFrames:
             while came_bytes < size_bytes:
                 async with asyncio.timeout(self._stall_s):
                     came_bytes += await self._receive(room[came_bytes:])
-        return data.request_of(bytes(request))
+        return parse(pb.DataRequest, bytes(request))
 
     async def _whole(self, size_bytes: int) -> None:
         """Wait until so much of what has begun is there. Raises HungUp, OSError, LimitReached."""

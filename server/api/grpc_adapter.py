@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 
 import grpc
 from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDescriptor
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from ...proto import limits, traceparent
@@ -24,6 +24,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import MalformedMessage, PrefixdError, metadata_of
 from .access import Access
 from .calls import Caller, CallerGone, Process, cut_off_with, error_of
+from .parsing import parse
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -228,14 +229,13 @@ def most_bytes(kind: Descriptor) -> int:
 
 def _parse(kind: type[Message], most: int, data: bytes) -> Message | _NoMessage:
     """Bytes that are no message are for the method to refuse: gRPC would do it in its words. Nor
-    are those that are too many, which aren't looked at: millions of empty keys would hold the
-    loop, before it is known whose they are."""
+    are those that are too many, which aren't looked at."""
     if len(data) > most:
         return _NoMessage(f"{len(data)} bytes, and a message of this rpc has {most} at most")
     try:
-        return kind.FromString(data)
-    except DecodeError as problem:
-        return _NoMessage(f"{len(data)} bytes that are no message of this rpc: {problem}")
+        return parse(kind, data)
+    except MalformedMessage as problem:
+        return _NoMessage(str(problem))
 
 
 def _message(request: Any) -> Any:

@@ -1,9 +1,8 @@
 """The local socket: calls of clients on this host, without gRPC between (proto.local).
 
-The calls are those of `service` and `saves`; here they are only taken off the socket, one at a
-time for each connection, and answered. The kernel says which process asks: another user is
-refused. What a connection may have in the daemon's memory is bounded: it is not read while its
-requests wait, nor while its answers do.
+The calls are those of `service` and `saves`, taken off the socket one at a time, and answered. The
+kernel says which process asks: another user is refused. What a connection may have in the daemon's
+memory is bounded: it is not read while its requests or its answers wait.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from .calls import Caller, ConnectionCall, Process, failure_of, remove_leftover,
 from .hand_over import Handoff
 from .hang_up import HangUpWatch
 from .lent_saves import LentSaves
+from .parsing import parse
 from .saves import Saves
 from .service import CacheService
 from .sessions import ServiceConfig, Sessions
@@ -128,7 +128,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._stall_s = server.config.stall_timeout_s
-        self._frames = Frames(pb.LocalRequest.FromString)
+        self._frames = Frames(lambda raw: parse(pb.LocalRequest, raw))
         #: what waits to be answered, each with the bytes that it came in
         self._requests: deque[tuple[pb.LocalRequest, int]] = deque()
         self._ahead_bytes = 0

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from google.protobuf.message import DecodeError, Message
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ from prefixd.proto.errors import MalformedMessage, PrefixdError, RecordError
 from prefixd.proto.index_columns import columns_of
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.server.api.parsing import fields_of, parse
 from prefixd.server.sharing.record import HEADER_BYTES, decode_header, encode_header
 from prefixd.server.sharing.resp import Connection, Request, Result, exchange
 from prefixd.server.sharing.resp import Refused as EngineRefused
@@ -98,9 +100,36 @@ def test_no_bytes_are_more_than_a_message_or_a_mistake(draw: st.DataObject, sent
 @given(st.data(), messages(pb.DataRequest.DESCRIPTOR, 2))
 def test_no_bytes_are_more_than_a_request_or_a_mistake(draw: st.DataObject, sent: Any) -> None:
     raw = draw.draw(damaged(sent.SerializeToString()))
-    for parse in (data.request_of, data.response_of):
-        with contextlib.suppress(MalformedMessage):
-            parse(raw)
+    with contextlib.suppress(MalformedMessage):
+        parse(pb.DataRequest, raw)
+    with contextlib.suppress(MalformedMessage):
+        data.response_of(raw)
+
+
+@FUZZ
+@given(st.data(), st.sampled_from((pb.SaveRequest, pb.LocalRequest, pb.SessionRequest)))
+def test_whatever_is_made_of_bytes_was_counted_before(draw: st.DataObject, kind: Any) -> None:
+    whole = draw.draw(messages(kind.DESCRIPTOR, 2)).SerializeToString()
+    assert made_of(parse(kind, whole)) <= fields_of(kind, whole)
+    raw = draw.draw(damaged(whole))
+    with contextlib.suppress(MalformedMessage):
+        made = made_of(parse(kind, raw))
+        with contextlib.suppress(DecodeError):  # refused where it is long
+            assert made <= fields_of(kind, raw)
+
+
+def made_of(message: Any) -> int:
+    """Objects that a message consists of, but for columns."""
+    made = 0
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            inner = [value] if isinstance(value, Message) else list(value)
+            made += len(inner) + sum(map(made_of, inner))
+        elif isinstance(value, str | bytes):
+            made += 1
+        elif field.cpp_type == field.CPPTYPE_STRING:
+            made += len(value)
+    return made
 
 
 # ---- what a client is told

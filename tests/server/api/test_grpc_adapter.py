@@ -18,6 +18,7 @@ from prefixd.proto.limits import MAX_MESSAGE_BYTES, MAX_PLAIN_MESSAGE_BYTES
 from prefixd.server.api import grpc_adapter
 from prefixd.server.api.calls import Caller, CallerGone, cut_off
 from prefixd.server.api.grpc_adapter import Method, Streaming, Unary, add_service
+from prefixd.server.api.parsing import MOST_FIELDS
 from prefixd.tiers.store import StoreError, StoreFull
 from tests.support.columns import Item
 from tests.support.running import (
@@ -85,7 +86,8 @@ async def test_a_message_that_is_no_message_is_refused(
                 await answer(raw_call(daemon.channel_of(method), method, [garbage]))
             assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
             assert (refused.value.name, refused.value.retry) == ("malformed_message", "0")
-            assert f"{len(garbage)} bytes that are no message" in refused.value.sentence
+            what = f"{len(garbage)} bytes that are no {method.input_type.name}"
+            assert what in refused.value.sentence
         await daemon.assert_idle()
         assert await session.restore(key(1)) == payload(1)
 
@@ -103,7 +105,7 @@ async def test_a_message_without_payloads_is_short(
     assert most == MAX_PLAIN_MESSAGE_BYTES
     async with running(tmp_path) as daemon:
         for length_bytes, why in (
-            (most, f"{most} bytes that are no message of this rpc"),
+            (most, f"{most} bytes of more than {MOST_FIELDS} fields"),
             (most + 1, f"{most + 1} bytes, and a message of this rpc has {most} at most"),
         ):
             with pytest.raises(Refused) as refused:

@@ -32,7 +32,7 @@ def unknown_kind() -> bytes:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (struct.pack("<I", 3) + b"\xff\xff\xff", "no message"),
+        (struct.pack("<I", 3) + b"\xff\xff\xff", "no LocalRequest"),
         (struct.pack("<I", MAX_MESSAGE_BYTES + 1), "is the most"),
         (b"GET / HTTP/1.1\r\n\r\n", "is the most"),
         (frame(), "of no kind that this daemon knows"),
