@@ -168,13 +168,7 @@ class DataCalls:
                 core.post(BytesRead(tier, sent_bytes, core.clock.now_ns()))
                 if core.tracing is not None:
                     core.tracing.read(tier, sent_bytes, began_ns)
-            slices = Slices()
-            for entry, why in sending.unreadable.values():
-                self._service.unreadable(entry, why)
-                await slices.pause()
-            for entry, why in sending.damaged.values():
-                core.damaged(entry, why)
-                await slices.pause()
+            await self._service.report(sending.unreadable, sending.damaged)
 
     # ---- in
 

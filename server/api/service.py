@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from time import monotonic
 from typing import Final, TypeAlias
 
@@ -47,6 +48,9 @@ _CLAIM_MODES = {
 
 #: Keys, what is wanted of them, until when (`time.monotonic()`); how many came.
 Fetcher: TypeAlias = Callable[[Sequence[Key], ClaimMode, float], Awaitable[int]]
+
+#: Entries whose bytes a read did not get, by generation, each with the reason.
+Failed: TypeAlias = dict[int, tuple[Entry, str]]
 
 
 class CacheService:
@@ -213,22 +217,25 @@ class CacheService:
         session = self.session_of(request.session, caller).number
         messages.batch_of("ranges", request.ranges)
         self.claimed(session, request.claim_id)
+        unreadable: Failed = {}
+        damaged: Failed = {}
         async with (
             self.reads.room(READ_BYTES, session),
-            aclosing(self._read(session, request)) as responses,
+            aclosing(self._read(session, request, unreadable, damaged)) as responses,
         ):
-            with self._core.working():
-                async for response in responses:
-                    # A client that does not take it has the memory that others wait for.
-                    with taken_within(self._config.stall_timeout_s, "what it reads"):
-                        yield response
+            try:
+                with self._core.working():
+                    async for response in responses:
+                        # A client that does not take it has the memory that others wait for.
+                        with taken_within(self._config.stall_timeout_s, "what it reads"):
+                            yield response
+            finally:
+                # Last: a damaged entry may end the claim, and with it the reading of the others.
+                await self.report(unreadable, damaged)
 
     async def _read(
-        self, session: int, request: pb.ReadRequest
+        self, session: int, request: pb.ReadRequest, unreadable: Failed, damaged: Failed
     ) -> AsyncGenerator[pb.ReadResponse, None]:
-        damaged: dict[int, tuple[Entry, str]] = {}
-        #: generations that were told of: many ranges may be of one entry
-        unreadable: set[int] = set()
         tracing, slices = self._core.tracing, Slices()
         pending = pb.ReadResponse()
         pending_bytes = 0
@@ -252,9 +259,7 @@ class CacheService:
                     break
                 except StoreError as problem:
                     part.status = pb.READ_STATUS_UNREADABLE
-                    if entry.generation not in unreadable:
-                        unreadable.add(entry.generation)
-                        self.unreadable(entry, str(problem))
+                    unreadable[entry.generation] = entry, str(problem)
                     break
                 self._core.post(BytesRead(entry.tier, piece_bytes, self._core.clock.now_ns()))
                 if tracing is not None:
@@ -268,12 +273,23 @@ class CacheService:
         self.claimed(session, request.claim_id)
         if pending.parts:
             yield pending
-        # Reported last: a damaged entry may end the claim, and with it the reading of the others.
-        for entry, why in damaged.values():
-            self._core.damaged(entry, why)
-            await slices.pause()
 
-    def unreadable(self, entry: Entry, why: str) -> None:
+    async def report(self, unreadable: Failed, damaged: Failed) -> None:
+        """Tell what a read found. All of it, though its client hangs up meanwhile."""
+        slices = Slices()
+        reports = chain(
+            ((self._unreadable, *failed) for failed in unreadable.values()),
+            ((self._core.damaged, *failed) for failed in damaged.values()),
+        )
+        try:
+            for report, entry, why in reports:
+                report(entry, why)
+                await slices.pause()
+        finally:
+            for report, entry, why in reports:
+                report(entry, why)
+
+    def _unreadable(self, entry: Entry, why: str) -> None:
         """Have an entry verified that could not be read. It stays; if it can't be read again, its
         tier is unhealthy."""
         log.warning("entry_unreadable", key=entry.key.hex(), why=why)

@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from structlog.testing import capture_logs
@@ -18,6 +18,7 @@ from prefixd.server.api.calls import PlainCaller
 from prefixd.server.api.streams import Stream
 from prefixd.server.core.events import CancelAsked, ReleaseAsked
 from prefixd.server.runtime import slices
+from prefixd.tiers.store import Damaged
 from tests.support.data_client import data_connection
 from tests.support.running import OpenSession, Running, in_loop, item, key, payload, running
 
@@ -91,6 +92,54 @@ async def test_an_entry_that_is_gone_is_told_of_once_in_a_call(tmp_path: Path, r
                 found = [one.status for one in await read_all(daemon, request)]
         assert found == expected
         assert [line["event"] for line in logs] == ["entry_unreadable"]
+
+
+@in_loop
+async def test_what_was_found_is_told_of_though_the_reader_hangs_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        await session.save({key(number): DATA for number in range(COUNT)})
+        entries = [daemon.tables.entries[key(number)] for number in range(COUNT)]
+        told: list[bytes] = []
+        monkeypatch.setattr(daemon.core, "damaged", lambda entry, _why: told.append(entry.key))
+        failed = {entry.generation: (entry, "its bytes are others") for entry in entries}
+        reporting = asyncio.ensure_future(daemon.front.service.report({}, failed))
+        while not told:
+            await asyncio.sleep(0)
+        assert len(told) < COUNT
+        reporting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reporting
+        assert told == [key(number) for number in range(COUNT)]
+
+
+@in_loop
+async def test_a_read_that_is_not_taken_to_its_end_tells_what_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        claim = await claimed(session, 2)
+        told: list[bytes] = []
+        monkeypatch.setattr(daemon.core, "damaged", lambda entry, _why: told.append(entry.key))
+        of_two = read_of(session, claim, range(2))
+        monkeypatch.setattr(service.limits, "CHUNK_BYTES", 1)
+        really = service.CacheService._bytes
+
+        async def rotten(self: Any, entry: Any, *range_: Any) -> bytes:
+            if entry.key == key(0):
+                raise Damaged("its bytes are others")
+            return await really(self, entry, *range_)
+
+        monkeypatch.setattr(service.CacheService, "_bytes", rotten)
+        reading = daemon.front.service.read(of_two, CALLER)
+        first = await anext(reading)
+        assert first.parts[0].status == pb.READ_STATUS_DAMAGED
+        assert told == []
+        await reading.aclose()
+        assert told == [key(0)]
 
 
 @in_loop
