@@ -1,6 +1,6 @@
 """Requests out of their bytes, on every transport. What would take far more than its bytes is
-refused before it is made: an empty part of a save has two, and takes 70 in memory. One message of
-16 MiB of them would hold the loop for 1.7 s, and 577 MiB.
+refused before it is made: an empty part of a save is two bytes, and takes dozens in memory, so that
+millions of them would hold the loop for longer than a second.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def parse(kind: type[M], data: bytes) -> M:
     """The message in `data`. Raises MalformedMessage for none, or one of too many fields."""
     try:
         if len(data) > LOOKED_THROUGH_BYTES and fields_of(kind, data) > MOST_FIELDS:
-            raise MalformedMessage(f"{len(data)} bytes of more than {MOST_FIELDS} fields")
+            raise MalformedMessage(f"{len(data)} bytes with more than {MOST_FIELDS} fields")
         return kind.FromString(data)
     except (DecodeError, IndexError) as problem:
         raise MalformedMessage(

@@ -81,9 +81,9 @@ class Incoming:
     """Feeds the pieces of one stream into the stores, in the order in which they come.
 
     Writes that become complete in one message are sealed in one event, if they are not very many.
-    Large messages are copied
-    on a worker thread, one after the other while the loop does other things: it is told of each.
-    Turns may be taken side by side, on threads of the caller's: see `take_turns`.
+    Large messages are copied on a worker thread, one after the other while the loop does other
+    things: it is told of each. Turns may be taken side by side, on threads of the caller's: see
+    `take_turns`.
     """
 
     def __init__(self, core: Core) -> None:

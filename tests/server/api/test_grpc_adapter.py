@@ -105,7 +105,7 @@ async def test_a_message_without_payloads_is_short(
     assert most == MAX_PLAIN_MESSAGE_BYTES
     async with running(tmp_path) as daemon:
         for length_bytes, why in (
-            (most, f"{most} bytes of more than {MOST_FIELDS} fields"),
+            (most, f"{most} bytes with more than {MOST_FIELDS} fields"),
             (most + 1, f"{most + 1} bytes, and a message of this rpc has {most} at most"),
         ):
             with pytest.raises(Refused) as refused:

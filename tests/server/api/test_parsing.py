@@ -1,4 +1,4 @@
-"""What of a request is looked at before it is made."""
+"""Requests with more in them than their bytes: refused before they are made."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_very_many_empty_fields_are_counted_wherever_they_are(kind: Any, names: 
     assert 1000 <= fields_of(kind, few) <= 1002
     assert parse(kind, few) == kind.FromString(few)
     many = nested(kind.DESCRIPTOR, *names, empties=EMPTIES + LOOKED_THROUGH_BYTES // 2)
-    with pytest.raises(MalformedMessage, match="bytes of more than 65536 fields"):
+    with pytest.raises(MalformedMessage, match="bytes with more than 65536 fields"):
         parse(kind, many)
 
 
@@ -115,16 +115,14 @@ def test_what_is_looked_through_and_no_message_is_refused(rest: bytes) -> None:
 @in_loop
 async def test_every_transport_refuses_them(tmp_path: Path) -> None:
     """And goes on with everybody else."""
-    why = "bytes of more than 65536 fields"
+    why = "bytes with more than 65536 fields"
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(1): payload(1)})
         request = nested(pb.SaveRequest.DESCRIPTOR, "parts", empties=200_000)
         save = daemon.channel.stream_unary("/prefixd.v1.Cache/Save")
         with pytest.raises(Refused, match=f"malformed_message .*{why}"):
-            await answer(
-                save(stream([nested(pb.SaveRequest.DESCRIPTOR, "parts", empties=200_000)]))
-            )
+            await answer(save(stream([request])))
         request = nested(pb.LocalRequest.DESCRIPTOR, "lookup", "keys", empties=200_000)
         with bare(daemon) as connection:
             await connection.send(frame(attach=session.ref))
