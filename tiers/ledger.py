@@ -291,7 +291,8 @@ class Ledger:
         """Take the next victim out of the eviction order; `forget` has to follow.
 
         `coming` was prepared; `adopted` was not, and may be what has to give way: None then, too.
-        `below_shares`: take room from any namespace, as operators may.
+        `below_shares`: take room from any namespace, as operators may. Raises NotYet: look on, once
+        others had their turn.
         """
         shares = self.shares
         if shares is None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from ...proto.entry import EntryRecord
 from ...proto.vocabulary import Tier
+from ...tiers.eviction.base import NotYet
 from ...tiers.ledger import Ledger
 from ...tiers.order import Recency, Resident
 from ...tiers.store import StoredEntry
@@ -107,7 +108,10 @@ def _make_room(transition: Transition, ledger: Ledger, adopted: Resident) -> boo
     """False: nothing may leave for it, where others have shares."""
     t = transition.tables
     while not ledger.fits(adopted.stored_bytes):
-        victim = ledger.next_victim(adopted=adopted)
+        try:
+            victim = ledger.next_victim(adopted=adopted)
+        except NotYet:
+            continue  # at once: of what was just adopted little was used
         if victim is None:
             assert ledger.shares is not None, "the ledger promised room"
             return False

@@ -8,6 +8,7 @@ from typing import Final
 
 from ...proto.errors import LimitReached, UnknownSession, UnknownTier
 from ...proto.vocabulary import SaveStatus, Tier
+from ...tiers.eviction.base import NotYet
 from ...tiers.ledger import Admission, Ledger
 from .answers import (
     Answer,
@@ -255,7 +256,10 @@ def make_room(
             job.coming = coming
             return None
         job.evictions -= 1
-        victim = ledger.next_victim(coming)
+        try:
+            victim = ledger.next_victim(coming)
+        except NotYet:
+            continue
         assert victim is not None, "the ledger promised room"
         transition.evict(victim, EvictionCause.SAVE, session.session, coming)
         fits = ledger.fits(stored_bytes)

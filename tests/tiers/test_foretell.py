@@ -11,6 +11,7 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.tiers.eviction import POLICIES, make_policy
 from prefixd.tiers.ledger import Admission, Ledger
 from prefixd.tiers.order import Resident
+from tests.tiers.helpers import next_victim
 
 BUDGET_BYTES = 100
 CASES = 1000
@@ -34,7 +35,7 @@ class _Tier:
         self.ledger.prepare(coming)
         while not self.ledger.fits(stored_bytes):
             assert self.ledger.free_bytes < stored_bytes, "there is room"
-            victim = self.ledger.next_victim(coming)
+            victim = next_victim(self.ledger, coming)
             assert victim is not None
             self.ledger.forget(self.entries.pop(victim))
             gone.append(victim)

@@ -113,6 +113,25 @@ def test_a_larger_tier_has_the_budget_at_once_and_the_room_as_it_comes() -> None
     assert (ledger.limit_bytes, ledger.retired_bytes) == (10, 2), "it came too late"
 
 
+def test_victims_behind_what_was_used_are_looked_for_in_steps() -> None:
+    driver = Driver()
+    ledger = driver.tables.ledgers[Tier.RAM] = Ledger(
+        Tier.RAM, 40, make_policy("lfu", 40), extents=ExtentAllocator(40, 1)
+    )
+    alice = driver.open()
+    for number in range(40):
+        driver.save(alice, f"n{number}")
+    for _ in range(2):
+        for number in range(40):
+            driver.release(alice, driver.claim(alice, f"n{number}").claim)
+    assert driver.evict(1, max_entries=2) == an.EvictAnswer(0, 0, more=True)
+    answers = [resize(driver, 38, max_entries=2) for _ in range(3)]
+    assert [(a.entries, a.done, a.more) for a in answers] == [
+        (0, False, True), (1, False, True), (1, True, False),
+    ]  # fmt: skip
+    assert ledger.entries == 38
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_the_order_of_any_policy_says_who_leaves(policy: str) -> None:
     """Up and down at random, with everything in between; who leaves is who was said to."""

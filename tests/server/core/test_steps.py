@@ -16,6 +16,8 @@ from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from prefixd.server.core import reserving, transition
 from prefixd.server.core.entries import Entry
+from prefixd.tiers.eviction import make_policy
+from prefixd.tiers.ledger import Ledger
 from tests.support.state_driver import LOST_AFTER_NS, Driver, key, keys, names
 
 MINUTE_NS = 60_000_000_000
@@ -129,6 +131,22 @@ def test_a_large_item_evicts_in_steps_and_nobody_takes_its_room_meanwhile() -> N
     assert [e.request for e in replied] == [first, first + 1]
     assert all(isinstance(e.answer.results[0], an.WriteOrder) for e in replied)
     assert driver.tables.tier_counters[Tier.RAM].evictions == 41, "exactly what both needed"
+
+
+def test_a_victim_behind_much_that_was_used_is_looked_for_in_steps() -> None:
+    driver = large(32)
+    ram = driver.tables.ledgers[Tier.RAM] = Ledger(Tier.RAM, 1_000, make_policy("lfu", 1_000))
+    session = driver.open()
+    full(driver, session)
+    for _ in range(2):
+        driver.release(session, driver.claim(session, many(100), ClaimMode.ANY).claim)
+        finish(driver)
+    assert driver.reserve(session, "one", payload_bytes=10) is None
+    request = driver.last_request
+    assert ram.entries == 100, "twelve calls with eight looks each found none"
+    effects = go_on(driver)
+    assert isinstance(driver.answer_of(request, effects).results[0], an.WriteOrder)
+    assert ram.entries == 99
 
 
 def test_a_large_item_whose_room_is_claimed_meanwhile_has_none() -> None:
