@@ -260,9 +260,12 @@ def make_room(
             victim = ledger.next_victim(coming)
         except NotYet:
             continue
-        assert victim is not None, "the ledger promised room"
+        if victim is None:
+            # What can't leave lies between what is free.
+            assert stored_bytes > ledger.scattered_bytes, "the ledger promised room"
+            return _refusal(transition, tier, Admission.NO_ROOM)
         transition.evict(victim, EvictionCause.SAVE, session.session, coming)
-        fits = ledger.fits(stored_bytes)
+        fits = ledger.fits(stored_bytes, placed=coming.place != ())
     return None
 
 

@@ -37,7 +37,8 @@ def resize(transition: Transition, asked: ResizeAsked) -> ResizeAnswer:
     A larger one holds at once; its room comes with `ArenaGrown` and `SlabsRestored`. For a
     smaller one the next victims leave, exactly those that are too many, and what they leave is
     retired; the budget holds once all of that is. Until then the tier is full at every step, so
-    that no save takes what was made free.
+    that no save takes what was made free, but where that lies in very many pieces: one step retires
+    as many as an entry may have.
     """
     ledger = _ledger(transition, asked.tier)
     target_bytes = asked.arena_bytes - ledger.header_bytes

@@ -16,6 +16,7 @@ from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from prefixd.server.core import reserving, transition
 from prefixd.server.core.entries import Entry
+from prefixd.tiers import extents
 from prefixd.tiers.eviction import make_policy
 from prefixd.tiers.ledger import Ledger
 from tests.support.state_driver import LOST_AFTER_NS, Driver, key, keys, names
@@ -161,6 +162,26 @@ def test_a_large_item_whose_room_is_claimed_meanwhile_has_none() -> None:
     effects += finish(driver)
     assert driver.answer_of(request, effects).results == (SaveStatus.NO_ROOM,)
     assert driver.tables.sessions[alice].reserving == 0
+
+
+def test_a_large_item_has_no_room_where_what_is_claimed_lies_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = large(32)
+    alice, bob = driver.open("alice"), driver.open("bob")
+    full(driver, alice)
+    monkeypatch.setattr(extents, "MAX_EXTENTS", 30)
+    ram = driver.tables.ledgers[Tier.RAM]
+    ram.scattered_bytes = 30
+    driver.claim(bob, " ".join(f"k{n}" for n in range(0, 100, 2)), ClaimMode.ANY)
+    assert driver.reserve(alice, "large", payload_bytes=400, begin=True) is None
+    request = driver.last_request
+    answer = driver.answer_of(request, finish(driver))
+    assert answer.results == (SaveStatus.NO_ROOM,), "fifty runs of ten bytes"
+    assert ram.entries == 50
+    assert driver.tables.counters.no_room_refusals == 1
+    assert driver.reserve(alice, "smaller", payload_bytes=300, begin=True)
+    assert len(driver.tables.in_flight) == 1
 
 
 def test_a_large_item_that_is_given_up_meanwhile_keeps_nothing() -> None:
