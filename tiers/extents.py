@@ -8,8 +8,10 @@ searches.
 
 Size classes are exact up to 31 slabs; above, each power of two is divided by 16. An allocation
 takes the first run that fits of a larger class, or one of its own class; when no run is long
-enough it gathers the longest ones. So an entry is in one piece where that is possible, and
-fragmentation never costs capacity.
+enough it gathers the longest ones. So an entry is in one piece where that is possible, and in up to
+`MAX_EXTENTS` where it is not: fragmentation costs nothing of no more slabs than that any capacity.
+What is larger may have to wait until neighbours of what is free are free too (`fits`); in any
+number of pieces it would take the loop half a second to give it its room.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ _CLASSES: Final = (31 - _SUBCLASS_BITS + 1) * _SUBCLASSES
 _MAX_SLABS: Final = 2**31 - 1
 #: Runs of a request's own class that are looked at: not all of them are long enough.
 _OWN_CLASS_LOOKS: Final = 16
+#: Pieces of one entry at most: 6 ms to give it its room.
+MAX_EXTENTS: Final = 4096
 _NONE: Final = -1
 _RUNS_A_STEP: Final = 512
 
@@ -69,6 +73,9 @@ class ExtentAllocator:
         self._heads = array("i", [_NONE]) * _CLASSES
         #: bit c: the list of class c is not empty
         self._classes = 0
+        #: free runs, and the slabs of those of each class
+        self._runs = 0
+        self._class_slabs = array("q", [0]) * _CLASSES
         self.grow(arena_bytes)
 
     @property
@@ -80,21 +87,41 @@ class ExtentAllocator:
     def free_bytes(self) -> int:
         return self._free_slabs << self._shift
 
+    def fits(self, stored_bytes: int) -> bool:
+        """Is there room for it in `MAX_EXTENTS` pieces? Where more runs are free, only those count
+        that are long enough for so few of them to do."""
+        slabs = stored_bytes >> self._shift
+        if slabs > self._free_slabs:
+            return False
+        if slabs <= MAX_EXTENTS or self._runs <= MAX_EXTENTS:
+            return True
+        shortest = -(-slabs // MAX_EXTENTS)
+        return sum(self._class_slabs[_class_of(shortest - 1) + 1 :]) >= slabs
+
     def allocate(self, stored_bytes: int) -> Location:
         """Room for `stored_bytes`, a positive multiple of the slab, in as few runs as possible.
 
-        Succeeds whenever `free_bytes` is enough, else raises ValueError.
+        Succeeds whenever it `fits`, else raises ValueError.
         """
         slabs = stored_bytes >> self._shift
         if slabs < 1 or slabs << self._shift != stored_bytes:
             raise ValueError(f"{stored_bytes} bytes are not whole slabs of {self.slab_bytes}")
-        if slabs > self._free_slabs:
-            raise ValueError(f"{stored_bytes} bytes asked for, {self.free_bytes} are free")
+        if slabs > self._free_slabs or (slabs > MAX_EXTENTS and not self.fits(stored_bytes)):
+            raise ValueError(
+                f"{stored_bytes} bytes asked for, {self.free_bytes} are free in {self._runs} runs"
+            )
         start = self._find(slabs)
         if start != _NONE:
             # The caller's own int as the length: one object less for every entry.
             return (self._carve(start, slabs) << self._shift, stored_bytes)
         return self._gather(slabs)
+
+    def allocate_some(self, stored_bytes: int) -> Location:
+        """`allocate`, or where that is free but does not fit, as much of it as `MAX_EXTENTS` pieces
+        have."""
+        if stored_bytes > self.free_bytes or self.fits(stored_bytes):
+            return self.allocate(stored_bytes)
+        return self._gather(stored_bytes >> self._shift)
 
     def free(self, location: Location) -> None:
         """Take back what `allocate` gave or `claim` marked, whole or run by run.
@@ -150,6 +177,7 @@ class ExtentAllocator:
         copy._used, copy._classes = self._used[:], self._classes
         copy._run, copy._next = self._run[:], self._next[:]
         copy._previous, copy._heads = self._previous[:], self._heads[:]
+        copy._runs, copy._class_slabs = self._runs, self._class_slabs[:]
         return copy
 
     def check_steps(self) -> Iterator[None]:
@@ -167,6 +195,7 @@ class ExtentAllocator:
                 yield
         assert len(self._used) == self._slabs
         assert sum(free_runs.values()) == self._free_slabs, "free slabs"
+        assert len(free_runs) == self._runs, "free runs"
         # Most of the many classes have no run: not one by one.
         classes = self._classes
         assert not classes >> _CLASSES, "class mask"
@@ -176,12 +205,17 @@ class ExtentAllocator:
             classes &= classes - 1
             previous, start = _NONE, self._heads[size_class]
             assert start != _NONE, "class mask"
+            class_slabs = 0
             while start != _NONE:
                 assert self._previous[start] == previous, f"back link of slab {start}"
-                assert _class_of(free_runs.pop(start)) == size_class, f"class of slab {start}"
+                slabs = free_runs.pop(start)
+                assert _class_of(slabs) == size_class, f"class of slab {start}"
+                class_slabs += slabs
                 previous, start = start, self._next[start]
                 if not len(free_runs) % _RUNS_A_STEP:
                     yield
+            assert class_slabs == self._class_slabs[size_class], f"slabs of class {size_class}"
+        assert sum(self._class_slabs) == self._free_slabs, "slabs of the classes"
         assert not free_runs, f"free runs in no list: {free_runs}"
 
     # ---- runs
@@ -204,9 +238,10 @@ class ExtentAllocator:
         return self._heads[size_class + (larger & -larger).bit_length() - 1]
 
     def _gather(self, slabs: int) -> Location:
-        """The longest runs until it is enough; the last piece from one that fits best."""
+        """The longest runs until it is enough, or `MAX_EXTENTS`; the last piece from one that fits
+        best."""
         extents: list[int] = []
-        while slabs:
+        while slabs and len(extents) < 2 * MAX_EXTENTS:
             start = self._find(slabs)
             if start == _NONE:
                 start = self._heads[self._classes.bit_length() - 1]
@@ -225,8 +260,9 @@ class ExtentAllocator:
         rest = run_slabs - slabs
         if not rest:
             self._unlink(start, run_slabs)
-        elif _class_of(rest) == _class_of(run_slabs):
+        elif (size_class := _class_of(rest)) == _class_of(run_slabs):
             self._run[start] = self._run[start + rest - 1] = rest
+            self._class_slabs[size_class] -= slabs
         else:
             self._unlink(start, run_slabs)
             self._link(start, rest)
@@ -248,6 +284,7 @@ class ExtentAllocator:
             # Entries that lie one behind the other: the run keeps its place in its list.
             following, previous = self._next[start], self._previous[start]
             self._run[end] = self._run[end + behind - 1] = behind
+            self._class_slabs[_class_of(behind)] -= slabs
             self._next[end], self._previous[end] = following, previous
             if following != _NONE:
                 self._previous[following] = end
@@ -287,6 +324,8 @@ class ExtentAllocator:
     def _link(self, start: int, slabs: int) -> None:
         self._run[start] = self._run[start + slabs - 1] = slabs
         size_class = _class_of(slabs)
+        self._runs += 1
+        self._class_slabs[size_class] += slabs
         head = self._heads[size_class]
         self._next[start] = head
         self._previous[start] = _NONE
@@ -299,12 +338,14 @@ class ExtentAllocator:
     def _unlink(self, start: int, slabs: int) -> None:
         following = self._next[start]
         previous = self._previous[start]
+        size_class = _class_of(slabs)
+        self._runs -= 1
+        self._class_slabs[size_class] -= slabs
         if following != _NONE:
             self._previous[following] = previous
         if previous != _NONE:
             self._next[previous] = following
             return
-        size_class = _class_of(slabs)
         self._heads[size_class] = following
         if following == _NONE:
             self._classes ^= 1 << size_class

@@ -17,7 +17,7 @@ from ..proto.keys import Key
 from ..proto.limits import KEY_BYTES
 from ..proto.vocabulary import Tier
 from .eviction.base import EvictionPolicy, Rehearsal
-from .extents import ExtentAllocator
+from .extents import MAX_EXTENTS, ExtentAllocator
 from .order import Order, Resident, order_by
 from .shares import Room, Share, Shares, SharesRehearsal
 from .store import Location
@@ -72,6 +72,8 @@ class Ledger:
         self.shares = Shares(policy, shares) if shares else None
         self.policy: Order = order_by(policy) if self.shares is None else self.shares
         self.extents = extents
+        #: what is larger may find its room in too many pieces
+        self.scattered_bytes = 1 << 63 if extents is None else MAX_EXTENTS * extents.slab_bytes
         self.published_bytes = 0
         self.reserved_bytes = 0
         #: stored bytes of published entries that are claimed
@@ -130,16 +132,32 @@ class Ledger:
             return Admission.AFTER_EVICTION
         return Admission.NO_ROOM
 
-    def fits(self, stored_bytes: int, entries: int = 1) -> bool:
-        """Is there room for it now? Without a look at `max_reserved_bytes`."""
-        return stored_bytes <= self.limit_bytes - self.published_bytes - self.reserved_bytes and (
-            not self.max_entries or self.entries + self.reservations + entries <= self.max_entries
+    def fits(self, stored_bytes: int, entries: int = 1, *, placed: bool = False) -> bool:
+        """Is there room for it now? Without a look at `max_reserved_bytes`. `placed`: it has its
+        place, and needs none in few pieces."""
+        return (
+            stored_bytes <= self.limit_bytes - self.published_bytes - self.reserved_bytes
+            and (
+                not self.max_entries
+                or self.entries + self.reservations + entries <= self.max_entries
+            )
+            and (placed or self._has_pieces(stored_bytes, entries))
+        )
+
+    def _has_pieces(self, stored_bytes: int, entries: int) -> bool:
+        """Is what is free in no more pieces than one entry may have? Of several it is not known."""
+        return (
+            stored_bytes <= self.scattered_bytes
+            or entries > 1
+            or self.extents is None
+            or self.extents.fits(stored_bytes)
         )
 
     def fits_after(
         self, stored_bytes: int, entries: int, freed_bytes: int, freed_entries: int
     ) -> bool:
-        """Would an entry fit once this much of what is published were gone?"""
+        """Would an entry fit once this much of what is published were gone? In bytes: in how many
+        pieces is not known before."""
         used = self.entries + self.reservations - freed_entries
         return stored_bytes <= self.free_bytes + freed_bytes and (
             not self.max_entries or used + entries <= self.max_entries
@@ -181,7 +199,8 @@ class Ledger:
         `stored_bytes` each. Changes nothing; the ledger must not change meanwhile.
 
         `bytes_of`: what an entry takes. `key`: any of the namespace that they are of. Ends early
-        where the rest does not fit.
+        where the rest does not fit. It reckons with bytes: for one entry of more than `MAX_EXTENTS`
+        slabs more may have to leave, so that neighbours become free.
         """
         if self.shares is None:
             rehearsal: _Alone | SharesRehearsal = _Alone(self.policy.rehearsal())
@@ -230,7 +249,7 @@ class Ledger:
         see what is on its way to them.
         """
         stored_bytes = resident.stored_bytes
-        assert self.fits(stored_bytes)
+        assert self.fits(stored_bytes, placed=resident.place != ())
         self.reserved_bytes += stored_bytes
         self.reservations += 1
         if self.shares is not None:
@@ -303,8 +322,10 @@ class Ledger:
     ) -> Key | None:
         """Take the next victim out of the eviction order; `forget` has to follow.
 
-        `coming` was prepared; `adopted` was not, and may be what has to give way: None then, too.
-        `below_shares`: take room from any namespace, as operators may.
+        `coming` was prepared; it has no room where what can't leave lies between: None. `adopted`
+        was not, and may be what has to give way: None then, too.
+        `below_shares`: take room from any namespace, as operators may. Raises NotYet: look on, once
+        others had their turn.
         """
         shares = self.shares
         if shares is None:
@@ -313,7 +334,9 @@ class Ledger:
         who = coming or adopted
         if who is not None:
             need = shares.number_of(who.key), who.stored_bytes, 1
-            by_entries = who.stored_bytes <= self.free_bytes
+            by_entries = who.stored_bytes <= self.free_bytes and not self.fits(
+                who.stored_bytes, placed=True
+            )
         giver = shares.giver(
             shares.standings, self.room, need, by_entries=by_entries, below=below_shares
         )
@@ -367,7 +390,7 @@ class Ledger:
         assert self.extents is not None
         self.extents.grow(secured_bytes)
         self.limit_bytes = self.extents.capacity_bytes - self.retired_bytes
-        # Room that was under way when the tier became smaller.
+        # Room that was under way when the tier became smaller: in one piece.
         excess_bytes = self.limit_bytes - (self.arena_bytes - self._header_bytes)
         if excess_bytes > 0:
             self.retire(excess_bytes)
@@ -380,9 +403,11 @@ class Ledger:
         self.policy.resize(budget_bytes)
 
     def retire(self, stored_bytes: int) -> Location:
-        """Take `stored_bytes` of what is free, whole slabs, out of use. Returns where they are."""
+        """Take `stored_bytes` of what is free, whole slabs, out of use, or what lies in so many
+        pieces as an entry may have. Returns where they are."""
         assert self.extents is not None
-        location = self.extents.allocate(stored_bytes)
+        location = self.extents.allocate_some(stored_bytes)
+        stored_bytes = sum(location[1::2])
         self.retired.append(location)
         self.retired_bytes += stored_bytes
         self.limit_bytes -= stored_bytes

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from ...proto.entry import EntryRecord
 from ...proto.vocabulary import Tier
+from ...tiers.eviction.base import NotYet
 from ...tiers.ledger import Ledger
 from ...tiers.order import Recency, Resident
 from ...tiers.store import StoredEntry
@@ -40,7 +41,7 @@ def recovered(
         if there is not None and (there.tier, there.generation) == (tier, record.generation):
             continue  # a recovery that failed begins again
         cost = footprint(record.payload_bytes, record.token_ids_bytes)
-        fits = ledger.fits(cost)
+        fits = ledger.fits(cost, placed=True)
         saved_again = there is not None or key in t.in_flight
         if (
             key in t.deleted
@@ -106,8 +107,11 @@ def _has_room(ledger: Ledger, cost: int) -> bool:
 def _make_room(transition: Transition, ledger: Ledger, adopted: Resident) -> bool:
     """False: nothing may leave for it, where others have shares."""
     t = transition.tables
-    while not ledger.fits(adopted.stored_bytes):
-        victim = ledger.next_victim(adopted=adopted)
+    while not ledger.fits(adopted.stored_bytes, placed=True):
+        try:
+            victim = ledger.next_victim(adopted=adopted)
+        except NotYet:
+            continue  # at once: of what was just adopted little was used
         if victim is None:
             assert ledger.shares is not None, "the ledger promised room"
             return False

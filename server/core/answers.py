@@ -132,12 +132,14 @@ class EvictAnswer:
 @dataclass(frozen=True, slots=True)
 class ResizeAnswer:
     """What left on the way, and which slabs nobody gets any more. `done`: the tier has the size;
-    else it is to be asked again, after a while if nothing left: saves are under way."""
+    else it is to be asked again, after a while if nothing was retired: saves are under way. `more`:
+    at once, the next victim was looked for."""
 
     entries: int
     freed_bytes: int
     retired: Location
     done: bool
+    more: bool = False
 
 
 Answer: TypeAlias = (

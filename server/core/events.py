@@ -209,7 +209,8 @@ class CommitFailed:
 
 @dataclass(frozen=True, slots=True)
 class EvictAsked:
-    """Evict until at least `free_bytes` are freed, or `max_entries` entries are gone."""
+    """Evict until at least `free_bytes` are freed, or `max_entries` entries are gone: fewer where
+    the order has much in the way of its victims."""
 
     request: int
     tier: Tier

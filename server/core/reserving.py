@@ -8,6 +8,7 @@ from typing import Final
 
 from ...proto.errors import LimitReached, UnknownSession, UnknownTier
 from ...proto.vocabulary import SaveStatus, Tier
+from ...tiers.eviction.base import NotYet
 from ...tiers.ledger import Admission, Ledger
 from .answers import (
     Answer,
@@ -255,10 +256,16 @@ def make_room(
             job.coming = coming
             return None
         job.evictions -= 1
-        victim = ledger.next_victim(coming)
-        assert victim is not None, "the ledger promised room"
+        try:
+            victim = ledger.next_victim(coming)
+        except NotYet:
+            continue
+        if victim is None:
+            # What can't leave lies between what is free.
+            assert stored_bytes > ledger.scattered_bytes, "the ledger promised room"
+            return _refusal(transition, tier, Admission.NO_ROOM)
         transition.evict(victim, EvictionCause.SAVE, session.session, coming)
-        fits = ledger.fits(stored_bytes)
+        fits = ledger.fits(stored_bytes, placed=coming.place != ())
     return None
 
 

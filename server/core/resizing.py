@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...proto.errors import LimitReached, UnknownTier
 from ...proto.units import format_bytes
 from ...proto.vocabulary import Tier
+from ...tiers.eviction.base import NotYet
 from ...tiers.ledger import Ledger
 from .answers import EvictAnswer, ResizeAnswer
 from .events import EvictAsked, ResizeAsked
@@ -16,8 +17,13 @@ def evict(transition: Transition, asked: EvictAsked) -> EvictAnswer:
     """The next victims, until so many bytes are free of them."""
     ledger = _ledger(transition, asked.tier)
     entries = freed_bytes = 0
-    while freed_bytes < asked.free_bytes and entries < asked.max_entries:
-        victim = ledger.next_victim(below_shares=True)
+    for _ in range(asked.max_entries):
+        if freed_bytes >= asked.free_bytes:
+            break
+        try:
+            victim = ledger.next_victim(below_shares=True)
+        except NotYet:
+            continue
         if victim is None:
             return EvictAnswer(entries, freed_bytes, more=False)
         entries += 1
@@ -31,11 +37,13 @@ def resize(transition: Transition, asked: ResizeAsked) -> ResizeAnswer:
     A larger one holds at once; its room comes with `ArenaGrown` and `SlabsRestored`. For a
     smaller one the next victims leave, exactly those that are too many, and what they leave is
     retired; the budget holds once all of that is. Until then the tier is full at every step, so
-    that no save takes what was made free.
+    that no save takes what was made free, but where that lies in very many pieces: one step retires
+    as many as an entry may have.
     """
     ledger = _ledger(transition, asked.tier)
     target_bytes = asked.arena_bytes - ledger.header_bytes
     entries = freed_bytes = 0
+    more = False
     retired: tuple[int, ...] = ()
     excess_bytes = ledger.limit_bytes - target_bytes
     if excess_bytes > 0:
@@ -43,8 +51,14 @@ def resize(transition: Transition, asked: ResizeAsked) -> ResizeAnswer:
         _check_shares(ledger, target_bytes)
         # Queues with shares have those of the new size from the first victim on.
         ledger.policy.resize(asked.budget_bytes)
-        while ledger.free_bytes < excess_bytes and entries < asked.max_entries:
-            victim = ledger.next_victim()
+        for _ in range(asked.max_entries):
+            if ledger.free_bytes >= excess_bytes:
+                break
+            try:
+                victim = ledger.next_victim()
+            except NotYet:
+                more = True
+                continue
             if victim is None:
                 break
             entries += 1
@@ -55,7 +69,7 @@ def resize(transition: Transition, asked: ResizeAsked) -> ResizeAnswer:
     done = ledger.limit_bytes <= target_bytes
     if done:
         ledger.resize(asked.budget_bytes, asked.arena_bytes)
-    return ResizeAnswer(entries, freed_bytes, retired, done)
+    return ResizeAnswer(entries, freed_bytes, retired, done, more)
 
 
 def _check_pins(ledger: Ledger, target_bytes: int) -> None:

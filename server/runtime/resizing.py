@@ -188,7 +188,7 @@ class _Resize:
                 await self._give_back(answer.retired)
             if answer.done:
                 return
-            if answer.retired:
+            if answer.retired or answer.more:
                 await slices.pause()
                 continue
             patience -= 1

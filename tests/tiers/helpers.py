@@ -12,7 +12,10 @@ from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason
 from prefixd.tiers.arena_store import RecordedStore
 from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.eviction.base import NotYet
 from prefixd.tiers.extents import ExtentAllocator
+from prefixd.tiers.ledger import Ledger
+from prefixd.tiers.order import Resident
 from prefixd.tiers.row_table import RECORDS_FILE
 from prefixd.tiers.shm import ShmStore
 from prefixd.tiers.store import (
@@ -151,3 +154,12 @@ class Placed:
 
 def numbers_of(entries: Sequence[StoredEntry]) -> list[int]:
     return [entry.record.generation - 1 for entry in entries]
+
+
+def next_victim(ledger: Ledger, coming: Resident | None = None, **how: bool) -> Key | None:
+    """Asked as often as it takes."""
+    while True:
+        try:
+            return ledger.next_victim(coming, **how)
+        except NotYet:
+            continue

@@ -12,6 +12,7 @@ from prefixd.tiers import ledger
 from prefixd.tiers.eviction import POLICIES, make_policy
 from prefixd.tiers.ledger import Admission, Ledger
 from prefixd.tiers.order import Resident
+from tests.tiers.helpers import next_victim
 
 BUDGET_BYTES = 100
 CASES = 1000
@@ -37,7 +38,7 @@ class _Tier:
             there = self.ledger.entries + self.ledger.reservations
             full = there == self.ledger.max_entries
             assert self.ledger.free_bytes < stored_bytes or full, "there is room"
-            victim = self.ledger.next_victim(coming)
+            victim = next_victim(self.ledger, coming)
             assert victim is not None
             self.ledger.forget(self.entries.pop(victim))
             gone.append(victim)

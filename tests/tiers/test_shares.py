@@ -15,6 +15,7 @@ from prefixd.tiers.ledger import Admission, Ledger
 from prefixd.tiers.order import Resident
 from prefixd.tiers.shares import Share
 from tests.support.lengths import times
+from tests.tiers.helpers import next_victim
 
 BUDGET_BYTES = 100
 STEPS = times(1_500, 10_000)
@@ -112,7 +113,7 @@ class Model:
         gone = []
         self.ledger.prepare(coming)
         while not self.ledger.fits(size):
-            victim = self.ledger.next_victim(coming)
+            victim = next_victim(self.ledger, coming)
             assert victim is not None, "the ledger promised room"
             self.left(victim, name, size)
             gone.append(victim)
@@ -271,7 +272,7 @@ def test_the_order_without_a_comer_empties_the_tier(policy: str) -> None:
     assert [names[key] for key in order[:10]] == [""] * 10, "the furthest above its share"
     assert "b" not in [names[key] for key in order[:50]], "it is within its share"
     gone = []
-    while (victim := model.ledger.next_victim(below_shares=True)) is not None:
+    while (victim := next_victim(model.ledger, below_shares=True)) is not None:
         (held,) = [h for h in model.held if h.resident.key == victim]
         model.held.remove(held)
         model.ledger.forget(held.resident)

@@ -40,6 +40,30 @@ class Rehearsal(Protocol[K]):
     def pin(self, key: K) -> None: ...
 
 
+class NotYet(Exception):
+    """A victim takes more looks than one call has: `evict` again goes on where this one ended."""
+
+
+class Looks:
+    """How many keys that are in the way of a victim one call may put aside: any number (0) in a
+    replay; a running tier sets `most`, for it does other things in between."""
+
+    __slots__ = ("_left", "most")
+
+    def __init__(self) -> None:
+        self.most = self._left = 0
+
+    def begin(self) -> None:
+        """A call begins."""
+        self._left = self.most
+
+    def take(self) -> None:
+        """One was put aside. Raises NotYet when it was the last of this call."""
+        self._left -= 1
+        if not self._left:
+            raise NotYet
+
+
 class EvictionPolicy(ABC, Generic[K]):
     """An eviction order over resident keys.
 
@@ -49,7 +73,8 @@ class EvictionPolicy(ABC, Generic[K]):
     bound is a weight. Raises ValueError when either is negative.
 
     All operations are O(1) amortised unless said otherwise, and no eviction ever walks over
-    pinned keys: each pinned key is met at most once per pin.
+    pinned keys: each pinned key is met at most once per pin. One eviction may still put very many
+    keys aside that were pinned or hit; `looks` bounds how many.
     """
 
     name: ClassVar[str]
@@ -63,6 +88,7 @@ class EvictionPolicy(ABC, Generic[K]):
         self.max_ghosts = max_ghosts
         #: weight of all resident keys, pinned ones included
         self.used = 0
+        self.looks = Looks()
         #: effort so far: how often a key was put into a queue or moved within one, ghosts too
         self.moves = 0
 
@@ -108,7 +134,8 @@ class EvictionPolicy(ABC, Generic[K]):
 
     @abstractmethod
     def evict(self, incoming: K | None = None) -> K | None:
-        """Remove the next victim and return it; None when every resident key is pinned.
+        """Remove the next victim and return it; None when every resident key is pinned. Raises
+        NotYet, with a bound of `looks` only.
 
         `incoming` is the prepared key that the room is for (None: for no key in particular).
         """

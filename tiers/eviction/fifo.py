@@ -20,7 +20,7 @@ class FIFO(EvictionPolicy[K]):
     def __init__(self, capacity: int, *, max_ghosts: int | None = None) -> None:
         super().__init__(capacity, max_ghosts=max_ghosts)
         self._pinned: set[K] = set()
-        self._queue = PinnableQueue(self._pinned)
+        self._queue = PinnableQueue(self._pinned, self.looks)
 
     def __contains__(self, key: object) -> bool:
         return key in self._queue
@@ -32,6 +32,7 @@ class FIFO(EvictionPolicy[K]):
         return iter(self._queue)
 
     def evict(self, incoming: K | None = None) -> K | None:  # noqa: ARG002
+        self.looks.begin()
         entry = self._queue.pop()
         if entry is None:
             return None

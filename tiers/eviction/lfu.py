@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush, heapreplace
 from itertools import chain
 from typing import ClassVar
 
 from .base import EvictionPolicy, K
+
+#: Items of an old heap for each removal: it is gone before there is reason for another.
+_TAKEN_OVER = 4
 
 
 class LFU(EvictionPolicy[K]):
@@ -21,6 +24,9 @@ class LFU(EvictionPolicy[K]):
     moves to a heap. A hit there only changes the key's rank; its heap item is stale until it
     surfaces and is pushed down again. A pinned key keeps its place (for one that surfaced in
     the meantime: its rank, pushed again at its unpin).
+
+    What was removed leaves its heap item behind. When most are such, the heap becomes an old one,
+    from which every removal takes some items over, until nothing is left of it.
 
     Hits are O(1), evictions O(log n) amortised. libCacheSim's LFU breaks ties otherwise: see
     `tests/tiers/eviction/test_peers.py`.
@@ -36,12 +42,15 @@ class LFU(EvictionPolicy[K]):
         self._once: OrderedDict[K, int] = OrderedDict()
         #: key -> (frequency, admission number) of the others
         self._ranks: dict[K, tuple[int, int]] = {}
-        #: (frequency, number, key), perhaps stale: one for each key in `_ranks` but the parked
+        #: (frequency, number, key), perhaps stale: here or in `_old` one for each key in `_ranks`
+        #: but the parked
         self._heap: list[tuple[int, int, K]] = []
-        #: items in `_heap` whose key was removed
+        #: what is to go from an earlier heap to `_heap`
+        self._old: list[tuple[int, int, K]] = []
+        #: items in both whose key was removed
         self._dead = 0
         self._pinned: set[K] = set()
-        #: pinned keys that surfaced: neither in `_once` nor in `_heap`
+        #: pinned keys that surfaced: neither in `_once` nor in a heap
         self._parked: set[K] = set()
         self._admissions = 0
 
@@ -65,9 +74,13 @@ class LFU(EvictionPolicy[K]):
         self.moves += 1
 
     def evict(self, incoming: K | None = None) -> K | None:  # noqa: ARG002
-        once, heap = self._once, self._heap
+        self.looks.begin()
+        once = self._once
         while True:
-            # A frequency of 1 in the heap is an old parked key: older than all of `_once`.
+            old, heap = self._old, self._heap
+            if old and not (heap and heap[0] < old[0]):
+                heap = old
+            # A frequency of 1 in a heap is an old parked key: older than all of `_once`.
             if once and not (heap and heap[0][0] == 1):
                 key, number = once.popitem(last=False)
                 if key not in self._pinned:
@@ -76,19 +89,19 @@ class LFU(EvictionPolicy[K]):
                 self._parked.add(key)
             elif heap:
                 key = heap[0][2]
-                if self._surfaced(key):
+                if self._surfaced(heap):
                     heappop(heap)
                     del self._ranks[key]
                     break
             else:
                 return None
+            self.looks.take()
         self.used -= self._weights.pop(key)
         return key
 
-    def _surfaced(self, key: K) -> bool:
-        """The key of the first heap item: is it the victim? If not, the item is put right."""
-        heap = self._heap
-        frequency, number, _key = heap[0]
+    def _surfaced(self, heap: list[tuple[int, int, K]]) -> bool:
+        """The first item of a heap: is its key the victim? If not, the item is put right."""
+        frequency, number, key = heap[0]
         rank = self._ranks.get(key)
         if rank is None or rank[1] != number:
             heappop(heap)
@@ -121,12 +134,17 @@ class LFU(EvictionPolicy[K]):
                 self._compact()
 
     def _compact(self) -> None:
-        """Keep the heap no larger than twice what lives in it."""
-        if self._dead > len(self._ranks) + 64:
-            ranks, parked = self._ranks, self._parked
-            self._heap = [(*rank, key) for key, rank in ranks.items() if key not in parked]
-            heapify(self._heap)
-            self._dead = 0
+        """Keep the heaps no larger than about twice what lives in them."""
+        if not self._old and self._dead > len(self._ranks) + 64:
+            self._heap, self._old = self._old, self._heap
+        # Without its last items a heap still is one.
+        for _ in range(min(_TAKEN_OVER, len(self._old))):
+            _frequency, number, key = item = self._old.pop()
+            rank = self._ranks.get(key)
+            if rank is None or rank[1] != number:
+                self._dead -= 1
+            else:
+                heappush(self._heap, item)
 
     def pin(self, key: K) -> None:
         self._pinned.add(key)
@@ -148,7 +166,7 @@ class LFU(EvictionPolicy[K]):
         return sorted(chain(once, ((*rank, key) for key, rank in self._ranks.items())))
 
     def access_run(self, keys: Sequence[K]) -> int:
-        if self._pinned or not self.capacity:
+        if self._pinned or self._old or not self.capacity:
             return super().access_run(keys)
         weights, once, capacity, hits = self._weights, self._once, self.capacity, 0
         for key in keys:

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from itertools import chain
 from typing import Generic
 
-from .base import K
+from .base import K, Looks
 
 
 class Queue(Generic[K]):
@@ -59,15 +59,17 @@ class PinnableQueue(Queue[K]):
     then parked with its place: places are given out in queue order, and everything still in
     the line is younger than everything parked. After its unpin a parked key waits in a heap
     ordered by place, which is looked at before the line, so it gets back exactly the place it
-    would have had. A search therefore meets a pinned key once per pin, whatever is pinned.
+    would have had. A search therefore meets a pinned key once per pin, whatever is pinned. Each
+    that it meets is one of `looks`, so that a search may raise NotYet.
 
     O(1) amortised; O(log n) for each key that was parked.
     """
 
-    __slots__ = ("_back", "_heap", "_parked", "_pinned", "_places")
+    __slots__ = ("_back", "_heap", "_looks", "_parked", "_pinned", "_places")
 
-    def __init__(self, pinned: set[K]) -> None:
+    def __init__(self, pinned: set[K], looks: Looks) -> None:
         super().__init__()  # `line` has all keys but those that were parked
+        self._looks = looks
         self._pinned = pinned
         #: key -> (place, weight): pinned, met by a search
         self._parked: dict[K, tuple[int, int]] = {}
@@ -104,12 +106,14 @@ class PinnableQueue(Queue[K]):
                     return key, back[key][1]
                 self._parked[key] = back.pop(key)
             heappop(heap)
+            self._looks.take()
         while line:
             key = next(iter(line))
             if key not in pinned:
                 return key, line[key]
             self._parked[key] = (self._places, line.pop(key))
             self._places += 1
+            self._looks.take()
         return None
 
     def pop(self) -> tuple[K, int] | None:
@@ -134,9 +138,9 @@ class PinnableQueue(Queue[K]):
             self._back[key] = entry
             heappush(self._heap, (entry[0], key))
 
-    def copy(self, pinned: set[K]) -> PinnableQueue[K]:
+    def copy(self, pinned: set[K], looks: Looks) -> PinnableQueue[K]:
         """An independent queue in the same state. O(n)."""
-        twin = PinnableQueue(pinned)
+        twin = PinnableQueue(pinned, looks)
         twin.line, twin.weight = self.line.copy(), self.weight
         twin._parked, twin._back = self._parked.copy(), self._back.copy()
         twin._heap, twin._places = self._heap.copy(), self._places

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import ClassVar
 
-from .base import EvictionPolicy, K
+from .base import EvictionPolicy, K, NotYet
 from .queue import PinnableQueue, Queue
 
 SMALL_SHARE = 0.1
@@ -42,13 +43,17 @@ class S3FIFO(EvictionPolicy[K]):
         super().__init__(capacity, max_ghosts=max_ghosts)
         self.resize(capacity)
         self._pinned: set[K] = set()
-        self._small = PinnableQueue(self._pinned)
-        self._main = PinnableQueue(self._pinned)
+        self._small = PinnableQueue(self._pinned, self.looks)
+        self._main = PinnableQueue(self._pinned, self.looks)
         self._ghosts: Queue[K] = Queue()
         #: hits of resident keys, 1 to 3; 0 is left out
         self._frequency: dict[K, int] = {}
         #: weight of the key that was prepared last
         self._incoming = 0
+        #: what a call had no looks left for: a promotion by so much, and an eviction by whether S
+        #: gives
+        self._promoting = 0
+        self._small_gives: bool | None = None
 
     def resize(self, capacity: int) -> None:
         super().resize(capacity)
@@ -77,7 +82,9 @@ class S3FIFO(EvictionPolicy[K]):
     def prepare(self, key: K, weight: int) -> None:
         self._incoming = weight
         if key not in self._ghosts:
-            self._promote(weight)
+            self.looks.begin()
+            with suppress(NotYet):
+                self._promote(weight)
 
     def crowded(self, key: K, weight: int) -> bool:
         if super().crowded(key, weight):
@@ -89,19 +96,26 @@ class S3FIFO(EvictionPolicy[K]):
         return queue.weight + weight > share and queue.head() is not None
 
     def evict(self, incoming: K | None = None) -> K | None:
+        self.looks.begin()
+        if self._promoting:
+            self._promote(0)
         weight = 1 if incoming is None else self._incoming
         from_ghosts = incoming in self._ghosts
-        if from_ghosts:
+        if self._small_gives is not None:
+            small_gives = self._small_gives
+        elif from_ghosts:
             main_is_full = self._main.weight + weight > self._main_share
             small_gives = self._small.weight > self._small_share and not main_is_full
-            weight = 0
         else:
             small_gives = self._small.weight + weight > self._small_share
+        self._small_gives = small_gives
         victim = None if small_gives else self._evict_main()
         victim = victim or self._evict_small()
+        self._small_gives = None
         if victim is None:
             return None
-        self._promote(weight)
+        with suppress(NotYet):
+            self._promote(0 if from_ghosts else weight)
         key, victim_weight = victim
         self.used -= victim_weight
         self._frequency.pop(key, None)
@@ -119,6 +133,7 @@ class S3FIFO(EvictionPolicy[K]):
             if key in self._frequency and weight <= self._main_share:
                 if main.weight + weight <= self._main_share:
                     self._to_main(key, weight)
+                    self.looks.take()
                     continue
                 if (victim := self._evict_main()) is not None:
                     return victim
@@ -139,16 +154,20 @@ class S3FIFO(EvictionPolicy[K]):
                 frequency[key] = count - 1
             main.append(key, weight)
             self.moves += 1
+            self.looks.take()
         return None
 
     def _promote(self, weight: int) -> None:
         """Let S make room for `weight` by what needs no eviction: hit heads, while M has room."""
         small, main = self._small, self._main
+        weight = self._promoting = max(weight, self._promoting)
         while small.weight + weight > self._small_share and (head := small.head()) is not None:
             key, head_weight = head
             if key not in self._frequency or main.weight + head_weight > self._main_share:
-                return
+                break
             self._to_main(key, head_weight)
+            self.looks.take()
+        self._promoting = 0
 
     def _to_main(self, key: K, weight: int) -> None:
         self._small.remove(key)
@@ -203,9 +222,10 @@ class S3FIFO(EvictionPolicy[K]):
         twin: S3FIFO[K] = S3FIFO(self.capacity, max_ghosts=0)
         twin.used = self.used
         twin._pinned |= self._pinned
-        twin._small = self._small.copy(twin._pinned)
-        twin._main = self._main.copy(twin._pinned)
+        twin._small = self._small.copy(twin._pinned, twin.looks)
+        twin._main = self._main.copy(twin._pinned, twin.looks)
         twin._frequency = self._frequency.copy()
+        twin._promoting, twin._small_gives = self._promoting, self._small_gives
         return twin
 
     def access_run(self, keys: Sequence[K]) -> int:

@@ -13,6 +13,7 @@ from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.core import answers as an
 from prefixd.server.core import events as ev
 from prefixd.server.core.journal import EvictionCause
+from prefixd.tiers import extents
 from prefixd.tiers.eviction import POLICIES, make_policy
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.ledger import Ledger
@@ -111,6 +112,41 @@ def test_a_larger_tier_has_the_budget_at_once_and_the_room_as_it_comes() -> None
     driver.happens(ev.ArenaGrown(Tier.RAM, 12, driver.now_ns))
     restore_all(driver, 10)
     assert (ledger.limit_bytes, ledger.retired_bytes) == (10, 2), "it came too late"
+
+
+def test_slabs_in_many_pieces_are_retired_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    alice = driver.open()
+    for name in "abcdefghij":
+        driver.save(alice, name)
+    monkeypatch.setattr(extents, "MAX_EXTENTS", 2)
+    for name in "acegi":
+        generation = driver.entry(name).generation
+        driver.happens(ev.EntryDamaged(key(name), generation, "gone", driver.now_ns))
+    answers = [resize(driver, 4) for _ in range(2)]
+    assert [(a.entries, len(a.retired) // 2, a.done) for a in answers] == [
+        (1, 2, False), (0, 2, True),
+    ]  # fmt: skip
+    assert driver.order() == "d f h j"
+
+
+def test_victims_behind_what_was_used_are_looked_for_in_steps() -> None:
+    driver = Driver()
+    ledger = driver.tables.ledgers[Tier.RAM] = Ledger(
+        Tier.RAM, 40, make_policy("lfu", 40), extents=ExtentAllocator(40, 1)
+    )
+    alice = driver.open()
+    for number in range(40):
+        driver.save(alice, f"n{number}")
+    for _ in range(2):
+        for number in range(40):
+            driver.release(alice, driver.claim(alice, f"n{number}").claim)
+    assert driver.evict(1, max_entries=2) == an.EvictAnswer(0, 0, more=True)
+    answers = [resize(driver, 38, max_entries=2) for _ in range(3)]
+    assert [(a.entries, a.done, a.more) for a in answers] == [
+        (0, False, True), (1, False, True), (1, True, False),
+    ]  # fmt: skip
+    assert ledger.entries == 38
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

@@ -10,6 +10,7 @@ from prefixd.server.core import answers as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from prefixd.server.core.tables import StateConfig
+from prefixd.tiers import extents
 from tests.support.state_driver import LOST_AFTER_NS, Driver, erased, key, names, stored
 
 # ---- sessions
@@ -269,6 +270,24 @@ def test_what_is_beyond_the_budget_is_erased_oldest_first() -> None:
     assert erased(driver.effects) == [(Tier.DISK, "a")]
     assert [effect.key for effect in driver.of_kind(fx.IndexDelete)] == [key("a")]
     assert driver.tables.tier_counters[Tier.DISK].dropped_at_start == 1
+
+
+def test_what_survived_in_more_pieces_than_are_given_now_is_adopted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(extents, "MAX_EXTENTS", 1)
+    driver = Driver()
+    driver.tables.ledgers[Tier.SHM].scattered_bytes = 1
+    between = [
+        stored(name, used_ns=1, generation=1, tier=Tier.SHM, location=(2 * place + 1, 1))
+        for place, name in enumerate("abcde")
+    ]
+    driver.recover(Tier.SHM, *between)
+    pieces = stored(
+        "p", used_ns=1, generation=2, payload_bytes=2, tier=Tier.SHM, location=(0, 1, 4, 1)
+    )
+    driver.recover(Tier.SHM, pieces)
+    assert driver.order(Tier.SHM) == "a b c d e p"
 
 
 def test_a_key_that_two_tiers_have_stays_where_more_of_it_survives() -> None:

@@ -16,6 +16,9 @@ from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from prefixd.server.core import reserving, transition
 from prefixd.server.core.entries import Entry
+from prefixd.tiers import extents
+from prefixd.tiers.eviction import make_policy
+from prefixd.tiers.ledger import Ledger
 from tests.support.state_driver import LOST_AFTER_NS, Driver, key, keys, names
 
 MINUTE_NS = 60_000_000_000
@@ -150,6 +153,22 @@ def test_a_large_item_evicts_in_steps_and_nobody_takes_its_room_meanwhile() -> N
     assert driver.tables.tier_counters[Tier.RAM].evictions == 41, "exactly what both needed"
 
 
+def test_a_victim_behind_much_that_was_used_is_looked_for_in_steps() -> None:
+    driver = large(32)
+    ram = driver.tables.ledgers[Tier.RAM] = Ledger(Tier.RAM, 1_000, make_policy("lfu", 1_000))
+    session = driver.open()
+    full(driver, session)
+    for _ in range(2):
+        driver.release(session, driver.claim(session, many(100), ClaimMode.ANY).claim)
+        finish(driver)
+    assert driver.reserve(session, "one", payload_bytes=10) is None
+    request = driver.last_request
+    assert ram.entries == 100, "twelve calls with eight looks each found none"
+    effects = go_on(driver)
+    assert isinstance(driver.answer_of(request, effects).results[0], an.WriteOrder)
+    assert ram.entries == 99
+
+
 def test_a_large_item_whose_room_is_claimed_meanwhile_has_none() -> None:
     driver = large(32)
     alice, bob = driver.open("alice"), driver.open("bob")
@@ -162,6 +181,26 @@ def test_a_large_item_whose_room_is_claimed_meanwhile_has_none() -> None:
     effects += finish(driver)
     assert driver.answer_of(request, effects).results == (SaveStatus.NO_ROOM,)
     assert driver.tables.sessions[alice].reserving == 0
+
+
+def test_a_large_item_has_no_room_where_what_is_claimed_lies_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = large(32)
+    alice, bob = driver.open("alice"), driver.open("bob")
+    full(driver, alice)
+    monkeypatch.setattr(extents, "MAX_EXTENTS", 30)
+    ram = driver.tables.ledgers[Tier.RAM]
+    ram.scattered_bytes = 30
+    driver.claim(bob, " ".join(f"k{n}" for n in range(0, 100, 2)), ClaimMode.ANY)
+    assert driver.reserve(alice, "large", payload_bytes=400, begin=True) is None
+    request = driver.last_request
+    answer = driver.answer_of(request, finish(driver))
+    assert answer.results == (SaveStatus.NO_ROOM,), "fifty runs of ten bytes"
+    assert ram.entries == 50
+    assert driver.tables.counters.no_room_refusals == 1
+    assert driver.reserve(alice, "smaller", payload_bytes=300, begin=True)
+    assert len(driver.tables.in_flight) == 1
 
 
 def test_a_large_item_that_is_given_up_meanwhile_keeps_nothing() -> None:

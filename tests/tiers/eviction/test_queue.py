@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefixd.tiers.eviction.base import Looks
 from prefixd.tiers.eviction.queue import PinnableQueue, Queue
 
 STEPS = ("append", "pop", "head", "remove", "pin", "unpin", "copy")
@@ -25,7 +26,7 @@ def test_a_plain_queue() -> None:
 @settings(deadline=None, max_examples=300)
 def test_pinned_keys_keep_their_place(steps: list[tuple[str, int]]) -> None:
     pinned: set[int] = set()
-    queue, model = PinnableQueue(pinned), list[int]()
+    queue, model = PinnableQueue(pinned, Looks()), list[int]()
     for step, key in steps:
         free = [k for k in model if k not in pinned]
         head = (free[0], 10 + free[0]) if free else None
@@ -48,7 +49,7 @@ def test_pinned_keys_keep_their_place(steps: list[tuple[str, int]]) -> None:
             queue.unpin(key)
         elif step == "copy":
             original, pinned = queue, set(pinned)
-            queue = original.copy(pinned)
+            queue = original.copy(pinned, Looks())
             while original.pop():  # shares nothing with its copy
                 pass
         assert list(queue) == model
