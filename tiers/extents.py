@@ -9,9 +9,9 @@ searches.
 Size classes are exact up to 31 slabs; above, each power of two is divided by 16. An allocation
 takes the first run that fits of a larger class, or one of its own class; when no run is long
 enough it gathers the longest ones. So an entry is in one piece where that is possible, and in up to
-`MAX_EXTENTS` where it is not: fragmentation costs nothing of no more slabs than that any capacity.
-What is larger may have to wait until neighbours of what is free are free too (`fits`); in any
-number of pieces it would take the loop half a second to give it its room.
+`MAX_EXTENTS` where it is not: fragmentation costs no capacity for entries of that many slabs or
+fewer. What is larger may have to wait until neighbours of what is free are free too (`fits`): in
+any number of pieces it would hold the loop for too long to give it its room.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CLASSES: Final = (31 - _SUBCLASS_BITS + 1) * _SUBCLASSES
 _MAX_SLABS: Final = 2**31 - 1
 #: Runs of a request's own class that are looked at: not all of them are long enough.
 _OWN_CLASS_LOOKS: Final = 16
-#: Pieces of one entry at most: 6 ms to give it its room.
+#: Pieces of one entry at most: they are all found, and given back, in one event.
 MAX_EXTENTS: Final = 4096
 _NONE: Final = -1
 _RUNS_A_STEP: Final = 512

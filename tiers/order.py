@@ -22,8 +22,7 @@ from .eviction.base import EvictionPolicy, InOrder, Rehearsal
 from .eviction.lru import LRU
 from .store import Location
 
-#: Keys in the way of a victim that one call puts aside, 1 to 4 us each: about as much as it takes
-#: to evict one.
+#: Keys in the way of a victim that one call puts aside: about as much work as to evict one.
 _LOOKS: Final = 8
 
 
