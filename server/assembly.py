@@ -28,11 +28,11 @@ from .config.options import Config
 from .core.state import MetaState
 from .runtime.clock import Clock
 from .runtime.index import IndexWriter
+from .runtime.listeners import Tracing
 from .runtime.loop import Core
 from .runtime.pressure import Pressure, Watermarks
 from .runtime.staging import StagingPool
 from .runtime.traced_loop import TracedCore
-from .runtime.tracing import Tracing
 from .sharing.common import SharingConfig, WritePolicy
 from .sharing.sharing import Sharing
 from .sharing.store import SharedStore

@@ -42,12 +42,12 @@ from .logs import configure_logs
 from .notify import keep_alive, notify
 from .reloading import Reloader
 from .remote import RemoteFiles, tokens_of
-from .runtime import collector
+from .runtime import process_memory
 from .runtime.clock import Clock
-from .runtime.idle_heap import give_back_idle_heap
 from .runtime.loop import Core
+from .runtime.process_memory import give_back_idle_heap
 from .runtime.recovery import Recovery
-from .runtime.securing import Securing
+from .runtime.resizing import Securing
 from .stopping import Stop, leave, running_threads
 
 log = structlog.get_logger("prefixd")
@@ -133,8 +133,8 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
                 front.scrubber.scrubs,
                 usage=front.sessions.usage,
                 latencies=front.sessions.latencies,
-                commits=core.orders.latencies,
-                syncs=core.orders.syncs,
+                commits=core.committers.latencies,
+                syncs=core.committers.syncs,
                 now_ns=core.clock.now_ns,
                 shared=front.admin.shared,
                 pressure=lambda: pressure.counts()._asdict() if pressure else {},
@@ -184,7 +184,7 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
         try:
             # Most starts have little to recover: their clients meet no tier that is closed.
             await asyncio.wait(begin_tiers(core, incarnation), timeout=_HEAD_START_S)
-            collector.begin()
+            process_memory.begin()
             yield core
         finally:
             core.supervisor.cancel()

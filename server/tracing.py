@@ -46,7 +46,7 @@ from .. import __version__
 from ..proto.errors import ConfigError, PrefixdError
 from ..proto.traceparent import decode
 from ..proto.vocabulary import Tier
-from .runtime.tracing import Step
+from .runtime.listeners import Step
 
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -68,7 +68,7 @@ class _Call:
 
 
 class OtelTracing:
-    """`runtime.tracing.Tracing`."""
+    """`runtime.listeners.Tracing`."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._tracer = provider.get_tracer("prefixd.daemon", __version__)

@@ -26,9 +26,7 @@ from prefixd.server.core.histogram import Histogram
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
 from prefixd.server.daemon import main
-from prefixd.server.runtime.clock import Clock
-from prefixd.server.runtime.lag import BOUNDS_NS, LoopLag
-from prefixd.server.runtime.latencies import Latencies
+from prefixd.server.runtime.clock import BOUNDS_NS, Clock, Latencies, LoopLag
 from tests.support.daemon import eventually, metrics_of, private_daemon
 
 REPOSITORY = Path(__file__).resolve().parent.parent

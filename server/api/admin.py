@@ -23,12 +23,11 @@ from ..core.checking import MAX_PROBLEMS
 from ..core.entries import EntryTable
 from ..core.events import Tick
 from ..core.histogram import Histogram
-from ..runtime.latencies import Latencies
+from ..runtime.clock import Latencies
 from ..runtime.loop import Core
-from ..runtime.recounting import recount
 from ..runtime.recovery import collect_garbage
 from ..runtime.scrubbing import Scrub
-from ..runtime.slices import Slices
+from ..runtime.slices import Slices, recount
 from ..runtime.verification import Reading, Swept, Verifications
 from . import messages
 from .calls import Caller
@@ -104,12 +103,12 @@ class AdminService(Operations):
         )
 
     def _stages(self) -> Iterator[pb.StageTimes]:
-        orders = self._core.orders
+        committers = self._core.committers
         stages: dict[str, Histogram] = {}
         if self.latencies is not None:
             stages |= {"claim": self.latencies.claim, "save": self.latencies.save}
-        stages |= {f"commit {tier.label}": taken for tier, taken in orders.latencies().items()}
-        stages |= {f"sync {tier.label}": taken for tier, taken in orders.syncs().items()}
+        stages |= {f"commit {tier.label}": taken for tier, taken in committers.latencies().items()}
+        stages |= {f"sync {tier.label}": taken for tier, taken in committers.syncs().items()}
         stages |= {"restore": self._usage.restores(), "loop": self._core.lag.pulses}
         for name, taken in stages.items():
             times = map(bounded, taken.counts)

@@ -26,8 +26,7 @@ from ..core.events import TierState
 from ..core.histogram import Histogram
 from ..core.state import MetaState
 from ..core.tables import Tables, TierCounters
-from ..runtime.lag import LoopLag
-from ..runtime.latencies import Latencies
+from ..runtime.clock import Latencies, LoopLag
 from ..runtime.scrubbing import Scrub
 from .usage import SCALARS, UsageBook
 

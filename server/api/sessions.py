@@ -35,8 +35,7 @@ from ..core.events import (
     SessionOpened,
 )
 from ..core.reserving import most_reserved_bytes
-from ..runtime.clock import Clock
-from ..runtime.latencies import Latencies
+from ..runtime.clock import Clock, Latencies
 from ..runtime.listeners import SessionNote
 from ..runtime.loop import Core
 from . import messages

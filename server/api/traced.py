@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ..runtime.tracing import Tracing
+from ..runtime.listeners import Tracing
 from .data_socket import DataServer
 from .grpc_adapter import Method, Streaming
 from .local_socket import LocalServer

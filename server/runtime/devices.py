@@ -26,8 +26,7 @@ from ...tiers.store import Store, StoreError
 from ..core.events import TierChanged, TierState
 from .clock import Clock
 from .gate import stopping
-from .health import Health
-from .supervision import Supervisor
+from .supervision import Health, Supervisor
 
 T = TypeVar("T")
 

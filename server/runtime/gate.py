@@ -1,4 +1,4 @@
-"""What a daemon still answers that stops, is drained, or looks whether its state adds up."""
+"""Which questions the daemon refuses while it stops, is drained, or recounts its state."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from ..core.events import (
     WriteBegan,
 )
 
-#: What is still asked of a daemon that stops: whatever ends what was begun.
+#: What a daemon that stops still accepts: questions that end or continue something.
 _ENDINGS: Final = (ReleaseAsked, CancelAsked, WriteBegan)
-#: What is refused by one that is drained: whatever begins something.
+#: What a drained daemon refuses: questions that begin something.
 _BEGINNINGS: Final = (SessionOpened, ClaimAsked, ReserveAsked)
 
 
 class Gate:
-    """Lets questions pass, or not. The event loop's."""
+    """Lets questions pass, or not. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        #: the daemon ends; nothing opens this again
+        #: the daemon ends; this is never reset
         self.stopping = False
         #: an operator drained it
         self.drained = False
-        #: an event failed, and the state is being recounted: nothing is taken on meanwhile
+        #: an event failed, and the state is being recounted: every question is refused meanwhile
         self.recounting = False
 
     @property
     def open(self) -> bool:
-        """Does everything pass?"""
+        """Whether every question passes."""
         return not (self.stopping or self.drained or self.recounting)
 
     def check(self, question: Question) -> None:
-        """Raises Draining for what does not pass."""
+        """Raises Draining for a question that does not pass."""
         if self.stopping and not isinstance(question, _ENDINGS):
             raise stopping()
         if self.drained and isinstance(question, _BEGINNINGS):

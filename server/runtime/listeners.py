@@ -1,30 +1,34 @@
-"""Interfaces for code that the core tells of events: of a session, of entries, of the index."""
+"""Interfaces through which the runtime reports: to the streams of sessions, to what follows entries
+and the index, and to a tracer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from asyncio import Future
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ...proto.errors import PrefixdError
+from ...proto.vocabulary import Tier
 from ...tiers.store import Usage
-from ..core.effects import Effect, IndexPut, TellClaimLost, TellReservationLost
+from ..core.effects import Effect, TellClaimLost, TellReservationLost
 from ..core.entries import Entry
 
+M = TypeVar("M", bound=Callable[..., Any])
 SessionNote: TypeAlias = TellClaimLost | TellReservationLost
 
 
 class Listener(Protocol):
-    """What the core tells the stream of a session. Neither may raise."""
+    """The stream of one session. Neither method may raise."""
 
     def told(self, note: SessionNote) -> None:
-        """Something of its session was lost."""
+        """The session lost a claim or a reservation."""
 
     def ended(self, why: PrefixdError | None) -> None:
-        """The session is over, or (None) the daemon stops. Told again until it unsubscribes."""
+        """The session is over, or (None) the daemon stops. Called again until it unsubscribes."""
 
 
 class EntryListener(Protocol):
-    """Is told of entries that are published and used, on the event loop. Neither may raise."""
+    """Follows entries that are published and used, on the event loop. Neither method may raise."""
 
     def published(self, entries: Sequence[Entry]) -> None:
         """These entries can be found from now on: at least one, in the order of their saves."""
@@ -33,20 +37,45 @@ class EntryListener(Protocol):
         """These entries were used since the last call; the most recent come last."""
 
 
-def tell_published(listener: EntryListener | None, effects: Sequence[Effect]) -> None:
-    """Tell it of the entries that these effects made visible."""
-    if listener is not None:
-        published = [effect.entry for effect in effects if isinstance(effect, IndexPut)]
-        if published:
-            listener.published(published)
-
-
 class ChangeListener:
-    """Is told of every change of the index, on the event loop. This one ignores it. Neither may
+    """Follows every change of the index, on the event loop. This one ignores it. Neither method may
     raise."""
 
     def follow(self, effects: Sequence[Effect]) -> None:
         """These effects have just been carried out on the index."""
 
     def lost(self) -> None:
-        """Effects were lost: what was told may differ from what the index lists."""
+        """Effects were lost: the index may list something else than `follow` was called with."""
+
+
+class Step(NamedTuple):
+    """One step of a commit, in nanoseconds since the epoch."""
+
+    name: str
+    began_ns: int
+    ended_ns: int
+
+
+class Tracing(Protocol):
+    """What the daemon reports of its work to a tracer; `server/tracing.py` makes spans of it.
+    Belongs to the event loop, except `committed`. No method raises."""
+
+    def rpc(self, name: str, transport: str, method: M, caller_at: int = 1) -> M:
+        """`method`, wrapped in a span for each call: a child of the caller's span, where the caller
+        names one. `caller_at`: the position of the `Caller` among the arguments."""
+
+    def now_ns(self) -> int:
+        """Since the epoch."""
+
+    def asked(self, name: str, reply: Future[Any], began_ns: int) -> None:
+        """The current call has asked the state a question, which `reply` answers."""
+
+    def read(self, tier: Tier, read_bytes: int, began_ns: int) -> None:
+        """The current call has read `read_bytes` from a store, until now."""
+
+    @property
+    def current(self) -> object | None:
+        """The current call, for `committed`. None when it is not traced."""
+
+    def committed(self, calls: Iterable[object], tier: Tier, steps: Iterable[Step]) -> None:
+        """A store has made durable what these calls saved, in one commit. On any thread."""

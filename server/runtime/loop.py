@@ -59,21 +59,16 @@ from ..core.events import (
     WriteStopped,
 )
 from ..core.state import MetaState
-from .clock import Clock
-from .collector import Freezer
-from .committer import CommitResult
+from .clock import Clock, LoopLag
+from .committer import CommitResult, Committers
 from .devices import Devices
 from .gate import Gate, stopping
-from .health import Health
 from .index import IndexWriter
-from .lag import LoopLag
-from .listeners import ChangeListener, EntryListener, Listener, tell_published
-from .recounting import recount
+from .listeners import ChangeListener, EntryListener, Listener, Tracing
+from .process_memory import Freezer
 from .reindexing import Reindexing, change
-from .store_commands import StoreOrders
-from .supervision import Supervisor
-from .threads import ended_within
-from .tracing import Tracing
+from .slices import recount
+from .supervision import Health, Supervisor, ended_within
 from .verification import Verifications
 from .writes import Write
 
@@ -135,7 +130,7 @@ class Core:
         self.change_listener = ChangeListener()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns: int | None = None
-        self.orders = StoreOrders(
+        self.committers = Committers(
             self.stores, self._commit_done, self.devices.under_way, self._committer_died, clock
         )
         self.freezer = Freezer()
@@ -340,7 +335,11 @@ class Core:
             except Exception as problem:
                 log.critical("effect_failed", effect=type(effect).__name__, exc_info=problem)
                 self.health.fault("effects", f"{type(effect).__name__} failed: {problem!r}")
-        tell_published(self.entry_listener, effects)
+        listener = self.entry_listener
+        if listener is not None:
+            published = [effect.entry for effect in effects if type(effect) is IndexPut]
+            if published:
+                listener.published(published)
 
     def _change_index(self, effects: list[Effect]) -> None:
         index = self.index
@@ -373,10 +372,10 @@ class Core:
                 if reply is not None and not reply.done():
                     reply.set_result(effect.answer)
             case Erase():
-                self.orders.forget(effect.tier, effect.entries)
+                self.committers.forget(effect.tier, effect.entries)
             case Commit():
                 writes = [(token, self.writes[token].writer) for token in effect.tokens]
-                self.orders.commit(effect.tier, writes)
+                self.committers.commit(effect.tier, writes)
             case StopWriting():
                 write = self.writes.get(effect.token)
                 if write is not None:
@@ -389,7 +388,7 @@ class Core:
             case Verify():
                 self.verifications.request(effect.entry)
             case RecordUsage():
-                self.orders.record_usage(effect.tier, effect.usages)
+                self.committers.record_usage(effect.tier, effect.usages)
                 if self.entry_listener is not None:
                     self.entry_listener.used(effect.usages)
             case TellClaimLost() | TellReservationLost():
@@ -446,11 +445,11 @@ class Core:
 
     def unhealthy(self) -> dict[str, str]:
         """What does not work, with the reason; empty when everything does. On any thread."""
-        return self.health.unhealthy() | self.orders.unhealthy()
+        return self.health.unhealthy() | self.committers.unhealthy()
 
     def notices(self) -> dict[str, str]:
         """What is less than it could be while the daemon serves. On any thread."""
-        return self.orders.notices() | self.health.notices.copy()
+        return self.committers.notices() | self.health.notices.copy()
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more questions and let what moves bytes finish. False: some did not."""
@@ -477,7 +476,7 @@ class Core:
         if self._recount is not None:
             self._recount.cancel()
         self._reindexing.abandon()
-        closings = (*self.orders.closings(), self.verifications.close, self.devices.close)
+        closings = (*self.committers.closings(), self.verifications.close, self.devices.close)
         ended = await ended_within(within_s, closings)
         self._closed = True
         self.index.close()

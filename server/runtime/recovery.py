@@ -66,7 +66,7 @@ class Recovery:
                 await asyncio.sleep(_AGAIN_S)
         core.health.conditions.pop(part, None)
         # What the store dropped, and forgot by itself, is erased soon.
-        core.orders.forget(tier, ())
+        core.committers.forget(tier, ())
         counters = core.state.tables.tier_counters[tier]
         log.info(
             "tier_recovered",
@@ -147,7 +147,7 @@ async def collect_garbage(core: Core) -> tuple[int, int]:
     No search finds any of it; it only takes room. Records of saves that are being committed at
     this moment are not touched. In slices: other events come in between.
     """
-    core.orders.forgotten = set()
+    core.committers.forgotten = set()
     try:
         records = 0
         for store in core.stores.values():
@@ -156,7 +156,7 @@ async def collect_garbage(core: Core) -> tuple[int, int]:
                 records += await _sweep_records(core, store)
         return records, await _sweep_index(core)
     finally:
-        core.orders.forgotten = None
+        core.committers.forgotten = None
 
 
 async def _sweep_records(core: Core, store: Store) -> int:
@@ -166,14 +166,14 @@ async def _sweep_records(core: Core, store: Store) -> int:
         orphans = [record for record in batch if not _owned(core, record)]
         swept += len(orphans)
         if orphans:
-            core.orders.forget(store.tier, orphans)
+            core.committers.forget(store.tier, orphans)
     return swept
 
 
 def _owned(core: Core, record: EntryRecord) -> bool:
     """Is this the record of an entry, of a save on its way, or of what left during the scan?"""
     tables = core.state.tables
-    if core.orders.forgotten is not None and record.generation in core.orders.forgotten:
+    if core.committers.forgotten is not None and record.generation in core.committers.forgotten:
         return True
     entry = tables.entries.get(record.key)
     flight = tables.in_flight.get(record.key)

@@ -10,9 +10,9 @@ import structlog
 
 from ..core.effects import Effect, IndexDelete, IndexPut
 from ..core.entries import Entry, EntryTable
-from .health import Health
 from .index import IndexWriter
 from .slices import Slices
+from .supervision import Health
 
 log = structlog.get_logger("prefixd.reindexing")
 

@@ -14,8 +14,8 @@ from ..core.state import MetaState
 from .clock import Clock
 from .committer import CommitResult
 from .index import IndexWriter
+from .listeners import Tracing
 from .loop import Core
-from .tracing import Tracing
 from .writes import Write
 
 
@@ -35,7 +35,7 @@ class TracedCore(Core):
     ) -> None:
         super().__init__(state, stores, index, executor, clock)
         self.tracing = tracing
-        self.orders.time_steps(tracing.now_ns)
+        self.committers.time_steps(tracing.now_ns)
 
     def _ask(self, question: Question) -> asyncio.Future[Answer]:
         began_ns = self.tracing.now_ns()

@@ -17,8 +17,8 @@ from ...proto.vocabulary import Tier
 from ...tiers.store import Damaged, Store, StoreError
 from ..core.entries import SHARDS, Entry, EntryTable
 from .devices import Devices
-from .health import Health
 from .slices import Slices
+from .supervision import Health
 
 
 class Reading(Enum):

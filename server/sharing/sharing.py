@@ -30,7 +30,7 @@ from ...proto.vocabulary import ClaimMode
 from ..core.answers import Opened
 from ..core.events import HeartbeatCame, SessionLost, SessionOpened
 from ..runtime.loop import Core
-from ..runtime.threads import ended_within
+from ..runtime.supervision import ended_within
 from .common import History, Known, Link, Memory, SharingConfig
 from .fetching import Fetcher
 from .offering import Offers

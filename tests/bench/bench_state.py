@@ -170,7 +170,7 @@ class Side:
             if start % FLUSH_KEYS == 0:
                 self.driver.flush()
         gc.collect()
-        gc.freeze()  # as the daemon does, see `server/runtime/collector.py`
+        gc.freeze()  # as the daemon does, see `server/runtime/process_memory.py`
         # The list is ours, the keys in it are the state's.
         own_bytes = sys.getsizeof(self.keys)
         self.entry_bytes = (resident_bytes() - before_bytes - own_bytes) / entries

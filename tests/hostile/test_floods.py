@@ -47,8 +47,8 @@ SLACK_BYTES: Final = 32 * MIB
 EAGER: Final = """
 import sys
 from prefixd.server import daemon
-from prefixd.server.runtime import idle_heap
-idle_heap.LOOK_S = 0.02
+from prefixd.server.runtime import process_memory
+process_memory.LOOK_S = 0.02
 daemon.main(sys.argv[1:])
 """
 #: The same, with less patience with connections of no session.

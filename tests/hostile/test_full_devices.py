@@ -22,8 +22,8 @@ MIB = 2**20
 PAYLOAD_BYTES = 600_000
 #: What its device has no room for is asked for again at once.
 AGAIN = """
-from prefixd.server.runtime import securing
-securing.SECURE_AGAIN_S = 0.1
+from prefixd.server.runtime import resizing
+resizing.SECURE_AGAIN_S = 0.1
 """
 TIERS = pytest.mark.parametrize("tier", [Tier.SHM, Tier.DISK], ids=lambda tier: tier.label)
 

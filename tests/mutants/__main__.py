@@ -69,7 +69,7 @@ ALSO: Final[dict[str, tuple[str, ...]]] = {
         "tests/hostile/test_full_devices.py tests/power/test_power.py",
     ),
     "server/runtime/committer.py": (
-        "tests/server/runtime/test_loop.py tests/server/runtime/test_health.py",
+        "tests/server/runtime/test_loop.py tests/server/runtime/test_supervision.py",
         "sim 20",
         "tests/server/api/test_service_faults.py tests/server/runtime/test_devices.py",
         "tests/server/test_tracing.py",

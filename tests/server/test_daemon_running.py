@@ -26,7 +26,7 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.server import daemon as module
 from prefixd.server.config.budgets import resolve
 from prefixd.server.config.loading import load_config
-from prefixd.server.runtime import securing
+from prefixd.server.runtime import resizing
 from prefixd.tiers.arena import Arena, BaseArena
 from prefixd.tiers.arena_store import ARENA_FILE, ArenaStore
 from prefixd.tiers.disk_arena import DiskArena
@@ -436,7 +436,7 @@ async def test_memory_that_there_is_no_room_for_yet_is_asked_for_again(
     monkeypatch.setattr(os, "posix_fallocate", with_little_room)
     in_small_segments(Arena)
     in_small_segments(DiskArena)
-    monkeypatch.setattr(securing, "SECURE_AGAIN_S", 0.001)
+    monkeypatch.setattr(resizing, "SECURE_AGAIN_S", 0.001)
     places = [f"--{name}.directory={tmp_path / name}" for name in ("shm", "disk")]
     plan = resolve(load_config([*FLAGS, *places], {}), MACHINE)
     with capture_logs() as logs:

@@ -23,7 +23,7 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.server import daemon
 from prefixd.server.api import saves
 from prefixd.server.core import checking, entries
-from prefixd.server.runtime import devices, incoming, lag, recovery, verification
+from prefixd.server.runtime import clock, devices, incoming, recovery, verification
 from prefixd.tiers import arena, records
 from prefixd.tiers.arena_store import ArenaStore, RecordedStore
 from prefixd.tiers.rows import ROW_BYTES
@@ -301,7 +301,7 @@ def _quiet() -> Iterator[None]:
         with (
             warnings.catch_warnings(),
             # Each is a step of the simulation, and an idle second is to be cheap.
-            mock.patch.object(lag, "PULSE_NS", _PULSE_NS),
+            mock.patch.object(clock, "PULSE_NS", _PULSE_NS),
             # What is written in one go elsewhere is written in several here.
             mock.patch.object(devices, "_LOOK_S", 1.0),
             mock.patch.object(arenas, "RELEASE_BYTES", 1),

@@ -43,9 +43,9 @@ from prefixd.server.core.events import ArenaGrown, Tick
 from prefixd.server.daemon import service_config
 from prefixd.server.runtime.clock import Clock
 from prefixd.server.runtime.index import IndexWriter
+from prefixd.server.runtime.listeners import Tracing
 from prefixd.server.runtime.loop import Core
 from prefixd.server.runtime.recovery import Recovery
-from prefixd.server.runtime.tracing import Tracing
 from prefixd.tiers.store import Store
 from tests.support.columns import Item, columns
 

@@ -35,8 +35,7 @@ from prefixd.server.core.events import (
 )
 from prefixd.server.core.histogram import Histogram
 from prefixd.server.core.tables import Counters, TierCounters
-from prefixd.server.runtime.clock import Clock
-from prefixd.server.runtime.latencies import Latencies
+from prefixd.server.runtime.clock import Clock, Latencies
 from prefixd.server.runtime.scrubbing import Scrub
 from prefixd.tiers.eviction import make_policy
 from prefixd.tiers.ledger import Ledger

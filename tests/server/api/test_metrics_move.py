@@ -17,9 +17,7 @@ from prefixd.server.api.usage import BECAUSE, LEFT, PATHS, UsageBook
 from prefixd.server.core.events import Committed, TierChanged, TierState
 from prefixd.server.core.histogram import Histogram
 from prefixd.server.core.journal import EvictionCause
-from prefixd.server.runtime.clock import Clock
-from prefixd.server.runtime.lag import BOUNDS_NS, LoopLag
-from prefixd.server.runtime.latencies import Latencies
+from prefixd.server.runtime.clock import BOUNDS_NS, Clock, Latencies, LoopLag
 from prefixd.server.runtime.scrubbing import Scrub
 from tests.support.measured import Daemon
 

@@ -16,10 +16,11 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
-from prefixd.server.runtime.committer import CommitResult, Committer
+from prefixd.server.runtime.committer import CommitResult, Committer, Committers
 from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.ram import RamStore
 from prefixd.tiers.shm import ShmStore
-from prefixd.tiers.store import EntryWriter, StoreError, StoreFull, Usage
+from prefixd.tiers.store import EntryWriter, Store, StoreError, StoreFull, Usage
 from tests.contract.faulty import Crash, Fault, FaultyStore
 from tests.support.daemon import eventually
 from tests.support.running import PATIENCE_S, SLAB, in_loop, key, payload, running
@@ -468,8 +469,111 @@ async def test_the_device_is_timed_apart(tmp_path: Path) -> None:
         session = await daemon.open()
         for tier in Tier:
             assert await session.save({key(tier): DATA}, tier) == [pb.SAVE_STATUS_SAVED]
-        orders = daemon.core.orders
-        assert orders.syncs().keys() == {Tier.DISK}
-        sync, commit = orders.syncs()[Tier.DISK], orders.latencies()[Tier.DISK]
+        committers = daemon.core.committers
+        assert committers.syncs().keys() == {Tier.DISK}
+        sync, commit = committers.syncs()[Tier.DISK], committers.latencies()[Tier.DISK]
         assert sum(sync.counts) == sum(commit.counts) == 1
         assert sync.total <= commit.total
+
+
+# ---- the committers of all tiers
+
+
+RECORDED = pytest.mark.parametrize("tier", [Tier.SHM, Tier.DISK], ids=lambda tier: tier.label)
+
+
+class ThreeStores:
+    """Three faulty stores, their committers, and the results of their commits."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.stores = {store.tier: FaultyStore(store) for store in self._open()}
+        for store in self.stores.values():
+            make_ready(store)
+        self.results: SimpleQueue[CommitResult] = SimpleQueue()
+        self.committers = Committers(self.stores, self.results.put)
+
+    def _open(self) -> list[Store]:
+        return [
+            RamStore(16 * SLAB, SLAB),
+            ShmStore(self.directory / "shm", 2**20, SLAB),
+            DiskStore(self.directory / "disk", 2**20, SLAB, sync=False),
+        ]
+
+    def saved(self, tier: Tier) -> EntryRecord:
+        store = self.stores[tier]
+        writer = sealed(store, record_of(store, key(1), 4, 1, (SLAB, SLAB)), b"1234")
+        self.committers.commit(tier, [(7, writer)])
+        assert self.results.get(timeout=PATIENCE_S) == CommitResult((7,), None)
+        return writer.entry
+
+    def reopened(self) -> dict[Tier, Store]:
+        """What another start of the daemon opens."""
+        self.close()
+        self.stores = {store.tier: FaultyStore(store) for store in self._open()}
+        return dict(self.stores)
+
+    def close(self) -> None:
+        for close in self.committers.closings():
+            close()
+        for store in self.stores.values():
+            store.close()
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[ThreeStores]:
+    made = ThreeStores(tmp_path)
+    yield made
+    made.close()
+
+
+@RECORDED
+def test_saves_and_their_use_are_written(three: ThreeStores, tier: Tier) -> None:
+    entry = three.saved(tier)
+    three.committers.record_usage(tier, (Usage(entry, 77, 5),))
+    ((found,),) = [batch.entries for batch in three.reopened()[tier].recover()]
+    assert (found.record, found.last_used_ns, found.hits) == (entry, 77, 5)
+
+
+@RECORDED
+def test_what_is_forgotten_is_erased_soon(three: ThreeStores, tier: Tier) -> None:
+    entry = three.saved(tier)
+    assert held(three.stores[tier]) == {key(1): 1}
+    three.committers.forget(tier, [entry])
+    eventually(lambda: three.stores[tier].unerased == 0)
+    assert held(three.stores[tier]) == {}
+
+
+def test_a_tier_without_records_has_nothing_to_write(three: ThreeStores) -> None:
+    store = three.stores[Tier.RAM]
+    entry = record_of(store, key(1), 4, 1, (0, SLAB))
+    three.committers.forget(Tier.RAM, [entry])
+    three.committers.record_usage(Tier.RAM, (Usage(entry, 77, 5),))
+    for close in three.committers.closings():
+        close()
+    assert store.happened == []
+    assert three.committers.unhealthy() == {}
+
+
+@RECORDED
+def test_a_store_that_fails_is_unhealthy_by_its_name(three: ThreeStores, tier: Tier) -> None:
+    entry = three.saved(tier)
+    three.stores[tier].arm(Fault.USAGE_ERROR)
+    three.committers.record_usage(tier, (Usage(entry, 77, 5),))
+    eventually(three.committers.notices)
+    assert three.committers.notices() == {
+        f"{tier.label} usage": "use that is not recorded, on purpose"
+    }
+    assert three.committers.unhealthy() == {}, "they are hints"
+    three.committers.record_usage(tier, (Usage(entry, 77, 5),))
+    eventually(lambda: not three.committers.notices())
+
+
+def test_a_shm_tier_whose_files_were_deleted_is_unhealthy(three: ThreeStores) -> None:
+    """What is written there is lost, however well it is written."""
+    entry = three.saved(Tier.SHM)
+    for file in (three.directory / "shm").iterdir():
+        file.unlink()
+    three.committers.forget(Tier.SHM, [entry])
+    eventually(three.committers.unhealthy)
+    assert "was deleted while it was in use" in three.committers.unhealthy()["shm commit"]

@@ -36,9 +36,9 @@ from prefixd.server.core.events import (
 )
 from prefixd.server.runtime import loop, reindexing
 from prefixd.server.runtime.clock import Clock
-from prefixd.server.runtime.health import FAULT_SHOWN_NS
 from prefixd.server.runtime.incoming import Incoming
 from prefixd.server.runtime.index import IndexWriter
+from prefixd.server.runtime.supervision import FAULT_SHOWN_NS
 from prefixd.server.runtime.verification import Reading, read_back
 from prefixd.server.runtime.writes import Piece
 from prefixd.tiers.shm import ShmStore

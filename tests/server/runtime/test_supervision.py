@@ -1,13 +1,11 @@
-"""What works in the background does not end in silence."""
+"""No background task ends unnoticed; conditions last until they are over, faults for a while."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 
-from prefixd.server.runtime.health import Health
-from prefixd.server.runtime.supervision import Supervisor
-from prefixd.server.runtime.threads import ended_within
+from prefixd.server.runtime.supervision import FAULT_SHOWN_NS, Health, Supervisor, ended_within
 from tests.support.running import PATIENCE_S, ManualClock, in_loop
 
 
@@ -72,3 +70,38 @@ async def test_what_does_not_end_is_not_waited_for() -> None:
     assert not await ended_within(0, [gate.wait])  # type: ignore[list-item]
     gate.set()
     assert await ended_within(PATIENCE_S, [])
+
+
+# ---- health
+
+
+def test_a_fault_is_shown_for_a_while_after_it_happened_last() -> None:
+    clock = ManualClock()
+    health = Health(clock)
+    assert health.unhealthy() == {}
+    health.fault("effects", "it failed")
+    clock.forward(FAULT_SHOWN_NS / 2e9)
+    health.fault("effects", "it failed again")
+    clock.forward(FAULT_SHOWN_NS / 2e9)
+    assert health.unhealthy() == {"effects": "it failed again"}
+    clock.forward(FAULT_SHOWN_NS / 2e9)
+    assert health.unhealthy() == {}
+
+
+def test_what_works_again_is_no_fault() -> None:
+    health = Health(ManualClock())
+    health.fault("disk reads", "EIO")
+    health.succeeded("shm reads")
+    assert health.unhealthy() == {"disk reads": "EIO"}
+    health.succeeded("disk reads")
+    assert health.unhealthy() == {}
+
+
+def test_a_condition_lasts() -> None:
+    clock = ManualClock()
+    health = Health(clock)
+    health.conditions["shm arena"] = "no room"
+    clock.forward(2 * FAULT_SHOWN_NS / 1e9)
+    assert health.unhealthy() == {"shm arena": "no room"}
+    del health.conditions["shm arena"]
+    assert health.unhealthy() == {}

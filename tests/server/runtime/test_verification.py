@@ -12,7 +12,7 @@ import pytest
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.runtime import incoming, verification
-from prefixd.server.runtime.health import FAULT_SHOWN_NS
+from prefixd.server.runtime.supervision import FAULT_SHOWN_NS
 from prefixd.server.runtime.verification import Reading, Verdict, read_back
 from prefixd.tiers.store import Store
 from tests.contract.faulty import Fault, FaultyStore
