@@ -1,8 +1,8 @@
-"""What was published and what left, in order, as far back as it fits: what watchers read from.
+"""The change log: the latest entries that were published and evicted, in order, for watchers.
 
-One log serves all of them. A watcher is a position in it: nothing is kept for a watcher, so the
-loop never waits for one, and one that is slower than what happens finds its place gone. While
-nobody watches, and nobody did lately, nothing is written.
+One log serves all watchers. A watcher is a position in it: nothing is stored for a watcher, so the
+loop never waits for one, and a watcher that is too slow finds its position dropped. While there is
+no watcher, and was none lately, nothing is written.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .listeners import ChangeListener
 
 log = structlog.get_logger("prefixd.changes")
 
-#: What an event takes with its place in the list; one of a long namespace some bytes more.
+#: Memory of an event and its place in the list; a long namespace takes some bytes more.
 COST_BYTES: Final = 176
-#: How long the log goes on after the last watcher left, so that it can come back.
+#: How long the log is written after the last watcher left, so that the watcher can return.
 LINGER_S: Final = 60.0
-#: The part of the log that is dropped at once when it is full: dropping one by one would move
-#: all the others each time.
+#: The part of a full log that is dropped at once: dropping events one by one would move all the
+#: others each time.
 _DROPPED_SHARE: Final = 8
 
 
@@ -35,18 +35,18 @@ class WatchedTooSlowly(Exception):
 
 
 class ChangeLog(ChangeListener):
-    """The event loop's.
+    """Belongs to the event loop.
 
-    Sequence numbers ascend by one, and are of this start of the daemon. What was not written
-    because nobody watched has taken a number, so that no watcher goes on from before it.
+    Sequence numbers ascend by one, and begin anew with each start of the daemon. A gap, while there
+    was no watcher, takes a number, so that no watcher continues from before it.
     """
 
     def __init__(self, size_bytes: int) -> None:
         self.most: Final = max(_DROPPED_SHARE, size_bytes // COST_BYTES)
         self._bodies: list[bytes] = []
-        #: the number of the first of them, or of the one that comes next; no watcher is at 0
+        #: the number of the first body, or of the next one if there is none; no watcher is at 0
         self._first = 2
-        #: events were lost before this number: a watcher that has not got so far begins anew
+        #: events were lost before this number: a watcher that is further back begins anew
         self.lost_before = 0
         self.watchers = 0
         self.closed = False
@@ -56,39 +56,39 @@ class ChangeLog(ChangeListener):
 
     @property
     def sequence(self) -> int:
-        """The last number that was given out."""
+        """The last number that was assigned."""
         return self._first + len(self._bodies) - 1
 
     @property
     def size_bytes(self) -> int:
-        """What it takes, about."""
+        """Its approximate memory."""
         return len(self._bodies) * COST_BYTES
 
-    # ---- what happens
+    # ---- `ChangeListener`
 
     def follow(self, effects: Iterable[Effect]) -> None:
-        """Write down effects that have just been carried out on the index."""
+        """Log effects that have just been carried out on the index."""
         if not self._active:
             return
         bodies = self._bodies
         try:
-            came = _bodies(effects, self._first + len(bodies))
+            new_bodies = _bodies(effects, self._first + len(bodies))
         except Exception as problem:
             log.critical("changes_failed", exc_info=problem)
             self.lost()
             return
-        if not came:
+        if not new_bodies:
             return
-        bodies += came
+        bodies += new_bodies
         if len(bodies) > self.most:
-            # As much as is too much, and some, so that it is not done for every event.
+            # More than the excess, so that not every event drops something.
             dropped = len(bodies) - self.most + self.most // _DROPPED_SHARE
             del bodies[:dropped]
             self._first += dropped
         self.wake()
 
     def lost(self) -> None:
-        """Some of what was done may not have been told."""
+        """Effects may be missing from the log."""
         self._forget()
         self.lost_before = self.sequence
         self.wake()
@@ -96,7 +96,7 @@ class ChangeLog(ChangeListener):
     # ---- watchers
 
     def begin(self) -> None:
-        """There is a watcher more."""
+        """Add a watcher."""
         self.watchers += 1
         self._active = True
         if self._linger is not None:
@@ -104,13 +104,13 @@ class ChangeLog(ChangeListener):
             self._linger = None
 
     def end(self) -> None:
-        """There is a watcher less."""
+        """Remove a watcher."""
         self.watchers -= 1
         if not self.watchers and not self.closed:
             self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._rest)
 
     def reaches(self, sequence: int) -> bool:
-        """Is everything known that came after this number?"""
+        """Whether the log has every event after this number."""
         return self._active and max(self._first - 1, self.lost_before) <= sequence <= self.sequence
 
     def since(self, sequence: int, most: int) -> list[bytes]:
@@ -121,7 +121,7 @@ class ChangeLog(ChangeListener):
         return self._bodies[start : start + most]
 
     async def wait(self, sequence: int, timeout_s: float) -> bool:
-        """Wait for something after this number, or for the end. False: there was nothing."""
+        """Wait for an event after this number, or for `close`. False: the time is over."""
         news = self._news
         if self.sequence > sequence or self.closed:
             return True
@@ -133,7 +133,7 @@ class ChangeLog(ChangeListener):
         return True
 
     def close(self) -> None:
-        """Nothing more happens: watchers are woken. Idempotent."""
+        """End the log and wake the watchers. Idempotent."""
         self.closed = True
         self._active = False
         if self._linger is not None:
@@ -141,8 +141,8 @@ class ChangeLog(ChangeListener):
         self.wake()
 
     def wake(self) -> None:
-        """Make every waiting watcher look again, whether or not something happened."""
-        # A new event for later waiters: those that wait now have all been woken by the old one.
+        """Make every waiting watcher look again, whether or not there is something new."""
+        # Later waiters get a new event: the old one wakes those that wait now.
         self._news.set()
         self._news = asyncio.Event()
 
@@ -152,14 +152,14 @@ class ChangeLog(ChangeListener):
         self._forget()
 
     def _forget(self) -> None:
-        """A number is given to what is not in the log."""
+        """Drop all events. The gap takes a number."""
         self._first = self.sequence + 2
         self._bodies.clear()
 
 
 def body_of(entry: Entry, sequence: int, parent: bytes | None = None) -> bytes:
-    """The event that tells of a published entry."""
-    # By position: by name it takes half as long again, for every block.
+    """The event of a published entry."""
+    # Positional arguments: keywords take half as long again, for every block.
     return watch.published(
         entry.tier,
         entry.key,
@@ -174,7 +174,7 @@ def body_of(entry: Entry, sequence: int, parent: bytes | None = None) -> bytes:
 
 
 def _bodies(effects: Iterable[Effect], first: int) -> list[bytes]:
-    """The events for watchers that these effects make, numbered from `first` on."""
+    """The events of these effects for watchers, numbered from `first` on."""
     numbers = count(first)
     bodies = []
     for effect in effects:

@@ -19,24 +19,24 @@ from .listeners import Step
 
 log = structlog.get_logger("prefixd.committer")
 
-#: After a failure the store is tried again this often, traffic or no traffic.
+#: How often a store that failed is tried again, even without traffic.
 _RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class CommitResult:
-    """How sealed writes ended: all of them in the same way."""
+    """How the commit of these sealed writes ended: all of them in the same way."""
 
     tokens: tuple[int, ...]
     error: StoreError | None
-    #: what took its time, where that is wanted (`Committer.time_steps`)
+    #: when each step was, if `Committer.time_steps` was called
     steps: tuple[Step, ...] = ()
 
 
 @dataclass(slots=True)
 class _Batch:
     sealed: list[tuple[int, EntryWriter]] = field(default_factory=list)
-    #: Were entries forgotten, whose records are to be erased?
+    #: entries were forgotten, and their records are to be erased
     erase: bool = False
     usages: list[Usage] = field(default_factory=list)
 
@@ -50,9 +50,9 @@ class Committer:
     `done` is called once for every token, whatever the store does: on the committer's thread, or
     within `commit` if the store does not block and all is well.
     `failure` says what went wrong last; None: all is well. A store that failed is tried with a
-    real write (`Store.probe`) until one succeeds: only that makes it well again. `full` says that
-    its device has no room for a save, until it has; `usage_failure` is of the hints, which lie in
-    a file of their own. `died` is told if the thread ends before `close`, on that thread.
+    real write (`Store.probe`) until one succeeds: nothing else clears the failure. `full` says that
+    its device has no room for a save, until it has; `usage_failure` is about usage hints, which
+    lie in a file of their own. `died` is called on the thread if it ends before `close`.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class Committer:
         self._wakeup = threading.Condition()
         self._closing = False
         self._clock = clock or Clock()
-        #: when each token was handed over, on the monotonic clock
+        #: when `commit` was called with each token, on the monotonic clock
         self._began_ns: dict[int, int] = {}
-        #: from when bytes are whole until the store has said how their commit ended, in nanoseconds
+        #: nanoseconds from a complete payload to the result of its commit
         self.latency = Histogram(LATENCY_BOUNDS_NS)
-        #: how long its device took to make the payloads of a commit durable, in nanoseconds
+        #: nanoseconds that the device took to make the payloads of a commit durable
         self.sync = Histogram(LATENCY_BOUNDS_NS)
         self.failure: str | None = None
         self.full: str | None = None
@@ -94,16 +94,17 @@ class Committer:
         self._thread.start()
 
     def time_steps(self, wall_ns: Callable[[], int]) -> None:
-        """Say with each result when each step of it was, by `wall_ns`, from the first commit on."""
+        """From now on, say in each result when its steps were, by `wall_ns`."""
         self._wall_ns = wall_ns
         self._store.step = self._step
 
-    # ---- from the event loop
+    # ---- on the event loop
 
     def commit(self, writes: Sequence[tuple[int, EntryWriter]]) -> None:
         self._began_ns.update(dict.fromkeys((t for t, _ in writes), self._clock.monotonic_ns()))
         if not self._store.blocking and self.failure is None:
-            # A few rows in memory take less time than waking the thread. It judges what fails.
+            # Writing a few rows in memory takes less time than waking the thread, which handles
+            # what fails.
             failure = self._attempt(partial(self._store.apply, [writer for _, writer in writes]))
             if failure is None:
                 self._tell([token for token, _ in writes], None)
@@ -146,14 +147,66 @@ class Committer:
             batch, last = self._next_batch()
             if batch or self._unwell or self._store.unerased:
                 self._judge(self._apply(batch))
-                self._record(batch.usages)
+                if batch.usages:
+                    self._record(batch.usages)
 
     @property
     def _unwell(self) -> bool:
         return self.failure is not None or self.full is not None
 
+    def _next_batch(self) -> tuple[_Batch, bool]:
+        """What is to be done now, and whether it is the last batch. The batch is empty when a store
+        that failed is to be tried again: an unhealthy daemon gets no traffic, so the next save may
+        never come."""
+        with self._wakeup:
+            while not self._pending and not self._closing:
+                again = self._unwell or self._store.unerased
+                if not self._wakeup.wait(self._retry_s if again else None):
+                    break
+            batch, self._pending = self._pending, _Batch()
+            return batch, self._closing
+
+    def _apply(self, batch: _Batch) -> StoreError | None:
+        """Apply everything at once, or else each save by itself. Returns what is wrong with the
+        store."""
+        tokens = [token for token, _ in batch.sealed]
+        failure = None
+        if self.failure is not None or (self.full is not None and not tokens):
+            failure = self._attempt(self._store.probe)
+        if failure is None and (tokens or batch.erase or self._store.unerased):
+            writers = [writer for _, writer in batch.sealed]
+            failure = self._attempt(partial(self._store.apply, writers))
+            if failure is not None and len(tokens) > 1:
+                return self._apply_one_by_one(batch)
+        self._tell(tokens, failure)
+        return failure
+
+    def _apply_one_by_one(self, batch: _Batch) -> StoreError | None:
+        """One entry that doesn't fit must not fail the others."""
+        worst: StoreError | None = None
+        for token, writer in batch.sealed:
+            failure = self._attempt(partial(self._store.apply, [writer]))
+            if failure is not None and (worst is None or isinstance(worst, StoreFull)):
+                worst = failure
+            self._tell([token], failure)
+        return worst
+
+    def _attempt(self, step: Callable[[], None]) -> StoreError | None:
+        """Returns why nothing of it happened."""
+        try:
+            self._steps.clear()
+            with self._under_way():
+                step()
+        except StoreError as problem:
+            return problem
+        # Nothing may end this thread: saves would wait for ever, and health would stay green.
+        except BaseException as problem:
+            log.error("store_raised", exc_info=problem)
+            return StoreError(f"{type(problem).__name__}: {problem}")
+        return None
+
     def _judge(self, failure: StoreError | None) -> None:
-        """Tell of changes only: what fails, fails with every save."""
+        """Log changes only: a store that fails, fails with every save."""
         full = isinstance(failure, StoreFull)
         tier = self._store.tier.label
         if failure is not None and not self._unwell:
@@ -164,64 +217,7 @@ class Committer:
         self.full = str(failure) if full else None
         self.failure = None if failure is None or full else str(failure)
 
-    def _next_batch(self) -> tuple[_Batch, bool]:
-        """What is to be done now, and whether it is the last. It is empty when a store that failed
-        is only tried again: were that left to the next save, it might never come, for a sick
-        daemon gets no traffic."""
-        with self._wakeup:
-            while not self._pending and not self._closing:
-                again = self._unwell or self._store.unerased
-                if not self._wakeup.wait(self._retry_s if again else None):
-                    break
-            batch, self._pending = self._pending, _Batch()
-            return batch, self._closing
-
-    def _apply(self, batch: _Batch) -> StoreError | None:
-        """Everything at once, or each save by itself. Returns what is wrong with the store."""
-        if self.failure is not None or (self.full is not None and not batch.sealed):
-            failure = self._attempt(self._store.probe)
-            if failure is not None:
-                self._refuse(batch, failure)
-                return failure
-        if not (batch.sealed or batch.erase or self._store.unerased):
-            return None
-        writers = [writer for _, writer in batch.sealed]
-        failure = self._attempt(partial(self._store.apply, writers))
-        if failure is None:
-            self._tell([token for token, _ in batch.sealed], None)
-            return None
-        if len(batch.sealed) > 1:
-            return self._apply_one_by_one(batch)
-        self._refuse(batch, failure)
-        return failure
-
-    def _apply_one_by_one(self, batch: _Batch) -> StoreError | None:
-        """One entry that doesn't fit must not take the others with it."""
-        worst: StoreError | None = None
-        for token, writer in batch.sealed:
-            failure = self._attempt(partial(self._store.apply, [writer]))
-            if failure is not None and (worst is None or isinstance(worst, StoreFull)):
-                worst = failure
-            self._tell([token], failure)
-        return worst
-
-    def _refuse(self, batch: _Batch, failure: StoreError) -> None:
-        self._tell([token for token, _ in batch.sealed], failure)
-
-    def _attempt(self, step: Callable[[], None]) -> StoreError | None:
-        """Returns why nothing of it happened."""
-        try:
-            self._steps.clear()
-            with self._under_way():
-                step()
-        # Nothing ends this thread: saves would wait for ever, and health would stay green.
-        except BaseException as problem:
-            return _failure(problem)
-        return None
-
     def _record(self, usages: Sequence[Usage]) -> None:
-        if not usages:
-            return
         failure = self._attempt(partial(self._store.record_usage, usages))
         if failure is not None and self.usage_failure is None:
             log.warning("usage_not_recorded", tier=self._store.tier.label, error=str(failure))
@@ -237,7 +233,7 @@ class Committer:
             self._done(CommitResult(tuple(tokens), error, steps))
 
     def _since(self, began_ns: int) -> tuple[Step, ...]:
-        """Everything of a commit that was asked for then."""
+        """All steps of a commit that was requested at `began_ns`, its wait first."""
         first_ns = self._steps[0].began_ns if self._steps else began_ns
         return (Step("commit.queue", began_ns, max(began_ns, first_ns)), *self._steps)
 
@@ -255,20 +251,9 @@ class Committer:
                 self._steps.append(Step(f"store.{name}", since_ns, wall_ns()))
 
 
-def _failure(problem: BaseException) -> StoreError:
-    """What a store raised, also where the contract does not know it."""
-    if isinstance(problem, StoreError):
-        return problem
-    log.error("store_raised", exc_info=problem)
-    return StoreError(f"{type(problem).__name__}: {problem}")
-
-
 class Committers:
-    """The changes of all stores. Belongs to the event loop; none of its methods raises.
-
-    `committed` is called once for every token of a commit, on any thread. Tiers without records
-    have no committer: nothing of theirs has to be written, and nothing can fail.
-    """
+    """A committer for each store that has records; other stores have nothing to write. Belongs to
+    the event loop; no method raises."""
 
     def __init__(
         self,
@@ -278,9 +263,10 @@ class Committers:
         died: Callable[[Tier, BaseException], None] = lambda _tier, _problem: None,
         clock: Clock | None = None,
     ) -> None:
-        """`under_way`: around all I/O of a tier. `died`: told on the thread of a committer."""
+        """`committed`: called once for every token, on any thread. `under_way`: entered around all
+        I/O of a tier. `died`: called on the thread of a committer."""
         self._stores = stores
-        #: while garbage is looked for: the generations of what was forgotten meanwhile
+        #: while garbage is collected: the generations of entries that were forgotten meanwhile
         self.forgotten: set[int] | None = None
         self._committers = {
             tier: Committer(
@@ -311,12 +297,12 @@ class Committers:
         }
 
     def time_steps(self, wall_ns: Callable[[], int]) -> None:
-        """Have each result of a commit say when its steps were, by `wall_ns`."""
+        """See `Committer.time_steps`."""
         for committer in self._committers.values():
             committer.time_steps(wall_ns)
 
     def forget(self, tier: Tier, entries: Sequence[EntryRef]) -> None:
-        """Let a store forget entries that no search finds any more."""
+        """Have a store forget entries that no search finds any more."""
         store = self._stores[tier]
         store.forget(entries)
         if self.forgotten is not None:
@@ -348,5 +334,5 @@ class Committers:
         return found
 
     def closings(self) -> list[Callable[[], None]]:
-        """For each thread: finish what was ordered, and end it. Each blocks."""
+        """For each thread: finish what is pending, and end it. Each blocks."""
         return [committer.close for committer in self._committers.values()]

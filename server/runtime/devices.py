@@ -1,10 +1,10 @@
-"""The stores that do I/O: threads of their own, and a watchdog that knows when they hang.
+"""The stores that do I/O: threads of their own, and a watchdog that notices when they hang.
 
-A device that does not answer blocks every thread that calls it. So each blocking store has its own
-threads, and calls for other tiers wait for none of them. Every I/O that is under way is noted, with
-the time at which it began. If the oldest of it is older than `hung_after_ns`, the store is called
+A device that does not answer blocks every thread that calls it. So each blocking store has threads
+of its own, and calls for other tiers never wait for them. All I/O that is under way is recorded
+with the time at which it began. While the oldest of it is older than `hung_after_ns`, the store is
 hung: a health condition, and the state refuses its saves and finds nothing in it (`TierChanged`).
-So that this is noticed without traffic too, a thread for each store writes something every
+To notice this without traffic too, a thread for each store writes something every
 `probe_interval_ns`. When the I/O ends, however it ends, the store is not hung any more.
 """
 
@@ -44,7 +44,7 @@ class OutstandingIo:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._numbers = count()
-        #: when it began, by number
+        #: when each I/O began, by number
         self._began_ns: dict[int, int] = {}
 
     @contextmanager
@@ -58,16 +58,16 @@ class OutstandingIo:
             del self._began_ns[number]
 
     def oldest_ns(self) -> int:
-        """For how long the oldest of it is under way; 0: there is none."""
+        """For how long the oldest I/O is under way. 0: there is none."""
         began_ns = list(self._began_ns.values())
         return self._clock.monotonic_ns() - min(began_ns) if began_ns else 0
 
 
 class Devices:
-    """The blocking stores of a daemon, and what all its tiers can be asked for.
+    """The blocking stores of a daemon, and the state of each tier.
 
-    Belongs to the event loop; `executor` and `io` may be used from any thread. `changed` is told
-    of every change of a tier's state.
+    Belongs to the event loop; `executor` and `io` may be used from any thread. `changed` is called
+    with every change of a tier's state.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Devices:
         self._loop = asyncio.get_running_loop()
         self._recovering: set[Tier] = set()
         self._hung: set[Tier] = set()
-        #: the tiers whose arenas a task gets the room for
+        #: the tiers whose arenas a task is securing
         self.securing: Final[set[Tier]] = set()
         self.io: Final = {
             tier: OutstandingIo(clock) for tier, store in stores.items() if store.blocking
@@ -97,7 +97,7 @@ class Devices:
         self._closing = threading.Event()
         self._look_handle: asyncio.TimerHandle | None = None
 
-    # ---- what a tier can be asked for
+    # ---- states of tiers
 
     def state(self, tier: Tier) -> TierState:
         if tier in self._hung:
@@ -105,7 +105,7 @@ class Devices:
         return TierState.RECOVERING if tier in self._recovering else TierState.SERVING
 
     def recovering(self, tier: Tier, recovers: bool) -> None:
-        """A tier begins, or ends, to look through what an earlier start left."""
+        """The recovery of a tier begins or ends."""
         self._set(self._recovering, tier, recovers)
 
     def _set(self, tiers: set[Tier], tier: Tier, there: bool) -> None:
@@ -117,12 +117,12 @@ class Devices:
     # ---- threads
 
     def executor(self, tier: Tier) -> Executor:
-        """The threads on which long calls of this tier's store are made."""
+        """The threads for long calls of this tier's store."""
         return self._pools.get(tier, self._shared)
 
     def run(self, tier: Tier, call: Callable[..., T], *args: object) -> asyncio.Future[T]:
-        """A call of a store that takes long, on a thread. Raises Draining once the threads have
-        ended, which is when the daemon has stopped."""
+        """Make a long call of a store on a thread. Raises Draining once the threads have ended:
+        the daemon has stopped."""
         try:
             return self._loop.run_in_executor(self.executor(tier), call, *args)
         except RuntimeError:
@@ -130,7 +130,7 @@ class Devices:
 
     @contextmanager
     def under_way(self, tier: Tier) -> Iterator[None]:
-        """`OutstandingIo.under_way`, of any tier."""
+        """`OutstandingIo.under_way`, for any tier."""
         io = self.io.get(tier)
         if io is None:
             yield
@@ -139,17 +139,16 @@ class Devices:
                 yield
 
     def oldest_ns(self, tier: Tier) -> int:
-        """`OutstandingIo.oldest_ns`, of any tier. On any thread."""
+        """`OutstandingIo.oldest_ns`, for any tier. On any thread."""
         io = self.io.get(tier)
         return io.oldest_ns() if io is not None else 0
 
     # ---- the watchdog
 
     def watch(self, supervisor: Supervisor, *, probe_interval_ns: int, hung_after_ns: int) -> None:
-        """From now on, until `close`."""
+        """Begin to watch, until `close`."""
         for tier in self.io:
-            store = self._stores[tier]
-            probing = partial(self._probe, store, probe_interval_ns / 1e9)
+            probing = partial(self._probe, self._stores[tier], probe_interval_ns / 1e9)
             supervisor.thread(f"{tier.label} probe", probing)
         self._look_every(hung_after_ns)
 
@@ -158,7 +157,7 @@ class Devices:
         self.look(hung_after_ns)
 
     def look(self, hung_after_ns: int) -> None:
-        """Find out which devices hang, and which answer again."""
+        """Find the devices that hang, and those that answer again."""
         for tier, io in self.io.items():
             oldest_ns = io.oldest_ns()
             hangs = oldest_ns > hung_after_ns
@@ -195,13 +194,13 @@ class Devices:
     # ---- the end
 
     def stop(self) -> None:
-        """No probe begins any more, and no state changes."""
+        """Begin no more probes, and change no state."""
         self._closing.set()
         if self._look_handle is not None:
             self._look_handle.cancel()
 
     def close(self) -> None:
-        """Wait for what the threads do. Blocks, as long as a device hangs."""
+        """End the threads. Blocks as long as a device hangs."""
         self.stop()
         for pool in self._pools.values():
             pool.shutdown(cancel_futures=True)

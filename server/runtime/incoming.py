@@ -1,4 +1,4 @@
-"""The bytes of saves on their way in: one stream's writes, whatever rpc it is."""
+"""The incoming bytes of saves: one stream's writes, for every rpc and transport."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from ..core.events import WriteSealed
 from .loop import Core
 from .writes import Piece, Write
 
-#: Fewer bytes than this are copied at once, on the loop: a thread would take longer to wake.
+#: Fewer bytes than this are copied at once, on the loop: waking a thread would take longer.
 _INLINE_BYTES = 1 * 2**20
-#: The same of small pieces, whose copies hold the interpreter's lock in any thread.
+#: The same for small pieces, whose copies hold the interpreter's lock in any thread.
 _INLINE_SMALL_BYTES = limits.STAGED_MESSAGE_BYTES
-#: Writes that are complete are told of at once when they are so large together.
+#: Complete writes that are together so large are reported at once.
 _SEALED_BYTES = 16 * 2**20
-#: Writes of one event: some milliseconds' worth.
+#: Complete writes in one event: some milliseconds' worth.
 _SEALED_AT_ONCE = 256
-#: So many messages of one stream are copied before it is another stream's turn.
+#: How many messages of one stream are copied before it is another stream's turn.
 _TURN_MESSAGES = 8
-#: So many messages of one stream may wait to be copied.
+#: How many messages of one stream may wait to be copied.
 MAX_WAITING_MESSAGES = 64
 
 
 class Turn(Protocol):
-    """Something that brings bytes for some of a stream's writes."""
+    """Work that stores bytes of some of a stream's writes."""
 
     @property
     def writes(self) -> Sequence[Write]:
-        """The writes that it may bring bytes for, the same from being queued to `then`."""
+        """The writes that it may store bytes of, the same from being queued to `then`."""
 
     @property
     def tier(self) -> Tier | None:
-        """The slowest that it writes to, whose device is watched meanwhile; None: it sees to that
-        itself."""
+        """The slowest tier that it writes to, whose device is watched meanwhile. None: the turn has
+        the device watched itself."""
 
     def take(self) -> PrefixdError | None:
         """Store the bytes, on any thread. Returns what breaks the stream, if anything does."""
 
     def then(self) -> None:
-        """It has been taken. On the loop."""
+        """Called on the loop after `take`."""
 
 
 @dataclass(slots=True)
 class _Message:
-    """Pieces that came together; `writes` are theirs, one for each."""
+    """Pieces that arrived together, and the write of each."""
 
     writes: Sequence[Write]
     pieces: Sequence[Piece]
@@ -62,53 +62,51 @@ class _Message:
 
     @property
     def tier(self) -> Tier:
-        """The slowest that it goes to. One stream brings bytes for one tier, as a rule."""
+        """The slowest tier among them. As a rule, one stream writes to one tier."""
         return max((write.entry.tier for write in self.writes), default=Tier.RAM)
 
     def take(self) -> PrefixdError | None:
-        """Copy the pieces. On any thread. Returns what breaks the stream, if anything does."""
         for write, piece in zip(self.writes, self.pieces, strict=True):
             try:
                 write.take(piece)
             except PrefixdError as error:
                 return error
-            except Exception as problem:  # of one save; whoever waits for the others is told
+            except Exception as problem:  # fails one save; the others go on
                 write.fail(problem)
         return None
 
 
 class Incoming:
-    """Feeds the pieces of one stream into the stores, in the order in which they come.
+    """Feeds the pieces of one stream into the stores, in the order in which they arrive.
 
-    Writes that become complete in one message are sealed in one event, if they are not very many.
-    Large messages are copied on a worker thread, one after the other while the loop does other
-    things: it is told of each. Turns may be taken side by side, on threads of the caller's: see
-    `take_turns`.
+    Writes that one message completes are sealed in one event, if they are not very many. Large
+    messages are copied on a worker thread, one after the other, while the loop goes on. Turns may
+    be taken side by side, on threads of the caller: see `take_turns`.
     """
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        #: the threads that turns are taken on, and on how many; None: those of their devices
+        #: the threads that take turns, and how many of them; None: the threads of the device
         self._executor: Executor | None = None
         self._lanes = 1
         self._loop = asyncio.get_running_loop()
         self._writes: dict[int, Write] = {}
         self._waiting: deque[Turn] = deque()
-        #: one for each thread that copies
+        #: one future for each thread that copies
         self._copying: set[asyncio.Future[None]] = set()
         #: writes whose save has not ended
         self._open = 0
         self._all_ended: asyncio.Future[None] | None = None
-        #: writes that are complete, which the state was not told yet
+        #: complete writes that are to be reported to the state
         self._sealed: list[Write] = []
         self._sealed_bytes = 0
-        #: those that it is being told of, some in each round of the loop
+        #: complete writes that are being reported, some in each round of the loop
         self._telling: deque[Write] = deque()
         #: what broke the stream: a piece out of order
         self.broken: PrefixdError | None = None
 
     def add(self, number: int, write: Write) -> None:
-        """`number` is how the stream's pieces name this write."""
+        """`number`: the name of the write in the stream's pieces."""
         self._writes[number] = write
         if write.ended is None:
             self._open += 1
@@ -121,14 +119,14 @@ class Incoming:
 
     @property
     def waiting(self) -> int:
-        """Messages that nobody copies yet."""
+        """Messages that are not being copied yet."""
         return len(self._waiting)
 
     def __contains__(self, number: object) -> bool:
         return number in self._writes
 
     async def feed(self, pieces: Sequence[Piece]) -> None:
-        """Take the pieces of one message; those of writes that ended are skipped.
+        """Copy the pieces of one message, except those of writes that have ended.
 
         Raises what breaks the whole stream.
         """
@@ -139,17 +137,17 @@ class Incoming:
             raise self.broken
 
     def begin(self, pieces: Sequence[Piece], then: Callable[[], None]) -> None:
-        """`feed` without waiting; `then` is called when the pieces have been copied. Has to be
-        followed by `tell_sealed` before anything else is waited for."""
+        """`feed` without waiting; `then` is called when the pieces have been copied. `tell_sealed`
+        has to be called before the caller waits for anything else."""
         message = _Message([self._writes[piece.number] for piece in pieces], pieces, then)
         if not self._copying and self._take_at_once(message):
             self._taken(message, message.take())
-            return
-        self._queue(message)
+        else:
+            self._queue(message)
 
     async def take_turn(self, turn: Turn, *, inline: bool) -> None:
-        """Take what brings its bytes itself, `inline` on the loop, else on a worker thread; returns
-        when it has. One at a time."""
+        """Take one turn and return when it is done: on the loop if `inline`, else on a worker
+        thread. One at a time."""
         if inline:
             self._taken(turn, turn.take())
         else:
@@ -158,8 +156,8 @@ class Incoming:
         self.tell_sealed()
 
     async def take_turns(self, turns: Iterable[Turn], executor: Executor, lanes: int) -> None:
-        """Take turns that bring their bytes themselves, each for other writes, on so many threads;
-        returns when all are taken. `executor` has these threads free."""
+        """Take turns, each for other writes, on `lanes` free threads of `executor`, and return when
+        all are done."""
         self._executor, self._lanes = executor, lanes
         for turn in turns:
             self._queue(turn)
@@ -177,7 +175,7 @@ class Incoming:
             self._copy()
 
     def _take_at_once(self, message: _Message) -> bool:
-        """On the loop: few bytes, and none for a disk."""
+        """Whether to copy it on the loop: few bytes, and none for a disk."""
         stores = self._core.stores
         tiers = {write.entry.tier for write in message.writes}
         if any(stores[tier].blocking for tier in tiers):
@@ -187,20 +185,20 @@ class Incoming:
         return sum(sizes) <= (_INLINE_SMALL_BYTES if small else _INLINE_BYTES)
 
     async def idle(self) -> None:
-        """Wait until nothing is being copied. A stream that is torn down meanwhile does not stop
-        the thread: until it is done, the room it writes to is not given to anybody else."""
+        """Wait until nothing is being copied. Cancellation does not stop the thread that copies:
+        until it is done, the room that it writes to must not be reused."""
         cancelled: asyncio.CancelledError | None = None
         while self._copying:
             try:
                 await asyncio.wait(self._copying)
             except asyncio.CancelledError as again:
-                # However often: a stop cancels what a client that is gone cancelled already.
+                # May happen again: a stop also cancels what a client cancelled by leaving.
                 cancelled = again
         if cancelled is not None:
             raise cancelled
 
     def _copy(self) -> None:
-        # What waits for a device waits on the threads of that device.
+        # A call that blocks on a device blocks a thread of that device.
         devices = self._core.devices
         executor = self._executor or devices.executor(self._waiting[0].tier or Tier.RAM)
         copying = self._loop.run_in_executor(executor, self._copy_some)
@@ -208,7 +206,7 @@ class Incoming:
         copying.add_done_callback(self._copied_some)
 
     def _copy_some(self) -> None:
-        """On a worker thread, which other streams may be waiting for: a few messages only."""
+        """On a worker thread that other streams may be waiting for: a few messages only."""
         for _ in range(_TURN_MESSAGES):
             try:
                 message = self._waiting.popleft()
@@ -239,8 +237,8 @@ class Incoming:
         message.then()
 
     def _settle(self, writes: Sequence[Write]) -> None:
-        """Tell the state what became of the writes of one message; of those that are complete
-        only when there are many, see `tell_sealed`."""
+        """Report the writes of one message that failed or stopped. Complete ones are collected, and
+        reported when they are many, see `tell_sealed`."""
         for write in writes:
             if write.ended is not None:
                 continue
@@ -257,9 +255,8 @@ class Incoming:
             self.tell_sealed()
 
     def tell_sealed(self) -> None:
-        """Tell the state of the writes that are complete: all at once, which is one event and on a
-        disk one sync; of very many in a few. To be called when nothing more is there to be
-        copied."""
+        """Report complete writes to the state, to be called when there is nothing more to copy: in
+        one event, which is one sync on a disk, or in a few events if they are very many."""
         idle = not self._telling
         self._telling += self._sealed
         self._sealed, self._sealed_bytes = [], 0
@@ -269,14 +266,14 @@ class Incoming:
     def _tell_some(self) -> None:
         telling = self._telling
         sealed = [telling.popleft() for _ in range(min(len(telling), _SEALED_AT_ONCE))]
-        # What was lost meanwhile has ended.
+        # A write that was lost meanwhile has ended.
         columns = [
             (write.token, write.crc32c or 0, write.expected_crc32c)
             for write in sealed
             if write.ended is None
         ]
         if telling:
-            # Not by whoever called: however that ends, all that is complete is told of.
+            # Not in the caller's task: if it ends, all complete writes are reported nevertheless.
             self._loop.call_soon(self._tell_some)
         if columns:
             tokens, crc32c, expected_crc32c = zip(*columns, strict=True)
@@ -303,23 +300,18 @@ class Incoming:
         self.abandon("the stream ended before all bytes had come", SaveStatus.LENGTH_MISMATCH)
 
     def abandon(self, why: str, outcome: SaveStatus = SaveStatus.LOST) -> None:
-        """The stream is over: whatever is not complete never will be."""
+        """The stream is over: incomplete writes will never be complete."""
         for write in self._writes.values():
             if not write.complete and write.ended is None:
                 self._core.stop_write(write, outcome, why)
 
     async def ended(self) -> dict[int, SaveEnded]:
-        """How each write ended, once all did."""
+        """The result of each write, once all have ended."""
         if self._open:
             self._all_ended = asyncio.get_running_loop().create_future()
             await self._all_ended
-        return {number: _end_of(write) for number, write in self._writes.items()}
-
-
-def _end_of(write: Write) -> SaveEnded:
-    assert write.ended is not None
-    return write.ended
+        return {n: write.ended for n, write in self._writes.items() if write.ended is not None}
 
 
 def nothing() -> None:
-    """What follows a message that nobody has to be told of."""
+    """Does nothing after a message was copied."""

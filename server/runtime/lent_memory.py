@@ -1,13 +1,13 @@
-"""Payloads that lie in a client's own memory, which it lends for a save: copied out of its process.
+"""Payloads in a client's own memory, which it lends for a save: copied out of its process.
 
-Cross-memory attach (process_vm_readv(2)): one copy, no memory between, and no first page to be
-touched. The kernel allows it for processes of the same user, if neither its Yama module nor a
-container's PID namespace keeps them apart.
+Cross-memory attach (process_vm_readv(2)) needs one copy, no memory between, and touches no new
+pages. The kernel allows it for processes of the same user, unless its Yama module or a container's
+PID namespace separates them.
 
-What is read there is the client's word only while it lends the memory: a client may give up, or
-die, and its process number be another's. So it names a random token, which it overwrites before
-it uses the memory again. A turn reads the token before its first copy and after its last one, and
-seals nothing unless it was there both times.
+What is read there is valid only while the client lends the memory: a client may give up, or die,
+and another process may get its process number. So it names a random token, which it overwrites
+before it uses the memory again. A turn reads the token before its first copy and after its last
+one, and seals nothing unless the token was there both times.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import errno
 import hmac
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
@@ -26,9 +27,9 @@ from ...proto.errors import PrefixdError, UnreadableMemory
 from .devices import Devices
 from .writes import Write
 
-#: Copied and checksummed piece by piece, so that the checksum finds its bytes in the cache.
+#: Bytes that are copied and then checksummed, while they are in the cache.
 _PIECE_BYTES: Final = limits.CHUNK_BYTES
-#: Of a client's memory, so many ranges are read by one call (IOV_MAX).
+#: Ranges of a client's memory that one call reads at most (IOV_MAX).
 _RANGES: Final = 1024
 
 
@@ -47,17 +48,17 @@ _process_vm_readv.argtypes = (
 )
 
 
+@dataclass(slots=True)
 class LentMemory:
-    """What one process lends for one save. On any thread."""
+    """The memory that one process lends for one save. On any thread."""
 
-    def __init__(self, pid: int, token: bytes, token_address: int) -> None:
-        self._pid = pid
-        self._token = token
-        self._token_address = token_address
+    pid: int
+    token: bytes
+    token_address: int
 
     def reach(self, payloads: Iterable[LentPayload]) -> None:
-        """Raises UnreadableMemory unless it is lent, and each range of these begins in memory that
-        can be read."""
+        """Raises UnreadableMemory unless it is lent and the first byte of each range can be
+        read."""
         self.prove()
         begins = [address for payload in payloads for address in payload.addresses]
         for start in range(0, len(begins), _RANGES):
@@ -66,32 +67,32 @@ class LentMemory:
 
     def prove(self) -> None:
         """Raises UnreadableMemory unless the token is where the client put it."""
-        found = bytearray(len(self._token))
-        self.read(memoryview(found), (self._token_address,), (len(found),))
-        if not hmac.compare_digest(found, self._token):
+        found = bytearray(len(self.token))
+        self.read(memoryview(found), (self.token_address,), (len(found),))
+        if not hmac.compare_digest(found, self.token):
             raise UnreadableMemory("the memory is not lent any more")
 
     def read(self, room: memoryview, addresses: Sequence[int], lengths: Sequence[int]) -> None:
-        """Fill `room` from ranges that are as long together, `_RANGES` of them at most. Raises
+        """Fill `room` from ranges of the same total length, `_RANGES` of them at most. Raises
         UnreadableMemory.
 
-        May take as long as the client likes: a page of its memory may be one that it brings itself
+        A client can make this take as long as it likes: it may itself supply a page of its memory
         (userfaultfd, FUSE).
         """
         ranges = (_Range * len(addresses))(*map(_Range, addresses, lengths))
         with address_of(room, writable=True) as to:
             here = _Range(to, len(room))
-            came_bytes = _process_vm_readv(
-                *(self._pid, ctypes.byref(here), 1),
+            read_bytes = _process_vm_readv(
+                *(self.pid, ctypes.byref(here), 1),
                 *(ctypes.byref(ranges), len(ranges), 0),
             )
             problem = ctypes.get_errno()
-        if came_bytes < 0:
+        if read_bytes < 0:
             raise UnreadableMemory(
                 f"the client's memory: {_WHY.get(problem, os.strerror(problem))}"
             )
-        if came_bytes != len(room):
-            raise UnreadableMemory(f"{came_bytes} of {len(room)} bytes could be read there")
+        if read_bytes != len(room):
+            raise UnreadableMemory(f"{read_bytes} of {len(room)} bytes could be read there")
 
 
 _WHY: Final = {
@@ -102,13 +103,13 @@ _WHY: Final = {
 
 
 class LentPayload:
-    """The ranges of one payload, read from the first byte to the last."""
+    """The ranges of one payload, which is read from its first byte to its last."""
 
     def __init__(self, addresses: Sequence[int], lengths: Sequence[int]) -> None:
         self.addresses: Final = addresses
         self._lengths = lengths
         self._ends = list(accumulate(lengths))
-        #: the range that the next byte lies in, and how much of all has been taken
+        #: the range of the next byte, and how many bytes of the payload have been taken
         self._at = 0
         self._taken_bytes = 0
         self.length_bytes: Final = self._ends[-1] if self._ends else 0
@@ -118,7 +119,7 @@ class LentPayload:
         return self.length_bytes - self._taken_bytes
 
     def take(self, most_bytes: int) -> tuple[list[int], list[int]]:
-        """The addresses and lengths of the next ranges: so many bytes together, or fewer."""
+        """The addresses and lengths of the next ranges, `most_bytes` together at most."""
         addresses: list[int] = []
         lengths: list[int] = []
         while most_bytes and self._at < len(self._ends) and len(addresses) < _RANGES:
@@ -134,37 +135,34 @@ class LentPayload:
         return addresses, lengths
 
 
+@dataclass(slots=True)
 class LentTurn:
-    """Some payloads of a save on their way from a client's memory to where they will lie: a turn of
-    `Incoming`."""
+    """A turn of `Incoming` that copies some payloads of a save from a client's memory into the
+    store."""
 
-    def __init__(
-        self,
-        memory: LentMemory,
-        devices: Devices,
-        writes: Sequence[Write],
-        payloads: Sequence[LentPayload],
-    ) -> None:
-        self.writes: Final[Sequence[Write]] = writes
-        #: It watches its own writing: what a client makes it wait for is not the device's fault.
-        self.tier: Final = None
-        self._memory = memory
-        self._devices = devices
-        self._payloads = payloads
+    memory: LentMemory
+    devices: Devices
+    writes: Sequence[Write]
+    payloads: Sequence[LentPayload]
+
+    @property
+    def tier(self) -> None:
+        """None: `_copy` has its own writing watched. While a client keeps it waiting, the device
+        does not hang."""
 
     def take(self) -> PrefixdError | None:
         copied: list[Write] = []
         try:
-            self._memory.prove()
-            for write, payload in zip(self.writes, self._payloads, strict=True):
+            self.memory.prove()
+            for write, payload in zip(self.writes, self.payloads, strict=True):
                 try:
                     self._copy(write, payload)
                     copied.append(write)
                 except PrefixdError:
                     raise
-                except Exception as problem:  # of one save; whoever waits for the others is told
+                except Exception as problem:  # fails one save; the others go on
                     write.fail(problem)
-            self._memory.prove()
+            self.memory.prove()
         except PrefixdError as problem:
             return problem
         for write in copied:
@@ -176,7 +174,7 @@ class LentTurn:
         return None
 
     def then(self) -> None:
-        """The client is told of the whole only."""
+        """Does nothing: the client gets one answer for the whole call."""
 
     def _copy(self, write: Write, payload: LentPayload) -> None:
         writer, entry = write.writer, write.entry
@@ -190,16 +188,16 @@ class LentTurn:
             if room is not None:
                 addresses, lengths = payload.take(len(room))
                 room = room[: sum(lengths)]
-                self._memory.read(room, addresses, lengths)
+                self.memory.read(room, addresses, lengths)
                 writer.filled(len(room))
                 continue
             if scratch is None:
                 scratch = memoryview(unset_bytearray(most_bytes))
             addresses, lengths = payload.take(most_bytes)
-            came = scratch[: sum(lengths)]
-            self._memory.read(came, addresses, lengths)
-            with self._devices.under_way(entry.tier):
-                writer.write(came)
+            piece = scratch[: sum(lengths)]
+            self.memory.read(piece, addresses, lengths)
+            with self.devices.under_way(entry.tier):
+                writer.write(piece)
 
 
 def turns_of(
@@ -209,7 +207,7 @@ def turns_of(
     payloads: Sequence[LentPayload],
     turn_bytes: int,
 ) -> list[LentTurn]:
-    """Turns of about so many bytes each."""
+    """Cut the payloads into turns of about `turn_bytes` each."""
     turns: list[LentTurn] = []
     start, taken_bytes = 0, 0
     for end, payload in enumerate(payloads, start=1):

@@ -1,25 +1,23 @@
-"""Memory pressure: watches a source, makes room, and has the sessions told.
+"""Memory pressure: watches a source, evicts, and informs the sessions.
 
 A *source* says how much memory is used, how much there is, and for which part of the last seconds
 some process waited for memory. From the high watermark on, or when waits are as long as configured,
-the machine is *under pressure*, until it is back at the low one. While it is,
+the machine is *under pressure*, until its use is back at the low watermark. Meanwhile:
 
-- sessions hear so with each heartbeat's answer, so that an engine can save what it can do without
-  (`evict` saves) and free memory of its own,
-- the configured tiers evict as many bytes as the machine is above the low watermark, once: what
-  that does not help is not helped by more of it. If the pressure grows, they evict what is more,
-- staging memory that no save uses and free heap go back to the machine.
+- Each answer to a heartbeat says so, so that an engine can save what it does not need at once
+  (`evict` saves) and free its own memory.
+- The configured tiers evict as many bytes as the machine uses above the low watermark, once: if
+  that does not help, more of it does not either. If the pressure grows, they evict the difference.
+- Idle staging memory and free heap go back to the machine.
 
-What a ram or shm tier evicts stays memory of the daemon (see `resizing`): it is room for the saves
-of the engines, which are what gives memory back. The slabs of the disk tier are a file.
+The room that a ram or shm tier evicts remains memory of the daemon (see `resizing`): it takes the
+saves of the engines, which then free memory. The slabs of the disk tier are a file.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
@@ -32,28 +30,30 @@ from ..core.events import TierState
 from ..core.journal import EvictionCause
 from .loop import Core
 from .resizing import evict
+from .supervision import on_thread
 
 log = structlog.get_logger("prefixd.pressure")
 
-#: Used bytes, bytes in all, and the part of the last seconds in which somebody waited for memory.
-Source: TypeAlias = Callable[[], tuple[int, int, float]]
+#: Used bytes, total bytes, and the part of the last seconds in which a process waited for memory.
+Measurement: TypeAlias = tuple[int, int, float]
+Source: TypeAlias = Callable[[], Measurement]
 
-#: In the notices, and the name of its thread.
+#: Its name among the notices, and the name of its thread.
 PART: Final = "pressure"
 
 
 @dataclass(frozen=True, slots=True)
 class Watermarks:
-    """From when on, and until when. `high` and `low`: parts of the memory that there is."""
+    """When pressure begins and ends. `high` and `low`: used parts of the memory."""
 
     high: float
     low: float
-    #: part of the time that somebody waits for memory
+    #: the part of the time in which a process waits for memory
     max_stalled: float
 
 
 class PressureCounts(NamedTuple):
-    """For metrics: what is, and what was since the start."""
+    """For metrics: the first three are current, the others count since the start."""
 
     under: bool
     used_ratio: float
@@ -65,9 +65,9 @@ class PressureCounts(NamedTuple):
 
 
 class Pressure:
-    """Owned by the event loop. `tiers` evict in this order. `relieve`: what else gives memory back,
-    called once an episode. `answered_within_s`: a source that takes longer has failed; it is not
-    asked again before it has answered."""
+    """Belongs to the event loop. `tiers` evict in this order. `relieve`: other functions that give
+    memory back, called once an episode. `answered_within_s`: a source that takes longer has failed;
+    it is not called again before it returns."""
 
     def __init__(
         self,
@@ -86,10 +86,10 @@ class Pressure:
         self._relieve = relieve
         self._answered_within_s = answered_within_s
         self.under = False
-        #: the highest part used since this episode began, and what was evicted for it
+        #: the highest used part in this episode, and the bytes that were evicted in it
         self._peak = 0.0
         self._freed_bytes = 0
-        self._asked: asyncio.Future[tuple[int, int, float]] | None = None
+        self._reading: asyncio.Future[Measurement] | None = None
         self._counts = PressureCounts(False, 0.0, 0.0, 0, 0, 0, 0)
 
     def counts(self) -> PressureCounts:
@@ -97,13 +97,13 @@ class Pressure:
         return self._counts
 
     async def watch(self, interval_s: float) -> None:
-        """Look again and again, for ever."""
+        """Look every `interval_s`, for ever."""
         while True:
             await self.look()
             await asyncio.sleep(interval_s)
 
     async def look(self) -> None:
-        """One reading, and what comes of it. A source that fails says nothing: no pressure."""
+        """Read the source once, and act on it. A source that fails ends the pressure."""
         try:
             used_bytes, total_bytes, stalled = await self._read()
         except Exception as problem:
@@ -118,25 +118,24 @@ class Pressure:
         elif self.under and used <= marks.low and not stalls:
             self._end(f"{used:.1%} of the memory in use")
         elif not self.under:
-            self._core.health.notices.pop(PART, None)  # the source answers again
+            self._core.health.notices.pop(PART, None)  # the source works again
         if self.under:
-            # Processes that wait for memory have too little of it, wherever the watermark is.
+            # Processes that wait for memory lack it, even if use is below the watermark.
             self._peak = max(self._peak, used, marks.high if stalls else 0.0)
             await self._evict(round((self._peak - marks.low) * total_bytes) - self._freed_bytes)
 
-    async def _read(self) -> tuple[int, int, float]:
-        """Raises whatever the source raises, ValueError for what can't be, TimeoutError."""
-        if self._asked is None:
-            self._asked = _on_a_thread(self._source)
+    async def _read(self) -> Measurement:
+        """Raises what the source raises, ValueError for an impossible reading, TimeoutError."""
+        if self._reading is None:
+            self._reading = on_thread(PART, self._source)
         try:
-            reading = await asyncio.wait_for(
-                asyncio.shield(self._asked), timeout=self._answered_within_s
-            )
+            within_s = self._answered_within_s
+            reading = await asyncio.wait_for(asyncio.shield(self._reading), within_s)
         except TimeoutError:
-            raise TimeoutError(f"no answer within {self._answered_within_s:g} s") from None
+            raise TimeoutError(f"no answer within {within_s:g} s") from None
         finally:
-            if self._asked.done():
-                self._asked = None
+            if self._reading.done():
+                self._reading = None
         return check_reading(reading)
 
     def _failed(self, problem: Exception) -> None:
@@ -172,18 +171,18 @@ class Pressure:
         self._core.health.notices.pop(PART, None)
         log.info("pressure_ended", why=why, evicted_bytes=self._freed_bytes)
 
-    async def _evict(self, owed_bytes: int) -> None:
+    async def _evict(self, free_bytes: int) -> None:
         for tier in self._tiers:
-            if owed_bytes <= 0:
+            if free_bytes <= 0:
                 return
             if self._core.devices.state(tier) is not TierState.SERVING:
                 continue
             try:
-                entries, freed = await evict(self._core, tier, owed_bytes, EvictionCause.PRESSURE)
-            except PrefixdError as problem:  # it stops
+                entries, freed = await evict(self._core, tier, free_bytes, EvictionCause.PRESSURE)
+            except PrefixdError as problem:  # the daemon stops
                 log.debug("pressure_not_evicted", tier=tier.label, problem=str(problem))
                 return
-            owed_bytes -= freed
+            free_bytes -= freed
             self._freed_bytes += freed
             self._note(
                 evicted_entries=self._counts.evicted_entries + entries,
@@ -194,40 +193,10 @@ class Pressure:
         self._counts = self._counts._replace(**changes)  # type: ignore[arg-type]
 
 
-def check_reading(reading: tuple[int, int, float]) -> tuple[int, int, float]:
-    """Returns the reading, if it is a possible one. Raises ValueError, TypeError."""
+def check_reading(reading: Measurement) -> Measurement:
+    """Returns the reading if it is possible. Raises ValueError, TypeError."""
     used_bytes, total_bytes, stalled = reading
-    # Written so that nan is refused, too.
+    # In this form nan is refused, too.
     if not (used_bytes >= 0 and total_bytes > 0 and 0 <= stalled <= 1):
         raise ValueError(f"{used_bytes} of {total_bytes} bytes, stalled {stalled}: that can't be")
     return used_bytes, total_bytes, stalled
-
-
-def _on_a_thread(source: Source) -> asyncio.Future[tuple[int, int, float]]:
-    """A thread of its own, which keeps no process: a source may hang."""
-    loop = asyncio.get_running_loop()
-    answered: asyncio.Future[tuple[int, int, float]] = loop.create_future()
-
-    def tell(reading: tuple[int, int, float] | None, problem: BaseException | None) -> None:
-        if answered.cancelled():
-            return
-        if reading is None:
-            answered.set_exception(problem or ValueError("it says nothing"))
-            answered.exception()  # taken, or asyncio would log it
-        else:
-            answered.set_result(reading)
-
-    def run() -> None:
-        reading, problem = None, None
-        try:
-            reading = source()
-        except BaseException as raised:
-            # A StopIteration can't be set on a future.
-            problem = RuntimeError(repr(raised)) if not isinstance(raised, Exception) else raised
-            if isinstance(problem, StopIteration):
-                problem = RuntimeError(repr(raised))
-        with suppress(RuntimeError):  # the loop ended first
-            loop.call_soon_threadsafe(tell, reading, problem)
-
-    threading.Thread(target=run, name=f"prefixd-{PART}", daemon=True).start()
-    return answered

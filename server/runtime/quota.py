@@ -1,6 +1,7 @@
-"""Bounds on the memory that calls take on their way through the daemon.
+"""Bounds on the memory that calls use in the daemon.
 
-A call takes room before it takes bytes, and gives it back when they are gone. The event loop's.
+A call takes room before it takes bytes, and gives the room back when they are gone. Belongs to the
+event loop.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Final
 
 from ...proto.errors import LimitReached
 
-#: What one session may have of a quota: others get the rest.
+#: The largest part of a quota that one session may have.
 _SESSION_SHARE: Final = 0.5
 
 
 class Room:
-    """What one call has of a quota."""
+    """The room of one call."""
 
     def __init__(self, quota: Quota, size_bytes: int) -> None:
         self._quota = quota
@@ -26,7 +27,7 @@ class Room:
         self._session: int | None = None
 
     async def belongs_to(self, session: int) -> None:
-        """Count it for a session from now on, which may have to wait for its other calls. Raises
+        """Count the room for a session from now on. May wait for other calls of the session. Raises
         LimitReached."""
         await self._quota.share_of(session).take(self.size_bytes)
         self._session = session
@@ -40,21 +41,21 @@ class Room:
 class Quota:
     """`limit_bytes` for all calls of one kind together, and a share of that for each session.
 
-    A call that finds no room waits its turn, at most `wait_s`. A call that is larger than the
-    whole quota has it for itself.
+    A call that finds no room waits its turn, for `wait_s` at most. A call that is larger than the
+    whole quota waits until it has the quota for itself.
     """
 
     def __init__(self, what: str, limit_bytes: int, wait_s: float) -> None:
-        """`what`: the bytes that it bounds, for sentences."""
+        """`what`: the bytes that it bounds, for messages."""
         self.what: Final = what
         self.limit_bytes: Final = limit_bytes
         self.used_bytes = 0
-        #: calls that were refused for want of room
+        #: calls that were refused for lack of room
         self.refusals = 0
         self.wait_s = wait_s
-        #: by session: those that have something, or wait for it
+        #: shares of the sessions that have room, or wait for it
         self._shares: dict[int, Quota] = {}
-        #: waiting calls with the bytes that each needs, in the order in which they came
+        #: waiting calls with the bytes that each needs, the oldest first
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
 
     @asynccontextmanager
@@ -73,7 +74,7 @@ class Quota:
             room.end()
 
     def share_of(self, session: int) -> Quota:
-        """What one session may have of it."""
+        """The quota of one session."""
         share = self._shares.get(session)
         if share is None:
             share_bytes = int(self.limit_bytes * _SESSION_SHARE)
@@ -82,14 +83,14 @@ class Quota:
         return share
 
     def forget_share(self, session: int) -> None:
-        """Unless a call of the session has something of it, or waits for it."""
+        """Forget the share of a session, unless one of its calls has room of it or waits for it."""
         share = self._shares.get(session)
         if share is not None and not share.used_bytes and not share._waiting:
             self.refusals += share.refusals
             del self._shares[session]
 
     def give(self, size_bytes: int) -> None:
-        """Give back what was taken."""
+        """Give back room that `take` took. Never waits."""
         self.used_bytes -= size_bytes
         self._wake()
 
@@ -97,7 +98,7 @@ class Quota:
         return not self.used_bytes or self.used_bytes + size_bytes <= self.limit_bytes
 
     async def take(self, size_bytes: int) -> None:
-        """Wait for room. `give` gives it back. Raises LimitReached."""
+        """Wait for room. Raises LimitReached."""
         if not self._waiting and self._fits(size_bytes):
             self.used_bytes += size_bytes
             return
@@ -107,7 +108,7 @@ class Quota:
             async with asyncio.timeout(self.wait_s):
                 await turn
         except BaseException as problem:
-            if turn.done() and not turn.cancelled():  # granted, in the moment of giving up
+            if turn.done() and not turn.cancelled():  # granted at the moment of giving up
                 self.used_bytes -= size_bytes
             turn.cancel()
             self._wake()
@@ -119,7 +120,7 @@ class Quota:
             raise
 
     def _wake(self) -> None:
-        """Wake waiting calls for which there is room now, the oldest first."""
+        """Wake the waiting calls for which there is room now, the oldest first."""
         while self._waiting:
             turn, size_bytes = self._waiting[0]
             if turn.done():  # its call gave up

@@ -1,4 +1,4 @@
-"""Holds stores and index against the state: at a start, and when orphans are swept out."""
+"""Reconciles stores and index with the state: at a start, and when garbage is collected."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ log = structlog.get_logger("prefixd.recovery")
 
 #: Entries in one event, about a millisecond.
 _ADOPTED_AT_ONCE: Final = 64
-#: How often a save that is being committed is looked at.
+#: How often recovery looks whether a save has been committed.
 _COMMITTED_LOOK_S: Final = 0.01
-#: Dropped entries of a tier that the log names. All of a million may be: another size of slabs.
+#: Dropped entries of a tier that are logged by key. With another slab size a million are dropped.
 _MAX_LOGGED: Final = 1_000
 #: How long to wait before a read that failed is tried again.
 _AGAIN_S: Final = 5.0
 
 
 class Recovery:
-    """Adopts what survived, tier by tier, while the daemon serves: from the moment that this is
-    made, tiers with records take no saves until `end`.
+    """Adopts the entries that survived a restart, tier by tier, while the daemon serves: tiers with
+    records take no saves from the creation of this object until `end`.
 
-    An entry is adopted only if its store vouches for it; what does not fit into the budget any
-    more is dropped, least recently used first. What was adopted is found and read at once.
+    An entry is adopted only if its store vouches for it; entries that no longer fit into the budget
+    are dropped, least recently used first. Adopted entries can be found and read at once.
 
-    The arena's header comes first. It lies in a slab that belongs to no entry, and nothing else
-    of the arena is written before `end`. Readers of an earlier start, whose index is dead with
-    its daemon, take no hit from then on; those of this start can read in place what is adopted,
-    which they believe because the header and their index are of one incarnation.
+    The arena's header is written first. It lies in a slab that belongs to no entry, and nothing
+    else of the arena is written before `end`. From then on clients of an earlier start, whose index
+    ended with its daemon, take no hits; clients of this start can read adopted entries in place,
+    because the header and their index have the same incarnation.
     """
 
     def __init__(self, core: Core, incarnation: bytes) -> None:
@@ -51,7 +51,7 @@ class Recovery:
                 core.devices.recovering(store.tier, True)
 
     async def recover(self, store: Store) -> None:
-        """Adopt all of one tier. What a store can't read now is asked for again: until then the
+        """Adopt all entries of one tier. A read that fails is tried again: until it succeeds, the
         tier takes no saves, and health says why."""
         core, tier = self._core, store.tier
         part = f"{tier.label} recovery"
@@ -65,7 +65,7 @@ class Recovery:
                 core.health.conditions[part] = f"{problem}; it is tried again"
                 await asyncio.sleep(_AGAIN_S)
         core.health.conditions.pop(part, None)
-        # What the store dropped, and forgot by itself, is erased soon.
+        # Erases the records of the entries that the store dropped.
         core.committers.forget(tier, ())
         counters = core.state.tables.tier_counters[tier]
         log.info(
@@ -77,7 +77,7 @@ class Recovery:
         )
 
     def end(self, store: Store) -> None:
-        """The tier takes saves."""
+        """The tier takes saves from now on."""
         self._core.health.notices.pop(f"{store.tier.label} tier", None)
         self._core.devices.recovering(store.tier, False)
 
@@ -116,7 +116,7 @@ class Recovery:
 
 
 async def _adopt(core: Core, tier: Tier, batch: RecoveryBatch, slices: Slices) -> None:
-    """Hand the entries to the state in slices, the least recently used first."""
+    """Post the entries to the state in slices, the least recently used first."""
     dropped = len(batch.dropped)
     for start in range(0, max(1, len(batch.entries)), _ADOPTED_AT_ONCE):
         some = tuple(batch.entries[start : start + _ADOPTED_AT_ONCE])
@@ -127,9 +127,9 @@ async def _adopt(core: Core, tier: Tier, batch: RecoveryBatch, slices: Slices) -
 
 
 async def _committed(core: Core, found: Sequence[StoredEntry]) -> None:
-    """Wait for saves of what was found that are being committed, unless their device hangs: nothing
-    can take them back, and what was found is all that there is if they fail. Published, they may
-    give way to it."""
+    """Wait until no save of these keys is being committed, unless its device hangs. Such a save
+    can't be cancelled, and if it fails, the found entry is all that there is. Once published, its
+    entry may be replaced by the found one."""
     in_flight, devices = core.state.tables.in_flight, core.devices
     while any(
         (flight := in_flight.get(entry.record.key)) is not None
@@ -137,21 +137,21 @@ async def _committed(core: Core, found: Sequence[StoredEntry]) -> None:
         and devices.state(flight.tier) is TierState.SERVING
         for entry in found
     ):
-        # Polled: a question would need a place among the waiting ones of clients.
+        # Polled, because a waiting question would take one of the places for clients.
         await asyncio.sleep(_COMMITTED_LOOK_S)
 
 
 async def collect_garbage(core: Core) -> tuple[int, int]:
-    """Drop what a store or the index holds and no entry owns: (records, index rows).
+    """Drop records and index rows that belong to no entry. Returns how many of each.
 
-    No search finds any of it; it only takes room. Records of saves that are being committed at
-    this moment are not touched. In slices: other events come in between.
+    No search finds them; they only take room. Records of saves that are being committed are kept.
+    Works in slices, between which other events are applied.
     """
     core.committers.forgotten = set()
     try:
         records = 0
         for store in core.stores.values():
-            # In a tier that recovers, records may be of entries that are not published yet.
+            # While a tier recovers, it has records of entries that are not published yet.
             if core.devices.state(store.tier) is TierState.SERVING:
                 records += await _sweep_records(core, store)
         return records, await _sweep_index(core)
@@ -171,7 +171,8 @@ async def _sweep_records(core: Core, store: Store) -> int:
 
 
 def _owned(core: Core, record: EntryRecord) -> bool:
-    """Is this the record of an entry, of a save on its way, or of what left during the scan?"""
+    """Whether the record belongs to an entry, to a save in flight, or to an entry that left during
+    the scan."""
     tables = core.state.tables
     if core.committers.forgotten is not None and record.generation in core.committers.forgotten:
         return True

@@ -1,4 +1,4 @@
-"""Makes a new index in place of one that was revoked, so that clients read in place again."""
+"""Replaces a revoked index by a new one, so that clients read in place again."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .supervision import Health
 
 log = structlog.get_logger("prefixd.reindexing")
 
-#: What health calls it.
+#: Its name among the health conditions.
 _PART: Final = "index"
-#: Before the first attempt: what failed once may fail again at once.
+#: The pause before the first attempt: what failed once may fail again at once.
 FIRST_S: Final = 1.0
-#: Between the beginnings of two attempts: a bug that comes again costs no more than this.
+#: The pause before each later attempt, which limits the cost of a bug that shows again.
 AGAIN_S: Final = 60.0
 
 
 class Reindexing:
-    """Fills a new index from the tables, in slices. What changes meanwhile is told by `follow`, and
-    goes into it at once: when every shard had its turn it says what the tables say."""
+    """Fills a new index from the tables, in slices. `follow` applies the changes that happen
+    meanwhile, so that the new index equals the tables when all shards have been put."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Reindexing:
         done: Callable[[IndexWriter], None],
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """`done` takes over the new index."""
+        """`done`: takes over the new index."""
         self._entries = entries
         self._health = health
         self._done = done
@@ -45,8 +45,8 @@ class Reindexing:
         self._wait_s = 0.0
 
     def revoke(self, index: IndexWriter, why: str, *, replace: bool) -> None:
-        """Clients read over gRPC from now on, which needs no index, until there is another one.
-        `replace`: the tables are right, it may be made at once."""
+        """Revoke the index: until there is another one, clients read over gRPC, which needs no
+        index. `replace`: the tables are right, begin to make the other one."""
         index.revoke()
         self.abandon()
         self._health.conditions[_PART] = f"revoked, {why}; another one follows"
@@ -54,12 +54,12 @@ class Reindexing:
             self.start(index)
 
     def start(self, revoked: IndexWriter) -> None:
-        """The tables are right: make a successor of this index."""
+        """Make a successor of this index. The tables have to be right."""
         self.abandon()
         self._task = asyncio.create_task(self._make(revoked))
 
     def abandon(self) -> None:
-        """The tables may be wrong, or nothing is served any more. Idempotent."""
+        """Give up the new index: the tables may be wrong, or the daemon stops. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
@@ -68,17 +68,15 @@ class Reindexing:
             self._new = None
 
     def follow(self, effects: Iterable[Effect]) -> None:
-        """Make the same changes in the index that is being filled. Never raises."""
-        new = self._new
-        if new is None:
-            return
-        try:
-            change(new, effects)
-        except Exception as problem:
-            self._failed(new, problem)
+        """Apply the effects to the index that is being filled. Never raises."""
+        if self._new is not None:
+            try:
+                change(self._new, effects)
+            except Exception as problem:
+                self._failed(self._new, problem)
 
     def _failed(self, index: IndexWriter, problem: Exception) -> None:
-        """Try again, later."""
+        """Try again later."""
         log.critical("new_index_failed", exc_info=problem)
         self.start(index)
 
@@ -92,7 +90,7 @@ class Reindexing:
                 new.put_all(tuple(shard.values()))
                 await slices.pause()
         except Exception as problem:
-            self._task = None  # this one: it ends by itself
+            self._task = None  # this task, which `start` must not cancel
             self._failed(revoked, problem)
             return
         self._new = self._task = None
@@ -102,15 +100,15 @@ class Reindexing:
 
 
 def change(index: IndexWriter, effects: Iterable[Effect]) -> None:
-    """Do to an index what these effects say, in their order. Raises what the index does."""
-    coming: list[Entry] = []
+    """Apply effects to an index, in their order. Raises what the index raises."""
+    new: list[Entry] = []
     for effect in effects:
         if isinstance(effect, IndexPut):
-            coming.append(effect.entry)
+            new.append(effect.entry)
         elif isinstance(effect, IndexDelete):
-            if coming:
-                index.put_all(coming)
-                coming = []
+            if new:
+                index.put_all(new)
+                new = []
             index.delete(effect.entry.key)
-    if coming:
-        index.put_all(coming)
+    if new:
+        index.put_all(new)

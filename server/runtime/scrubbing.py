@@ -1,8 +1,8 @@
-"""Reads what is stored back in the background, slowly, so that damage is found before it is met.
+"""Reads stored entries back in the background, slowly, to find damage before a client does.
 
-Pass after pass over the shm and disk tiers, each at the configured rate. A pass covers every entry
-that is there from its beginning to its end; what is saved meanwhile is covered by the next one at
-the latest. Nothing is pinned, and damage is dropped as if a client had met it.
+It makes pass after pass over the shm and disk tiers, each at the configured rate. A pass covers
+every entry that is there from its beginning to its end; an entry that is saved meanwhile is covered
+by the next pass at the latest. Nothing is pinned, and damaged entries are dropped.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ log = structlog.get_logger("prefixd.scrubbing")
 
 #: The tiers whose bytes outlive the daemon that wrote them.
 SCRUBBED: Final = (Tier.SHM, Tier.DISK)
-#: Read at once: a part of a millisecond from memory.
+#: Bytes that are read at once: a part of a millisecond from memory.
 _STEP_BYTES: Final = 2**20
-#: Between the beginnings of two passes, at least: a small tier is not read for ever.
+#: The shortest time between the beginnings of two passes: a small tier is not read all the time.
 MIN_PASS_S: Final = 600.0
-#: How long a step is put off at most while saves arrive: a pass always comes to its end.
+#: How long a step is put off at most while saves arrive: every pass comes to its end.
 _GIVE_WAY_S: Final = 1.0
 _LOOK_AGAIN_S: Final = 0.05
-#: What a slow device was late for is caught up, but no more of it.
+#: How much of the delay of a slow device is caught up at most.
 _CATCH_UP_NS: Final = 1_000_000_000
 #: How long to wait before a store that failed is tried again.
 _FAILED_S: Final = 5.0
@@ -38,22 +38,22 @@ _FAILED_S: Final = 5.0
 
 @dataclass(slots=True)
 class Scrub:
-    """How the scrubbing of one tier goes; everything since the start of the daemon."""
+    """Statistics of the scrubbing of one tier, since the start of the daemon."""
 
     entries: int = 0
     payload_bytes: int = 0
     damaged_entries: int = 0
     unreadable_entries: int = 0
-    #: that were completed
+    #: completed passes
     passes: int = 0
-    #: when the last of them ended; 0: none did
+    #: when the last pass ended; 0: none has
     last_pass_unix_ns: int = 0
-    #: the part of the tier that the current pass has behind it, from 0 to 1
+    #: the part of the tier that the current pass has covered, from 0 to 1
     progress: float = 0.0
 
 
 class Pace:
-    """When the next bytes may be read, so that on average it is `bytes_per_second`."""
+    """Decides when the next bytes may be read, for an average of `bytes_per_second`."""
 
     def __init__(self, bytes_per_second: int) -> None:
         self.bytes_per_second = bytes_per_second
@@ -67,7 +67,8 @@ class Pace:
 
 
 class Scrubber:
-    """Owned by the event loop. `scrubs` says how it goes; empty when it is switched off."""
+    """Belongs to the event loop. `scrubs` has the statistics of each tier; empty when switched
+    off."""
 
     def __init__(
         self,
@@ -75,10 +76,10 @@ class Scrubber:
         bytes_per_second: int,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """`bytes_per_second`: for each tier, counting `ENTRY_BYTES` for each entry beside its
-        payload; 0: nothing is scrubbed."""
+        """`bytes_per_second`: for each tier, where each entry counts `ENTRY_BYTES` beside its
+        payload. 0: nothing is scrubbed."""
         self._core = core
-        #: may be changed to another rate that is not 0
+        #: may be changed, but neither from nor to 0
         self.bytes_per_second = bytes_per_second
         self._sleep = sleep
         tiers = [tier for tier in SCRUBBED if tier in core.stores and bytes_per_second]
@@ -86,11 +87,11 @@ class Scrubber:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin, once there is something to serve."""
+        """Begin, once the daemon serves."""
         self._tasks = [asyncio.create_task(self._scrub(tier)) for tier in self.scrubs]
 
     async def close(self) -> None:
-        """Stop; what is being read at this moment is read to its end by its thread."""
+        """Stop. A thread ends its current read by itself."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -105,7 +106,7 @@ class Scrubber:
                 took_s = (clock.monotonic_ns() - began_ns) / 1e9
                 await self._sleep(max(0.0, MIN_PASS_S - took_s))
         except Exception as problem:
-            # A bug. Everything else goes on, and health says that this does not.
+            # A bug. Everything else goes on, and health shows that this does not.
             log.critical("scrubber_failed", tier=tier.label, exc_info=problem)
             self._core.health.conditions[f"{tier.label} scrubber"] = f"it failed: {problem!r}"
 
@@ -115,7 +116,7 @@ class Scrubber:
         entries = core.state.tables.entries
         async with aclosing(core.verifications.sweep(entries, tier, _STEP_BYTES)) as steps:
             async for swept in steps:
-                failed = self._count(scrub, swept)
+                failed = _count(scrub, swept)
                 pace.bytes_per_second = self.bytes_per_second
                 cost_bytes = swept.read_bytes + ENTRY_BYTES * len(swept.judged)
                 wait_s = pace.wait_s(cost_bytes, core.clock.monotonic_ns())
@@ -124,20 +125,21 @@ class Scrubber:
         scrub.passes += 1
         scrub.last_pass_unix_ns = core.clock.now_ns()
 
-    def _count(self, scrub: Scrub, swept: Swept) -> bool:
-        """Returns whether the store failed."""
-        scrub.progress = swept.share
-        scrub.payload_bytes += swept.read_bytes
-        failed = 0
-        for _, verdict in swept.judged:
-            failed += verdict.reading is Reading.FAILED
-            scrub.damaged_entries += verdict.reading is Reading.DAMAGED
-        scrub.entries += len(swept.judged) - failed
-        scrub.unreadable_entries += failed
-        return failed > 0
-
     async def _give_way(self) -> None:
         waited_s = 0.0
         while self._core.writes and waited_s < _GIVE_WAY_S:
             await self._sleep(_LOOK_AGAIN_S)
             waited_s += _LOOK_AGAIN_S
+
+
+def _count(scrub: Scrub, swept: Swept) -> bool:
+    """Returns whether the store failed."""
+    scrub.progress = swept.share
+    scrub.payload_bytes += swept.read_bytes
+    failed = 0
+    for _, verdict in swept.judged:
+        failed += verdict.reading is Reading.FAILED
+        scrub.damaged_entries += verdict.reading is Reading.DAMAGED
+    scrub.entries += len(swept.judged) - failed
+    scrub.unreadable_entries += failed
+    return failed > 0

@@ -1,12 +1,12 @@
 """Staging memory: where clients on this host put the bytes of their saves.
 
-Each session has one memfd of its own, made and sealed against resizing by the daemon, so that
-no client can make it fault by shrinking it. The client writes into it whenever it likes; the
-daemon only ever copies out of it, and trusts the checksum of its copy, not the memory.
+Each session has a memfd of its own. The daemon makes it and seals it against resizing, so that no
+client can make the daemon fault by shrinking it. The client writes into it whenever it likes; the
+daemon only copies out of it, and trusts the checksum of its copy, not the memory.
 
-What all of it takes is bounded. An area that nobody saves through for a while gives its pages
-back (the client's mapping stays, and reads zeros). The client is not told, so the first save
-after that is refused: it may have been written before the pages went.
+The total is bounded. An area that no save uses for a while gives its pages back (the client's
+mapping stays, and reads zeros). The client is not informed, so the first save after that is
+refused: the client may have written it before the pages went.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
-from functools import partial
+from dataclasses import dataclass
 from typing import Final
 
 import structlog
@@ -33,19 +33,19 @@ _F_SEAL_SEAL = 0x01
 _F_SEAL_SHRINK = 0x02
 _F_SEAL_GROW = 0x04
 
-_FALLOC_FL_KEEP_SIZE = 0x01
-_FALLOC_FL_PUNCH_HOLE = 0x02
+#: FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+_PUNCH_HOLE = 0x02 | 0x01
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
-#: An area that was not used for so long gives its memory back; for half of that, if another
-#: session has use for it.
+#: An area that was unused for so long gives its memory back; after half of that, if another session
+#: needs it.
 IDLE_S: Final = 60
 _IDLE_NS: Final = IDLE_S * 10**9
 
 
 class Staging:
-    """One session's staging memory. `fd` belongs to it and is passed on as it is."""
+    """One session's staging memory. It owns `fd`, which the client gets a duplicate of."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -62,7 +62,8 @@ class Staging:
         self._unmapped = False
 
     def view(self, offset_bytes: int, length_bytes: int) -> memoryview:
-        """What the client put there. Raises UnknownStaging beyond the end, and after it."""
+        """Bytes that the client wrote. Raises UnknownStaging beyond the end of the memory, and
+        after `end`."""
         if self._ended:
             raise UnknownStaging("the session that this staging memory belonged to is over")
         if offset_bytes + length_bytes > self.size_bytes:
@@ -74,17 +75,17 @@ class Staging:
 
     @property
     def resident_bytes(self) -> int:
-        """Memory that is really under it."""
+        """Memory that is allocated to it."""
         return os.fstat(self.fd).st_blocks * 512
 
     def end(self) -> None:
-        """Give no views any more. Idempotent."""
+        """Refuse further views. Idempotent."""
         self._ended = True
         self._view.release()
 
     def unmap(self) -> None:
-        """After `end`, on any thread; takes up to a second, without the interpreter's lock. A copy
-        that still runs keeps the mapping until it is done. Idempotent."""
+        """Call after `end`, on any thread; takes up to a second, without the interpreter's lock. A
+        copy that still runs keeps the mapping until it is done. Idempotent."""
         if self._unmapped:
             return
         self._unmapped = True
@@ -93,24 +94,14 @@ class Staging:
         os.close(self.fd)
 
     def close(self) -> None:
-        """All of that. Idempotent."""
+        """`end`, then `unmap`. Idempotent."""
         self.end()
         self.unmap()
 
 
-def populate(fd: int, size_bytes: int) -> None:
-    """Put memory under all of it, so that the first copy is as fast as any. Closes `fd`."""
-    _fallocate("staging_not_populated", fd, size_bytes, 0)
-
-
-def give_back(fd: int, size_bytes: int) -> None:
-    """Take the memory from under it: it reads zeros, for the client too. Closes `fd`."""
-    punch = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
-    _fallocate("staging_not_given_back", fd, size_bytes, punch)
-
-
 def _fallocate(event: str, fd: int, size_bytes: int, mode: int) -> None:
-    """On a worker thread; takes milliseconds, without the interpreter's lock."""
+    """Allocate the memory of a memfd, or take it away, and close `fd`. On a worker thread; takes
+    milliseconds, without the interpreter's lock."""
     try:
         if _libc.fallocate(fd, mode, 0, size_bytes):
             log.warning(event, problem=os.strerror(ctypes.get_errno()))
@@ -118,36 +109,27 @@ def _fallocate(event: str, fd: int, size_bytes: int, mode: int) -> None:
         os.close(fd)
 
 
-def _see_unmapped(memory: Staging, unmapped: Future[None]) -> None:
-    """An executor that ends does not do what waits."""
-    if unmapped.cancelled() or unmapped.exception() is not None:
-        memory.unmap()
-
-
+@dataclass(slots=True)
 class _Area:
     """A session's staging memory in the pool."""
 
-    __slots__ = ("copies", "memory", "populated", "session", "used_ns")
-
-    def __init__(self, session: int, memory: Staging) -> None:
-        self.session = session
-        self.memory = memory
-        #: there is memory under it, which counts
-        self.populated = False
-        self.used_ns = 0
-        #: saves that are being copied out of it
-        self.copies = 0
+    memory: Staging
+    #: memory is allocated to it, and counts
+    populated: bool = False
+    used_ns: int = 0
+    #: saves that are being copied out of it
+    copies: int = 0
 
 
 class StagingPool:
-    """The staging memory of all sessions, `total_bytes` at most. The event loop's."""
+    """The staging memory of all sessions, `total_bytes` at most. Belongs to the event loop."""
 
     def __init__(self, area_bytes: int, total_bytes: int, executor: Executor, clock: Clock) -> None:
         self.area_bytes: Final = area_bytes
         self.total_bytes: Final = total_bytes
-        #: under all areas together, now or as soon as it is populated
+        #: memory of all populated areas
         self.used_bytes = 0
-        #: areas and saves that were refused, because all of it was in use
+        #: areas and saves that were refused because all memory was in use
         self.refusals = 0
         self._executor = executor
         self._clock = clock
@@ -161,15 +143,14 @@ class StagingPool:
         return session in self._areas
 
     def open(self, session: int) -> Staging:
-        """The memory of a session, made at the first time and populated in the background.
+        """The memory of a session, made by the first call and populated in the background.
 
-        Raises UnknownStaging when others have all that there may be; OSError.
+        Raises UnknownStaging when other sessions use all of it; OSError.
         """
         area = self._areas.get(session)
         if area is None:
             self._make_room()
-            area = _Area(session, Staging(self.area_bytes))
-            self._areas[session] = area
+            area = self._areas[session] = _Area(Staging(self.area_bytes))
             self._populate(area)
         elif not area.populated:
             self._make_room()
@@ -178,13 +159,13 @@ class StagingPool:
 
     @contextmanager
     def using(self, session: int) -> Iterator[Staging]:
-        """The memory of a session for one save, which it is not taken from meanwhile. Raises
+        """The memory of a session, for one save; its pages stay meanwhile. Raises
         UnknownStaging."""
         area = self._areas.get(session)
         if area is None:
             raise UnknownStaging("this session has no staging memory; save over gRPC")
         if not area.populated:
-            # What the client wrote may have gone with the pages that were there before.
+            # What the client wrote may have gone with the former pages.
             self._make_room()
             self._populate(area)
             raise UnknownStaging("the memory was taken, as it was not used; save this over gRPC")
@@ -201,7 +182,8 @@ class StagingPool:
         if memory is not None:
             memory.end()
             unmapped = self._executor.submit(memory.unmap)
-            unmapped.add_done_callback(partial(_see_unmapped, memory))
+            # An executor that ends does not run what waits.
+            unmapped.add_done_callback(lambda _: memory.unmap())
 
     def close_all(self) -> None:
         """The daemon stops."""
@@ -221,14 +203,14 @@ class StagingPool:
         return area.memory
 
     def give_back_idle(self, idle_ns: int = _IDLE_NS) -> None:
-        """Take the memory from areas that were not used for so long."""
+        """Take the memory from areas that were unused for `idle_ns`."""
         now_ns = self._clock.now_ns()
         for area in self._areas.values():
             if area.populated and not area.copies and now_ns - area.used_ns >= idle_ns:
                 self._give_back(area)
 
     def _look_again(self) -> None:
-        """See to it that memory that falls idle is noticed."""
+        """Set the timer that finds idle memory."""
         if self._timer is None and self.used_bytes:
             self._timer = asyncio.get_running_loop().call_later(IDLE_S / 4, self._due)
 
@@ -238,7 +220,8 @@ class StagingPool:
         self._look_again()
 
     def _make_room(self) -> None:
-        """Have memory for one more area, from one that is idle if need be."""
+        """Have memory for one more area, if need be from one that is idle. Raises
+        UnknownStaging."""
         if self.used_bytes + self.area_bytes <= self.total_bytes:
             return
         idle = [area for area in self._areas.values() if area.populated and not area.copies]
@@ -256,9 +239,13 @@ class StagingPool:
         self.used_bytes += self.area_bytes
         self._look_again()
         # A descriptor of its own: the session may end meanwhile.
-        self._executor.submit(populate, os.dup(area.memory.fd), self.area_bytes)
+        fd = os.dup(area.memory.fd)
+        self._executor.submit(_fallocate, "staging_not_populated", fd, self.area_bytes, 0)
 
     def _give_back(self, area: _Area) -> None:
         area.populated = False
         self.used_bytes -= self.area_bytes
-        self._executor.submit(give_back, os.dup(area.memory.fd), self.area_bytes)
+        fd = os.dup(area.memory.fd)
+        self._executor.submit(
+            _fallocate, "staging_not_given_back", fd, self.area_bytes, _PUNCH_HOLE
+        )

@@ -1,4 +1,4 @@
-"""The loop of a daemon whose work is traced."""
+"""The event loop of a daemon whose work is traced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .writes import Write
 
 
 class TracedCore(Core):
-    """`Core`, which tells `tracing` of what the state is asked, and of commits."""
+    """A `Core` that reports questions and commits to `tracing`."""
 
     tracing: Tracing
 
@@ -49,7 +49,7 @@ class TracedCore(Core):
         return write
 
     def _commit_done(self, result: CommitResult) -> None:
-        # On a committer's thread: none of these writes ends before the state was told.
+        # On a committer's thread, before the event that ends these writes is posted.
         writes = [write for token in result.tokens if (write := self.writes.get(token))]
         super()._commit_done(result)
         calls = [write.call for write in writes if write.call is not None]

@@ -20,12 +20,21 @@ from .devices import Devices
 from .slices import Slices
 from .supervision import Health
 
+log = structlog.get_logger("prefixd.verification")
+
+#: Suspected entries that may wait. A client reports an entry again when it meets it again.
+MAX_PENDING: Final = 4096
+#: Bytes that are read in one go, which takes some milliseconds; others wait for the thread.
+READ_AT_ONCE_BYTES: Final = 4 * 2**20
+#: Reading an entry takes about as long as reading this many bytes, however small it is.
+ENTRY_BYTES: Final = 2**14
+
 
 class Reading(Enum):
     """How reading an entry back ended."""
 
     GOOD = "good"
-    #: its bytes are not those that were saved: it has to go
+    #: its bytes are not those that were saved: the entry is dropped
     DAMAGED = "damaged"
     #: the store could not read it: nothing is known of its bytes, and it stays
     FAILED = "failed"
@@ -39,33 +48,8 @@ class Verdict:
     why: str = ""
 
 
-log = structlog.get_logger("prefixd.verification")
-
-#: Entries that wait to be verified. A client that suspects another one says so again when it meets
-#: it again.
-MAX_PENDING: Final = 4096
-#: Read in one go, some milliseconds; others wait for the thread meanwhile.
-READ_AT_ONCE_BYTES: Final = 4 * 2**20
-#: To read an entry takes about as long as to read this many bytes, however small it is.
-ENTRY_BYTES: Final = 2**14
-
-
-def read_back(store: Store, entry: Entry) -> Verdict:
-    """Read a whole entry and compare its checksum. On a worker thread.
-
-    Of an entry that was evicted meanwhile it says nothing: its room may be another's by now.
-    """
-    try:
-        store.verify(entry, entry.payload_crc32c)
-    except Damaged as problem:
-        return Verdict(Reading.DAMAGED, str(problem))
-    except StoreError as problem:
-        return Verdict(Reading.FAILED, str(problem))
-    return Verdict(Reading.GOOD)
-
-
 class _Batch:
-    """Entries of one tier that are read back in turn, a bounded part at a time."""
+    """Entries of one tier that are read back one after the other, a bounded part at a time."""
 
     def __init__(self, store: Store, entries: Iterable[Entry]) -> None:
         self._store = store
@@ -78,13 +62,14 @@ class _Batch:
 
     def go_on(self, most_bytes: int) -> tuple[int, list[tuple[Entry, Verdict]]]:
         """Read about `most_bytes`, each entry counting `ENTRY_BYTES` beside its payload. On a
-        worker thread. Returns the payload bytes that were read, and what was read to its end."""
+        worker thread. Returns the payload bytes that were read, and the entries that were read to
+        their end."""
         read_bytes = 0
         read: list[tuple[Entry, Verdict]] = []
         while self._left and read_bytes + ENTRY_BYTES * len(read) < most_bytes:
             entry = self._left[0]
             verdict = None
-            # What was evicted is not read on: its room may be another's by now.
+            # An evicted entry is not read further: its room may be reused by now.
             if entry.published:
                 try:
                     if self._steps is None:
@@ -108,21 +93,21 @@ class _Batch:
 class Swept(NamedTuple):
     """One step of reading a whole tier back."""
 
-    #: The part of the tier that is behind, from 0 to 1.
+    #: The part of the tier that has been read, from 0 to 1.
     share: float
     read_bytes: int
-    #: What was read to its end, and is still published.
+    #: Entries that were read to their end and are still published.
     judged: list[tuple[Entry, Verdict]]
 
 
 class Verifications:
     """Verifies entries, for the event loop, on one thread for each tier: saves and reads are not
-    delayed, and a tier whose device hangs holds up no other.
+    delayed, and a tier whose device hangs delays no other.
 
-    `damaged` is told, on the loop, of entries that have to go. One that its store could not read
-    stays, and makes the reads of its tier unhealthy until one succeeds. What clients suspect is
-    read once, one entry at a time. Nothing is pinned: of an entry that is evicted while it is
-    read nothing is said.
+    `damaged` is called, on the loop, with entries that are to be dropped. An entry that its store
+    could not read stays, and makes the reads of its tier unhealthy until one succeeds. An entry
+    that clients suspect is read once, one entry at a time. Nothing is pinned: an entry that is
+    evicted while it is read gets no verdict.
     """
 
     def __init__(
@@ -140,18 +125,17 @@ class Verifications:
         self._threads = {
             tier: ThreadPoolExecutor(1, f"prefixd-verify-{tier.label}") for tier in stores
         }
-        #: tiers whose last read failed: that is logged once
+        #: tiers whose last read failed, which is logged once
         self._failing: set[Tier] = set()
-        self._waiting: deque[Entry] = deque()
-        #: by generation: suspects that wait, and the one that is being read
-        self._known: set[int] = set()
-        self._reading = False
-        #: suspicions that were not followed because too many waited
+        #: by generation, in the order in which they are read
+        self._suspects: dict[int, Entry] = {}
+        self._reading: asyncio.Task[None] | None = None
+        self._closed = False
+        #: suspects that were not read because too many waited
         self.dropped = 0
 
     async def verify(self, entry: Entry) -> Verdict | None:
-        """Read a whole entry and compare its checksums. None: it left meanwhile, and nothing is
-        known of it."""
+        """Read a whole entry and compare its checksums. None: it was evicted meanwhile."""
         batch = _Batch(self._stores[entry.tier], [entry])
         while batch:
             for _, verdict in (await self._go_on_with(batch, entry.tier, READ_AT_ONCE_BYTES))[1]:
@@ -162,10 +146,10 @@ class Verifications:
         self, entries: EntryTable, tier: Tier, most_bytes: int = READ_AT_ONCE_BYTES
     ) -> AsyncGenerator[Swept, None]:
         """Read a whole tier back, about `most_bytes` a step. An entry that is there from the first
-        step to the last is read exactly once, whatever comes and goes meanwhile. Reads nothing
-        while nobody asks for the next step."""
+        step to the last is read exactly once, whatever is saved and evicted meanwhile. Reads
+        nothing until the next step is requested."""
         slices = Slices()
-        # Of a small table nearly all are empty: they are passed over in C.
+        # Nearly all shards of a small table are empty: `compress` skips them in C.
         for number in compress(range(SHARDS), entries.shards):
             shard = entries.shards[number]
             batch = _Batch(self._stores[tier], (e for e in shard.values() if e.tier is tier))
@@ -192,7 +176,7 @@ class Verifications:
             case Reading.DAMAGED:
                 self._damaged(entry, verdict.why)
             case Reading.FAILED:
-                # A device that is gone fails for every entry: said once, until a read succeeds.
+                # A device that is gone fails for every entry: logged once, until a read succeeds.
                 if tier not in self._failing:
                     log.warning("entry_unreadable", key=entry.key.hex(), why=verdict.why)
                 self._failing.add(tier)
@@ -206,45 +190,31 @@ class Verifications:
 
     @property
     def pending(self) -> int:
-        return len(self._known)
+        return len(self._suspects)
 
     def request(self, entry: Entry) -> None:
         """Verify an entry, soon."""
-        if entry.generation in self._known:
+        if entry.generation in self._suspects:
             return
-        if len(self._waiting) >= MAX_PENDING:
+        if len(self._suspects) > MAX_PENDING:
             self.dropped += 1
             return
-        self._known.add(entry.generation)
-        self._waiting.append(entry)
-        self._go_on()
+        self._suspects[entry.generation] = entry
+        if self._reading is None:
+            self._reading = self._loop.create_task(self._read_suspects())
+
+    async def _read_suspects(self) -> None:
+        while self._suspects and not self._closed:
+            generation, entry = next(iter(self._suspects.items()))
+            try:
+                await self.verify(entry)
+            except Exception as problem:
+                log.error("verification_failed", key=entry.key.hex(), error=repr(problem))
+            del self._suspects[generation]
+        self._reading = None
 
     def close(self) -> None:
-        """Wait for what is being read, and forget the others."""
-        self._waiting.clear()
+        """Wait for what is being read, and forget the others. Blocks."""
+        self._closed = True
         for thread in self._threads.values():
             thread.shutdown(cancel_futures=True)
-
-    def _go_on(self) -> None:
-        if self._reading or not self._waiting:
-            return
-        entry = self._waiting.popleft()
-        if not entry.published:
-            self._known.discard(entry.generation)
-            self._loop.call_soon(self._go_on)
-            return
-        self._reading = True
-        store, thread = self._stores[entry.tier], self._threads[entry.tier]
-        reading = self._loop.run_in_executor(thread, read_back, store, entry)
-        reading.add_done_callback(lambda read: self._read(entry, read))
-
-    def _read(self, entry: Entry, read: asyncio.Future[Verdict]) -> None:
-        self._reading = False
-        self._known.discard(entry.generation)
-        if not read.cancelled():
-            failure = read.exception()
-            if failure is not None:
-                log.error("verification_failed", key=entry.key.hex(), error=repr(failure))
-            elif entry.published:
-                self._judged(entry, read.result())
-        self._go_on()

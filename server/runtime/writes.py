@@ -1,4 +1,4 @@
-"""Saves under way: the bytes of each on their way into its store, and who is told when it ends."""
+"""Writes: the payloads of saves on their way into their stores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ log = structlog.get_logger("prefixd.writes")
 
 
 class Piece(NamedTuple):
-    """Bytes of one write, as a stream named it. `offset_bytes` None: whatever comes next."""
+    """Bytes of one write. `number`: the stream's name for the write. `offset_bytes` None: the next
+    bytes."""
 
     number: int
     data: Buffer
@@ -29,9 +30,9 @@ class Piece(NamedTuple):
 class Write:
     """One reservation that a stream writes.
 
-    `busy` counts the messages that other threads copy into its room, now or soon: a lost
-    reservation then keeps its room until that ended. `ended` says how the save did, once it has;
-    `when_ended` is called then. `call`: for which call it is, where calls are traced.
+    `busy` counts the messages that other threads copy into its room, now or soon: if the
+    reservation is lost, the room stays until they have. `ended` is the result of the save, once
+    there is one; `when_ended` is called then. `call`: the call that it belongs to, if it is traced.
     """
 
     __slots__ = (
@@ -59,19 +60,19 @@ class Write:
         self.stopping = False
         self.ended: SaveEnded | None = None
         self.when_ended: Callable[[], None] | None = None
-        #: the last piece came
+        #: the last piece arrived
         self.complete = False
-        #: CRC32C of the bytes that the store took; set when the write is sealed
+        #: CRC32C of the bytes in the store; set when the write is sealed
         self.crc32c: int | None = None
         self.expected_crc32c = 0
-        #: the state was told so, or is to be soon
+        #: the event that the write is sealed was posted, or is queued
         self.told = False
         self.problem: tuple[SaveStatus, str] | None = None
 
     def take(self, piece: Piece) -> None:
         """Copy one piece. On any thread, but one at a time.
 
-        Raises PrefixdError for what breaks the stream, anything else for what ends the write.
+        Raises PrefixdError for what breaks the stream, other exceptions for what ends this write.
         """
         if self.problem is not None or self.stopping:
             return
@@ -94,7 +95,7 @@ class Write:
             self.finish(payload_crc32c)
 
     def fail(self, problem: Exception) -> None:
-        """The store could not take a piece."""
+        """The store failed to write a piece."""
         match problem:
             case StoreError():
                 why = str(problem)
@@ -106,8 +107,8 @@ class Write:
         self.problem = (SaveStatus.FAILED, why)
 
     def finish(self, payload_crc32c: int | None) -> None:
-        """The last byte has come. `payload_crc32c`: what the payload has to have; None: any.
-        Raises StoreError."""
+        """The last byte has arrived. `payload_crc32c`: the expected checksum, None: any. Raises
+        StoreError."""
         writer = self.writer
         if writer.written_bytes != self.entry.payload_bytes:
             self.mismatched(writer.written_bytes)
@@ -116,16 +117,16 @@ class Write:
         self.crc32c = crc32c = writer.seal()
         self.expected_crc32c = crc32c if payload_crc32c is None else payload_crc32c
 
-    def mismatched(self, came_bytes: int) -> None:
-        """Fewer or more bytes came than were reserved."""
-        why = f"{came_bytes} bytes came, {self.entry.payload_bytes} were reserved"
+    def mismatched(self, received_bytes: int) -> None:
+        """Fewer or more bytes arrived than were reserved."""
+        why = f"{received_bytes} bytes came, {self.entry.payload_bytes} were reserved"
         self.problem = (SaveStatus.LENGTH_MISMATCH, why)
 
     def end(self, ended: SaveEnded) -> None:
         """The save ended."""
         if self.ended is None:
             self.ended = ended
-            # Dropped: it refers back to this write, and the cycle would wait for the collector.
+            # Reset: it refers back to this write, and the cycle would wait for the collector.
             when_ended, self.when_ended = self.when_ended, None
             if when_ended is not None:
                 when_ended()

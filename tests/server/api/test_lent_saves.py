@@ -202,8 +202,8 @@ async def test_a_thread_that_its_client_keeps_is_that_clients_loss(
     proofs: Counter[int] = Counter()
 
     def prove(memory: LentMemory) -> None:
-        proofs[memory._token_address] += 1
-        if memory._token_address in held and proofs[memory._token_address] == 1 + copying:
+        proofs[memory.token_address] += 1
+        if memory.token_address in held and proofs[memory.token_address] == 1 + copying:
             reading.release()
             assert go_on.wait(PATIENCE_S)
         as_it_was(memory)

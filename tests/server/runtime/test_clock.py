@@ -1,5 +1,4 @@
-"""The daemon's clock never runs back, and the lag of the loop is measured with a clock of the test's
-own."""
+"""The clock never runs back, and the lag of the loop is measured with a manual clock."""
 
 from __future__ import annotations
 

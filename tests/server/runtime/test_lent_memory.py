@@ -116,7 +116,7 @@ class Fickle(LentMemory):
     """Is lent for so many proofs."""
 
     def __init__(self, of: Lender, proofs: int) -> None:
-        super().__init__(os.getpid(), TOKEN, of.memory._token_address)
+        super().__init__(os.getpid(), TOKEN, of.memory.token_address)
         self.proofs = proofs
 
     def prove(self) -> None:

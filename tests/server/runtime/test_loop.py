@@ -39,9 +39,9 @@ from prefixd.server.runtime.clock import Clock
 from prefixd.server.runtime.incoming import Incoming
 from prefixd.server.runtime.index import IndexWriter
 from prefixd.server.runtime.supervision import FAULT_SHOWN_NS
-from prefixd.server.runtime.verification import Reading, read_back
 from prefixd.server.runtime.writes import Piece
 from prefixd.tiers.shm import ShmStore
+from prefixd.tiers.store import Damaged
 from tests.support.running import (
     OpenSession,
     Refused,
@@ -358,8 +358,8 @@ async def test_an_entry_that_is_evicted_while_it_is_verified_is_no_damage(tmp_pa
         await verifying
         assert daemon.tables.tier_counters[Tier.RAM].corrupt == 0
         # What it would have found by now:
-        verdict = read_back(core.stores[Tier.RAM], entry)
-        assert verdict.reading is Reading.DAMAGED
+        with pytest.raises(Damaged):
+            core.stores[Tier.RAM].verify(entry, entry.payload_crc32c)
         assert await core.verifications.verify(entry) is None
         assert daemon.tables.tier_counters[Tier.RAM].corrupt == 0
         await daemon.assert_idle()

@@ -1,4 +1,4 @@
-"""Memory that stays free is given back, and the cycle collector is kept away from what lives long."""
+"""Idle heap is given back, and the cycle collector does not see what lives long."""
 
 from __future__ import annotations
 

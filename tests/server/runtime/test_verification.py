@@ -11,10 +11,11 @@ import pytest
 
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import Tier
+from prefixd.server.core.entries import Entry
 from prefixd.server.runtime import incoming, verification
 from prefixd.server.runtime.supervision import FAULT_SHOWN_NS
-from prefixd.server.runtime.verification import Reading, Verdict, read_back
-from prefixd.tiers.store import Store
+from prefixd.server.runtime.verification import Reading, Verdict
+from prefixd.tiers.store import Damaged, Store
 from tests.contract.faulty import Fault, FaultyStore
 from tests.support.running import PATIENCE_S, in_loop, key, payload, running
 
@@ -22,6 +23,11 @@ DATA = payload(1)
 SAVED = pb.SAVE_STATUS_SAVED
 
 TIERS = pytest.mark.parametrize("tier", list(Tier), ids=lambda tier: tier.label)
+
+
+def read_back(store: Store, entry: Entry) -> Verdict:
+    ((_, verdict),) = verification._Batch(store, [entry]).go_on(2**30)[1]
+    return verdict
 
 
 @TIERS
@@ -165,7 +171,8 @@ async def test_an_entry_that_is_evicted_while_it_is_verified_is_no_damage(tmp_pa
         await session.save({key(2): payload(2)})
         held.may_go_on.set()
         await daemon.until(lambda: not core.verifications.pending)
-        assert read_back(core.stores[Tier.RAM], entry).reading is Reading.DAMAGED, "as it found"
+        with pytest.raises(Damaged):  # as it found
+            core.stores[Tier.RAM].verify(entry, entry.payload_crc32c)
         assert daemon.tables.tier_counters[Tier.RAM].corrupt == 0
         core.verifications.request(entry)
         await daemon.until(lambda: not core.verifications.pending)
