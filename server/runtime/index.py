@@ -4,7 +4,7 @@ The event loop calls it in the same step in which it changes the state. The time
 depend on the number of entries, and no call waits for a reader.
 
 An entry that can't be listed (a full chain, too many extents, no memory) is counted, and readers
-miss it. What stands in the index is always true.
+miss it. What the index lists is always true.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ from ...tiers.store import StoreError
 MAX_ENTRIES: Final = 2**30
 #: Heads for each entry: with two, 4 of 5 rows are the first of their chain.
 HEADS_PER_ENTRY: Final = 2
-#: One page of them. There is memory for these from the start.
+#: One page of heads, which has memory from the start.
 FIRST_HEADS: Final = 1024
 _hashed: Final = HASHED.unpack
 #: Added to the shape, it counts one change.
 _CHANGE: Final = MOVING << 1
 _SHAPE_MASK: Final = 2**64 - 1
-#: Memory is allocated in pieces of this size before it is written. Without memory the system call
-#: fails, where a store into the mapping would kill the daemon.
+#: Memory is allocated in pieces of this size before it is written. If there is none, the system
+#: call fails; a write to the mapping would kill the daemon.
 _PIECE_BYTES: Final = 256 * 2**10
 #: Rows that `expect` moves at most: a millisecond.
 _MAX_MOVED: Final = 2048
-#: Room for continuation rows: one for each entry, on average. It is address space only.
+#: Leaves one continuation row for each entry, on average. It is address space only.
 _ROWS_PER_ENTRY: Final = 2
 
 
 class IndexStats(NamedTuple):
-    """What the index holds now; `unlisted` counts entries that were not listed since the start."""
+    """Current values, except `unlisted`: the puts since the start that found no room."""
 
     entries: int
     continuation_rows: int
@@ -89,8 +89,8 @@ class IndexWriter:
     """
 
     def __init__(self, incarnation: bytes, max_entries: int) -> None:
-        """`incarnation`: 16 bytes. Takes address space for `max_entries` entries; memory follows
-        as they come. Raises ValueError, and StoreError if there can be no such memfd."""
+        """`incarnation`: 16 bytes. Takes address space for `max_entries` entries; memory is
+        allocated as they are put. Raises ValueError, and StoreError if the memfd can't be made."""
         if len(incarnation) != INCARNATION_BYTES:
             raise ValueError(f"an incarnation of {len(incarnation)} bytes")
         if not 0 < max_entries <= MAX_ENTRIES:
@@ -107,13 +107,13 @@ class IndexWriter:
         self._unlisted = 0
         #: as in the header: the number of heads, and a count of changes
         self._shape = FIRST_HEADS
-        #: of these, what every key is placed with
+        #: the number of heads and their mask, with which every key is placed
         self._count, self._mask = FIRST_HEADS, _mask_of(FIRST_HEADS)
         #: rows that were removed, chained by their links
         self._free_row = 0
         #: the first row that was never used
         self._fresh_row = self.layout.first_row
-        #: up to where there is memory for rows and for heads
+        #: the ends of the allocated memory for rows and for heads
         self._secured_row = self.layout.first_row
         self._secured_heads = FIRST_HEADS
         self.fd, self._mapping = _sealed_memfd(self.size_bytes)
@@ -134,10 +134,10 @@ class IndexWriter:
         self._header[STATE] = LIVE
         self._reader = IndexReader(self._mapping)
 
-    # ---- what it says
+    # ---- contents
 
     def __len__(self) -> int:
-        """Entries that are listed."""
+        """The number of listed entries."""
         return self._entries
 
     def get(self, key: Key) -> bytes | None:
@@ -145,8 +145,8 @@ class IndexWriter:
         return self._reader.get((key,))[0]
 
     def rows(self, start: int = 0, most: int = 1024) -> tuple[list[bytes], int]:
-        """Packed rows in slices, to be compared with the state: those among the next `most`, and
-        where to go on, 0 at the end.
+        """Packed rows in slices, to be compared with the state: those among the next `most` numbers
+        from `start` on, and the start of the next slice, 0 at the end.
 
         A row stays in its place: over all slices, an entry that is listed all the time is
         returned exactly once.
@@ -157,7 +157,7 @@ class IndexWriter:
         return [row for row in found if row is not None], end if end < self._fresh_row else 0
 
     def stats(self) -> IndexStats:
-        """What it holds now. Costs a system call."""
+        """Costs a system call."""
         return IndexStats(
             entries=self._entries,
             continuation_rows=self._continuation_rows,
@@ -170,10 +170,10 @@ class IndexWriter:
     # ---- changes
 
     def put(self, entry: Listed) -> bool:
-        """List an entry, in place of what its key had before.
+        """List an entry, in place of the former entry of its key.
 
         False if there is no room for it; its key is then not listed any more. Raises struct.error,
-        and changes nothing, for a number that does not fit into a row.
+        and changes nothing, if a number does not fit into a row.
         """
         key, location = entry.key, entry.location
         bucket = self._bucket(key)
@@ -202,8 +202,8 @@ class IndexWriter:
         return True
 
     def put_all(self, entries: Sequence[Listed]) -> None:
-        """`put` of each, in this order, in half of its time. Raises as `put` does, and has listed
-        those before then."""
+        """`put` each, in this order, in half of the time. Raises as `put` does, with the entries
+        before the failed one listed."""
         for _ in range(HEADS_PER_ENTRY * len(entries)):
             if self._count >= HEADS_PER_ENTRY * (self._entries + len(entries)):
                 break
@@ -226,7 +226,7 @@ class IndexWriter:
                 length += 1
             location = entry.location
             if number or length >= MAX_CHAIN or len(location) > 2:
-                self.put(entry)  # in place of another, or not at all, or in several rows
+                self.put(entry)  # replaces another, can't be listed, or takes several rows
                 count, mask = self._count, self._mask
                 continue
             row = pack_row(entry, location)
@@ -250,13 +250,12 @@ class IndexWriter:
         return bool(number)
 
     def expect(self, entries: int) -> None:
-        """So many more are about to be put. Have heads for them now, if few are listed yet: to
-        divide a chain for each entry takes half of the time of a put. Never raises, also when it
-        is closed."""
+        """Add the heads for so many more entries now, if few are listed yet: dividing a chain for
+        each entry takes half of the time of a put. Never raises, even when closed."""
         if self.fd < 0 or self._fresh_row - self.layout.first_row > _MAX_MOVED:
             return
         wanted = min(self.layout.max_heads, HEADS_PER_ENTRY * (self._entries + entries))
-        with suppress(OSError):  # a put meets it again
+        with suppress(OSError):  # a put raises it again
             while self._secured_heads < wanted and self._secure_heads():
                 pass
         wanted = min(wanted, self._secured_heads)
@@ -268,7 +267,7 @@ class IndexWriter:
             while number:
                 numbers.append(number)
                 number = self._links[number]
-        # Whoever looks meanwhile tries again.
+        # Readers that look a key up meanwhile try again.
         self._publish(self._shape | MOVING)
         self._heads[:heads] = memoryview(bytes(4 * heads)).cast("I")
         self._publish(self._shape + wanted - heads)  # still moving
@@ -280,8 +279,8 @@ class IndexWriter:
         self._publish((self._shape & ~MOVING) + _CHANGE)
 
     def revoke(self) -> None:
-        """Make every look-up of every reader a miss, from now on and for good: who wants to read
-        on needs a descriptor of its successor."""
+        """Make every look-up of every reader a miss, from now on and for ever. Readers need a
+        descriptor of its successor."""
         self._header[STATE] = REVOKED
 
     @property
@@ -289,15 +288,15 @@ class IndexWriter:
         return self._header[STATE] != LIVE
 
     def successor(self) -> IndexWriter:
-        """An empty index for as many entries of the same start. Raises StoreError."""
+        """An empty index of the same size and incarnation. Raises StoreError."""
         return IndexWriter(*self._made_of)
 
     def open_reader(self) -> int:
-        """A new descriptor that can only read, for a client. The caller closes it."""
+        """A new read-only descriptor, for a client. The caller closes it."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Unmap it and close `fd`; readers keep what they mapped. Idempotent."""
+        """Unmap the index and close `fd`; readers keep their mappings. Idempotent."""
         if self.fd < 0:
             return
         self._reader.close()
@@ -316,7 +315,8 @@ class IndexWriter:
         return bucket if bucket < self._count else bucket & self._mask >> 1
 
     def _find(self, bucket: int, key: bytes) -> tuple[int, int, int]:
-        """The row before that of `key`, its own row, and how many rows were passed; 0: none."""
+        """The row before that of `key`, its own row (each 0 if there is none), and how many rows
+        were passed."""
         before, number, passed = 0, self._heads[bucket], 0
         mapping, links = self._mapping, self._links
         while number:
@@ -341,7 +341,7 @@ class IndexWriter:
     def _recycle(self, number: int) -> None:
         """Free the rows of an entry that has just been unlinked."""
         self._generations[number] = 0
-        # Before its link changes: a reader that is standing there has to notice.
+        # Before its link changes: a reader that is at this row has to notice.
         self._publish(self._shape + _CHANGE)
         if not self._continuations[number]:
             self._links[number] = self._free_row
@@ -360,7 +360,7 @@ class IndexWriter:
             self._mask = _mask_of(self._count)
 
     def _add_head(self) -> None:
-        """Divide one chain in two: the new head takes the hashes that have its highest bit."""
+        """Divide one chain: the new head gets the hashes that have its highest bit."""
         count = self._count
         if count >= self._secured_heads and not self._secure_heads():
             return
@@ -396,10 +396,8 @@ class IndexWriter:
     # ---- rows
 
     def _write(self, entry: Listed, location: tuple[int, ...]) -> int:
-        """Write the rows of an entry, not linked yet; the number of the first, 0 without room.
-
-        Raises struct.error, and keeps no row, for a number that does not fit.
-        """
+        """Write the rows of an entry, without linking them. Returns the number of the first, 0 if
+        there is no room. Raises struct.error, and keeps no row, if a number does not fit."""
         if len(location) > 2:
             return self._write_extents(entry, location)
         row = pack_row(entry, location)
@@ -433,7 +431,7 @@ class IndexWriter:
         return numbers[0]
 
     def _take_row(self) -> int:
-        """A row that is not used, 0 if there is none."""
+        """The number of an unused row, 0 if there is none."""
         number = self._free_row
         if number:
             self._free_row = self._links[number]
@@ -452,7 +450,7 @@ class IndexWriter:
     # ---- memory
 
     def _secure_rows(self) -> bool:
-        """Get memory for more rows. False: there is none, or there are as many as there can be."""
+        """Allocate memory for more rows. False: there is none, or the number is at its maximum."""
         start_bytes = self._secured_row * ROW_BYTES
         end_bytes = min(start_bytes + _PIECE_BYTES, self.layout.end_row * ROW_BYTES)
         secured_row = end_bytes // ROW_BYTES
@@ -462,7 +460,7 @@ class IndexWriter:
         return True
 
     def _secure_heads(self) -> bool:
-        """Get memory for more heads. False: see `_secure_rows`."""
+        """Allocate memory for more heads. False: see `_secure_rows`."""
         end = min(self._secured_heads + _PIECE_BYTES // 4, self.layout.max_heads)
         start_bytes, end_bytes = HEADER_BYTES + 4 * self._secured_heads, HEADER_BYTES + 4 * end
         if end == self._secured_heads or not self._secure(start_bytes, end_bytes):
@@ -485,7 +483,7 @@ def _mask_of(heads: int) -> int:
 
 
 def _sealed_memfd(size_bytes: int) -> tuple[int, mmap.mmap]:
-    """A memfd, and the one mapping that can write it. Raises StoreError."""
+    """A memfd, and the only mapping that can write to it. Raises StoreError."""
     fd = -1
     try:
         fd = os.memfd_create("prefixd-index", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

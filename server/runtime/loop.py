@@ -1,14 +1,13 @@
 """The one event loop: applies events to `MetaState` and carries out its effects.
 
-Everything here runs on the loop's thread, except what is handed to an executor or a committer;
-their results come back as events through `post_threadsafe`. Nothing here decides anything.
+Everything here runs on the loop's thread, except calls that are handed to an executor or a
+committer; their results come back as events through `post_threadsafe`. The state alone decides.
 
-What fails here makes the daemon unhealthy, which the health service shows, and never ends the
-loop: an effect that can't be carried out does not take the others with it. Only where an event
-left the accounting of the state wrong does the daemon stop (`broken`): better nothing than wrong
-bytes.
+A failure here makes the daemon unhealthy, which the health service shows, and never ends the loop:
+if one effect can't be carried out, the others are. The daemon stops (`broken`) only if an event
+left the accounting of the state wrong: no bytes are better than wrong bytes.
 
-Nothing takes long either: what the state leaves for later (`MetaState.busy`) goes on in the next
+Nothing here takes long: work that the state leaves for later (`MetaState.busy`) goes on in the next
 round of the loop, and everything that walks over the tables does so in `Slices`.
 """
 
@@ -76,20 +75,20 @@ log = structlog.get_logger("prefixd.loop")
 
 A = TypeVar("A", bound=Answer)
 
-#: How often use counts are handed to the stores, so that an order survives a crash almost whole.
+#: How often usage is recorded in the stores: after a crash the eviction order is almost complete.
 FLUSH_INTERVAL_S: Final = 1.0
 
-#: How long a stop waits for the threads that write.
+#: How long a stop waits for threads to end.
 CLOSED_WITHIN_S: Final = 3.0
 
-#: Saves that one `Committed` tells of at most.
+#: Saves that one `Committed` event reports at most.
 _COMMITTED_AT_ONCE: Final = 512
 
 
 class Core:
     """The running state: `MetaState`, its stores, its index and its clock.
 
-    Owned by the event loop. `stores` are closed by whoever made them, the index with the core.
+    Belongs to the event loop. The caller closes `stores`; `close` closes the index.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class Core:
         self.verifications = Verifications(self.stores, self.devices, self.health, self.damaged)
         self.supervisor = Supervisor(self.health, self.give_up)
         self.gate = Gate()
-        #: set when the daemon has to stop, and why
+        #: set when the daemon has to stop; `broken_why` is the reason
         self.broken = asyncio.Event()
         self.broken_why = ""
         self._closed = False
@@ -143,15 +142,15 @@ class Core:
     # ---- in
 
     def next_request(self) -> int:
-        """A number for a question."""
+        """A new number for a question."""
         self._last_request += 1
         return self._last_request
 
     async def ask(self, question: Question, expect: type[A]) -> A:
-        """Apply a question and wait for its answer. Raises what the state refuses it with."""
+        """Apply a question and wait for its answer. Raises the error if the state refuses it."""
         reply = self._ask(question)
         try:
-            # Shielded: what is granted while the asker is being cancelled has to be known here.
+            # Shielded: what is granted while the caller is being cancelled has to be undone.
             answer = reply.result() if reply.done() else await asyncio.shield(reply)
         except asyncio.CancelledError:
             if self._replies.pop(question.request, None) is None:
@@ -162,7 +161,7 @@ class Core:
         return _answer_of(answer, expect)
 
     def ask_now(self, question: Question, expect: type[A]) -> A:
-        """The same, of a question that waits for nothing; not from within another event."""
+        """`ask` for a question that waits for nothing; not while another event is applied."""
         return _answer_of(self._ask(question).result(), expect)
 
     def _ask(self, question: Question) -> asyncio.Future[Answer]:
@@ -176,7 +175,7 @@ class Core:
         return reply
 
     def _undo(self, question: Question, answer: Answer) -> None:
-        """Whoever asked is gone, and will never use what was granted."""
+        """Give back what was granted: the caller is gone, and will never use it."""
         now_ns = self.clock.now_ns()
         match question, answer:
             case ClaimAsked(), ClaimAnswer() if answer.claim:
@@ -185,14 +184,14 @@ class Core:
             case ReserveAsked(), ReserveAnswer():
                 orders = [r for r in answer.results if isinstance(r, WriteOrder)]
                 tokens = tuple(order.token for order in orders)
-                # What is being written ends when its writer is known to have stopped.
+                # A write ends once its writer has stopped.
                 self.post(CancelAsked(self.next_request(), question.session, tokens, now_ns))
             case WriteBegan(), WriteOrder():
                 tokens = (answer.token,)
                 self.post(CancelAsked(self.next_request(), question.session, tokens, now_ns))
 
     def post(self, event: Event) -> None:
-        """Apply an event, and whatever events its effects bring about, in order."""
+        """Apply an event, and the events that its effects post, in order."""
         if self._closed:
             return
         self._events.append(event)
@@ -222,8 +221,8 @@ class Core:
         self._carry_out(effects)
 
     def _event_failed(self, event: Event, problem: Exception) -> None:
-        """A bug. Its effects are lost, a deletion from the index perhaps among them; if the
-        accounting still balances, that is all: the index is revoked."""
+        """A bug. Its effects are lost, perhaps a deletion from the index among them, so the index
+        is revoked. If a recount finds the accounting right, the daemon goes on."""
         kind = type(event).__name__
         what = f"{kind} failed: {problem!r}"
         log.critical("event_failed", event_kind=kind, exc_info=problem)
@@ -249,17 +248,17 @@ class Core:
             self._reindexing.start(self.index)
 
     def give_up(self, why: str) -> None:
-        """The daemon can't go on, and stops."""
+        """Have the daemon stop, because it can't go on."""
         self.gate.stopping = True
         self.broken_why = self.broken_why or why
         self.broken.set()
 
     def _committer_died(self, tier: Tier, problem: BaseException) -> None:
-        """On its thread. Saves would wait for it for ever."""
+        """On its thread. Vital: saves would wait for it for ever."""
         self.supervisor.died_threadsafe(f"{tier.label} committer", problem, vital=True)
 
     def post_threadsafe(self, event: Event) -> None:
-        """`post`, from any thread; nothing happens any more once the loop is closed."""
+        """`post`, from any thread. Does nothing once the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(self.post, event)
         except RuntimeError:
@@ -267,7 +266,7 @@ class Core:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Something is moving bytes: a stop waits for it, as long as it is willing to wait."""
+        """Around calls that move bytes: `drain` waits for them."""
         self.calls_working += 1
         self._idle.clear()
         try:
@@ -294,7 +293,7 @@ class Core:
             listener.ended(None)
 
     def _end_lost_sessions(self) -> None:
-        """A client that fell silent keeps its stream open: its session is over all the same."""
+        """End the streams of sessions that were lost because their heartbeats stopped."""
         for session in self._listeners.keys() - self.state.tables.sessions.keys():
             why = "the heartbeats stopped for too long; open a new session"
             self._listeners[session].ended(UnknownSession(why))
@@ -302,30 +301,28 @@ class Core:
     # ---- writes
 
     def begin_write(self, order: WriteOrder) -> Write:
-        """Open the store's writer for a reservation that is being written from now on.
-
-        If it was lost since it was granted, the write has ended already.
-        """
+        """Open the store's writer for a reservation. If the reservation was lost since it was
+        granted, the returned write has ended."""
         write = Write(order, self.stores[order.entry.tier])
         if order.token in self.state.tables.reservations:
             self.writes[order.token] = write
         else:
-            # Its room may be somebody else's by now: what still comes is not written there.
+            # Its room may be reused by now: nothing more is written there.
             write.stopping = True
             why = "the reservation was lost before its bytes came"
             write.end(SaveEnded((order.token,), SaveStatus.LOST, why))
         return write
 
     def stop_write(self, write: Write, outcome: SaveStatus, why: str) -> None:
-        """The bytes will not be complete, or are wrong."""
+        """End a write whose bytes are incomplete or wrong."""
         if write.ended is None:
             self.post(WriteStopped(write.token, outcome, why, self.clock.now_ns()))
 
     # ---- out
 
     def _carry_out(self, effects: list[Effect]) -> None:
-        """Every change of the index first: a row is gone before anything else happens to its
-        room, and an entry is there before any client is told so."""
+        """Changes of the index come first: a row is gone before its room is reused, and an entry
+        is listed before any client learns of it."""
         self._change_index(effects)
         for effect in effects:
             if type(effect) is IndexPut or type(effect) is IndexDelete:
@@ -344,10 +341,10 @@ class Core:
     def _change_index(self, effects: list[Effect]) -> None:
         index = self.index
         try:
-            if not index.revoked:  # of one that was nobody believes anything
+            if not index.revoked:  # readers ignore a revoked one
                 change(index, effects)
         except Exception as problem:
-            # A row that should be gone may stand.
+            # A row that should be gone may still be listed.
             log.critical("index_failed", exc_info=problem)
             why = f"a change of it failed: {problem!r}"
             self._reindexing.revoke(index, why, replace=not self.gate.recounting)
@@ -381,7 +378,7 @@ class Core:
                 if write is not None:
                     write.stopping = True
                 if write is None or not write.busy:
-                    # Nothing is being written at this moment, or ever was.
+                    # Nothing is being written now.
                     why = "the reservation was lost"
                     now_ns = self.clock.now_ns()
                     self.post(WriteStopped(effect.token, SaveStatus.LOST, why, now_ns))
@@ -410,7 +407,7 @@ class Core:
                 self.post_threadsafe(CommitFailed(tokens, full, str(result.error), now_ns))
 
     def damaged(self, entry: Entry, why: str) -> None:
-        """The bytes of an entry are not those that were saved: it can't be found any more."""
+        """Drop an entry whose bytes are not those that were saved."""
         log.error("entry_damaged", key=entry.key.hex(), tier=entry.tier.label, why=why)
         self.post(EntryDamaged(entry.key, entry.generation, why, self.clock.now_ns()))
 
@@ -444,7 +441,7 @@ class Core:
         self._tick()
 
     def unhealthy(self) -> dict[str, str]:
-        """What does not work, with the reason; empty when everything does. On any thread."""
+        """What does not work, and why; empty when everything works. On any thread."""
         return self.health.unhealthy() | self.committers.unhealthy()
 
     def notices(self) -> dict[str, str]:
@@ -452,7 +449,7 @@ class Core:
         return self.committers.notices() | self.health.notices.copy()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take no more questions and let what moves bytes finish. False: some did not."""
+        """Refuse questions, and wait for calls that move bytes. False: some did not end."""
         self.gate.stopping = True
         if self._idle.is_set():
             return True
@@ -464,7 +461,7 @@ class Core:
         return True
 
     async def close(self, within_s: float = CLOSED_WITHIN_S) -> bool:
-        """Hand everything durable over and end the threads; no questions after this. False: some
+        """Commit what is pending and end the threads; no questions after this. False: some threads
         are stuck in I/O, and what they use must stay open until the process ends."""
         self.gate.stopping = True
         self._flusher.cancel()

@@ -1,14 +1,16 @@
-"""Makes room in a tier, or gives it another budget, while the daemon serves: step by step.
+"""Changes the size of a tier while the daemon serves: evicts, resizes, and secures its arena.
 
-A resize is done as a whole or not at all.
+A resize succeeds as a whole or changes nothing.
 
-A smaller tier takes its slabs out of use as the victims leave them. Those of the disk tier become
-holes of its file at once. Those of the ram and shm tiers stay memory of the daemon until it is
-started again: the seals of the ram arena, which keep clients from writing to it, refuse holes too,
-and under a reader in place that comes late, a hole of the shm arena would be a fault.
+A smaller tier retires its slabs as victims free them. Retired slabs of the disk tier become holes
+of its file at once. Those of the ram and shm tiers stay memory of the daemon until it restarts: the
+seals of the ram arena, which keep clients from writing to it, also prevent holes, and a client that
+still reads in place would fault at a hole of the shm arena.
 
-A larger tier has back first what it had before, and then grows as it did at the start, up to
-what it was started with room for (`max_budget`).
+A larger tier first restores its retired slabs, and then grows as it did at the start, up to the
+size that it was started with room for (`max_budget`).
+
+Securing turns an arena into real memory, or real blocks, off the loop.
 """
 
 from __future__ import annotations
@@ -35,22 +37,23 @@ T = TypeVar("T")
 
 log = structlog.get_logger("prefixd.resizing")
 
-#: Entries that one event evicts, about a millisecond.
+#: Entries that one event evicts: about a millisecond.
 EVICTED_AT_ONCE: Final = 128
-#: What the device gives again in one call.
+#: Bytes that one call restores.
 _RESTORED_AT_ONCE: Final = 64 * 2**20
-#: How long a smaller size waits for saves under way, and how often it looks.
+#: How long shrinking waits for saves under way, and how often it tries again.
 _SAVES_WITHIN_S: Final = 10.0
 _AGAIN_S: Final = 0.02
-#: What a device has no room for is asked for again this often.
+#: How often securing tries again while the device has no room.
 SECURE_AGAIN_S: Final = 5.0
 
 
 async def evict(core: Core, tier: Tier, free_bytes: int, cause: EvictionCause) -> tuple[int, int]:
-    """The next victims of `tier`, until `free_bytes` of them are free or nothing is left that may
-    go. Entries that are saved meanwhile may be among them, but never more than was asked for.
+    """Evict from `tier` until `free_bytes` are free or no entry is left that may be evicted.
+    Entries that are saved meanwhile may be among the victims, but never more than `free_bytes`
+    require.
 
-    Returns how many left, and their stored bytes. Raises UnknownTier, Draining.
+    Returns how many entries left, and their stored bytes. Raises UnknownTier, Draining.
     """
     slices = Slices()
     entries = freed_bytes = 0
@@ -74,7 +77,7 @@ async def evict(core: Core, tier: Tier, free_bytes: int, cause: EvictionCause) -
 
 @dataclass(slots=True)
 class Resized:
-    """What a resize did: the entries that left, and their stored bytes."""
+    """The result of a resize: how many entries left, and their stored bytes."""
 
     budget_bytes: int
     entries: int = 0
@@ -82,7 +85,7 @@ class Resized:
 
 
 class Resizing:
-    """The resizes of all tiers, one at a time each. The event loop's."""
+    """The resizes of all tiers, one at a time for each tier. Belongs to the event loop."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -91,16 +94,16 @@ class Resizing:
         self._holes = dict.fromkeys(core.stores, 0)
 
     def kept_bytes(self, tier: Tier) -> int:
-        """What a tier does not use since it became smaller, and the system does not have back."""
+        """Memory that a tier does not use since it became smaller, and has not given back."""
         retired_bytes = self._core.state.tables.ledgers[tier].retired_bytes
         return max(0, retired_bytes - self._holes[tier])
 
     async def resize(self, tier: Tier, budget_bytes: int) -> Resized:
-        """Give a tier another budget. Goes on to its end when the caller is cancelled.
+        """Give a tier another budget. Runs to its end even if the caller is cancelled.
 
-        Raises UnknownTier; InvalidSize for what the tier can't have; LimitReached where claims,
-        saves under way or another resize stand against it; DeviceFull. What is refused leaves the
-        tier the size that it had."""
+        Raises UnknownTier; InvalidSize for a size that the tier can't have; LimitReached if claims,
+        saves under way or another resize prevent it; DeviceFull. A resize that fails restores the
+        former size."""
         core = self._core
         if tier not in core.stores:
             raise UnknownTier(f"this daemon has no {tier.label} tier")
@@ -115,7 +118,7 @@ class Resizing:
         def ended(task: asyncio.Task[Resized]) -> None:
             self._busy.discard(tier)
             if not task.cancelled():
-                task.exception()  # taken, or asyncio would log it
+                task.exception()  # marks it as retrieved, or asyncio may log it
 
         task.add_done_callback(ended)
         return await asyncio.shield(task)
@@ -180,7 +183,7 @@ class _Resize:
         return answer
 
     async def _shrink(self, budget_bytes: int, arena_bytes: int) -> None:
-        """Until the tier has the size, or it is known that it can't."""
+        """Ask until the tier has the size. Raises LimitReached."""
         slices = Slices()
         patience = round(_SAVES_WITHIN_S / _AGAIN_S)
         while True:
@@ -207,11 +210,11 @@ class _Resize:
             if await self._on_thread(store.give_back, location):
                 self._holes[self._tier] += sum(location[1::2])
         except StoreError as problem:
-            # No entry uses these slabs; the only loss is that their device keeps the room.
+            # No entry uses these slabs; all that is lost is room on the device.
             log.warning("not_given_back", tier=self._tier.label, error=str(problem))
 
     async def _restore(self, arena_bytes: int) -> None:
-        """What was retired before, up to the size. Raises DeviceFull, StoreError."""
+        """Restore retired slabs, up to the size. Raises DeviceFull, StoreError."""
         core, ledger = self._core, self._ledger
         target_bytes = arena_bytes - ledger.header_bytes
         while missing_bytes := max(0, target_bytes - ledger.limit_bytes):
@@ -232,10 +235,10 @@ class _Resize:
 
 
 class Securing:
-    """One arena, segment by segment.
+    """Secures one arena, segment by segment.
 
-    A device without room is no fault: the tier is as large as what was secured, a
-    notice says so, and grows when there is room. An error of the device is a condition.
+    A device without room is no fault: the tier is as large as its secured part, which a notice
+    says, and grows when there is room. An error of the device is a condition.
     """
 
     def __init__(self, core: Core, store: Store) -> None:
@@ -252,8 +255,8 @@ class Securing:
         self._core.post(ArenaGrown(self._tier, secured_bytes, self._core.clock.now_ns()))
 
     async def secure_all(self) -> None:
-        """Returns when all of it is there: what a device has no room for is asked for again.
-        Where another task is at it already, that one does all of it."""
+        """Returns when all of the arena is secured, and tries again while there is no room. Returns
+        at once if another task is securing it."""
         securing = self._core.devices.securing
         if self._tier in securing:
             return
@@ -266,13 +269,12 @@ class Securing:
         log.info("arena_secured", tier=self._tier.label, secured_bytes=self._secured_bytes)
 
     async def secure(self, upto_bytes: int | None = None) -> bool:
-        """Secure up to `upto_bytes`, or all if it is None. False: they are not to be had now."""
-        loop, executor = asyncio.get_running_loop(), self._core.devices.executor(self._tier)
-        health = self._core.health
+        """Secure up to `upto_bytes`, or all if it is None. False: the device refuses."""
+        devices, health = self._core.devices, self._core.health
         try:
-            while there_bytes := await loop.run_in_executor(executor, next, self._segments, 0):
-                self._grown(there_bytes)
-                if upto_bytes is not None and there_bytes >= upto_bytes:
+            while secured_bytes := await devices.run(self._tier, next, self._segments, 0):
+                self._grown(secured_bytes)
+                if upto_bytes is not None and secured_bytes >= upto_bytes:
                     return True
         except Exception as problem:
             self._refused(problem)
@@ -284,16 +286,12 @@ class Securing:
 
     def _refused(self, problem: Exception) -> None:
         health, tier = self._core.health, self._tier.label
-        secured, wanted = format_bytes(self._secured_bytes), format_bytes(self._store.size_bytes)
+        secured, size = format_bytes(self._secured_bytes), format_bytes(self._store.size_bytes)
         if isinstance(problem, StoreFull):
             if self._part not in health.notices:
-                log.warning(
-                    "arena_smaller",
-                    tier=tier,
-                    secured_bytes=self._secured_bytes,
-                    error=str(problem),
-                )
-            health.notices[self._part] = f"{secured} of {wanted}: its device has no more room"
+                fields = {"tier": tier, "secured_bytes": self._secured_bytes}
+                log.warning("arena_smaller", **fields, error=str(problem))
+            health.notices[self._part] = f"{secured} of {size}: its device has no more room"
             health.conditions.pop(self._part, None)
         else:
             if self._part not in health.conditions:
