@@ -33,7 +33,7 @@ from .runtime.loop import Core
 from .runtime.pressure import Pressure, Watermarks
 from .runtime.staging import StagingPool
 from .runtime.traced_loop import TracedCore
-from .sharing.common import SharingConfig, WritePolicy
+from .sharing.link import SharingConfig, WritePolicy
 from .sharing.sharing import Sharing
 from .sharing.store import SharedStore
 
@@ -123,7 +123,9 @@ def make_core(
     state = make_state(plan, stores, clock.now_ns())
     if tracing is None:
         return Core(state, stores, index, executor, clock)
-    return TracedCore(state, stores, index, executor, clock, tracing)
+    core = TracedCore(state, stores, index, executor, clock)
+    core.trace(tracing)
+    return core
 
 
 @contextmanager

@@ -32,11 +32,6 @@ class Gate:
         #: an event failed, and the state is being recounted: every question is refused meanwhile
         self.recounting = False
 
-    @property
-    def open(self) -> bool:
-        """Whether every question passes."""
-        return not (self.stopping or self.drained or self.recounting)
-
     def check(self, question: Question) -> None:
         """Raises Draining for a question that does not pass."""
         if self.stopping and not isinstance(question, _ENDINGS):

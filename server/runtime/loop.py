@@ -167,8 +167,7 @@ class Core:
     def _ask(self, question: Question) -> asyncio.Future[Answer]:
         if self._closed:
             raise stopping()
-        if not self.gate.open:
-            self.gate.check(question)
+        self.gate.check(question)
         reply: asyncio.Future[Answer] = self._loop.create_future()
         self._replies[question.request] = reply
         self.post(question)
@@ -303,14 +302,15 @@ class Core:
     def begin_write(self, order: WriteOrder) -> Write:
         """Open the store's writer for a reservation. If the reservation was lost since it was
         granted, the returned write has ended."""
-        write = Write(order, self.stores[order.entry.tier])
-        if order.token in self.state.tables.reservations:
-            self.writes[order.token] = write
+        token, entry, token_ids = order
+        write = Write(token, entry, self.stores[entry.tier].writer(entry, token_ids))
+        if token in self.state.tables.reservations:
+            self.writes[token] = write
         else:
             # Its room may be reused by now: nothing more is written there.
             write.stopping = True
             why = "the reservation was lost before its bytes came"
-            write.end(SaveEnded((order.token,), SaveStatus.LOST, why))
+            write.end(SaveEnded((token,), SaveStatus.LOST, why))
         return write
 
     def stop_write(self, write: Write, outcome: SaveStatus, why: str) -> None:

@@ -146,26 +146,23 @@ class _Resize:
         except ValueError as problem:
             size = format_bytes(self._resized.budget_bytes)
             raise InvalidSize(f"{self._tier.label} can't have {size}: {problem}") from None
-        store.wants(arena_bytes)
         try:
-            await self._shrink(self._resized.budget_bytes, arena_bytes)
-            await self._restore(arena_bytes)
+            await self._set_size(self._resized.budget_bytes, arena_bytes)
         except Exception:
-            await self._as_before(*before)
+            try:
+                await self._set_size(*before)
+            except (PrefixdError, StoreError) as problem:
+                log.warning("not_as_before", tier=self._tier.label, error=str(problem))
             raise
         if store.secured_bytes < store.size_bytes:
             name = f"{self._tier.label} arena"
             self._core.supervisor.task(name, Securing(self._core, store).secure_all())
         return self._resized
 
-    async def _as_before(self, budget_bytes: int, arena_bytes: int) -> None:
-        """Give the tier its former size after a resize that failed."""
-        try:
-            self._store.wants(arena_bytes)
-            await self._shrink(budget_bytes, arena_bytes)
-            await self._restore(arena_bytes)
-        except (PrefixdError, StoreError) as problem:
-            log.warning("not_as_before", tier=self._tier.label, error=str(problem))
+    async def _set_size(self, budget_bytes: int, arena_bytes: int) -> None:
+        self._store.wants(arena_bytes)
+        await self._shrink(budget_bytes, arena_bytes)
+        await self._restore(arena_bytes)
 
     async def _ask(self, budget_bytes: int, arena_bytes: int) -> ResizeAnswer:
         core = self._core

@@ -148,12 +148,10 @@ class StagingPool:
         Raises UnknownStaging when other sessions use all of it; OSError.
         """
         area = self._areas.get(session)
-        if area is None:
+        if area is None or not area.populated:
             self._make_room()
-            area = self._areas[session] = _Area(Staging(self.area_bytes))
-            self._populate(area)
-        elif not area.populated:
-            self._make_room()
+            if area is None:
+                area = self._areas[session] = _Area(Staging(self.area_bytes))
             self._populate(area)
         return area.memory
 
@@ -178,8 +176,8 @@ class StagingPool:
 
     def close(self, session: int) -> None:
         """The session is over. Idempotent."""
-        memory = self._take_out(session)
-        if memory is not None:
+        if session in self._areas:
+            memory = self._take_out(session)
             memory.end()
             unmapped = self._executor.submit(memory.unmap)
             # An executor that ends does not run what waits.
@@ -190,14 +188,10 @@ class StagingPool:
         if self._timer is not None:
             self._timer.cancel()
         for session in list(self._areas):
-            memory = self._take_out(session)
-            assert memory is not None
-            memory.close()
+            self._take_out(session).close()
 
-    def _take_out(self, session: int) -> Staging | None:
-        area = self._areas.pop(session, None)
-        if area is None:
-            return None
+    def _take_out(self, session: int) -> Staging:
+        area = self._areas.pop(session)
         if area.populated:
             self.used_bytes -= self.area_bytes
         return area.memory

@@ -70,30 +70,22 @@ class Supervisor:
         """Start it. A task that is cancelled has not died."""
         task = self._loop.create_task(work, name=name)
         self._tasks[task] = None
-
-        def done(ended: asyncio.Task[None]) -> None:
-            self._tasks.pop(ended, None)
-            if not ended.cancelled() and (problem := ended.exception()) is not None:
-                self.died(name, problem, vital=vital)
-
-        task.add_done_callback(done)
+        task.add_done_callback(self._tasks.pop)
+        task.add_done_callback(partial(self._ended, name, vital))
         return task
+
+    def thread(self, name: str, work: Callable[[], None], *, vital: bool = False) -> None:
+        """Start it as a daemon thread: one that is stuck in I/O does not keep the process alive."""
+        on_thread(name, work).add_done_callback(partial(self._ended, name, vital))
+
+    def _ended(self, name: str, vital: bool, work: asyncio.Future[None]) -> None:
+        if not work.cancelled() and (problem := work.exception()) is not None:
+            self.died(name, problem, vital=vital)
 
     def cancel(self) -> None:
         """Cancel all tasks: the daemon ends."""
         for task in self._tasks:
             task.cancel()
-
-    def thread(self, name: str, work: Callable[[], None], *, vital: bool = False) -> None:
-        """Start it as a daemon thread: one that is stuck in I/O does not keep the process alive."""
-
-        def run() -> None:
-            try:
-                work()
-            except BaseException as problem:
-                self.died_threadsafe(name, problem, vital=vital)
-
-        threading.Thread(target=run, name=f"prefixd-{name}", daemon=True).start()
 
     def died(self, name: str, problem: BaseException, *, vital: bool) -> None:
         log.critical("died", part=name, exc_info=problem)

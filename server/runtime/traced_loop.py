@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from concurrent.futures import Executor
 
-from ...proto.vocabulary import Tier
-from ...tiers.store import Store
 from ..core.answers import Answer, WriteOrder
 from ..core.events import Question
-from ..core.state import MetaState
-from .clock import Clock
 from .committer import CommitResult
-from .index import IndexWriter
 from .listeners import Tracing
 from .loop import Core
 from .writes import Write
 
 
 class TracedCore(Core):
-    """A `Core` that reports questions and commits to `tracing`."""
+    """A `Core` that reports questions and commits to a tracer, once `trace` was called."""
 
     tracing: Tracing
 
-    def __init__(
-        self,
-        state: MetaState,
-        stores: Mapping[Tier, Store],
-        index: IndexWriter,
-        executor: Executor,
-        clock: Clock,
-        tracing: Tracing,
-    ) -> None:
-        super().__init__(state, stores, index, executor, clock)
+    def trace(self, tracing: Tracing) -> None:
         self.tracing = tracing
         self.committers.time_steps(tracing.now_ns)
 

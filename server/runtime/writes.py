@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import structlog
 
 from ...proto.errors import InvalidSize, MalformedMessage
 from ...proto.vocabulary import SaveStatus
-from ...tiers.store import Buffer, Store, StoreError
-from ..core.answers import WriteOrder
+from ...tiers.store import Buffer, EntryWriter, StoreError
 from ..core.effects import SaveEnded
+from ..core.entries import Entry
 
 log = structlog.get_logger("prefixd.writes")
 
@@ -27,47 +28,33 @@ class Piece(NamedTuple):
     offset_bytes: int | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Write:
-    """One reservation that a stream writes.
+    """One reservation that a stream writes."""
 
-    `busy` counts the messages that other threads copy into its room, now or soon: if the
-    reservation is lost, the room stays until they have. `ended` is the result of the save, once
-    there is one; `when_ended` is called then. `call`: the call that it belongs to, if it is traced.
-    """
-
-    __slots__ = (
-        "busy",
-        "call",
-        "complete",
-        "crc32c",
-        "ended",
-        "entry",
-        "expected_crc32c",
-        "problem",
-        "stopping",
-        "token",
-        "told",
-        "when_ended",
-        "writer",
-    )
-
-    def __init__(self, order: WriteOrder, store: Store) -> None:
-        """Opens the store's writer."""
-        self.token, self.entry, token_ids = order
-        self.writer = store.writer(self.entry, token_ids)
-        self.busy = 0
-        self.call: object | None = None
-        self.stopping = False
-        self.ended: SaveEnded | None = None
-        self.when_ended: Callable[[], None] | None = None
-        #: the last piece arrived
-        self.complete = False
-        #: CRC32C of the bytes in the store; set when the write is sealed
-        self.crc32c: int | None = None
-        self.expected_crc32c = 0
-        #: the event that the write is sealed was posted, or is queued
-        self.told = False
-        self.problem: tuple[SaveStatus, str] | None = None
+    token: int
+    entry: Entry
+    writer: EntryWriter
+    #: how many messages other threads copy into its room, now or soon: if the reservation is lost,
+    #: the room stays until they have
+    busy: int = 0
+    #: the call that it belongs to, if it is traced
+    call: object | None = None
+    #: nothing more may be written
+    stopping: bool = False
+    #: the result of the save, once there is one
+    ended: SaveEnded | None = None
+    #: called when `ended` is set
+    when_ended: Callable[[], None] | None = None
+    #: the last piece arrived
+    complete: bool = False
+    #: CRC32C of the bytes in the store; set when the write is sealed
+    crc32c: int | None = None
+    expected_crc32c: int = 0
+    #: the event that the write is sealed was posted, or is queued
+    told: bool = False
+    #: why the write can't be completed
+    problem: tuple[SaveStatus, str] | None = None
 
     def take(self, piece: Piece) -> None:
         """Copy one piece. On any thread, but one at a time.

@@ -1,5 +1,5 @@
-"""What nodes share: an engine on other machines that keeps payloads under their keys for a while.
+"""Sharing between nodes: an engine on other machines keeps payloads under their keys for a while.
 
-`store` is the contract, `record` what lies in the engine; `redis_store` (Valkey and Redis, single
-or Cluster) and `object_store` (S3 and what speaks like it) are the engines.
+`store` is the contract of engines, `record` the format of their values; `redis_store` (Valkey and
+Redis, single or Cluster) and `object_store` (S3 and compatible ones) are the engines.
 """

@@ -1,9 +1,9 @@
-"""S3, and what speaks like it, as a shared store: much room for little money, and slow to answer.
+"""S3 and compatible services as a shared store: much room for little money, and slow.
 
 An entry is one object, `<fleet>/<two hex digits>/<64 hex digits of the key>`: the header of
-`record`, and the payload behind it. Objects leave by a lifecycle rule of the bucket; nothing here
-can make one live longer. obstore does the talking; its streams are left alone, for with them the
-interpreter aborts at its end (seen with 0.12).
+`record`, then the payload. Objects expire by a lifecycle rule of the bucket, and can't be made to
+live longer. The client is obstore, without its streams: with them, the interpreter aborts at exit
+(seen with 0.12).
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from .store import NodeState, NodeStatus, Offer, Outcome, SharedEntry, SharedSto
 
 T = TypeVar("T")
 
-#: Requests at one time.
+#: Concurrent requests.
 THREADS: Final = 8
-#: How long one request may keep its thread busy, whatever the call's deadline is.
+#: How long one request may keep its thread, whatever the deadline of the call is.
 REQUEST_TIMEOUT_S: Final = 30
-#: After this many requests in a row without an answer the engine is not asked for a while.
+#: After this many requests in a row without an answer, the engine rests for a while.
 PATIENCE_REQUESTS: Final = 3
 REST_S: Final = 1.0
 
 
 class ObjectStore(SharedStore):
-    """One bucket, or a prefix in it. `fleet`: those with another one share nothing with it."""
+    """One bucket, or a prefix in it. Nodes with different `fleet` share nothing."""
 
     def __init__(self, url: str, fleet: str, store: Any = None) -> None:
-        """`url`: `s3://bucket[/prefix]`; where and who are in AWS_ENDPOINT_URL, AWS_REGION,
-        AWS_ACCESS_KEY_ID and so on. `store`: an obstore store instead of it. Raises ValueError."""
+        """`url`: `s3://bucket[/prefix]`; the endpoint and credentials are in AWS_ENDPOINT_URL,
+        AWS_REGION, AWS_ACCESS_KEY_ID and so on. `store`: an obstore store instead. Raises
+        ValueError."""
         self._prefix: Final = fleet
         try:
             self._store: Final = store or from_url(
                 url,
-                # Without TLS only where the address says so.
+                # TLS is used unless the address begins with http:.
                 client_options={
                     "timeout": timedelta(seconds=REQUEST_TIMEOUT_S),
                     "allow_http": True,
@@ -72,18 +73,16 @@ class ObjectStore(SharedStore):
 
     def get(self, wanted: Sequence[Wanted], deadline_s: float) -> list[Outcome]:
         def read(want: Wanted) -> memoryview | Outcome:
-            value = self._range(want.entry.key, HEADER_BYTES + want.entry.payload_bytes)
+            entry = want.entry
+            value = self._range(entry.key, HEADER_BYTES + entry.payload_bytes)
             payload = value[HEADER_BYTES:]
-            if decode_header(want.entry.key, value) != want.entry:
-                return Outcome.DAMAGED
-            if len(payload) != want.entry.payload_bytes:
-                return Outcome.DAMAGED
-            return payload if crc32c(payload) == want.entry.payload_crc32c else Outcome.DAMAGED
+            whole = decode_header(entry.key, value) == entry and len(payload) == entry.payload_bytes
+            return payload if whole and crc32c(payload) == entry.payload_crc32c else Outcome.DAMAGED
 
         outcomes = []
         for want, result in zip(wanted, self._each(read, wanted, deadline_s), strict=True):
             if isinstance(result, memoryview):
-                # Here, and not on its thread: that may come back after the deadline.
+                # Not on the thread of the request, which may end after the deadline.
                 want.room[:] = result
                 outcomes.append(Outcome.DONE)
             else:
@@ -93,7 +92,7 @@ class ObjectStore(SharedStore):
 
     def put(self, offers: Sequence[Offer], deadline_s: float) -> list[Outcome]:
         def write(offer: Offer) -> Outcome:
-            # One copy: a request that takes too long must not read the caller's buffers.
+            # A copy: a request that takes too long must not read the caller's buffers.
             value = b"".join([encode_header(offer.entry), *offer.pieces])
             obstore.put(self._store, self._path(offer.entry.key), value)
             return Outcome.DONE
@@ -104,14 +103,14 @@ class ObjectStore(SharedStore):
         ]
 
     def touch(self, _expiries_ms: Sequence[tuple[Key, int]], _deadline_s: float) -> list[Key]:
-        """Does nothing: an object's age can't be changed without writing it anew."""
+        """Does nothing: an object would have to be written again to live longer."""
         return []
 
     def drop(self, keys: Sequence[Key], deadline_s: float) -> None:
         self._each(lambda key: obstore.delete(self._store, self._path(key)), keys, deadline_s)
 
     def problems(self) -> list[str]:
-        return []  # what a bucket's rules are can't be asked for everywhere
+        return []  # not every service lists the rules of a bucket
 
     def health(self) -> dict[str, str]:
         with self._lock:
@@ -131,20 +130,18 @@ class ObjectStore(SharedStore):
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    # ----
-
     def _path(self, key: Key) -> str:
         name = key.hex()
         return f"{self._prefix}/{name[:2]}/{name}"
 
     def _range(self, key: Key, length: int) -> memoryview:
-        """The first bytes of an object, as many as there are. Raises FileNotFoundError."""
+        """The first `length` bytes of an object, or all of it. Raises FileNotFoundError."""
         return memoryview(obstore.get_range(self._store, self._path(key), start=0, length=length))
 
     def _each(
         self, call: Callable[[Any], T], things: Sequence[Any], deadline_s: float
     ) -> list[T | Outcome]:
-        """What `call` makes of each, on threads; ABSENT or UNAVAILABLE where it makes nothing."""
+        """The results of `call` for each, on threads; ABSENT or UNAVAILABLE if it has none."""
         if self._closed or monotonic() < self._rests_until_s:
             self._count(len(things), len(things))
             return [Outcome.UNAVAILABLE] * len(things)
@@ -163,22 +160,18 @@ class ObjectStore(SharedStore):
             self._missed_requests += missed
 
     def _result(self, future: Future[Any]) -> Any:
-        if not future.done():
-            if not future.cancel():
-                self._missed("it does not answer in time")
+        if future.cancel():  # it has not begun
             return Outcome.UNAVAILABLE
-        if future.cancelled():
+        if not future.done():
+            self._missed("it does not answer in time")
             return Outcome.UNAVAILABLE
         problem = future.exception()
         if problem is None or isinstance(problem, FileNotFoundError):
-            self._answered()
+            with self._lock:
+                self._unanswered, self._problem = 0, ""
             return future.result() if problem is None else Outcome.ABSENT
         self._missed(str(problem).splitlines()[0])
         return Outcome.UNAVAILABLE
-
-    def _answered(self) -> None:
-        with self._lock:
-            self._unanswered, self._problem = 0, ""
 
     def _missed(self, why: str) -> None:
         with self._lock:

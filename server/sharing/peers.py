@@ -1,14 +1,14 @@
-"""Peer reads: the engine knows which node has an entry, and the bytes come from that node.
+"""Peer reads: the engine knows which node has an entry, and the payload comes from that node.
 
-The engine keeps some 130 bytes an entry instead of its payload. Under the name of an entry lies
-its header and the address of a daemon that had it when it said so. The bytes are read from there,
-as any client of that daemon would read them, checksum included. What it has evicted since, or what
-it has in another version, is a miss, and its address is taken out of the engine.
+The engine keeps some 130 bytes for each entry instead of its payload: the header, and the address
+of a daemon that had the entry when it wrote this. The payload is read from there, as any client of
+that daemon would read it, checksum included. If that daemon has evicted the entry since, or has
+another version of it, the read is a miss, and the address is removed from the engine.
 
-A node that brought an entry from another one names that one, too: a second place. It is asked when
-the first has not got the entry, can't be asked, or takes longer than nearly always; never at the
-same time, for both would write into the same memory. So a search costs two reads of an entry at
-most, and none of them goes beyond its deadline.
+A node that fetched an entry from another node also names that node: a second place. It is asked if
+the first does not have the entry, can't be reached, or takes longer than nearly always; never at
+the same time, because both would write to the same memory. So a search reads an entry twice at
+most, and never beyond its deadline.
 """
 
 from __future__ import annotations
@@ -29,27 +29,26 @@ from ...proto.keys import Key
 from ...proto.layout import crc32c
 from .record import HEADER_BYTES, decode_header, encode_header
 from .redis_store import RedisStore
-from .resp import Request
 from .store import NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 
 #: The longest `host:port`.
 MAX_ADDRESS_BYTES: Final = 255
-#: Nodes that this one is connected with at a time.
+#: Nodes that this node is connected to at a time.
 MAX_PEERS: Final = 64
 _CONNECT_TIMEOUT_MS: Final = 1_000
-#: How long a node that is not asked is reported as unreachable: it may have been removed.
-_TOLD_FOR_S: Final = 60.0
-#: Nodes that are named for one entry.
+#: How long an unreachable node is reported after its last read: it may have been removed.
+_REPORTED_FOR_S: Final = 60.0
+#: Nodes that the engine names for one entry.
 MAX_PLACES: Final = 2
-#: Entries whose origin is remembered: 200 bytes each.
+#: Fetched entries whose node is remembered: 200 bytes each.
 MAX_CAME_FROM: Final = 16_384
-#: `host:port`: no Unix socket of this host, nor anything else that a client would take.
+#: `host:port`, and no Unix socket or other address that a client would accept.
 _ADDRESS: Final = re.compile(rb"[A-Za-z0-9.\-\[\]:]{1,249}:[0-9]{1,5}")
 
 
 def peer_security(ca: str, cert: str, key: str, token_file: str) -> Security:
-    """Who a node is to its peers, and whom it trusts: files. Raises ConfigError for what can't be
-    used as they are now; they are read anew with each connection."""
+    """The files with which a node identifies itself to its peers, and checks theirs. Raises
+    ConfigError if they can't be used; they are read anew for each connection."""
     options = ("shared.peer_ca", "server.tls_cert", "server.tls_key", "shared.peer_token_file")
     security = Security(ca, cert, key, token_file, names=options)
     security.channel_credentials()
@@ -58,10 +57,10 @@ def peer_security(ca: str, cert: str, key: str, token_file: str) -> Security:
 
 
 class DaemonPeer:
-    """A daemon, over TCP."""
+    """Another node's daemon, over TCP."""
 
     def __init__(self, address: str, security: Security) -> None:
-        """Connects in the background. Raises ConfigError for what is no address."""
+        """Connects in the background. Raises ConfigError for an invalid address."""
         counters = Counters()
         self._transport = DataTransport(
             address,
@@ -73,20 +72,21 @@ class DaemonPeer:
         self._client = Client(
             transport=self._transport,
             counters=counters,
-            shared_wait_ms=0,  # what it would have to ask others for is not its own
+            shared_wait_ms=0,  # it must not fetch from other nodes for this one
         )
-        self._asked_at_s = monotonic()
+        self._read_at_s = monotonic()
         self.pace: Final = Pace()
 
     @property
     def problem(self) -> str:
-        """Why the last call failed to reach it; empty: it did not fail, or was long ago."""
-        return self._transport.why_down if monotonic() - self._asked_at_s < _TOLD_FOR_S else ""
+        """Why the last read did not reach the node; empty: it did, or was long ago."""
+        recent = monotonic() - self._read_at_s < _REPORTED_FOR_S
+        return self._transport.why_down if recent else ""
 
     def read(self, wanted: Sequence[Wanted], deadline_s: float) -> list[Outcome]:
         outcomes = [Outcome.UNAVAILABLE] * len(wanted)
-        self._asked_at_s = monotonic()
-        left_ms = round(1e3 * (deadline_s - self._asked_at_s))
+        self._read_at_s = monotonic()
+        left_ms = round(1e3 * (deadline_s - self._read_at_s))
         if left_ms < 1:
             return outcomes
         result = self._client.restore_keys(
@@ -107,24 +107,24 @@ class DaemonPeer:
 
 
 class Pace:
-    """How long reads from a node took of late. For any thread."""
+    """How long recent reads from a node took. On any thread."""
 
-    #: What could be read in the time that a read of nothing takes.
+    #: A round trip takes as long as reading this many bytes.
     _TRIP_BYTES: Final = 256 * 2**10
     _LEAST_READS: Final = 8
-    #: As long as a thread may wait for a processor.
+    #: A thread may wait this long for a processor.
     _LEAST_S: Final = 0.02
 
     def __init__(self) -> None:
         self._s_per_byte: deque[float] = deque(maxlen=64)
 
     def add(self, payload_bytes: int, seconds: float) -> None:
-        """A read that brought everything."""
+        """Add a read that returned every payload."""
         self._s_per_byte.append(seconds / (payload_bytes + self._TRIP_BYTES))
 
     def patience_s(self, payload_bytes: int, left_s: float) -> float:
-        """When to ask another node: after twice of what 19 of 20 reads took, and after a half of
-        the time that is left at the latest."""
+        """When to ask another node: after twice the time that 19 of 20 reads took, and after half
+        of the remaining time at the latest."""
         taken = sorted(self._s_per_byte)
         if len(taken) < self._LEAST_READS:
             return left_s / 2
@@ -138,76 +138,71 @@ class PeerStore(SharedStore):
     holds_payloads = False
 
     def __init__(self, engine: RedisStore, here: str, security: Security) -> None:
-        """Owns `engine`. `here`: how other nodes reach this daemon, `host:port`. `security`: the
-        certificates and tokens that this node shows them, and those that it accepts."""
+        """Owns `engine`. `here`: where other nodes reach this daemon, `host:port`. `security`: the
+        certificates and tokens that this node presents and accepts."""
         self._engine: Final = engine
         self._security: Final = security
         self._here: Final = here.encode()
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, DaemonPeer] = OrderedDict()
         self._came_from: OrderedDict[Key, str] = OrderedDict()
-        self._counts = {"second_asked": 0, "second_came": 0}
+        self._counts = super().counts()
         self._closed = False
 
     def find(self, keys: Sequence[Key], deadline_s: float) -> list[SharedEntry | None]:
-        last = str(HEADER_BYTES + MAX_PLACES * (MAX_ADDRESS_BYTES + 1) - 1).encode()
-        requests = [
-            (name, Request(b"GETRANGE", name, b"0", last)) for name in map(self._engine.name, keys)
-        ]
-        self._engine.do(requests, deadline_s)
-        return [
-            self._located(key, req.result) for key, (_, req) in zip(keys, requests, strict=True)
-        ]
+        most_bytes = HEADER_BYTES + MAX_PLACES * (MAX_ADDRESS_BYTES + 1)
+        values = self._engine.heads(keys, most_bytes, deadline_s)
+        return [self._located(key, value) for key, value in zip(keys, values, strict=True)]
 
-    def _located(self, key: Key, value: object) -> SharedEntry | None:
-        if not isinstance(value, bytes):
-            return None
+    def _located(self, key: Key, value: bytes) -> SharedEntry | None:
         entry, places = decode_header(key, value), value[HEADER_BYTES:].split(b" ")[:MAX_PLACES]
-        # This node no longer has it, or it would not search the engine for it.
+        # Not this node, which no longer has the entry, or it would not search the engine.
         others = [at for at in places if at != self._here and _ADDRESS.fullmatch(at)]
         if entry is None or not others:
             return None
         return replace(entry, location=b" ".join(others).decode())
 
     def get(self, wanted: Sequence[Wanted], deadline_s: float) -> list[Outcome]:
-        said: list[list[Outcome]] = [[] for _ in wanted]
+        outcomes: list[list[Outcome]] = [[] for _ in wanted]
         places = [want.entry.location.split(" ") for want in wanted]
         for choice in range(MAX_PLACES):
             # By node, and by whether there is another one to ask after it.
-            asked: defaultdict[tuple[str, bool], list[int]] = defaultdict(list)
+            reads: defaultdict[tuple[str, bool], list[int]] = defaultdict(list)
             for number, at in enumerate(places):
-                if choice < len(at) and Outcome.DONE not in said[number]:
-                    asked[at[choice], choice + 1 < len(at)].append(number)
-            for (location, more), numbers in asked.items():
+                if choice < len(at) and Outcome.DONE not in outcomes[number]:
+                    reads[at[choice], choice + 1 < len(at)].append(number)
+            for (location, more), numbers in reads.items():
                 some = [wanted[number] for number in numbers]
-                outcomes = self._read(location, some, deadline_s, patient=not more)
-                for number, outcome in zip(numbers, outcomes, strict=True):
-                    said[number].append(outcome)
+                results = self._read(location, some, deadline_s, patient=not more)
+                for number, outcome in zip(numbers, results, strict=True):
+                    outcomes[number].append(outcome)
                 if choice:
-                    self._count(second_asked=len(some), second_came=outcomes.count(Outcome.DONE))
+                    with self._lock:
+                        self._counts["second_asked"] += len(some)
+                        self._counts["second_came"] += results.count(Outcome.DONE)
         gone = [
-            wanted[number].entry.key
-            for number, outcomes in enumerate(said)
-            if all(outcome in (Outcome.ABSENT, Outcome.DAMAGED) for outcome in outcomes)
+            want.entry.key
+            for want, each in zip(wanted, outcomes, strict=True)
+            if all(outcome in (Outcome.ABSENT, Outcome.DAMAGED) for outcome in each)
         ]
         if gone:
             self.drop(gone, deadline_s)
         order = (Outcome.DONE, Outcome.UNAVAILABLE, Outcome.DAMAGED, Outcome.ABSENT)
-        return [min(outcomes, key=order.index) for outcomes in said]
+        return [min(each, key=order.index) for each in outcomes]
 
     def _read(
         self, location: str, wanted: Sequence[Wanted], deadline_s: float, *, patient: bool
     ) -> list[Outcome]:
-        """From one node; until the deadline, if `patient`."""
+        """Read from one node. If not `patient`, give up early, to leave time for another one."""
         peer = self._peer(location)
         if peer is None:
             return [Outcome.UNAVAILABLE] * len(wanted)
         payload_bytes = sum(len(want.room) for want in wanted)
         began_s = monotonic()
-        until_s = deadline_s
+        left_s = deadline_s - began_s
         if not patient:
-            until_s = began_s + peer.pace.patience_s(payload_bytes, deadline_s - began_s)
-        outcomes = peer.read(wanted, until_s)
+            left_s = peer.pace.patience_s(payload_bytes, left_s)
+        outcomes = peer.read(wanted, began_s + left_s)
         if outcomes.count(Outcome.DONE) == len(wanted):
             peer.pace.add(payload_bytes, monotonic() - began_s)
         with self._lock:
@@ -217,11 +212,6 @@ class PeerStore(SharedStore):
             while len(self._came_from) > MAX_CAME_FROM:
                 self._came_from.popitem(last=False)
         return outcomes
-
-    def _count(self, **amounts: int) -> None:
-        with self._lock:
-            for name, amount in amounts.items():
-                self._counts[name] += amount
 
     def counts(self) -> dict[str, int]:
         with self._lock:
@@ -246,14 +236,14 @@ class PeerStore(SharedStore):
         return peer
 
     def put(self, offers: Sequence[Offer], deadline_s: float) -> list[Outcome]:
-        named = []
+        located = []
         for offer in offers:
             with self._lock:
                 second = self._came_from.get(offer.entry.key)
-            at = f"{self._here.decode()} {second}".encode() if second else self._here
-            value = memoryview(encode_header(offer.entry) + at)
-            named.append(Offer(offer.entry, [value], offer.expires_at_ms))
-        return self._engine.put_values(named, deadline_s)
+            places = self._here + b" " + second.encode() if second else self._here
+            value = memoryview(encode_header(offer.entry) + places)
+            located.append(replace(offer, pieces=[value]))
+        return self._engine.put_values(located, deadline_s)
 
     def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> list[Key]:
         return self._engine.touch(expiries_ms, deadline_s)

@@ -1,12 +1,12 @@
-"""What lies in a shared engine under the name of an entry.
+"""The format of an entry in a shared engine.
 
-The value under `px1:<epoch>:{<64 hex digits of the key>}` is a header, and behind it the beginning
-of the payload. The rest lies under the same name with `:1`, `:2` ... behind it; the braces keep all
-of it on one node of a Cluster. The values are as few as `MAX_VALUE_BYTES` allows, and as long as
-each other: Redis receives a large value into the room that it made for the one before, and copies
-if that was of another length. The head is written last, so that a reader that finds it may expect
-the rest. Nothing here is trusted: the header has a checksum of its own and names its key, and the
-payload is held against its CRC32C, over all parts.
+The value under `px1:<epoch>:{<64 hex digits of the key>}`, the head, is a header and then the
+beginning of the payload. The rest lies under the same name with the suffix `:1`, `:2` ...; the
+braces keep all parts on one node of a Cluster. There are as few values as `MAX_VALUE_BYTES` allows,
+all of the same length: Redis receives a large value into the buffer of the one before, and copies
+it if their lengths differ. The head is written last, so that a reader that finds it can expect the
+rest. Nothing is trusted: the header has a checksum and names its key, and the payload is checked
+against its CRC32C, over all parts.
 
 | offset | bytes | what |
 |---:|---:|---|
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from ...proto.keys import Key
@@ -34,12 +34,12 @@ from .store import SharedEntry
 MAGIC: Final = b"pxs1"
 _FIELDS: Final = struct.Struct("<4sIQQI32s")
 _CHECK: Final = struct.Struct("<I")
-#: What the other places of an entry have room for.
+#: The largest number that the other formats of an entry hold.
 _MAX_TOKENS: Final = 2**32 - 1
 HEADER_BYTES: Final = _FIELDS.size + _CHECK.size
-#: Larger values make an engine's event loop wait for each of them, and spread badly.
+#: Larger values block an engine's event loop, and are distributed unevenly.
 MAX_VALUE_BYTES: Final = HEADER_BYTES + 4 * 2**20
-#: Parts begin at a multiple of this, for the copies; it is the length of the header.
+#: Parts begin at a multiple of this, for fast copies; it is the length of the header.
 _ALIGNED_BYTES: Final = 64
 
 
@@ -57,8 +57,8 @@ def encode_header(entry: SharedEntry) -> bytes:
 
 
 def decode_header(key: Key, header: bytes | bytearray | memoryview) -> SharedEntry | None:
-    """What the header of `key` says; None if it is not whole, not of this key, or says what no
-    entry can be."""
+    """The entry that the header of `key` describes. None if the header is incomplete, of another
+    key, or impossible."""
     if len(header) < HEADER_BYTES:
         return None
     fields = bytes(header[: _FIELDS.size])
@@ -74,7 +74,7 @@ def decode_header(key: Key, header: bytes | bytearray | memoryview) -> SharedEnt
 
 
 def parts_of(payload_bytes: int) -> list[slice]:
-    """Which part of the payload lies in each value; at least one."""
+    """The part of the payload in each value; at least one."""
     total_bytes = HEADER_BYTES + payload_bytes
     count = -(-total_bytes // MAX_VALUE_BYTES)
     value_bytes = -(-total_bytes // (count * _ALIGNED_BYTES)) * _ALIGNED_BYTES
@@ -86,16 +86,8 @@ def parts_of(payload_bytes: int) -> list[slice]:
     ]
 
 
-def checksum_of(pieces: Iterable[memoryview]) -> int:
-    """CRC32C over all of them."""
-    value = 0
-    for piece in pieces:
-        value = crc32c(piece, value)
-    return value
-
-
 def cut(pieces: Sequence[memoryview]) -> list[list[memoryview]]:
-    """The bytes of `pieces` in the parts of their payload; nothing is copied."""
+    """The bytes of `pieces`, cut into the parts of their payload without copying."""
     parts: list[list[memoryview]] = []
     rest = deque(pieces)
     for part in parts_of(sum(map(len, pieces))):

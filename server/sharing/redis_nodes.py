@@ -1,9 +1,8 @@
-"""The nodes of a Valkey or Redis, single or Cluster: which has a key, and connections to each.
+"""The nodes of a Valkey or Redis, single or Cluster: which node has a key, and connections to each.
 
-redis-py knows how to reach a node (URL, user, password, TLS) and asks it for the slots; requests
-with payloads go through `resp` on the sockets that it opened. Threads of their own make all
-connections, one a node, so that no call ever waits for a node that is dead: a call takes a
-connection that is there, or the node is not available.
+redis-py reaches a node (URL, user, password, TLS) and asks it for the slots; requests with payloads
+use `resp` on the sockets that redis-py opened. A thread for each node makes its connections, so
+that no call waits for a dead node: a call takes an existing connection, or the node is unavailable.
 """
 
 from __future__ import annotations
@@ -27,39 +26,38 @@ from .store import NodeState, NodeStatus
 Address: TypeAlias = tuple[str, int]
 
 SLOTS: Final = 16_384
-#: To connect, and for each answer while connecting or asking for the slots.
+#: For connecting, and for each reply while connecting or asking for the slots.
 CONNECT_TIMEOUT_S: Final = 1.0
-#: Between attempts to reach a node: the first, and what doubling ends at.
+#: The first pause between attempts to reach a node, and the longest, after doubling.
 RETRY_S: Final = (0.1, 5.0)
-#: Calls in a row that a node may not answer in time; then it is not asked for a while.
+#: After this many calls in a row without an answer in time, a node rests for a while.
 PATIENCE_CALLS: Final = 3
 REST_S: Final = 1.0
-#: The slots are asked for anew after this, and sooner when a node says that they moved.
+#: How often the slots are requested; sooner when a node says that they moved.
 TOPOLOGY_EVERY_S: Final = 30.0
 TOPOLOGY_AT_MOST_EVERY_S: Final = 0.5
 
 
 @dataclass(slots=True)
 class Node:
-    """One engine process. Everything in it is guarded by the lock of `Nodes`."""
+    """One engine process. Guarded by the lock of `Nodes`."""
 
     address: Address
     idle: list[Connection] = field(default_factory=list)
     lent: set[Connection] = field(default_factory=set)
-    #: Connections that exist, idle or lent.
+    #: The number of connections, idle or lent.
     connections: int = 0
-    #: Why there is no connection, if there is none.
+    #: Why there is no connection.
     problem: str = "not reached yet"
     missed_deadlines: int = 0
     rests_until_s: float = 0.0
     closed: bool = False
-    #: Since it is known.
+    #: Since the node is known.
     requests: int = 0
     unanswered: int = 0
     refused: int = 0
 
     def status(self) -> NodeStatus:
-        """As it is now."""
         state = NodeState.SERVING
         if monotonic() < self.rests_until_s:
             state = NodeState.RESTING
@@ -71,14 +69,14 @@ class Node:
 
 
 class Nodes:
-    """All nodes of one engine. Safe for any thread."""
+    """All nodes of one engine. Thread-safe."""
 
     def __init__(
         self, urls: Sequence[str], connections_per_node: int, password: str | None = None
     ) -> None:
         """`urls`: `redis://[[user]:password@]host:port[?option=...]`, or `rediss://` for TLS, of
-        some of the nodes; user, password and options of the first are those of all. `password`:
-        instead of one in them. Nothing is connected here. Raises ValueError for what is no such
+        some of the nodes; the user, password and options of the first are used for all nodes.
+        `password`: replaces that of the URLs. Does not connect. Raises ValueError for an invalid
         URL."""
         if not urls:
             raise ValueError("a shared engine needs the address of at least one node")
@@ -96,13 +94,16 @@ class Nodes:
             self._options["password"] = password
         self._connection_class: Final[Any] = pools[0].connection_class
         self._seeds: Final[list[Address]] = [
-            (str(pool.connection_kwargs.get("host", "localhost")), pool_port(pool))
+            (
+                str(pool.connection_kwargs.get("host", "localhost")),
+                int(pool.connection_kwargs.get("port", 6379)),
+            )
             for pool in pools
         ]
         self._per_node: Final = connections_per_node
         self._changed: Final = threading.Condition()
         self._nodes: dict[Address, Node] = {}
-        #: The node of each slot; None: no node serves it.
+        #: The node that serves each slot. None: no node does.
         self._slots: list[Address | None] = [None] * SLOTS
         self._problem = "its slots are not known yet"
         self._known = False
@@ -112,18 +113,18 @@ class Nodes:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Begin to connect, on threads of its own."""
+        """Begin to connect, on own threads."""
         self._spawn(self._keep_topology, "prefixd-shared-slots")
 
     def wait_until_reached(self, timeout_s: float) -> bool:
-        """Until every node has all its connections, or the time is over. For a start and for
-        tests; calls need not wait for it."""
+        """Wait until every node has all its connections. False: the time is over. For a start and
+        for tests; calls need not wait."""
         with self._changed:
             return self._changed.wait_for(self._all_reached, timeout_s)
 
     def close(self) -> None:
-        """End everything; what is lent breaks at once. Returns when all threads have ended: at most
-        the time of an attempt to connect."""
+        """End everything; lent connections break at once. Returns when all threads have ended,
+        which takes as long as an attempt to connect at most."""
         with self._changed:
             self._closed = True
             for node in self._nodes.values():
@@ -135,7 +136,7 @@ class Nodes:
     # ---- for calls
 
     def of(self, name: bytes) -> Address | None:
-        """The node that serves a name; None: none does."""
+        """The node that serves a name. None: no node does."""
         return self._slots[key_slot(name)]
 
     def all(self) -> list[Address]:
@@ -144,7 +145,7 @@ class Nodes:
             return list(self._nodes)
 
     def lend(self, address: Address) -> Connection | None:
-        """A connection to the node for one call; None: it can't be reached now. Give it back."""
+        """A connection for one call, to be given back. None: the node is unavailable."""
         with self._changed:
             node = self._nodes.get(address)
             if node is None or monotonic() < node.rests_until_s:
@@ -158,7 +159,7 @@ class Nodes:
             return None
 
     def give_back(self, address: Address, connection: Connection, *, in_time: bool) -> None:
-        """`in_time`: the node did what it was asked for within the deadline."""
+        """`in_time`: the node answered within the deadline."""
         with self._changed:
             node = self._nodes.get(address)
             if node is None or node.closed:
@@ -179,13 +180,13 @@ class Nodes:
                 self._changed.notify_all()
 
     def moved(self) -> None:
-        """A node said that it does not serve a slot: ask for all slots again, soon."""
+        """A node does not serve a slot that it should: ask for all slots again, soon."""
         with self._changed:
             self._topology_due_s = 0.0
             self._changed.notify_all()
 
     def count(self, address: Address, requests: int, unanswered: int, refused: int) -> None:
-        """What became of requests to a node: how many, and how many without a good answer."""
+        """Count requests to a node, and those without an answer or with an error."""
         with self._changed:
             node = self._nodes.get(address)
             if node is not None:
@@ -194,7 +195,7 @@ class Nodes:
                 node.refused += refused
 
     def statuses(self) -> list[NodeStatus]:
-        """Each node, by address. What hung up since it was used last is noticed here."""
+        """Each node, by address. Removes connections that broke since their last use."""
         with self._changed:
             for node in self._nodes.values():
                 for connection in [each for each in node.idle if not each.usable]:
@@ -203,19 +204,17 @@ class Nodes:
             return [self._nodes[address].status() for address in sorted(self._nodes)]
 
     def problems(self) -> dict[str, str]:
-        """What is not available now, and why."""
+        """What is unavailable now, and why."""
         found = {node.name: node.why for node in self.statuses() if node.why}
         if not self._known:
             found["slots"] = self._problem
         return found
 
     def client(self, address: Address) -> Any:
-        """redis-py's own client of one node (`redis.Redis`, whose types say little), for what
-        carries no payload. Close it."""
-        pool = ConnectionPool(
-            connection_class=self._connection_class,
-            **{**self._options, "host": address[0], "port": address[1]},
-        )
+        """redis-py's own client of one node (`redis.Redis`, whose types say little), for requests
+        without payloads. The caller closes it."""
+        options = self._options | {"host": address[0], "port": address[1]}
+        pool = ConnectionPool(connection_class=self._connection_class, **options)
         return redis.Redis.from_pool(pool)
 
     # ---- threads
@@ -295,7 +294,7 @@ class Nodes:
             except (redis.RedisError, OSError) as error:
                 with self._changed:
                     node.problem = str(error)
-                    # Another one may have taken its slots over.
+                    # Another node may have taken over its slots.
                     self._topology_due_s = min(self._topology_due_s, monotonic())
                     self._changed.notify_all()
                     self._changed.wait_for(lambda: node.closed, retry_s)
@@ -311,13 +310,11 @@ class Nodes:
                 self._changed.notify_all()
 
     def _connect(self, address: Address) -> Connection:
-        made = self._connection_class(
-            **{**self._options, "host": address[0], "port": address[1]},
-        )
+        made = self._connection_class(**self._options | {"host": address[0], "port": address[1]})
         made.connect()
         made.send_command("PING")
         made.read_response()
-        # redis-py has no public way to hand its socket over; it forgets it here.
+        # redis-py has no public way to hand its socket over; this makes it forget the socket.
         connected, made._sock = made._sock, None
         return Connection(connected)
 
@@ -339,15 +336,10 @@ class Nodes:
         self._changed.notify_all()
 
 
-def pool_port(pool: ConnectionPool) -> int:
-    """The port that a URL named, or Redis' own."""
-    return int(pool.connection_kwargs.get("port", 6379))
-
-
 def slots_of(ranges: Any, asked_host: str) -> list[Address | None]:
-    """The primary of each slot, from the reply to CLUSTER SLOTS: of each range its first and last
-    slot and the nodes that have it, the primary first, each as host, port and more. A node that
-    does not know its own name is called by the one that it was asked by. Raises ValueError."""
+    """The primary of each slot, from the reply to CLUSTER SLOTS: for each range the first and last
+    slot and its nodes, the primary first, each as host, port and more. A node that does not know
+    its own name has the name under which it was asked. Raises ValueError."""
     slots: list[Address | None] = [None] * SLOTS
     try:
         for first, last, primary, *_ in ranges:

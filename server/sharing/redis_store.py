@@ -1,8 +1,8 @@
 """Valkey and Redis, single or Cluster, as a shared store.
 
 Names and values are those of `record`. Every entry has an expiry, and the engine has to evict by
-it (`volatile-ttl`): the caller lets the end of a chain expire before its beginning, so that what
-is evicted is never what others need to be reached.
+expiry (`volatile-ttl`): the caller lets the end of a chain expire before its beginning, so that no
+entry is evicted before its descendants.
 """
 
 from __future__ import annotations
@@ -12,30 +12,31 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import chain
 from typing import Any, Final
 
 import redis
 
 from ...proto.keys import Key
-from .record import HEADER_BYTES, checksum_of, cut, decode_header, encode_header, parts_of
+from ...proto.layout import crc32c
+from .record import HEADER_BYTES, cut, decode_header, encode_header, parts_of
 from .redis_nodes import Address, Nodes
 from .resp import Piece, Refused, Request, Result, Work, exchange
 from .store import NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 
-#: Connections to each node. A call that finds all of them in use takes the node for unavailable.
+#: Connections to each node. A node is unavailable to a call that finds all of them in use.
 CONNECTIONS_PER_NODE: Final = 4
-#: A node that this much goes to or comes from has a thread of its own ...
+#: A call that moves this much to or from a node uses a thread for that node ...
 _THREAD_BYTES: Final = 2**20
-#: ... if fewer than these are in use; otherwise it shares the caller's.
+#: ... if fewer than these are in use; otherwise it uses the caller's thread.
 _THREADS: Final = 16
-_HEADER_END: Final = str(HEADER_BYTES - 1).encode()
 _MAX_NODE_TIMEOUT_MS: Final = 2_000
 _MIN_SAMPLES: Final = 10
 
 
 class RedisStore(SharedStore):
-    """One engine. `epoch` is a word that all nodes of a fleet have in common: those with another
-    one share nothing with them."""
+    """One engine. `epoch`: a word that all nodes of a fleet have in common. Nodes with different
+    epochs share nothing."""
 
     def __init__(
         self,
@@ -46,8 +47,8 @@ class RedisStore(SharedStore):
         *,
         prefix: bytes = b"px1",
     ) -> None:
-        """Connects in the background; see `Nodes` for `urls`. `prefix`: of all names, another one
-        for values of another form. Raises ValueError."""
+        """Connects in the background; see `Nodes` for `urls`. `prefix`: begins all names; values of
+        another format need another one. Raises ValueError."""
         self._prefix: Final = b"%b:%b:" % (prefix, epoch.encode())
         self.nodes: Final = Nodes(urls, connections_per_node, password)
         self._threads: Final = ThreadPoolExecutor(_THREADS, "prefixd-shared-node")
@@ -55,92 +56,66 @@ class RedisStore(SharedStore):
         self.nodes.start()
 
     def find(self, keys: Sequence[Key], deadline_s: float) -> list[SharedEntry | None]:
-        requests = [
-            (name, Request(b"GETRANGE", name, b"0", _HEADER_END)) for name in map(self.name, keys)
-        ]
-        self.do(requests, deadline_s)
-        return [
-            decode_header(key, request.result) if isinstance(request.result, bytes) else None
-            for key, (_, request) in zip(keys, requests, strict=True)
-        ]
+        heads = self.heads(keys, HEADER_BYTES, deadline_s)
+        return [decode_header(key, head) for key, head in zip(keys, heads, strict=True)]
 
     def get(self, wanted: Sequence[Wanted], deadline_s: float) -> list[Outcome]:
-        requests: list[tuple[bytes, Request]] = []
-        headers = bytearray(HEADER_BYTES * len(wanted))
-        spans = []
-        for number, want in enumerate(wanted):
-            name = self.name(want.entry.key)
-            header = memoryview(headers)[number * HEADER_BYTES :][:HEADER_BYTES]
-            begin = len(requests)
-            for part, where in enumerate(parts_of(want.entry.payload_bytes)):
-                room = want.room[where]
-                part_name = _part_name(name, part)
-                into = [room] if part else [header, room]
-                requests.append((part_name, Request(b"GET", part_name, into=into)))
-            spans.append(slice(begin, len(requests)))
-        self.do(requests, deadline_s)
-        outcomes = []
-        for number, (want, span) in enumerate(zip(wanted, spans, strict=True)):
-            header = memoryview(headers)[number * HEADER_BYTES :][:HEADER_BYTES]
-            outcomes.append(
-                _fetched(want, header, [request.result for _, request in requests[span]])
-            )
+        gets = []
+        for want in wanted:
+            name, header = self.name(want.entry.key), memoryview(bytearray(HEADER_BYTES))
+            first, *rest = (want.room[part] for part in parts_of(want.entry.payload_bytes))
+            requests = [Request(b"GET", name, into=[header, first])]
+            for part, room in enumerate(rest, 1):
+                requests.append(Request(b"GET", _part_name(name, part), into=[room]))
+            gets.append((header, requests))
+        self.do(chain.from_iterable(requests for _, requests in gets), deadline_s)
+        outcomes = [
+            _fetched(want, header, [request.result for request in requests])
+            for want, (header, requests) in zip(wanted, gets, strict=True)
+        ]
         self.drop_damaged(wanted, outcomes, deadline_s)
         return outcomes
 
     def put(self, offers: Sequence[Offer], deadline_s: float) -> list[Outcome]:
-        requests: list[tuple[bytes, Request]] = []
-        spans = []
+        sets = []
         for offer in offers:
-            begin = len(requests)
-            name = self.name(offer.entry.key)
-            until = (b"PXAT", str(offer.expires_at_ms).encode())
+            name, expiry = self.name(offer.entry.key), _expiry(offer)
             first, *rest = cut(offer.pieces)
             # One node gets all of them, in this order: the head last.
-            for part, pieces in enumerate(rest, 1):
-                part_name = _part_name(name, part)
-                requests.append((part_name, Request(b"SET", part_name, pieces, *until)))
+            requests = [
+                Request(b"SET", _part_name(name, part), pieces, *expiry)
+                for part, pieces in enumerate(rest, 1)
+            ]
             head: list[Piece] = [encode_header(offer.entry), *first]
-            requests.append((name, Request(b"SET", name, head, *until)))
-            spans.append(slice(begin, len(requests)))
-        self.do(requests, deadline_s)
+            sets.append([*requests, Request(b"SET", name, head, *expiry)])
+        self.do(chain.from_iterable(sets), deadline_s)
         outcomes = []
-        broken = []
-        for offer, span in zip(offers, spans, strict=True):
-            stored = [_stored(request) for _, request in requests[span]]
+        incomplete = []
+        for offer, requests in zip(offers, sets, strict=True):
+            stored = [_stored(request) for request in requests]
             outcomes.append(next((o for o in stored if o is not Outcome.DONE), Outcome.DONE))
             if outcomes[-1] is not Outcome.DONE and stored[-1] is Outcome.DONE:
-                broken.append(offer.entry.key)
-        if broken:
-            self.drop(broken, deadline_s)
+                incomplete.append(offer.entry.key)
+        if incomplete:
+            self.drop(incomplete, deadline_s)
         return outcomes
-
-    def put_values(self, offers: Sequence[Offer], deadline_s: float) -> list[Outcome]:
-        """Keep small values, the pieces alone, under the names of entries."""
-        requests = [
-            (name, Request(b"SET", name, offer.pieces, b"PXAT", str(offer.expires_at_ms).encode()))
-            for name, offer in ((self.name(offer.entry.key), offer) for offer in offers)
-        ]
-        self.do(requests, deadline_s)
-        return [_stored(request) for _, request in requests]
 
     def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> list[Key]:
         touches = [
             Request(b"PEXPIREAT", self.name(key), str(until_ms).encode(), b"GT")
             for key, until_ms in expiries_ms
         ]
-        keys = [key for key, _ in expiries_ms]
-        self.do(zip(map(self.name, keys), touches, strict=True), deadline_s)
-        # 0: it is not there, or lives longer already.
-        unsure = [key for key, touch in zip(keys, touches, strict=True) if touch.result == 0]
-        looks = [(key, Request(b"EXISTS", self.name(key))) for key in unsure]
-        self.do(((self.name(key), look) for key, look in looks), deadline_s)
-        return [key for key, look in looks if look.result == 0]
+        self.do(touches, deadline_s)
+        # 0: the key is not there, or its expiry is later already.
+        pairs = zip(expiries_ms, touches, strict=True)
+        unsure = [key for (key, _), touch in pairs if touch.result == 0]
+        looks = [Request(b"EXISTS", self.name(key)) for key in unsure]
+        self.do(looks, deadline_s)
+        return [key for key, look in zip(unsure, looks, strict=True) if look.result == 0]
 
     def drop(self, keys: Sequence[Key], deadline_s: float) -> None:
-        """The head goes; parts behind it can't be found any more, and expire."""
-        names = map(self.name, keys)
-        self.do([(name, Request(b"UNLINK", name)) for name in names], deadline_s)
+        """Drops the heads; the other parts can't be found any more, and expire."""
+        self.do([Request(b"UNLINK", self.name(key)) for key in keys], deadline_s)
 
     def problems(self) -> list[str]:
         found = []
@@ -171,49 +146,67 @@ class RedisStore(SharedStore):
     # ---- the engine, for other stores on top of it
 
     def name(self, key: Key) -> bytes:
-        """Under which an entry lies in the engine."""
+        """The name of an entry in the engine."""
         return b"%b{%b}" % (self._prefix, key.hex().encode())
 
-    def do(self, requests: Iterable[tuple[bytes, Request]], deadline_s: float) -> None:
-        """Ask each request of the node that has its name; what is not answered stays so."""
+    def heads(self, keys: Sequence[Key], length: int, deadline_s: float) -> list[bytes]:
+        """The first `length` bytes of each value; empty if there is none, or no answer in time."""
+        last = str(length - 1).encode()
+        requests = [Request(b"GETRANGE", self.name(key), b"0", last) for key in keys]
+        self.do(requests, deadline_s)
+        results = [request.result for request in requests]
+        return [result if isinstance(result, bytes) else b"" for result in results]
+
+    def put_values(self, offers: Sequence[Offer], deadline_s: float) -> list[Outcome]:
+        """Store small values, which are the pieces alone, under the names of entries."""
+        requests = [
+            Request(b"SET", self.name(offer.entry.key), offer.pieces, *_expiry(offer))
+            for offer in offers
+        ]
+        self.do(requests, deadline_s)
+        return [_stored(request) for request in requests]
+
+    def do(self, requests: Iterable[Request], deadline_s: float) -> None:
+        """Send each request to the node that serves its name. A request without an answer in time
+        stays `UNANSWERED`."""
         by_node: defaultdict[Address, list[Request]] = defaultdict(list)
-        for name, request in requests:
-            address = self.nodes.of(name)
+        for request in requests:
+            address = self.nodes.of(request.name)
             if address is not None:
                 by_node[address].append(request)
         work = {
-            address: (connection, asked)
-            for address, asked in by_node.items()
+            address: (connection, requests)
+            for address, requests in by_node.items()
             if (connection := self.nodes.lend(address)) is not None
         }
         self._exchange(list(work.values()), deadline_s)
         for address, (connection, _) in work.items():
             self.nodes.give_back(address, connection, in_time=not connection.broken)
         moved = False
-        for address, asked in by_node.items():
-            results = [request.result for request in asked]
+        for address, requests in by_node.items():
+            results = [request.result for request in requests]
             refused = sum(isinstance(result, Refused) for result in results)
-            self.nodes.count(address, len(asked), results.count(Result.UNANSWERED), refused)
-            moved = moved or (refused > 0 and any(map(_moved, asked)))
+            self.nodes.count(address, len(requests), results.count(Result.UNANSWERED), refused)
+            moved = moved or (refused > 0 and any(map(_moved, requests)))
         if moved:
             self.nodes.moved()
 
     def _exchange(self, work: Sequence[Work], deadline_s: float) -> None:
-        """`exchange`, much of it on threads, so that more than one processor copies."""
-        alone = []
+        """`exchange`, with large transfers on threads, so that several processors copy."""
+        together = []
         threads: list[Future[None]] = []
         for each in work[1:]:
             if _moved_bytes(each[1]) < _THREAD_BYTES or not self._idle.acquire(blocking=False):
-                alone.append(each)
+                together.append(each)
                 continue
             try:
                 threads.append(self._threads.submit(exchange, [each], deadline_s))
             except RuntimeError:  # closed meanwhile
                 self._idle.release()
-                alone.append(each)
+                together.append(each)
             else:
                 threads[-1].add_done_callback(lambda _: self._idle.release())
-        exchange([*work[:1], *alone], deadline_s)
+        exchange([*work[:1], *together], deadline_s)
         wait(threads)  # each ends by the deadline
 
 
@@ -222,7 +215,11 @@ def _moved_bytes(requests: Iterable[Request]) -> int:
 
 
 def _part_name(name: bytes, part: int) -> bytes:
-    return b"%b:%d" % (name, part) if part else name
+    return b"%b:%d" % (name, part)
+
+
+def _expiry(offer: Offer) -> tuple[bytes, bytes]:
+    return b"PXAT", str(offer.expires_at_ms).encode()
 
 
 def _text(address: Address) -> str:
@@ -230,7 +227,7 @@ def _text(address: Address) -> str:
 
 
 def _moved(request: Request) -> bool:
-    """Does another node serve the slot, or none at the moment?"""
+    """Whether another node serves the slot, or none at the moment."""
     return isinstance(request.result, Refused) and str(request.result).startswith(
         ("MOVED", "ASK", "CLUSTERDOWN", "TRYAGAIN", "READONLY", "LOADING")
     )
@@ -251,15 +248,13 @@ def _fetched(want: Wanted, header: memoryview, results: Sequence[object]) -> Out
         return Outcome.ABSENT
     if any(result is not Result.FILLED for result in results):
         return Outcome.UNAVAILABLE
-    if decode_header(want.entry.key, header) != want.entry:
-        return Outcome.DAMAGED
-    if checksum_of([want.room]) != want.entry.payload_crc32c:
-        return Outcome.DAMAGED
-    return Outcome.DONE
+    same = decode_header(want.entry.key, header) == want.entry
+    whole = same and crc32c(want.room) == want.entry.payload_crc32c
+    return Outcome.DONE if whole else Outcome.DAMAGED
 
 
 def bad_settings(settings: dict[str, Any]) -> list[str]:
-    """What CONFIG GET * shows that would make the engine a bad cache."""
+    """The settings of CONFIG GET * that make the engine a bad cache, a sentence each."""
     found = []
     policy = settings.get("maxmemory-policy", "noeviction")
     if policy == "noeviction":
@@ -290,7 +285,7 @@ def bad_settings(settings: dict[str, Any]) -> list[str]:
 
 
 def _number(settings: dict[str, Any], name: str, default: int) -> int:
-    """A setting; `default`, which is bad, for what is no number."""
+    """A setting; `default` if it is missing or not a number."""
     try:
         return int(settings.get(name, default))
     except (TypeError, ValueError):

@@ -1,11 +1,11 @@
 """Requests and replies of Redis' protocol (RESP2) over many connections at once.
 
-Client libraries make a bytes object of every reply and wait for one node after the other. Here a
-payload goes from where it lies to the socket and from the socket to where it belongs, and all
-nodes are waited for together, until one deadline.
+Client libraries make a bytes object of every reply and wait for one node after the other. Here
+payloads move between sockets and their own buffers, and all nodes are waited for together, until
+one deadline.
 
-Large replies are asked for a few at a time: an engine that is asked for all at once makes all of
-them at once, which is slower by half.
+Large replies are requested a few at a time: an engine prepares all requested replies at once, which
+is slower by half.
 """
 
 from __future__ import annotations
@@ -22,46 +22,53 @@ from typing import Final, TypeAlias
 
 Piece: TypeAlias = bytes | memoryview
 
-#: Replies of more than this, all that are outstanding on a connection taken together, wait ...
+#: A request waits if its reply and the outstanding ones of its connection exceed this together ...
 WINDOW_BYTES: Final = 256 * 1024
-#: ... unless fewer replies than these are outstanding.
+#: ... unless fewer replies than this are outstanding.
 WINDOW_REPLIES: Final = 2
 _BUFFER_BYTES: Final = 64 * 1024
 _MAX_PIECES: Final = 64
-#: A reply's first line, or a small reply: what is longer is not one of this protocol.
+#: The longest accepted first line, and the longest accepted value without buffers.
 _MAX_LINE_BYTES: Final = 4096
 _WOULD_BLOCK: Final = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Result(Enum):
-    """What became of a request whose answer is not a value."""
+    """The result of a request, if it is not a value."""
 
     UNANSWERED = "unanswered"
     NOTHING = "nothing"
     """A null: there is no such value."""
     FILLED = "filled"
-    """The reply is where it belongs."""
+    """The value is in the buffers `into`."""
     MISFIT = "misfit"
-    """The value has another length than its room; it was read and thrown away."""
+    """The value has another length than its buffers; it was read and dropped."""
 
 
 class Refused(Exception):
-    """The engine answered with an error; its text."""
+    """The engine answered with this error."""
 
 
 class ProtocolError(Exception):
-    """The bytes that came are no reply of this protocol."""
+    """The received bytes are no reply of this protocol."""
 
 
 class Request:
-    """One command, and what came back."""
+    """One command for the node that serves `name`, and its result."""
 
-    __slots__ = ("into", "pieces", "reply_bytes", "result")
+    __slots__ = ("into", "name", "pieces", "reply_bytes", "result")
 
-    def __init__(self, *words: Piece | Sequence[Piece], into: Sequence[memoryview] = ()) -> None:
-        """Each word is one argument; a sequence of pieces is joined to one. `into`: the buffers
-        that the value goes to; without them it becomes the result, and has to be small."""
-        self.pieces: Final = _encode(words)
+    def __init__(
+        self,
+        command: bytes,
+        name: bytes,
+        *words: Piece | Sequence[Piece],
+        into: Sequence[memoryview] = (),
+    ) -> None:
+        """Each word is one argument; a sequence of pieces is joined to one. `into`: the buffers for
+        the value; without them the value becomes the result, and has to be small."""
+        self.name: Final = name
+        self.pieces: Final = _encode((command, name, *words))
         self.into: Final = into
         self.reply_bytes: Final = sum(map(len, into))
         self.result: Result | Refused | bytes | int = Result.UNANSWERED
@@ -85,14 +92,14 @@ def _encode(words: Sequence[Piece | Sequence[Piece]]) -> list[Piece]:
 
 
 class Connection:
-    """A connected socket and what is under way on it. One thread at a time."""
+    """A connected socket and its outstanding requests. Used by one thread at a time."""
 
     def __init__(self, connected: socket.socket) -> None:
         """Takes over `connected`."""
         self.socket: Final = connected
         connected.setblocking(False)
         self._gathers: Final = not isinstance(connected, ssl.SSLSocket)
-        #: An answer is missing, or is no answer: nothing that comes later can be told apart.
+        #: A reply is missing or invalid: later replies can't be matched with their requests.
         self.broken = False
         self._unsent: deque[Request] = deque()
         self._sending: deque[memoryview] = deque()
@@ -100,8 +107,8 @@ class Connection:
         self._expected_bytes = 0
         self._buffer: Final = memoryview(bytearray(_BUFFER_BYTES))
         self._first = self._last = 0
-        #: Of the value that is being read: what its result will be, views still to be filled,
-        #: bytes to be thrown away behind them.
+        #: For the value that is being read: its result, the views that are still to be filled, and
+        #: how many bytes to drop after them.
         self._reading: Result | bytearray | None = None
         self._rooms: deque[memoryview] = deque()
         self._waste_bytes = 0
@@ -112,7 +119,8 @@ class Connection:
 
     @property
     def usable(self) -> bool:
-        """Can more requests be sent? False as well if the engine hung up, or speaks unasked."""
+        """Whether more requests can be sent. False also if the engine hung up, or sent something
+        without a request."""
         if self.broken or not self.idle:
             return False
         poll = select.poll()
@@ -126,25 +134,25 @@ class Connection:
         return not self._unsent and not self._sending and not self._unanswered
 
     def begin(self, requests: Sequence[Request]) -> None:
-        """Requests to be sent, in their order."""
+        """Queue requests, which are sent in this order."""
         self._unsent.extend(requests)
 
     def events(self) -> int:
-        """What `poll` has to wait for."""
-        wanted = select.POLLIN if self._unanswered else 0
-        return wanted | (select.POLLOUT if self._sending or self._may_send() else 0)
+        """The events that `poll` has to wait for."""
+        receiving = select.POLLIN if self._unanswered else 0
+        return receiving | (select.POLLOUT if self._sending or self._may_send() else 0)
 
     @property
     def buffered(self) -> bool:
-        """Is there something to be received that `poll` does not know of?"""
+        """Whether received bytes are buffered, which `poll` does not report."""
         if not self._unanswered:
             return False
         ahead = isinstance(self.socket, ssl.SSLSocket) and self.socket.pending() > 0
         return ahead or self._first < self._last
 
     def move(self) -> None:
-        """Send and receive what goes without waiting, up to a large value: others have their turn
-        then. Raises OSError, ProtocolError."""
+        """Send and receive without waiting, up to a large value, so that other connections have
+        their turn. Raises OSError, ProtocolError."""
         with suppress(*_WOULD_BLOCK):
             self._send()
         with suppress(*_WOULD_BLOCK):
@@ -186,7 +194,7 @@ class Connection:
                 sent -= len(piece)
 
     def _receive(self) -> None:
-        """One step: a piece of a value, or a first line."""
+        """Receive one part: a piece of a value, or a first line."""
         if self._reading is not None:
             self._receive_value()
             return
@@ -213,7 +221,7 @@ class Connection:
         elif request.into and length == request.reply_bytes:
             self._reading = Result.FILLED
             self._rooms.extend(request.into)
-            self._waste_bytes = 2  # the line's end
+            self._waste_bytes = 2  # the end of the line
         elif request.into or length > _MAX_LINE_BYTES:
             self._reading, self._waste_bytes = Result.MISFIT, length + 2
         else:
@@ -263,7 +271,7 @@ class Connection:
         return there[:end]
 
     def _more(self) -> None:
-        """Read into the buffer. What is left in it is at most a line that has not ended."""
+        """Read into the buffer, which holds an incomplete line at most."""
         if self._first == self._last:
             self._first = self._last = 0
         elif self._last == _BUFFER_BYTES:
@@ -287,10 +295,10 @@ Work: TypeAlias = tuple[Connection, Sequence[Request]]
 
 
 def exchange(work: Sequence[Work], deadline_s: float) -> None:
-    """Send all requests, each list in order on its connection, and wait for the answers.
+    """Send all requests, each list in order on its connection, and wait for the replies.
 
-    Returns when all are there, or at `deadline_s` (`time.monotonic()`). What is not answered then
-    stays `UNANSWERED`, and its connection is broken; no other connection is. Never raises.
+    Returns when all have arrived, or at `deadline_s` (`time.monotonic()`). Requests without a reply
+    stay `UNANSWERED`, and only their connections are broken. Never raises.
     """
     poll = select.poll()
     connections: dict[int, Connection] = {}

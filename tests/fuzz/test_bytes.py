@@ -271,7 +271,8 @@ def test_an_engine_may_answer_anything(draw: st.DataObject | None) -> None:
             theirs.sendall(part)
         theirs.shutdown(socket.SHUT_WR)
         room = bytearray(5)
-        requests = [Request(b"GET", into=[memoryview(room)]), *(Request(b"GET") for _ in range(4))]
+        filled = Request(b"GET", b"0", into=[memoryview(room)])
+        requests = [filled, *(Request(b"GET", b"0") for _ in range(4))]
         exchange([(connection, requests)], time.monotonic() + 30)
         if raw == REPLY:
             assert bytes(room) == b"hello"

@@ -14,7 +14,7 @@ from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import ClaimMode, Tier
 from prefixd.server.core.events import SessionLost
 from prefixd.server.sharing import sharing as sharing_module
-from prefixd.server.sharing.common import SharingConfig, WritePolicy
+from prefixd.server.sharing.link import SharingConfig, WritePolicy
 from prefixd.server.sharing.sharing import Sharing
 from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, SharedStore, Wanted
 from tests.support.bad_input import DATA

@@ -1,9 +1,10 @@
-"""Brings entries of other nodes: what a search wants and this node has not."""
+"""Fetches entries of other nodes that a search needs and this node does not have."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from time import monotonic
 from typing import Final
 
@@ -18,47 +19,46 @@ from ..core.events import ReserveAsked, SaveItem
 from ..runtime.incoming import Incoming
 from ..runtime.loop import Core
 from ..runtime.writes import Piece
-from .common import BATCH_BYTES, Link, What
+from .link import BATCH_BYTES, Link, What
 from .store import Outcome, SharedEntry, Wanted
 
 log = structlog.get_logger("prefixd.sharing")
 
-#: Keys that all fetches together are busy with, at most: beyond, a fetch brings nothing.
+#: Keys of all running fetches together, at most: beyond, a fetch returns at once.
 MAX_FETCHED_KEYS: Final = 64 * MAX_BATCH_KEYS
-#: The part of a fetch's time that is kept for copying and publishing: entries that arrived whole
-#: are published even if others never arrive.
+#: The part of a fetch's time that is kept for copying and publishing: complete entries are
+#: published even if others never arrive.
 _PUBLISHING_SHARE: Final = 0.1
 _PUBLISHING_AT_MOST_S: Final = 0.5
-#: The part of the engine's time in which keys are looked up: a node that hangs must not take the
-#: time in which the others send payloads.
+#: The part of the engine's time for looking keys up: a node that hangs must not use up the time in
+#: which the others send payloads.
 _FINDING_SHARE: Final = 0.5
 
 
 class Fetcher:
-    """Fetches under `session`, the daemon's own. Belongs to the event loop."""
+    """Fetches under `session`, which is the daemon's own. Belongs to the event loop."""
 
     def __init__(self, core: Core, link: Link, session: int) -> None:
         self._core = core
         self._link = link
-        #: Another one once that has ended.
+        #: Replaced when it has ended.
         self.session = session
-        #: Keys that a fetch is busy with.
+        #: Keys of running fetches, and futures that are done when the fetches end.
         self._fetching: dict[Key, asyncio.Future[None]] = {}
 
     def __contains__(self, key: Key) -> bool:
-        """Is it being brought at this moment?"""
+        """Whether the key is being fetched."""
         return key in self._fetching
 
     async def fetch(self, keys: Sequence[Key], mode: ClaimMode, deadline_s: float) -> int:
-        """Bring what `mode` wants of `keys` and is not here. Returns how many entries came until
-        `deadline_s` (`time.monotonic()`). Raises nothing but CancelledError."""
-        entries = self._core.state.tables.entries
+        """Fetch the keys that a claim of `mode` needs and this node does not have. Returns how many
+        entries arrived by `deadline_s` (`time.monotonic()`). Raises nothing but CancelledError."""
         self._link.counters.fetches += 1
         busy = [self._fetching[key] for key in keys if key in self._fetching]
         if busy:
             await asyncio.wait(busy, timeout=deadline_s - monotonic())
-        missing = _wanted_after(keys, mode, lambda key: entries.find(key) is not None)
-        missing = [key for key in missing if key not in self._fetching][:MAX_BATCH_KEYS]
+        missing = [key for key in self._missing(keys, mode) if key not in self._fetching]
+        missing = missing[:MAX_BATCH_KEYS]
         if not missing or self._link.closed or len(self._fetching) >= MAX_FETCHED_KEYS:
             return 0
         done = asyncio.get_running_loop().create_future()
@@ -76,32 +76,39 @@ class Fetcher:
                 del self._fetching[key]
             done.set_result(None)
 
+    def _missing(self, keys: Sequence[Key], mode: ClaimMode) -> list[Key]:
+        """The keys with which a claim of `mode` would get more than this node has."""
+        find = self._core.state.tables.entries.find
+        if mode is ClaimMode.FIRST:
+            return list(takewhile(lambda key: find(key) is None, keys))
+        return [key for key in keys if find(key) is None]
+
     async def _fetch(self, keys: Sequence[Key], mode: ClaimMode, deadline_s: float) -> int:
-        deadline_s, find_by_s = _deadlines_of_the_engine(monotonic(), deadline_s)
+        deadline_s, find_by_s = _engine_deadlines(monotonic(), deadline_s)
         found = await self._link.call(lambda: self._link.store.find(keys, find_by_s))
         for key, entry in zip(keys, found, strict=True):
-            if entry is None:  # evicted there, or lost: what is saved here now is offered again
+            if entry is None:  # evicted or lost there: it is offered again once it is saved here
                 self._link.known.forget(key)
-        brought = 0
-        before: list[Key] = []
-        for batch in _batches(_found(found, mode), self._link.config.memory_bytes):
-            count = await self._bring(batch, before, deadline_s)
-            brought += count
+        fetched = 0
+        ancestors: list[Key] = []
+        for batch in _batches(_needed(found, mode), self._link.config.memory_bytes):
+            count = await self._fetch_batch(batch, ancestors, deadline_s)
+            fetched += count
             if count < len(batch):
-                break  # what comes after a hole is of no use to a run
-            before += [entry.key for entry in batch]
-        return brought
+                break  # a run has no use for what follows a hole
+            ancestors += [entry.key for entry in batch]
+        return fetched
 
-    async def _bring(
-        self, batch: Sequence[SharedEntry], before: Sequence[Key], deadline_s: float
+    async def _fetch_batch(
+        self, batch: Sequence[SharedEntry], ancestors: Sequence[Key], deadline_s: float
     ) -> int:
-        """Reserve, receive and publish; returns how many are there now that were not."""
+        """Reserve, receive and publish. Returns how many entries were published."""
         core = self._core
         total_bytes = sum(entry.payload_bytes for entry in batch)
         await self._link.memory.take(total_bytes)
         try:
             with core.working():
-                answer = await core.ask(self._reservation(batch, before), ReserveAnswer)
+                answer = await core.ask(self._reservation(batch, ancestors), ReserveAnswer)
                 granted = [
                     (entry, order)
                     for entry, order in zip(batch, answer.results, strict=True)
@@ -110,13 +117,12 @@ class Fetcher:
                 self._link.counters.unavailable += len(batch) - len(granted)
                 return await self._receive(granted, deadline_s) if granted else 0
         finally:
-            self._link.memory.give_back(total_bytes)
+            self._link.memory.give(total_bytes)
 
-    def _reservation(self, batch: Sequence[SharedEntry], before: Sequence[Key]) -> ReserveAsked:
-        core = self._core
-        now_ns = core.clock.now_ns()
+    def _reservation(self, batch: Sequence[SharedEntry], ancestors: Sequence[Key]) -> ReserveAsked:
+        now_ns = self._core.clock.now_ns()
         return ReserveAsked(
-            request=core.next_request(),
+            request=self._core.next_request(),
             session=self.session,
             tier=self._link.config.tier,
             reason=SaveReason.COLD,
@@ -124,7 +130,7 @@ class Fetcher:
                 SaveItem(entry.key, entry.payload_bytes, entry.token_count, entry.layer_count)
                 for entry in batch
             ),
-            ancestors=tuple(before[-MAX_BATCH_KEYS:]),
+            ancestors=tuple(ancestors[-MAX_BATCH_KEYS:]),
             begin=True,
             ttl_ns=DEFAULT_RESERVATION_TTL_MS * 1_000_000,
             wait_until_ns=now_ns,
@@ -156,8 +162,8 @@ class Fetcher:
         saved = [granted[n][0] for n, end in ended.items() if end.outcome is SaveStatus.SAVED]
         for number, outcome in enumerate(outcomes):
             what = What.DAMAGED if outcome is Outcome.DAMAGED else What.NOT_FETCHED
-            came = ended[number].outcome is SaveStatus.SAVED
-            self._link.note(What.FETCHED if came else what, granted[number][0])
+            fetched = ended[number].outcome is SaveStatus.SAVED
+            self._link.note(What.FETCHED if fetched else what, granted[number][0])
         self._link.counters.unavailable += len(granted) - len(saved)
         self._link.counters.fetched_entries += len(saved)
         self._link.counters.fetched_bytes += sum(entry.payload_bytes for entry in saved)
@@ -167,42 +173,23 @@ class Fetcher:
         return len(saved)
 
 
-def _deadlines_of_the_engine(now_s: float, deadline_s: float) -> tuple[float, float]:
-    """Until when a fetch that ends at `deadline_s` waits for payloads, and for what there is."""
+def _engine_deadlines(now_s: float, deadline_s: float) -> tuple[float, float]:
+    """Until when a fetch that ends at `deadline_s` waits for payloads, and for the look-up."""
     left_s = max(0.0, deadline_s - now_s)
     get_s = left_s - min(_PUBLISHING_SHARE * left_s, _PUBLISHING_AT_MOST_S)
     return now_s + get_s, now_s + _FINDING_SHARE * get_s
 
 
-def _wanted_after(keys: Sequence[Key], mode: ClaimMode, here: Callable[[Key], bool]) -> list[Key]:
-    """The keys that would give a claim of `mode` more than what is here."""
-    match mode:
-        case ClaimMode.FIRST:
-            wanted = []
-            for key in keys:
-                if here(key):
-                    break
-                wanted.append(key)
-            return wanted
-        case _:
-            return [key for key in keys if not here(key)]
-
-
-def _found(found: Sequence[SharedEntry | None], mode: ClaimMode) -> list[SharedEntry]:
-    """What `mode` wants of what there is."""
-    wanted: list[SharedEntry] = []
-    for entry in found:
-        if entry is not None:
-            wanted.append(entry)
-            if mode is ClaimMode.FIRST:
-                break
-        elif mode is ClaimMode.RUN:
-            break
-    return wanted
+def _needed(found: Sequence[SharedEntry | None], mode: ClaimMode) -> list[SharedEntry]:
+    """The found entries that a claim of `mode` needs."""
+    if mode is ClaimMode.RUN and None in found:
+        found = found[: found.index(None)]
+    there = [entry for entry in found if entry is not None]
+    return there[:1] if mode is ClaimMode.FIRST else there
 
 
 def _batches(entries: Sequence[SharedEntry], most_bytes: int) -> Iterator[list[SharedEntry]]:
-    """Cut into what is received in one go, up to the first that is too large at all."""
+    """Cut into batches that are received in one go, up to the first entry that is too large."""
     batch: list[SharedEntry] = []
     batch_bytes = 0
     for entry in entries:

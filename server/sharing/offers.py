@@ -1,4 +1,4 @@
-"""Offers entries to other nodes, in the background: what was used, or everything."""
+"""Offers entries to other nodes in the background: those that were used, or all."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ...proto.vocabulary import Tier
 from ...tiers.store import Damaged, StoreError, Usage
 from ..core.entries import Entry
 from ..runtime.loop import Core
-from .common import BATCH_BYTES, TOUCH_EVERY_MS, Link, What, WritePolicy, expiries_ms
-from .fetching import Fetcher
+from .fetcher import Fetcher
+from .link import BATCH_BYTES, TOUCH_EVERY_MS, Link, What, WritePolicy, expiries_ms
 from .store import Offer, Outcome, SharedEntry
 
 log = structlog.get_logger("prefixd.sharing")
 
-#: Offers that wait, in entries: each is a reference.
+#: Entries that may wait to be offered: each is a reference.
 MAX_WAITING_OFFERS: Final = 65_536
-#: What the engine may take for a batch of offers, or of touches.
+#: How long the engine may take for a batch of offers, or of touches.
 _OFFER_TIMEOUT_S: Final = 10.0
-_BECAME: Final = {
+_HAPPENED: Final = {
     Outcome.DONE: What.OFFERED,
     Outcome.REFUSED: What.REFUSED,
     Outcome.UNAVAILABLE: What.NOT_OFFERED,
@@ -40,38 +40,38 @@ class _Waiting(NamedTuple):
 
 
 class Offers:
-    """`EntryListener`: hears of entries, and offers them. Belongs to the event loop."""
+    """An `EntryListener` that offers entries. Belongs to the event loop."""
 
     def __init__(self, core: Core, link: Link, fetcher: Fetcher) -> None:
         self._core = core
         self._link = link
         self._fetcher = fetcher
-        #: By key, in the order in which they go.
+        #: By key, in the order in which they are sent.
         self._offers: dict[Key, _Waiting] = {}
-        #: Offers that are on their way.
+        #: Offers that are being sent.
         self._sending = 0
-        #: Until when entries shall live that the engine has.
+        #: The new expiries of entries in the engine.
         self._touches: dict[Key, int] = {}
         self._work = asyncio.Event()
 
     @property
     def waiting(self) -> int:
-        """Entries that wait or are on their way. On any thread."""
+        """Entries that wait or are being sent. On any thread."""
         return len(self._offers) + self._sending
 
     def published(self, entries: Sequence[Entry]) -> None:
-        """`EntryListener`: offered at once, if everything is."""
+        """See `EntryListener`: offers the entries if all are offered."""
         if self._link.config.write is not WritePolicy.ALL:
             return
-        # They come root first. The chain is used, leaf first, once the last of them is there.
+        # They are in chain order, root first. A use of the chain stamps them leaf first.
         uses = [(entries[0].last_used_ns - depth, 0) for depth in range(len(entries))]
         for entry, until_ms in zip(entries, self._expiries(uses), strict=True):
-            # What comes from the engine is there. What comes from a node is at two nodes now.
+            # A fetched entry is in the engine already. One from another node is at two nodes now.
             if entry.key not in self._fetcher or not self._link.store.holds_payloads:
                 self._offer(entry, until_ms)
 
     def used(self, usages: Sequence[Usage]) -> None:
-        """`EntryListener`: what was used is offered, or lives on in the engine."""
+        """See `EntryListener`: offers the entries, or lets them live longer in the engine."""
         if self._link.config.write is WritePolicy.NONE:
             return
         known = self._link.known
@@ -79,11 +79,11 @@ class Offers:
         for usage, until_ms in zip(usages, expiries, strict=True):
             entry = usage.entry
             assert isinstance(entry, Entry)
-            told_ms = known.until_ms(entry.key)
-            if told_ms is None:
+            known_ms = known.until_ms(entry.key)
+            if known_ms is None:
                 if usage.hits or entry.key in self._offers:
                     self._offer(entry, until_ms)
-            elif until_ms - told_ms >= TOUCH_EVERY_MS:
+            elif until_ms - known_ms >= TOUCH_EVERY_MS:
                 self._touches[entry.key] = until_ms
                 known.remember(entry.key, until_ms)
                 self._work.set()
@@ -101,7 +101,7 @@ class Offers:
         self._work.set()
 
     def _room_of(self, entry: Entry) -> int:
-        """What its copy takes of this process' memory."""
+        """The memory of this process that its copy takes."""
         return entry.payload_bytes if self._link.store.holds_payloads else 0
 
     async def run(self) -> None:
@@ -145,27 +145,21 @@ class Offers:
             await self._send(some)
         finally:
             self._sending = 0
-            self._link.memory.give_back(total_bytes)
+            self._link.memory.give(total_bytes)
 
     async def _send(self, some: Sequence[_Waiting]) -> None:
-        if self._link.store.holds_payloads:
-            copies = await self._copies(some)
-        else:
-            copies = [b""] * len(some)
-        # The room of an entry that left its tier while it was copied may hold another entry by now.
-        ready = [
-            (offer, copy)
-            for offer, copy in zip(some, copies, strict=True)
-            if copy is not None and _unchanged(offer)
-        ]
+        payloads = self._link.store.holds_payloads
+        copies = await self._copies(some) if payloads else [b""] * len(some)
+        # If an entry left its tier while it was copied, its room may hold another entry by now.
         offers = [
             Offer(_shared(offer.entry), [memoryview(copy)], offer.expires_at_ms)
-            for offer, copy in ready
+            for offer, copy in zip(some, copies, strict=True)
+            if copy is not None and _unchanged(offer)
         ]
         deadline_s = monotonic() + _OFFER_TIMEOUT_S
         outcomes = await self._link.call(lambda: self._link.store.put(offers, deadline_s))
         for offer_, outcome in zip(offers, outcomes, strict=True):
-            self._link.note(_BECAME[outcome], offer_.entry)
+            self._link.note(_HAPPENED[outcome], offer_.entry)
             if outcome is Outcome.DONE:
                 self._link.counters.offered_entries += 1
                 self._link.counters.offered_bytes += offer_.entry.payload_bytes
@@ -176,7 +170,7 @@ class Offers:
         self._link.counters.offers_dropped += unsent
 
     async def _copies(self, some: Sequence[_Waiting]) -> list[bytes | None]:
-        """Payloads, each as it was while it was copied; tier by tier, on the threads of its
+        """A copy of each payload, None if it can't be read; tier by tier, on the threads of its
         device."""
         core = self._core
         copies: dict[int, bytes | None] = {}
