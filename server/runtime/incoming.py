@@ -247,8 +247,8 @@ class Incoming:
                     self._core.stop_write(write, SaveStatus.LOST, "the reservation was lost")
             elif write.problem is not None:
                 self._core.stop_write(write, *write.problem)
-            elif write.crc32c is not None and not write.told:
-                write.told = True
+            elif write.crc32c is not None and not write.reported:
+                write.reported = True
                 self._sealed.append(write)
                 self._sealed_bytes += write.entry.payload_bytes
         if self._sealed_bytes >= _SEALED_BYTES:

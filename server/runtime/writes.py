@@ -52,7 +52,7 @@ class Write:
     crc32c: int | None = None
     expected_crc32c: int = 0
     #: the event that the write is sealed was posted, or is queued
-    told: bool = False
+    reported: bool = False
     #: why the write can't be completed
     problem: tuple[SaveStatus, str] | None = None
 

@@ -336,15 +336,15 @@ class Nodes:
         self._changed.notify_all()
 
 
-def slots_of(ranges: Any, asked_host: str) -> list[Address | None]:
+def slots_of(ranges: Any, node_host: str) -> list[Address | None]:
     """The primary of each slot, from the reply to CLUSTER SLOTS: for each range the first and last
     slot and its nodes, the primary first, each as host, port and more. A node that does not know
-    its own name has the name under which it was asked. Raises ValueError."""
+    its own name is called `node_host`. Raises ValueError."""
     slots: list[Address | None] = [None] * SLOTS
     try:
         for first, last, primary, *_ in ranges:
             host, port = primary[:2]
-            address = (bytes(host or b"").decode() or asked_host, int(port))
+            address = (bytes(host or b"").decode() or node_host, int(port))
             slots[int(first) : int(last) + 1] = [address] * (int(last) + 1 - int(first))
     except (TypeError, ValueError) as problem:
         raise ValueError(f"{ranges!r} are no slots: {problem}") from None

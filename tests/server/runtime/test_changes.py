@@ -1,4 +1,4 @@
-"""The log that watchers read from: what it holds, and what it says of what it does not."""
+"""The change log: the events that it holds, and what a watcher gets of those that it dropped."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def test_it_never_takes_more_than_it_may() -> None:
         log.since(1, 1)
     oldest = next(number for number in range(1000) if log.reaches(number))
     assert keys(log.since(oldest, 9))[0] == key(oldest - 1)
-    # A single event of the daemon may bring more than fits at once.
+    # A single event of the daemon may add more changes than the log holds.
     log.follow(put(*range(500)))
     assert log.size_bytes <= 100 * COST_BYTES
     assert keys(log.since(log.sequence - 1, 9)) == [key(499)]
@@ -112,7 +112,7 @@ async def test_what_was_lost_is_known_to_be() -> None:
     log.follow(put(2))
     assert log.reaches(3)
     assert keys(log.since(3, 9)) == [key(2)]
-    # Something that can't be written down is no harm to the others.
+    # A change that can't be encoded does not prevent later ones.
     strange = entry(3)
     strange.token_count = -1
     log.follow([IndexPut(strange)])

@@ -23,7 +23,7 @@ def state() -> MetaState:
 
 
 def beat(lag: LoopLag, clock: ManualClock, late_ms: float) -> None:
-    """The pulse comes so late."""
+    """Run a pulse that is late by `late_ms`."""
     clock.stall(PULSE_NS / 1e9 + late_ms / 1e3)
     lag._pulse()
     lag.close()
@@ -74,8 +74,8 @@ async def test_a_delay_is_told_once_and_a_usual_one_never() -> None:
 
 @in_loop
 async def test_a_loop_that_stood_still_takes_nothing_from_its_clients(tmp_path: Path) -> None:
-    """For longer than sessions, leases and reservations last; its clients' heartbeats came, but
-    could not be heard."""
+    """It stands still for longer than sessions, leases and reservations last. Heartbeats arrived,
+    but were not read."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
@@ -90,7 +90,7 @@ async def test_a_loop_that_stood_still_takes_nothing_from_its_clients(tmp_path: 
         stats = await answer(daemon.admin.Stats(pb.StatsRequest()))
         assert stats.counters["prefixd_sessions_lost_total"] == 0
         assert stats.counters["prefixd_claims_lost_total"] == 0
-        # Its own silence counts as before, when the loop serves.
+        # Once the loop serves, a silent client loses its session as before.
         daemon.forward(60)
         assert not daemon.tables.sessions
 
@@ -110,7 +110,7 @@ def test_it_begins_with_the_time_on_the_wall() -> None:
     before_ns = time.time_ns()
     now_ns = Clock().now_ns()
     after_ns = time.time_ns()
-    # Two clocks are read one after the other to compare them.
+    # The two clocks are read one after the other.
     slack_ns = 1_000_000_000
     assert before_ns - slack_ns <= now_ns <= after_ns + slack_ns
 

@@ -1,4 +1,4 @@
-"""Group commit: every token is answered once, whatever the store does, and the thread lives on."""
+"""Group commit: every token gets one result, whatever the store does, and the thread lives on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DATA = payload(1, 100)
 
 
 class Bench:
-    """A committer in front of a store with records. `results` come in the order of `done`."""
+    """A committer in front of a store with records. `results`: those of `done`, in order."""
 
     def __init__(self, directory: Path, *, shm: bool = False, retry_s: float = 3600) -> None:
         kind = ShmStore if shm else DiskStore
@@ -38,10 +38,10 @@ class Bench:
         self.store = FaultyStore(kind(directory, 2**20, SLAB), on_call=self._on_call)
         make_ready(self.store)
         self.results: SimpleQueue[CommitResult] = SimpleQueue()
-        #: what the next calls of `apply` raise; None: nothing
+        #: what the next calls of `apply` raise; None: they succeed
         self.raises: deque[BaseException | None] = deque()
         self.applies = 0
-        #: the threads of these calls
+        #: the names of the threads that called `apply`
         self.threads: set[str] = set()
         self._entered = threading.Event()
         self._gate = threading.Event()
@@ -60,7 +60,7 @@ class Bench:
                 raise problem
 
     def writer(self, of: Key) -> EntryWriter:
-        """Of a new entry: its generation and its slab are its token."""
+        """A sealed write of a new entry, whose generation and slab are its token."""
         self._tokens += 1
         location = (self._tokens * SLAB, SLAB)
         return sealed(
@@ -68,7 +68,7 @@ class Bench:
         )
 
     def commit(self, *keys: Key) -> list[int]:
-        """Order the commit of new writes; their tokens."""
+        """Commit new writes, without waiting. Returns their tokens."""
         writes = []
         for of in keys:
             writer = self.writer(of)
@@ -80,7 +80,7 @@ class Bench:
         return self.results.get(timeout=PATIENCE_S)
 
     def saved(self, *keys: Key) -> list[EntryRecord]:
-        """Commit, successfully."""
+        """Commit, and wait for the success."""
         writes = []
         for of in keys:
             writer = self.writer(of)
@@ -95,7 +95,7 @@ class Bench:
 
     @contextmanager
     def held_up(self) -> Iterator[None]:
-        """The thread is in a commit, of key 99; what is ordered meanwhile is its next batch."""
+        """Around calls for one batch: meanwhile the thread is busy with a commit of key 99."""
         self._entered.clear()
         self._gate.clear()
         (token,) = self.commit(key(99))
@@ -105,7 +105,7 @@ class Bench:
         assert self.result() == CommitResult((token,), None)
 
     def failure(self) -> str | None:
-        """What it says of itself once everything that was ordered is done."""
+        """Its failure once everything that was pending is done."""
         with self.held_up():
             return self.committer.failure
 
@@ -197,7 +197,7 @@ def test_one_entry_that_is_refused_takes_no_other_with_it(
     new: Callable[..., Bench], problem: StoreError, *, shm: bool
 ) -> None:
     bench = new(shm=shm)
-    # The batch of three (of memory tried at once, too), then the second of them by itself.
+    # Fails the batch of three (in memory also the first attempt), then its second write.
     bench.raises.extend([*[problem] * (1 + shm), None, problem, None])
     tokens = bench.commit(key(1), key(2), key(3))
     results = [bench.result() for _ in tokens]
@@ -207,7 +207,7 @@ def test_one_entry_that_is_refused_takes_no_other_with_it(
         ((tokens[2],), None),
     ]
     assert bench.keys() == {key(1), key(3)}
-    # What was well afterwards says nothing of it.
+    # The later writes that succeeded do not clear the failure.
     eventually(lambda: str(problem) in (bench.committer.full, bench.committer.failure))
 
 
@@ -252,7 +252,7 @@ def test_a_full_device_is_an_answer_and_does_not_make_the_store_unhealthy(bench:
 def test_use_that_cannot_be_recorded_is_judged_by_itself(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, problem: Exception, failure: str
 ) -> None:
-    """It lies in a file of its own: a probe of another one says nothing of it."""
+    """Usage lies in a file of its own: a probe of the other file proves nothing about it."""
     (entry,) = bench.saved(key(1))
     tried, problems = SimpleQueue[None](), [problem]
 
@@ -275,7 +275,7 @@ def test_use_that_cannot_be_recorded_is_judged_by_itself(
 
 
 def test_a_full_device_is_told_once_until_it_has_room(bench: Bench) -> None:
-    """Not once for every save."""
+    """It is not logged for every save."""
     with capture_logs() as logs:
         bench.raises += [StoreFull("no room"), StoreFull("no room")]
         for number in (1, 2):
@@ -296,7 +296,7 @@ def test_that_there_is_room_again_is_found_out_without_a_save(new: Callable[...,
 
 
 def test_a_committer_that_dies_says_so(tmp_path: Path) -> None:
-    """Whoever waits for it would wait for ever."""
+    """Otherwise saves would wait for ever."""
     store = DiskStore(tmp_path, 2**20, SLAB)
     make_ready(store)
     died = SimpleQueue[BaseException]()
@@ -316,7 +316,7 @@ def test_a_committer_that_dies_says_so(tmp_path: Path) -> None:
 
 
 def test_a_store_that_failed_is_tried_again_without_traffic(new: Callable[..., Bench]) -> None:
-    """An unhealthy daemon gets no requests: it has to find out by itself that it is well."""
+    """An unhealthy daemon gets no requests: it has to notice by itself that it is well again."""
     bench = new(retry_s=0.001)
     faults = [Fault.WRITE_ERROR, *[Fault.PROBE_ERROR] * 3]
     for fault in faults:
@@ -374,9 +374,9 @@ def test_an_erasure_that_failed_is_tried_again_by_itself(
 def test_an_erasure_that_failed_happens_with_the_next_save(
     bench: Bench, problem: StoreError
 ) -> None:
-    """And takes nothing that was saved since."""
+    """And erases nothing that was saved since."""
     entries = bench.saved(key(1), key(2))
-    # Before `forget`: the first byte of a write erases, too.
+    # Before `forget`, because the first byte of a write also erases.
     writer = bench.writer(key(1))
     bench.raises.append(problem)
     bench.forget(*entries)
@@ -416,7 +416,7 @@ def test_a_store_in_memory_that_fails_is_left_to_the_thread(new: Callable[..., B
     assert str(bench.result().error) == "again"
     assert bench.threads == {threading.current_thread().name, "prefixd-shm-commit"}
     eventually(lambda: bench.committer.failure == "again")
-    # Unhealthy: the thread tries it with a probe before anything else.
+    # It is unhealthy: the thread probes the store before anything else.
     bench.store.arm(Fault.PROBE_ERROR)
     bench.commit(key(1))
     assert str(bench.result().error) == "a failed probe, on purpose"
@@ -454,7 +454,7 @@ async def test_a_save_that_a_store_refuses_is_told_so_and_leaves_nothing(
         stats = await daemon.admin.Stats(pb.StatsRequest())
         assert "a failed write, on purpose" in stats.health
         assert daemon.tables.counters.failed_saves == 2
-        # It works again, and health says so with the next save at the latest.
+        # It works again, and health shows it after the next save at the latest.
         assert await session.save({key(1): DATA}, tier) == [pb.SAVE_STATUS_SAVED]
         await daemon.until(lambda: not daemon.core.unhealthy())
         assert (await daemon.admin.Stats(pb.StatsRequest())).health == "serving"
@@ -464,7 +464,7 @@ async def test_a_save_that_a_store_refuses_is_told_so_and_leaves_nothing(
 
 @in_loop
 async def test_the_device_is_timed_apart(tmp_path: Path) -> None:
-    """Its sync, and only where there is one: shm has none."""
+    """Its sync is timed; shm has none."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         for tier in Tier:
@@ -508,7 +508,7 @@ class ThreeStores:
         return writer.entry
 
     def reopened(self) -> dict[Tier, Store]:
-        """What another start of the daemon opens."""
+        """The stores that the next start of the daemon opens."""
         self.close()
         self.stores = {store.tier: FaultyStore(store) for store in self._open()}
         return dict(self.stores)
@@ -570,7 +570,7 @@ def test_a_store_that_fails_is_unhealthy_by_its_name(three: ThreeStores, tier: T
 
 
 def test_a_shm_tier_whose_files_were_deleted_is_unhealthy(three: ThreeStores) -> None:
-    """What is written there is lost, however well it is written."""
+    """Everything that is written there is lost, even if each write succeeds."""
     entry = three.saved(Tier.SHM)
     for file in (three.directory / "shm").iterdir():
         file.unlink()

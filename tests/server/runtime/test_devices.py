@@ -1,4 +1,4 @@
-"""A store that does not answer keeps its own threads, and is known to hang."""
+"""A store that does not answer blocks only its own threads, and is reported as hung."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def test_a_probe_that_fails_is_a_condition_until_one_succeeds(tmp_path: Pa
 
 @in_loop
 async def test_a_watchdog_that_dies_is_named(tmp_path: Path) -> None:
-    """An error that no store should raise is a bug, and no reason for silence."""
+    """An error outside of the contract of stores is a bug, which must be reported."""
 
     class Broken(FaultyStore):
         def probe(self) -> None:
@@ -134,7 +134,7 @@ async def test_a_watchdog_that_dies_is_named(tmp_path: Path) -> None:
 
 @in_loop
 async def test_a_deleted_directory_takes_no_saves_and_health_says_so(tmp_path: Path) -> None:
-    """What is written there is lost, however well it is written. The others go on."""
+    """Everything that is written there is lost, even if each write succeeds. Other tiers go on."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         assert await session.save({key(1): DATA}, Tier.DISK) == [pb.SAVE_STATUS_SAVED]
@@ -149,7 +149,7 @@ async def test_a_deleted_directory_takes_no_saves_and_health_says_so(tmp_path: P
 async def test_who_asks_when_the_threads_have_ended_is_told_that_the_daemon_stops(
     tmp_path: Path,
 ) -> None:
-    """An operator's command, say, that goes on between two steps while the daemon closes."""
+    """For example an operator's command that goes on between two steps while the daemon closes."""
     async with running(tmp_path) as daemon:
         core = daemon.core
         assert await core.devices.run(Tier.DISK, len, b"abc") == 3
@@ -162,7 +162,7 @@ async def test_who_asks_when_the_threads_have_ended_is_told_that_the_daemon_stop
 async def test_a_recovery_that_fails_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error of the device is no damage: nothing is dropped, and nothing saved over it."""
+    """An error of the device is no damage: no entry is dropped, and no save takes its room."""
     monkeypatch.setattr(recovery, "_AGAIN_S", 0.0)
     monkeypatch.setattr(records, "_BATCH_ENTRIES", 1)
 

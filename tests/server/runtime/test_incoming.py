@@ -1,4 +1,4 @@
-"""Bytes of saves on their way in: through which thread, in which order, and how it ends."""
+"""Incoming bytes of saves: on which thread they are copied, in which order, and their ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.running import (
 )
 
 DATA = payload(1)
-#: Above what is copied on the loop itself.
+#: More than is copied on the loop.
 LARGE = bytes(range(256)) * (3 * 4096)
 TIERS = pytest.mark.parametrize("tier", list(Tier), ids=lambda tier: tier.label)
 
@@ -148,7 +148,7 @@ async def test_what_comes_at_once_is_sealed_in_one_event(
 async def test_what_is_sealed_at_once_is_some_milliseconds_worth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others have their turn in between, and the stream may be torn down meanwhile."""
+    """Other streams have their turns in between, and the stream may be cancelled meanwhile."""
     monkeypatch.setattr(incoming_bytes, "_SEALED_AT_ONCE", 4)
     async with running(tmp_path) as daemon:
         session = await daemon.open()
@@ -217,7 +217,7 @@ WRONG: list[tuple[str, list[Piece], type[Exception]]] = [
 async def test_a_piece_out_of_order_breaks_the_stream(
     tmp_path: Path, what: str, pieces: list[Piece], error: type[Exception], together: bool
 ) -> None:
-    """A write that was complete before is saved all the same; others are lost."""
+    """A write that was complete before is saved nevertheless; the others are lost."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         incoming = await begin(daemon, session, DATA, DATA)
@@ -272,8 +272,8 @@ async def test_large_pieces_are_copied_beside_the_loop(tmp_path: Path, tier: Tie
 @pytest.mark.parametrize("how", ["expired", "cancelled", "session lost"])
 @in_loop
 async def test_room_that_is_written_to_is_nobody_elses(tmp_path: Path, how: str) -> None:
-    """A reservation that is lost during the copying keeps its room until that ended; its key
-    is free at once."""
+    """A reservation that is lost while it is copied keeps its room until the copy ends; its key is
+    free at once."""
     gate = Gate("write")
     async with running(
         tmp_path, f"--ram.budget={len(LARGE)}", wrap={Tier.RAM: gate.wrap}
@@ -309,7 +309,7 @@ async def test_room_that_is_written_to_is_nobody_elses(tmp_path: Path, how: str)
 @pytest.mark.parametrize("times", [1, 3])
 @in_loop
 async def test_a_stream_that_is_torn_down_waits_for_its_thread(tmp_path: Path, times: int) -> None:
-    """However often it is cancelled: the thread still writes into its room."""
+    """Even if it is cancelled several times: the thread still writes to its room."""
     gate = Gate("write")
     async with running(tmp_path, "--ram.budget=16MiB", wrap={Tier.RAM: gate.wrap}) as daemon:
         session = await daemon.open()
@@ -335,7 +335,7 @@ async def test_a_stream_that_is_torn_down_waits_for_its_thread(tmp_path: Path, t
 
 @in_loop
 async def test_messages_follow_one_another_on_the_thread(tmp_path: Path) -> None:
-    """The loop is told of each, in order, and small ones do not overtake."""
+    """Each is reported to the loop, in order, and small ones do not overtake large ones."""
     gate = Gate("write")
     async with running(tmp_path, "--ram.budget=32MiB", wrap={Tier.RAM: gate.wrap}) as daemon:
         session = await daemon.open()

@@ -1,4 +1,4 @@
-"""Clients that vanish while their bytes come in: nothing is left of their saves."""
+"""Clients that vanish while their bytes arrive: nothing remains of their saves."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def test_a_client_that_vanishes_mid_stream_leaves_nothing(
 async def test_a_save_that_is_being_committed_is_published_without_its_client(
     tmp_path: Path,
 ) -> None:
-    """Its bytes are whole and checked; nobody is there to hear of it."""
+    """Its bytes are complete and checked; only the answer has no receiver."""
     gate = Gate("apply")
     async with running(tmp_path, wrap={Tier.DISK: gate.wrap}) as daemon:
         session = await daemon.open()

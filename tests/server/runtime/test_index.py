@@ -1,4 +1,4 @@
-"""The writer of the index: what it lists, what it can't, and who else may write."""
+"""The writer of the index: what it lists, what it can't list, and that nothing else writes."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ from ...support.index_rows import (
 
 PATIENCE_S = 60.0
 ROUNDS = 400
-FALLOC_FL_PUNCH_HOLE = 0x02 | 0x01  # and FALLOC_FL_KEEP_SIZE, which it wants
+FALLOC_FL_PUNCH_HOLE = 0x02 | 0x01  # with FALLOC_FL_KEEP_SIZE, which it requires
 SCRIPT = Path(index_rows.__file__)
 
 
 @contextmanager
 def index(max_entries: int) -> Iterator[tuple[IndexWriter, IndexReader]]:
-    """A writer, and a reader through a descriptor that can only read."""
+    """A writer, and a reader with a read-only descriptor."""
     writer = IndexWriter(INCARNATION, max_entries)
     fd = writer.open_reader()
     reader = IndexReader.attach(fd)
@@ -86,7 +86,7 @@ def all_rows(writer: IndexWriter, most: int = 100) -> list[bytes]:
 
 
 def agrees(writer: IndexWriter, reader: IndexReader, model: dict[Key, IndexRow]) -> None:
-    """Every way of asking says what the model says."""
+    """Every way to read it gives the result of the model."""
     assert len(writer) == writer.stats().entries == len(model)
     rows = [row for row in reader.get(model) if row is not None]
     assert [unpack_row(row) for row in rows] == list(model.values())
@@ -128,7 +128,7 @@ def test_it_says_what_a_dict_says(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_what_is_listed_at_once_is_listed_as_one_by_one(seed: int) -> None:
-    """New keys and known ones, of few extents and of many, some named twice."""
+    """New keys and listed ones, with few extents and with many, some of them twice."""
     chosen = random.Random(seed)
     model: dict[Key, IndexRow] = {}
     with index(3_000) as (writer, reader):
@@ -215,7 +215,7 @@ def test_where_many_are_listed_or_there_is_no_memory_nothing_changes_for_what_is
         heads = writer.stats().heads
         writer.expect(15_000)
         assert writer.stats().heads == heads
-    writer.expect(20_000)  # by a recovery that a stop overtook
+    writer.expect(20_000)  # as by a recovery that goes on after a stop
 
 
 def test_lists_of_extents_have_rows_of_their_own() -> None:
@@ -252,14 +252,14 @@ def test_rows_that_stand_are_visited_once_while_others_come_and_go() -> None:
 
 
 def test_a_chain_is_bounded() -> None:
-    """The part that is hashed is equal, whatever the multiplier."""
+    """Their hashed parts are equal, with any multiplier."""
     keys = [Key(bytes(8) + key_of(number)[8:]) for number in range(3 * MAX_CHAIN)]
     with index(1_000) as (writer, reader):
         assert [writer.put(entry_of(key, 1)) for key in keys].count(True) == MAX_CHAIN
         assert reader.contains(keys) == [True] * MAX_CHAIN + [False] * 2 * MAX_CHAIN
         assert [reader.has(key) for key in keys] == reader.contains(keys)
         assert writer.stats().unlisted == 2 * MAX_CHAIN
-        # Others are none the worse for it, a listed one may change, and room is used again.
+        # Other keys are unaffected, a listed one may change, and freed room is used again.
         assert writer.put(entry_of(key_of(1), 1))
         assert writer.put(entry_of(keys[3], 2))
         assert not writer.put(entry_of(keys[-1], 2))
@@ -301,7 +301,7 @@ def test_without_memory_entries_are_not_listed(monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(os, "posix_fallocate", full)
         while writer.put(entry_of(key_of(next(number)), 1, extents=1)):
             pass
-        # Of rows there is no more than one piece, of heads no more than the first ones.
+        # Only one piece of rows has memory, and only the first heads.
         assert 2_000 < len(writer) < 3_000
         assert writer.stats().heads == 1024
         last = key_of(len(writer) - 1)
@@ -328,7 +328,7 @@ def test_a_number_that_does_not_fit_changes_nothing(extents: int) -> None:
                 with pytest.raises(struct.error):
                     writer.put(bad)
         agrees(writer, reader, {good.key: good})
-        # No row was lost by it.
+        # No row leaked.
         assert writer.put(entry_of(key_of(2), 1, extents=800))
 
 
@@ -393,7 +393,7 @@ def test_readers_keep_a_closed_index() -> None:
 
 
 def test_a_reader_in_another_process_sees_only_what_was_put() -> None:
-    """While the writer churns and divides chains. What never changes is never missed."""
+    """While the writer changes entries and divides chains, readers find every unchanged entry."""
     chosen = random.Random(1)
     with index(len(CHURNED) + len(STABLE) + len(ADDED)) as (writer, _):
         for number in STABLE:
@@ -428,7 +428,7 @@ def test_a_reader_outlives_a_writer_that_is_killed() -> None:
                 fd = os.open(f"/proc/{process.pid}/fd/{number}", os.O_RDONLY)
                 reader = IndexReader.attach(fd)
                 os.close(fd)
-                # Each time at another moment of the writer's life.
+                # Each time at another moment of the writer's work.
                 read(reader, 1 + 5 * after)
             finally:
                 process.send_signal(signal.SIGKILL)

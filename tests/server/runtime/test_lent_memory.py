@@ -113,7 +113,7 @@ def test_turns_are_of_about_so_many_bytes() -> None:
 
 
 class Fickle(LentMemory):
-    """Is lent for so many proofs."""
+    """Is lent for `proofs` calls of `prove`."""
 
     def __init__(self, of: Lender, proofs: int) -> None:
         super().__init__(os.getpid(), TOKEN, of.memory.token_address)
@@ -127,7 +127,7 @@ class Fickle(LentMemory):
 
 
 async def reserved(daemon: Running, data: bytes, tier: Tier) -> Write:
-    """The write of one payload of this size, of which nothing came yet."""
+    """The write of a payload of this size that has no bytes yet."""
     incoming = await begin(daemon, await daemon.open(), data, tier=tier)
     return incoming.write_of(0)
 

@@ -1,4 +1,4 @@
-"""The loop around the state: nothing that fails in it stops it, and nothing is left behind."""
+"""The loop around the state: no failure in it stops it, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ MINUTE_NS = 60_000_000_000
 
 @pytest.fixture(autouse=True)
 def no_other_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An index that was revoked stays for these tests; `test_reindexing` is about the next."""
+    """No revoked index is replaced in these tests; `test_reindexing` is about that."""
     monkeypatch.setattr(reindexing, "FIRST_S", 3_600.0)
 
 
 class Questions:
-    """Questions to the core of a daemon, by one session."""
+    """Questions of one session to the core of a daemon."""
 
     def __init__(self, daemon: Running, session: OpenSession) -> None:
         self.core = daemon.core
@@ -119,8 +119,8 @@ class Questions:
 async def test_what_is_granted_to_nobody_is_given_back(
     tmp_path: Path, what: str, order: str
 ) -> None:
-    """A question waits for a save in flight, and whoever asked it is cancelled: before the save
-    ends, or in the same turn of the loop, on either side of it."""
+    """A question waits for a save in flight, and its caller is cancelled: before the save ends, or
+    in the same round of the loop, just before or after its end."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         core, ask = daemon.core, Questions(daemon, session)
@@ -138,7 +138,7 @@ async def test_what_is_granted_to_nobody_is_given_back(
 
         async def end_the_save() -> None:
             if what == "claim":
-                # Publishes it: the claim is granted.
+                # Publishes the entry: the claim is granted.
                 await core.ask(ask.begin(held.token), WriteOrder)
                 incoming = Incoming(core)
                 incoming.add(0, core.begin_write(held))
@@ -170,8 +170,8 @@ async def test_what_is_granted_to_nobody_is_given_back(
 
 @in_loop
 async def test_a_save_whose_session_ends_as_it_is_granted_writes_nothing(tmp_path: Path) -> None:
-    """In one turn of the loop: what it waited for ends, the reservation is granted, the session
-    is lost. Its room may be somebody else's before the save hears of it."""
+    """In one round of the loop the save that it waited for ends, the reservation is granted, and
+    the session is lost. Its room may be reused before the save learns of it."""
     async with running(tmp_path, f"--ram.budget={2 * 4096}", tiers=[Tier.RAM]) as daemon:
         session, other = await daemon.open(), await daemon.open()
         core, ask = daemon.core, Questions(daemon, other)
@@ -198,7 +198,7 @@ async def test_a_save_whose_session_ends_as_it_is_granted_writes_nothing(tmp_pat
 
 
 class Broken:
-    """Lets `state.apply` raise for events of one kind, after it did what `then` says."""
+    """Makes `state.apply` raise for events of one kind, after a call of `then`."""
 
     def __init__(
         self, core: loop.Core, kind: type, then: Callable[[], None] = lambda: None
@@ -227,7 +227,7 @@ async def test_an_event_that_fails_is_answered_shown_and_survived(tmp_path: Path
         assert "LookupAsked failed: KeyError('a bug')" in refused.value.sentence
         assert "LookupAsked failed" in daemon.core.unhealthy()["state"]
         assert not daemon.core._replies
-        # Some of its effects may have been changes of the index: no reader believes it any more.
+        # Some of its effects may have been changes of the index, so the index is revoked.
         assert daemon.core.index.revoked
         broken.kind = None
         await daemon.until(lambda: not daemon.core.gate.recounting)
@@ -336,7 +336,7 @@ async def test_a_failing_index_is_revoked_and_the_daemon_unhealthy(
         assert index.revoked
         assert index.get(key(1)) is None, "no reader believes any row"
         assert "a bug, on purpose" in daemon.core.unhealthy()["index"]
-        # Over gRPC nothing is different.
+        # Calls over gRPC work as before.
         assert await daemon.presence(key(1), key(2), key(3)) == [
             pb.PRESENCE_PRESENT,
             pb.PRESENCE_ABSENT,
@@ -357,7 +357,7 @@ async def test_an_entry_that_is_evicted_while_it_is_verified_is_no_damage(tmp_pa
         await session.save({key(2): payload(2)})
         await verifying
         assert daemon.tables.tier_counters[Tier.RAM].corrupt == 0
-        # What it would have found by now:
+        # A read would find this by now:
         with pytest.raises(Damaged):
             core.stores[Tier.RAM].verify(entry, entry.payload_crc32c)
         assert await core.verifications.verify(entry) is None
@@ -370,7 +370,7 @@ async def test_an_entry_that_is_evicted_while_it_is_verified_is_no_damage(tmp_pa
 
 @in_loop
 async def test_what_is_due_happens_without_anybody_asking(tmp_path: Path) -> None:
-    """With a clock that runs: the loop's own timer wakes the state."""
+    """With a real clock: the timer of the loop wakes the state."""
     async with running(tmp_path, clock=Clock()) as daemon:
         session = await daemon.open()
         await session.granted([item(key(1), DATA)], ttl_ms=2)
@@ -475,7 +475,7 @@ async def test_nothing_happens_after_the_end(tmp_path: Path) -> None:
 
 
 def test_an_event_for_a_loop_that_is_gone_is_dropped(tmp_path: Path) -> None:
-    """A committer may be done with its last batch after the loop was closed."""
+    """A committer may finish its last batch after the loop was closed."""
     cores: list[loop.Core] = []
 
     async def start() -> None:

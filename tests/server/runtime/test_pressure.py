@@ -1,4 +1,4 @@
-"""Pressure: when it begins and ends, what it evicts, who is told. The source is the test's."""
+"""Pressure: when it begins and ends, what it evicts, and who is informed. The source is fake."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK = 4096
 
 
 class Memory:
-    """What the source says; `problem`: it fails instead."""
+    """A source that returns these values, or raises `problem`."""
 
     def __init__(self) -> None:
         self.used, self.stalled = 0.5, 0.0
@@ -59,7 +59,7 @@ async def test_it_evicts_down_to_the_low_watermark_once(tmp_path: Path) -> None:
 
         memory.used = 0.9
         await pressure.look()
-        # 100,000 bytes are 25 blocks, the last of which is not needed whole.
+        # 100,000 bytes are 25 blocks, not all of the last.
         assert (pressure.under, entries(daemon, Tier.RAM)) == (True, 35)
         await pressure.look()
         memory.used = 0.85
@@ -90,7 +90,7 @@ async def test_what_one_tier_does_not_have_the_next_one_evicts(tmp_path: Path) -
         held = await pinning.claim([key(1000 * Tier.RAM + n) for n in range(4)])
         memory = Memory()
         memory.used = 1.0
-        # A tier that there is not is no reason to fail.
+        # A tier that does not exist is skipped.
         await Pressure(daemon.core, memory, MARKS, [Tier.DISK, Tier.RAM, Tier.SHM]).look()
         assert entries(daemon, Tier.RAM) == 4, "what is claimed stays"
         # 200,000 bytes are 49 blocks.

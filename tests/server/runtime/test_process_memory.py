@@ -19,7 +19,7 @@ MIB = 2**20
 
 @pytest.fixture
 def given_back(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What was given back, by the amount that was free then; `free` says how much that is."""
+    """Has an element for each time that free heap was given back."""
     given: list[int] = []
     monkeypatch.setattr(process_memory, "give_back_free_heap", lambda: given.append(1))
     return given
@@ -48,7 +48,7 @@ def test_what_comes_and_goes_is_kept(
 def test_much_is_given_back_when_nobody_is_served(
     monkeypatch: pytest.MonkeyPatch, given_back: list[int]
 ) -> None:
-    """It takes as long as others may have to wait."""
+    """Giving back much delays calls."""
     assert not any(looks(monkeypatch, *[500] * 10, calm=False))
     assert not given_back
     assert looks(monkeypatch, 500, 500, 500, 500) == [0, 0, 0, 500]
@@ -82,7 +82,7 @@ async def test_it_is_calm_where_nothing_was_served(
 async def test_cycles_are_collected_where_nothing_was_served(
     monkeypatch: pytest.MonkeyPatch, given_back: list[int]
 ) -> None:
-    """Once: nothing becomes garbage where nothing happens."""
+    """Only once: while nothing happens, there is no new garbage."""
     monkeypatch.setattr(process_memory, "LOOK_S", 0.0)
     monkeypatch.setattr(process_memory, "free_heap_bytes", lambda: 500 * MIB)
     collections: list[int] = []
@@ -99,7 +99,7 @@ def thawed() -> Iterator[None]:
     threshold = gc.get_threshold()
     gc.unfreeze()
     yield
-    # As the suite has it, see `tests/conftest.py`.
+    # The settings of the suite, see `tests/conftest.py`.
     gc.freeze()
     gc.set_threshold(*threshold)
 
@@ -115,7 +115,7 @@ def test_what_is_alive_is_frozen_once_enough_was_published(
     freezer.published([TierCounters(saves=60), TierCounters(recovered_entries=40)])
     frozen = gc.get_freeze_count()
     assert frozen > 0
-    # Counted from there: not with every entry after the hundredth.
+    # The count begins anew: it does not freeze with every entry after the hundredth.
     gc.unfreeze()
     freezer.published([TierCounters(saves=199)])
     assert gc.get_freeze_count() == 0

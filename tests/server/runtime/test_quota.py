@@ -1,4 +1,4 @@
-"""Quotas: never more than the limit, first come first served, and no wait without an end."""
+"""Quotas: never more than the limit, first come first served, and every wait ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def quota(limit_bytes: int = 100, wait_s: float = PATIENCE_S) -> Quota:
 
 
 class Taking:
-    """A call that takes room, and gives it back when it is told to."""
+    """A call that takes room until `end`."""
 
     def __init__(self, of: Quota, size_bytes: int, session: int | None = None) -> None:
         self.done = asyncio.Event()
@@ -86,7 +86,7 @@ async def test_who_is_cancelled_leaves_the_queue() -> None:
     second.task.cancel()
     await some_turns()
     assert third.has_room, "it waited behind the second only"
-    # Granted and cancelled in the same moment: nothing is lost.
+    # Granted and cancelled at the same moment: no room leaks.
     fourth = Taking(of, 60)
     await some_turns()
     first.done.set()

@@ -1,4 +1,4 @@
-"""A start on what an earlier one left: everything that is whole, in its order, and nothing else."""
+"""A start on the files of an earlier one: all whole entries, in their order, and nothing else."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SURVIVING = pytest.mark.parametrize("tier", [Tier.SHM, Tier.DISK], ids=lambda ti
 
 
 def crashed(directory: Path) -> Path:
-    """What a daemon that runs on `directory` would leave if it were killed now: its files."""
+    """A copy of the files that a daemon on `directory` would leave if it were killed now."""
     copy = directory.with_name(directory.name + "-left")
     shutil.copytree(directory / "shm", copy / "shm")
     shutil.copytree(directory / "disk", copy / "disk")
@@ -60,7 +60,7 @@ async def listed(daemon: Running, tier: Tier) -> list[pb.EntryDetail]:
 
 
 def put(daemon: Running, tier: Tier, of: Key, generation: int) -> None:
-    """A record that no entry owns, with its bytes, in room that none has."""
+    """A record without an entry, and its bytes, in free room."""
     store, extents = daemon.core.stores[tier], daemon.tables.ledgers[tier].extents
     room = extents.allocate(store.stored_bytes(len(DATA), 0))
     put_at(store, of, generation, room)
@@ -72,7 +72,7 @@ def put_at(store: Store, of: Key, generation: int, location: Location) -> None:
 
 
 async def fill(session: OpenSession) -> None:
-    """Five entries in every tier, used in another order than they were saved in."""
+    """Five entries in every tier, not used in the order in which they were saved."""
     for tier in Tier:
         for number in range(5):
             await session.save({key(10 * tier + number): payload(number)}, tier)
@@ -83,15 +83,15 @@ async def fill(session: OpenSession) -> None:
 @pytest.mark.parametrize("how", ["in order", "killed"])
 @in_loop
 async def test_what_survives_is_what_it_was(tmp_path: Path, how: str) -> None:
-    """The same bytes, in the same order of eviction, as often used."""
+    """Asserts the same bytes, the same eviction order and the same numbers of uses."""
     directory = tmp_path / "first"
     directory.mkdir()
     async with running(directory) as daemon:
         await fill(await daemon.open())
         daemon.core._flush()
         before = {tier: await listed(daemon, tier) for tier in Tier}
-        # Use is recorded by the committer of each tier, behind the saves that it does with it: the
-        # second save from here on is behind that.
+        # The committer of each tier records usage after the saves of its batch, so the second save
+        # from here on comes after the record.
         session = await daemon.open()
         late = [key(number) for number in range(96, 100)]
         for of, tier in zip(late, 2 * (Tier.SHM, Tier.DISK), strict=True):
@@ -123,9 +123,9 @@ async def test_what_survives_is_what_it_was(tmp_path: Path, how: str) -> None:
 async def test_what_is_found_on_disk_waits_for_a_save_to_shm_and_takes_its_place(
     tmp_path: Path, hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save that is being committed can't be taken back: published, it gives way. Else a client
-    that saves the same again, while a start recovers, would leave it where less survives. A
-    device that hangs holds up nobody's recovery."""
+    """A save that is being committed can't be cancelled; once published, it is replaced. Otherwise
+    a client that saves the same key again during a recovery would move the entry to a tier that
+    survives less. A device that hangs does not delay the recovery of another."""
     committing, go_on = threading.Event(), threading.Event()
 
     def hold(operation: str) -> None:
@@ -138,7 +138,7 @@ async def test_what_is_found_on_disk_waits_for_a_save_to_shm_and_takes_its_place
         core, session = daemon.core, await daemon.open()
         shm = core.stores[Tier.SHM]
         assert isinstance(shm, FaultyStore)
-        shm.arm(Fault.WRITE_ERROR)  # so that its thread does it again, which is held
+        shm.arm(Fault.WRITE_ERROR)  # so that its thread commits it again, which the test holds up
         saving = asyncio.ensure_future(session.save({key(1): DATA}, Tier.SHM))
         await asyncio.to_thread(committing.wait, PATIENCE_S)
         store = core.stores[Tier.DISK]
@@ -186,7 +186,7 @@ async def test_the_start_says_what_came_back(tmp_path: Path) -> None:
 async def test_what_does_not_fit_any_more_goes_least_recent_first(
     tmp_path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the store and the state get the entries in several batches."""
+    """Even if the entries come in several batches."""
     monkeypatch.setattr(records, "_BATCH_ENTRIES", 2)
     monkeypatch.setattr(recovery, "_ADOPTED_AT_ONCE", 1)
     async with running(tmp_path) as daemon:
@@ -231,7 +231,7 @@ async def test_a_start_goes_on_in_batches_and_answers_in_between(
 async def test_stamps_go_on_behind_those_that_came_back_whatever_the_clock_says(
     tmp_path: Path,
 ) -> None:
-    """Somebody set it back between two starts."""
+    """The system time was set back between two starts."""
     late = ManualClock()
     late.forward(1e6)
     async with running(tmp_path, clock=late) as daemon:
@@ -254,7 +254,7 @@ async def test_stamps_go_on_behind_those_that_came_back_whatever_the_clock_says(
 async def test_a_record_that_was_committed_and_not_published_is_whole(
     tmp_path: Path, tier: Tier
 ) -> None:
-    """Killed between the sync and the answer: it may come back, and then it is right."""
+    """Killed between the sync and the answer: the entry may survive, and then it is right."""
     async with running(tmp_path) as daemon:
         put(daemon, tier, key(2), 7)
         assert await daemon.presence(key(2)) == [pb.PRESENCE_ABSENT]
@@ -290,7 +290,7 @@ async def test_bytes_that_were_written_and_not_published_are_nothing(tmp_path: P
 
 @in_loop
 async def test_damaged_bytes_and_damaged_records_are_dropped_and_said_so(tmp_path: Path) -> None:
-    """The other entries come back."""
+    """The other entries survive."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(n): payload(n) for n in (1, 2, 3)}, Tier.SHM)
@@ -340,7 +340,7 @@ async def test_a_key_in_two_tiers_comes_back_once(tmp_path: Path) -> None:
 async def test_an_index_that_cannot_be_filled_is_handed_to_no_client(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The daemon serves all the same."""
+    """The daemon serves nevertheless."""
     monkeypatch.setattr(reindexing, "FIRST_S", 3_600.0)
 
     class FailingIndex(IndexWriter):
@@ -365,8 +365,8 @@ async def test_an_index_that_cannot_be_filled_is_handed_to_no_client(
 async def test_an_arena_shows_whose_it_is_before_anything_is_written_to_it(
     tmp_path: Path, tier: Tier
 ) -> None:
-    """A reader of an earlier start sees by it that what it reads may be another entry's. So nothing
-    that was claimed before has to stay pinned."""
+    """It shows a reader of an earlier start that the bytes may belong to another entry. So entries
+    that were claimed before need not stay pinned."""
     file = tmp_path / tier.label / ARENA_FILE
     recovered: list[bytes] = []
 
@@ -430,7 +430,7 @@ def orphan_row(daemon: Running, number: int) -> Listed:
 
 @in_loop
 async def test_a_save_that_is_being_committed_is_no_orphan(tmp_path: Path) -> None:
-    """Its record stands already, and the daemon does not know yet that it does."""
+    """Its record is written, and the daemon has no result yet."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         core, store = daemon.core, daemon.core.stores[Tier.DISK]

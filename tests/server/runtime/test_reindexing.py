@@ -1,5 +1,4 @@
-"""A new index in place of one that was revoked: it says what the tables say, whatever happens
-while it is filled."""
+"""The new index after a revoked one equals the tables, whatever happens while it is filled."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from tests.support.running import answer, in_loop, key, payload, running
 
 
 def spread(number: int) -> Key:
-    """The index hashes the first bytes: of `key` they are all alike."""
+    """Keys with different hashes: the index hashes the first bytes, which `key` leaves alike."""
     return Key(hashlib.sha256(number.to_bytes(8)).digest())
 
 
@@ -61,7 +60,7 @@ async def test_after_a_bug_there_is_a_new_index(tmp_path: Path) -> None:
 async def test_what_changes_while_it_is_filled_is_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before, at and behind the place that it has come to."""
+    """Before, at and behind the shard that is being put."""
     paused: asyncio.Queue[asyncio.Event] = asyncio.Queue()
 
     class OneByOne:
@@ -82,7 +81,7 @@ async def test_what_changes_while_it_is_filled_is_in_it(
         for round_ in range(2_048):
             go_on = await paused.get()
             if not round_ % 64:
-                # The tier is full: what is saved evicts.
+                # The tier is full, so each save evicts.
                 new = {spread(2_000 + round_ * 4 + n): payload(n, 3_000) for n in range(8)}
                 assert set(await session.save(new)) == {pb.SAVE_STATUS_SAVED}
             go_on.set()
@@ -100,7 +99,7 @@ async def test_one_that_fails_again_is_tried_again_later(
     slept: asyncio.Queue[float] = asyncio.Queue()
 
     class Successors(FailingIndex):
-        """Each of them fails like the first."""
+        """Each attempt fails like the first."""
 
         def successor(self) -> IndexWriter:
             following = Successors(*self._made_of)

@@ -1,4 +1,4 @@
-"""Tiers of another size in a running daemon: their memory, their files, and what is refused."""
+"""Resizing the tiers of a running daemon: their memory, their files, and refused sizes."""
 
 from __future__ import annotations
 

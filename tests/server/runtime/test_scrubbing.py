@@ -1,4 +1,4 @@
-"""Reading what is stored back in the background: all of it, in its time, and in nobody's way."""
+"""Reading back in the background: all entries, at the configured rate, delaying no call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MIB = 2**20
 
 
 class Time:
-    """Sleeps of the scrubber: they pass when the test says so, and are written down."""
+    """The sleeps of the scrubber, which are recorded and end when the test says so."""
 
     def __init__(self, daemon: Running) -> None:
         clock = daemon.core.clock
@@ -56,12 +56,12 @@ class Time:
         self._clock.forward_monotonic(seconds)
 
     async def asleep(self) -> float:
-        """Wait until it sleeps; for how long it wants to."""
+        """Wait until the scrubber sleeps. Returns for how long."""
         await self._asleep.wait()
         return self.slept_s[-1]
 
     async def pass_by(self) -> float:
-        """Let this sleep be over, and wait for the next."""
+        """End this sleep, and wait for the next."""
         self._asleep.clear()
         self._may_go_on.set()
         return await self.asleep()
@@ -86,7 +86,7 @@ async def scrubbing(
 
 
 async def whole_pass(time: Time) -> None:
-    """Up to the rest between two passes."""
+    """Go on to the pause between two passes."""
     while await time.pass_by() < MIN_PASS_S / 2:
         pass
 
@@ -119,7 +119,7 @@ async def test_a_pass_reads_everything_and_drops_what_is_damaged(
             assert (scrub.damaged_entries, scrub.unreadable_entries) == (1, 0)
             assert (scrub.passes, scrub.progress) == (1, 1.0)
             assert scrub.last_pass_unix_ns == daemon.core.clock.now_ns()
-            # The rate, and the rest until the next pass may begin.
+            # The rate, and the pause until the next pass may begin.
             cost_bytes = 50 * (len(payload(0)) + ENTRY_BYTES)
             assert sum(time.slept_s) == pytest.approx(MIN_PASS_S, rel=1e-6)
             assert time.slept_s[-1] == pytest.approx(MIN_PASS_S - cost_bytes / MIB, rel=0.01)
@@ -152,7 +152,7 @@ async def test_a_pass_covers_what_stays_while_everything_else_comes_and_goes(
             await time.asleep()
             number = 1_000
             while not scrubber.scrubs[Tier.SHM].passes:
-                # The tier is full of others: each save evicts some of them.
+                # The tier is full of other entries: each save evicts some of them.
                 await session.save(
                     {key(n): payload(n, 4_000) for n in range(number, number + 60)}, Tier.SHM
                 )
@@ -247,6 +247,6 @@ def test_the_pace_is_kept_on_average_and_little_is_caught_up() -> None:
     assert pace.wait_s(100, 10 * second) == 0, "it begins a second late"
     assert pace.wait_s(50, 10 * second) == 0.5
     assert pace.wait_s(50, 10 * second) == 1.0
-    # A device took five seconds for it: one of them is caught up.
+    # A device took five seconds: one of them is caught up.
     assert pace.wait_s(100, 16 * second) == 0
     assert pace.wait_s(100, 16 * second) == 1.0

@@ -18,7 +18,7 @@ from tests.support.running import OpenSession, in_loop, key, payload, running
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every slice is over at once."""
+    """Slices of no time."""
     monkeypatch.setattr(slices, "SLICE_NS", 0)
     monkeypatch.setattr(slices, "_SORTED_AT_ONCE", 3)
 

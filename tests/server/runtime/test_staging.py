@@ -1,4 +1,4 @@
-"""Staging memory: the client's to write, the daemon's to copy from, nobody's to resize."""
+"""Staging memory: clients write to it, the daemon copies from it, and nothing can resize it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_memory_that_there_is_none_of_is_an_error_and_leaks_nothing() -> None:
 
 
 class AtOnce(Executor):
-    """Does what it is told in the thread that tells it."""
+    """Runs each task at once, in the calling thread."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         done: Future[Any] = Future()
@@ -151,7 +151,7 @@ async def test_what_is_idle_is_given_back_and_comes_again(clock: ManualClock) ->
         pool.give_back_idle()
         assert (pool.used_bytes, memory.resident_bytes) == (0, 0)
         assert theirs[:4] == bytes(4)
-        # What is copied out now may be zeros that the client never wrote.
+        # A copy may now find zeros that the client never wrote.
         with pytest.raises(UnknownStaging, match="save this over gRPC"), pool.using(1):
             pass
         assert (pool.used_bytes, memory.resident_bytes) == (SIZE, SIZE)
@@ -203,7 +203,7 @@ async def test_its_timer_gives_back_what_is_idle(
 
 
 class Later(Executor):
-    """Does nothing until it is told."""
+    """Runs its tasks when `work` is called."""
 
     def __init__(self) -> None:
         self.tasks: list[tuple[Any, ...]] = []
@@ -228,7 +228,7 @@ def is_open(memory: Staging, inode: int) -> bool:
 
 @in_loop
 async def test_populating_outlives_the_session_and_takes_nothing(clock: ManualClock) -> None:
-    """The descriptor's number may be another file's by then."""
+    """The number of the descriptor may belong to another file by then."""
     executor = Later()
     pool = StagingPool(SIZE, SIZE, executor, clock)
     memory = pool.open(1)
@@ -246,7 +246,7 @@ async def test_populating_outlives_the_session_and_takes_nothing(clock: ManualCl
 async def test_the_memory_of_a_session_that_ends_is_unmapped_on_another_thread(
     clock: ManualClock,
 ) -> None:
-    """It takes up to a second. But nobody sees anything of it any more."""
+    """Unmapping takes up to a second. Nothing can use the memory meanwhile."""
     executor = Later()
     pool = StagingPool(SIZE, SIZE, executor, clock)
     memory = pool.open(1)
@@ -265,7 +265,7 @@ async def test_the_memory_of_a_session_that_ends_is_unmapped_on_another_thread(
 
 @in_loop
 async def test_an_executor_that_ends_leaves_no_memory_behind(clock: ManualClock) -> None:
-    """Neither what it has begun with nor what it has not."""
+    """Neither of tasks that it has begun, nor of others."""
     executor = Later()
     pool = StagingPool(SIZE, 3 * SIZE, executor, clock)
     memories = [pool.open(session) for session in (1, 2, 3)]

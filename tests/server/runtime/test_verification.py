@@ -74,7 +74,7 @@ async def test_a_disk_file_that_was_cut_short_is_damage(tmp_path: Path) -> None:
 
 
 class Held:
-    """A store whose reads wait until they may."""
+    """A store whose reads wait for `may_go_on`."""
 
     def __init__(self) -> None:
         self.reads = 0
@@ -104,7 +104,7 @@ async def test_a_flood_of_suspects_is_verified_one_by_one_and_delays_no_save(
             await session.say(suspect=pb.Suspect(keys=keys))
         await session.beat()
         assert verifications.pending == 20
-        # It needs a worker thread, and finds one.
+        # It needs a worker thread, and gets one.
         assert await session.save({key(100): bytes(300_000)}, Tier.SHM) == [SAVED]
         assert held.reads <= 1
         held.may_go_on.set()
@@ -149,7 +149,7 @@ async def test_an_entry_that_cannot_be_read_now_stays_and_is_reported(
         assert daemon.core.unhealthy() == {f"{tier.label} reads": why}
         assert await session.restore(key(1)) == DATA
         assert daemon.tables.tier_counters[tier].corrupt == 0
-        # What can't be read back is told, and not dropped either.
+        # An entry that can't be read back is reported, but not dropped.
         store.arm(Fault.READ_ERROR)
         found = await daemon.verify()
         (problem,) = found.problems

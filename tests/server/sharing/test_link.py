@@ -1,4 +1,4 @@
-"""In which order what nodes share leaves a full engine, and what is remembered of it."""
+"""The order in which shared entries leave a full engine, and what a node remembers of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong with an object store costs misses, in time, and is said."""
+"""Failures of an object store are misses, by the deadline, and are reported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEYS = [entry.key for entry in ENTRIES]
 
 
 class Bucket(BaseHTTPRequestHandler):
-    """Has every object; `fault` answers instead of it, or returns False."""
+    """A server that has every object. `fault` may answer instead, or return False."""
 
     fault: Callable[[Bucket], bool]
     protocol_version = "HTTP/1.1"

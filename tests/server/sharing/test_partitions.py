@@ -1,5 +1,5 @@
-"""A fleet whose nodes and masters are hosts of their own, while they are killed and cut off:
-nothing wrong is served, and no call takes longer than it may. `bench_fleet.py --hosts` is its long
+"""A fleet whose nodes and masters are hosts of their own, while they are killed and cut off: no
+wrong bytes are served, and no call takes longer than allowed. `bench_fleet.py --hosts` is the long
 form."""
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tests.support.warm import WARM
 BENCH = Path(__file__).parents[2] / "bench/bench_fleet.py"
 RUN = f"import runpy; runpy.run_path({str(BENCH)!r}, run_name='__main__')"
 BLOCKS = 6
-#: Each of these is dealt to another node than the request before, and begins with what that had.
+#: Each request goes to another node than the one before, and begins with the prompt of that one.
 REQUESTS = 21
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
 
 def reaches(here: Host, there: Host) -> bool:
-    """Is a connection to where nobody listens refused, which takes somebody who is there?"""
+    """Whether a connection to a closed port is refused, which a reachable host does."""
     script = (
         f"import socket\ntry: socket.create_connection(('{there.address}', 9), 0.5)\n"
         "except ConnectionRefusedError: print('refused')\nexcept OSError: pass"

@@ -1,4 +1,4 @@
-"""What a node reads from another one: in one trip, and right or not at all."""
+"""Reads from another node: one round trip, and right bytes or none."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def test_payloads_come_in_one_trip_each_for_itself() -> None:
             assert peer._client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
             asked = [
                 wanted(keys[0], payloads[0]),
-                wanted(keys[1], payloads[1][1:]),  # another length
+                wanted(keys[1], payloads[1][1:]),  # a wrong length
                 wanted(keys[2], payloads[2]),
-                wanted(keys[3], payloads[3], crc=0),  # other bytes
+                wanted(keys[3], payloads[3], crc=0),  # a wrong checksum
                 wanted(keys[4], payloads[4]),  # was never there
             ]
             outcomes = peer.read(asked, monotonic() + PATIENCE_S)

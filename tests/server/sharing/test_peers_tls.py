@@ -37,7 +37,7 @@ def secret(path: Path, text: str) -> Path:
 
 
 def signed(directory: Path, authority: Authority, number: int) -> tuple[Path, Path]:
-    """A node's certificate and key, and whom the fleet trusts, where its options say."""
+    """Write a node's certificate and key, and the CA of the fleet, to the files of its options."""
     shutil.copy(authority.certificate, directory / "fleet.pem")
     certificate, key = directory / f"node-{number}.pem", directory / f"node-{number}.key"
     for source, target in zip(authority.sign(f"node-{number}"), (certificate, key), strict=True):
@@ -50,7 +50,7 @@ def signed(directory: Path, authority: Authority, number: int) -> tuple[Path, Pa
 def nodes(
     tmp_path: Path, authority: Authority, *flags: str
 ) -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Client]]]:
-    """Two; the second is started with `flags` as well. Their files are in `tmp_path`."""
+    """Two nodes; the second has `flags`, too. Their files are in `tmp_path`."""
     fleet = tmp_path / "fleet.pem"
     tokens = secret(tmp_path / "tokens", f"read a-node {TOKEN}\n")
     token = secret(tmp_path / "token", f"{TOKEN}\n")
@@ -98,7 +98,7 @@ def test_nodes_read_from_each_other_over_tls(tmp_path: Path, authority: Authorit
 def test_a_fleet_changes_its_certificates_without_a_restart(
     tmp_path: Path, authority: Authority, stranger: Authority
 ) -> None:
-    """All of them: nodes that meet after that know nothing of those before."""
+    """All certificates change: connections made afterwards do not use the former ones."""
     with nodes(tmp_path, authority) as (engine, daemons, (here, there)):
         for number, daemon in enumerate(daemons):
             signed(tmp_path, stranger, number)
@@ -122,7 +122,7 @@ def test_a_fleet_changes_its_certificates_without_a_restart(
 def test_who_is_not_let_in_misses_and_says_why(
     tmp_path: Path, authority: Authority, stranger: Authority, what: str
 ) -> None:
-    """The second node is not what the first one wants, or does not want the first one."""
+    """The second node is not trusted by the first, or does not trust it."""
     wrong = secret(tmp_path / "wrong", "wrong-" * 10)
     certificate, key = (
         stranger.sign("node") if what == "certificate" else authority.sign("late", days=-1)

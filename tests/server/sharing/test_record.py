@@ -1,4 +1,4 @@
-"""What lies in an engine is believed as far as no harm can come of it."""
+"""The format of entries in an engine, and what is wrong with it is refused."""
 
 from __future__ import annotations
 

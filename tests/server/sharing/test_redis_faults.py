@@ -1,4 +1,4 @@
-"""What goes wrong with the nodes of an engine costs misses of theirs, in time, and says so."""
+"""Failures of an engine's nodes are misses of their keys, by the deadline, and are reported."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def share_of(node: FakeRedis) -> int:
 
 
 def counts(store: RedisStore, node: FakeRedis) -> tuple[int, int, int]:
-    """Requests to a node, of them unanswered, of them refused."""
+    """The numbers of requests to a node, of unanswered and of refused ones."""
     (found,) = (each for each in store.statuses() if each.name == f"127.0.0.1:{node.port}")
     return found.requests, found.unanswered, found.refused
 
@@ -124,7 +124,7 @@ def test_a_node_that_hangs_is_not_waited_for_for_ever(
 def test_an_answer_that_comes_late_is_never_taken_for_another(
     nodes: list[FakeRedis], store: RedisStore
 ) -> None:
-    """The connection is given up with its first answer that is missing."""
+    """The connection is closed when its first answer is missing."""
     nodes[1].answers.clear()
     store.find(KEYS, monotonic() + 0.01)
     nodes[1].answers.set()
@@ -178,7 +178,7 @@ def test_what_could_be_the_beginning_of_a_reply_ends_with_the_deadline(
     nodes: list[FakeRedis], store: RedisStore, rubbish: bytes
 ) -> None:
     nodes[0].fault = lambda command: rubbish if command[0] == b"GET" else None
-    fetch(store, monotonic() + 0.1)  # compares what it calls done
+    fetch(store, monotonic() + 0.1)  # compares the payloads of those that are done
     nodes[0].fault = lambda _: None
     eventually(lambda: None not in store.find([key for key in KEYS if there(nodes, key)], soon()))
 
@@ -228,7 +228,7 @@ def test_values_of_another_form_are_misses_and_are_dropped(
 
 
 def test_slots_that_move_are_asked_for_again(nodes: list[FakeRedis], store: RedisStore) -> None:
-    """One of three is taken out; the others have its keys."""
+    """One of three nodes is removed; the others take its keys."""
     gone = nodes[0]
     for node in nodes[1:]:
         node.values |= gone.values

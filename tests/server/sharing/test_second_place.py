@@ -1,4 +1,4 @@
-"""What two nodes have is read from the second where the first does not bring it."""
+"""An entry of two nodes is read from the second if the first does not send it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 2**20
 
 @pytest.fixture
 def three() -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Client]]]:
-    """The first had it all, the second has it from there; the third has nothing."""
+    """The second node fetched every entry from the first; the third has none."""
     with ExitStack() as stack:
         engine = FakeRedis()
         stack.callback(engine.close)

@@ -1,4 +1,4 @@
-"""The daemon's own session, under which everything comes that other nodes have."""
+"""The daemon's own session, under which entries of other nodes are fetched."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG = SharingConfig(Tier.RAM, WritePolicy.NONE, 3_600_000, 2**20)
 
 
 class Elsewhere(SharedStore):
-    """Has every key, with the same bytes."""
+    """An engine that has every key, with the same bytes."""
 
     def find(self, keys: Sequence[Key], _deadline_s: float) -> list[SharedEntry | None]:
         return [SharedEntry(each, len(DATA), 16, 0, crc32c(DATA)) for each in keys]
@@ -55,7 +55,7 @@ class Elsewhere(SharedStore):
 
 
 class Halting(Elsewhere):
-    """One that sends the first payload of a call and then nothing until the deadline."""
+    """An engine that sends the first payload of a call, and then nothing until the deadline."""
 
     def __init__(self) -> None:
         self.find_by_s = self.get_by_s = 0.0
@@ -113,7 +113,7 @@ async def test_a_session_that_ended_is_followed_by_another(tmp_path: Path) -> No
 
 
 class Misconfigured(Elsewhere):
-    """Until somebody mends it."""
+    """An engine with a bad setting until `mended` is set."""
 
     mended = False
 

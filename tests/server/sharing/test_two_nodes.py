@@ -1,5 +1,5 @@
-"""Two real daemons and one engine: what is saved on one is read on the other, byte by byte, and
-whatever happens to the engine is a miss."""
+"""Two real daemons and one engine: blocks that are saved on one are read on the other, and failures
+of the engine are misses."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def everything() -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Client]]
 
 @pytest.fixture
 def peers() -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Client]]]:
-    """Two that read from each other; the engine has no payloads."""
+    """Two daemons that read from each other; the engine has no payloads."""
     with ExitStack() as stack:
         engine = FakeRedis()
         stack.callback(engine.close)
@@ -79,7 +79,7 @@ def keys_of(client: Client) -> list[Key]:
 
 
 def name_of(key: Key) -> bytes:
-    """In the engine."""
+    """The name of a key in the engine."""
     return b"px1:1:{%b}" % key.hex().encode()
 
 
@@ -91,7 +91,7 @@ def save(client: Client, numbers: range) -> None:
 
 
 def run_of(client: Client) -> int:
-    """How many blocks of the prompt a search finds; each is held against what was saved."""
+    """How many blocks of the prompt a search finds. Checks the bytes of each."""
     hit = client.longest_run(client.chain(NAMESPACE, TOKENS, BLOCK_TOKENS))
     return restored(client, hit) if hit else 0
 
