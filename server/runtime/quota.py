@@ -29,8 +29,12 @@ class Room:
     async def belongs_to(self, session: int) -> None:
         """Count the room for a session from now on. May wait for other calls of the session. Raises
         LimitReached."""
-        await self._quota.share_of(session).take(self.size_bytes)
-        self._session = session
+        try:
+            await self._quota.share_of(session).take(self.size_bytes)
+            self._session = session
+        except BaseException:
+            self._quota.forget_share(session)
+            raise
 
     def end(self) -> None:
         if self._session is not None:

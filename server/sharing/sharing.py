@@ -97,14 +97,7 @@ class Sharing:
     def nodes(self) -> list[pb.SharedNode]:
         """The nodes of the engine. On any thread."""
         return [
-            pb.SharedNode(
-                name=node.name,
-                state=node.state.value,
-                why=node.why,
-                requests=node.requests,
-                unanswered=node.unanswered,
-                refused=node.refused,
-            )
+            pb.SharedNode(**asdict(node) | {"state": node.state.value})
             for node in self._link.store.statuses()
         ]
 

@@ -65,7 +65,7 @@ ALSO: Final[dict[str, tuple[str, ...]]] = {
         "tests/contract/test_store_contract.py",
         "sim 20",
         "tests/server/runtime/test_resizing.py tests/server/runtime/test_committer.py "
-        "tests/server/runtime/test_incoming.py tests/server/runtime/test_incoming_clients.py",
+        "tests/server/runtime/test_incoming.py",
         "tests/hostile/test_full_devices.py tests/power/test_power.py",
     ),
     "server/runtime/committer.py": (

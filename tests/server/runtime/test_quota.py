@@ -129,3 +129,14 @@ async def test_a_wait_for_a_share_has_an_end_and_takes_nothing() -> None:
             await room.belongs_to(2)
         assert of.used_bytes == 50
     assert (of.used_bytes, of.refusals, of._shares) == (0, 2, {})
+
+
+@in_loop
+async def test_a_share_is_forgotten_when_its_last_call_is_cancelled_as_it_gets_room() -> None:
+    of = quota()
+    async with of.room(50, session=1):
+        second = Taking(of, 50, session=1)
+        await some_turns()
+    second.task.cancel()
+    await asyncio.gather(second.task, return_exceptions=True)
+    assert (of.used_bytes, of._shares) == (0, {})

@@ -1,20 +1,28 @@
-"""Reads from another node: one round trip, and right bytes or none."""
+"""Reads from another node: one round trip, right bytes or none, and then the second node."""
 
 from __future__ import annotations
 
 import os
-from contextlib import closing
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from time import monotonic
 from typing import Any
+
+import pytest
 
 from prefixd.client import Client, SaveReason, Tier
 from prefixd.client.wire.channel import Security
 from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
-from prefixd.server.sharing.peers import DaemonPeer
+from prefixd.server.sharing.peers import DaemonPeer, Pace
 from prefixd.server.sharing.store import Outcome, SharedEntry, Wanted
-from tests.support.daemon import tcp_address, tcp_daemon
+from tests.server.sharing.test_two_nodes import keys_of, run_of, save
+from tests.support.daemon import eventually, tcp_address, tcp_daemon
+from tests.support.fake_redis import FakeRedis
 from tests.support.fakes import PATIENCE_S
+from tests.support.outside import DaemonProcess, daemon_process
+from tests.support.redis_servers import free_ports
 
 
 def wanted(key: Key, payload: bytes, *, crc: int | None = None) -> Wanted:
@@ -50,3 +58,97 @@ def test_payloads_come_in_one_trip_each_for_itself() -> None:
             daemon.kill()
             assert peer.read(asked[:1], monotonic() + PATIENCE_S) == [Outcome.UNAVAILABLE]
             assert peer.read(asked[:1], monotonic()) == [Outcome.UNAVAILABLE]
+
+
+# ---- the second place
+
+
+MIB = 2**20
+
+
+@pytest.fixture
+def three() -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Client]]]:
+    """The second node fetched every entry from the first; the third has none."""
+    with ExitStack() as stack:
+        engine = FakeRedis()
+        stack.callback(engine.close)
+        daemons, clients, addresses = [], [], []
+        for port in free_ports(3):
+            address = f"127.0.0.1:{port}"
+            addresses.append(address.encode())
+            daemon = stack.enter_context(
+                daemon_process(
+                    f"--shared.engine={engine.url}",
+                    *("--shared.write=all", "--shared.payloads=nodes"),
+                    *(f"--shared.address={address}", f"--server.tcp={address}"),
+                )
+            )
+            daemon.start()
+            daemons.append(daemon)
+            client = Client(daemon.address, shared_wait_ms=10_000, deadline_ms=60_000)
+            clients.append(stack.enter_context(client))
+        save(clients[0], range(12))
+        eventually(lambda: len(engine.values) == 12)
+        assert run_of(clients[1]) == 12
+        both = b" ".join((addresses[1], addresses[0]))
+        eventually(lambda: all(value.endswith(both) for value, _ in engine.values.values()))
+        yield engine, daemons, clients
+
+
+def second(daemon: DaemonProcess) -> tuple[int, int]:
+    with daemon.admin() as admin:
+        shared = admin.stats().shared
+        return shared["second_asked"], shared["second_came"]
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped", "evicted"])
+def test_it_comes_from_the_second_place(
+    three: tuple[FakeRedis, list[DaemonProcess], list[Client]], how: str
+) -> None:
+    _, daemons, clients = three
+    try:
+        match how:
+            case "killed":
+                daemons[1].kill()
+            case "stopped":
+                os.kill(daemons[1].pid, signal.SIGSTOP)
+            case _:
+                clients[1].delete(keys_of(clients[1]))
+        assert run_of(clients[2]) == 12
+    finally:
+        if how == "stopped":
+            os.kill(daemons[1].pid, signal.SIGCONT)
+    assert second(daemons[2]) == (12, 12)
+
+
+def test_the_second_is_not_asked_for_what_the_first_brought(
+    three: tuple[FakeRedis, list[DaemonProcess], list[Client]],
+) -> None:
+    _, daemons, clients = three
+    assert run_of(clients[2]) == 12
+    assert second(daemons[2]) == (0, 0)
+
+
+def test_what_neither_has_is_forgotten(
+    three: tuple[FakeRedis, list[DaemonProcess], list[Client]],
+) -> None:
+    engine, daemons, clients = three
+    for client in clients[:2]:
+        client.delete(keys_of(client)[3:4])
+    assert run_of(clients[2]) == 3
+    assert not any(keys_of(clients[2])[3].hex().encode() in name for name in engine.values)
+    assert second(daemons[2]) == (1, 0)
+
+
+def test_patience_is_what_reads_took_and_never_more_than_half() -> None:
+    pace = Pace()
+    assert pace.patience_s(MIB, 1.0) == 0.5, "nothing is known yet"
+    for _ in range(64):
+        pace.add(MIB, 0.05)
+    assert pace.patience_s(MIB, 1.0) == pytest.approx(0.1)
+    assert pace.patience_s(MIB, 0.1) == 0.05
+    assert pace.patience_s(0, 1.0) == pytest.approx(0.02)
+    assert 0.1 < pace.patience_s(2 * MIB, 1.0) < 0.2
+    for _ in range(2):
+        pace.add(MIB, 5.0)
+    assert pace.patience_s(MIB, 1.0) == pytest.approx(0.1), "one in twenty may be slow"
