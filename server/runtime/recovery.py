@@ -92,27 +92,25 @@ class Recovery:
         await core.devices.run(tier, store.set_incarnation, self._incarnation)
         batches = store.recover()
         slices = Slices()
-        begun = False
-        logged = more = 0
+        first = True
+        dropped = 0
         while (batch := await core.devices.run(tier, next, batches, None)) is not None:
-            if not begun:
+            if first:
                 core.freezer.expect(len(batch.entries) + batch.following)
                 core.index.expect(len(batch.entries) + batch.following)
-                begun = True
+                first = False
             for key, why in batch.dropped:
-                if logged < _MAX_LOGGED:
+                dropped += 1
+                if dropped <= _MAX_LOGGED:
                     log.warning("entry_dropped", tier=tier.label, key=key.hex(), why=why)
-                    logged += 1
-                else:
-                    more += 1
                 await slices.pause()
             await _adopt(core, tier, batch, slices)
             core.freezer.published(core.state.tables.tier_counters.values())
             if store.recorded:
                 entries = core.state.tables.tier_counters[tier].recovered_entries
                 self._say(tier, entries, batch.following)
-        if more:
-            log.warning("entries_dropped", tier=tier.label, more=more)
+        if dropped > _MAX_LOGGED:
+            log.warning("entries_dropped", tier=tier.label, more=dropped - _MAX_LOGGED)
 
 
 async def _adopt(core: Core, tier: Tier, batch: RecoveryBatch, slices: Slices) -> None:

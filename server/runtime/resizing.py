@@ -240,8 +240,8 @@ class Securing:
 
     def __init__(self, core: Core, store: Store) -> None:
         self._core = core
-        self._tier = store.tier
         self._store = store
+        self._tier = store.tier
         self._segments = store.secure_segments()
         self._part = f"{store.tier.label} arena"
         self._secured_bytes = store.secured_bytes

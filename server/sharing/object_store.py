@@ -97,10 +97,7 @@ class ObjectStore(SharedStore):
             obstore.put(self._store, self._path(offer.entry.key), value)
             return Outcome.DONE
 
-        return [
-            result if isinstance(result, Outcome) else Outcome.UNAVAILABLE
-            for result in self._each(write, offers, deadline_s)
-        ]
+        return self._each(write, offers, deadline_s)
 
     def touch(self, _expiries_ms: Sequence[tuple[Key, int]], _deadline_s: float) -> list[Key]:
         """Does nothing: an object would have to be written again to live longer."""
