@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import count
 from typing import Final
 
@@ -125,12 +126,10 @@ class ChangeLog(ChangeListener):
         news = self._news
         if self.sequence > sequence or self.closed:
             return True
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await news.wait()
-        except TimeoutError:
-            return False
-        return True
+        return news.is_set()
 
     def close(self) -> None:
         """End the log and wake the watchers. Idempotent."""

@@ -14,7 +14,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from typing import Final, TypeVar
@@ -128,15 +128,10 @@ class Devices:
         except RuntimeError:
             raise stopping() from None
 
-    @contextmanager
-    def under_way(self, tier: Tier) -> Iterator[None]:
+    def under_way(self, tier: Tier) -> AbstractContextManager[None]:
         """`OutstandingIo.under_way`, for any tier."""
         io = self.io.get(tier)
-        if io is None:
-            yield
-        else:
-            with io.under_way():
-                yield
+        return nullcontext() if io is None else io.under_way()
 
     def oldest_ns(self, tier: Tier) -> int:
         """`OutstandingIo.oldest_ns`, for any tier. On any thread."""

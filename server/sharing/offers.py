@@ -6,14 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from itertools import islice
 from time import monotonic
-from typing import Final, NamedTuple
+from typing import Final
 
 import structlog
 
 from ...proto.keys import Key
 from ...proto.limits import MAX_BATCH_KEYS
-from ...proto.vocabulary import Tier
-from ...tiers.store import Damaged, StoreError, Usage
+from ...tiers.store import Damaged, Store, StoreError, Usage
 from ..core.entries import Entry
 from ..runtime.loop import Core
 from .fetcher import Fetcher
@@ -33,12 +32,6 @@ _HAPPENED: Final = {
 }
 
 
-class _Waiting(NamedTuple):
-    entry: Entry
-    generation: int
-    expires_at_ms: int
-
-
 class Offers:
     """An `EntryListener` that offers entries. Belongs to the event loop."""
 
@@ -46,8 +39,8 @@ class Offers:
         self._core = core
         self._link = link
         self._fetcher = fetcher
-        #: By key, in the order in which they are sent.
-        self._offers: dict[Key, _Waiting] = {}
+        #: Entries and their expiries, by key, in the order in which they are sent.
+        self._offers: dict[Key, tuple[Entry, int]] = {}
         #: Offers that are being sent.
         self._sending = 0
         #: The new expiries of entries in the engine.
@@ -97,7 +90,7 @@ class Offers:
         if len(self._offers) >= MAX_WAITING_OFFERS and entry.key not in self._offers:
             self._link.counters.offers_dropped += 1
             return
-        self._offers[entry.key] = _Waiting(entry, entry.generation, until_ms)
+        self._offers[entry.key] = entry, until_ms
         self._work.set()
 
     def _room_of(self, entry: Entry) -> int:
@@ -124,19 +117,18 @@ class Offers:
             self._link.counters.touched += len(some) - len(gone)
 
     async def _offer_some(self) -> None:
-        some: list[_Waiting] = []
+        some: list[tuple[Entry, int]] = []
         total_bytes = 0
         while self._offers and len(some) < MAX_BATCH_KEYS:
-            offer = next(iter(self._offers.values()))
-            entry = offer.entry
+            entry, until_ms = next(iter(self._offers.values()))
             if some and total_bytes + self._room_of(entry) > BATCH_BYTES:
                 break
             del self._offers[entry.key]
-            if _unchanged(offer) and entry.key not in self._link.known:
-                some.append(offer)
+            if not entry.published:
+                self._link.counters.offers_dropped += 1
+            elif entry.key not in self._link.known:
+                some.append((entry, until_ms))
                 total_bytes += self._room_of(entry)
-            else:
-                self._link.counters.offers_dropped += not _unchanged(offer)
         if not some:
             return
         self._sending = len(some)
@@ -147,57 +139,50 @@ class Offers:
             self._sending = 0
             self._link.memory.give(total_bytes)
 
-    async def _send(self, some: Sequence[_Waiting]) -> None:
-        payloads = self._link.store.holds_payloads
-        copies = await self._copies(some) if payloads else [b""] * len(some)
+    async def _send(self, some: Sequence[tuple[Entry, int]]) -> None:
+        copies = await self._copies([entry for entry, _ in some])
         # If an entry left its tier while it was copied, its room may hold another entry by now.
         offers = [
-            Offer(_shared(offer.entry), [memoryview(copy)], offer.expires_at_ms)
-            for offer, copy in zip(some, copies, strict=True)
-            if copy is not None and _unchanged(offer)
+            Offer(_shared(entry), [memoryview(copies[entry.key])], until_ms)
+            for entry, until_ms in some
+            if entry.key in copies and entry.published
         ]
         deadline_s = monotonic() + _OFFER_TIMEOUT_S
         outcomes = await self._link.call(lambda: self._link.store.put(offers, deadline_s))
-        for offer_, outcome in zip(offers, outcomes, strict=True):
-            self._link.note(_HAPPENED[outcome], offer_.entry)
+        for offer, outcome in zip(offers, outcomes, strict=True):
+            self._link.note(_HAPPENED[outcome], offer.entry)
             if outcome is Outcome.DONE:
                 self._link.counters.offered_entries += 1
-                self._link.counters.offered_bytes += offer_.entry.payload_bytes
-                self._link.known.remember(offer_.entry.key, offer_.expires_at_ms)
+                self._link.counters.offered_bytes += offer.entry.payload_bytes
+                self._link.known.remember(offer.entry.key, offer.expires_at_ms)
             elif outcome is Outcome.REFUSED:
                 self._link.counters.refused += 1
         unsent = len(some) - len(offers) + outcomes.count(Outcome.UNAVAILABLE)
         self._link.counters.offers_dropped += unsent
 
-    async def _copies(self, some: Sequence[_Waiting]) -> list[bytes | None]:
-        """A copy of each payload, None if it can't be read; tier by tier, on the threads of its
-        device."""
+    async def _copies(self, entries: Sequence[Entry]) -> dict[Key, bytes]:
+        """Copies of the payloads that can be read, tier by tier, on the threads of its device. They
+        are empty if the engine holds no payloads."""
+        if not self._link.store.holds_payloads:
+            return dict.fromkeys((entry.key for entry in entries), b"")
         core = self._core
-        copies: dict[int, bytes | None] = {}
+        copies: dict[Key, bytes] = {}
 
-        def copy(tier: Tier, numbers: Sequence[int]) -> None:
-            store = core.stores[tier]
-            with core.devices.under_way(tier):
-                for number in numbers:
-                    entry = some[number].entry
+        def copy(store: Store, some: Sequence[Entry]) -> None:
+            with core.devices.under_way(store.tier):
+                for entry in some:
                     try:
-                        copies[number] = b"".join(store.read(entry, 0, entry.payload_bytes))
+                        copies[entry.key] = b"".join(store.read(entry, 0, entry.payload_bytes))
                     except (StoreError, Damaged) as problem:
                         log.debug("offer_unreadable", key=entry.key.hex(), why=str(problem))
-                        copies[number] = None
 
-        for tier in core.stores:
-            numbers = [n for n, offer in enumerate(some) if offer.entry.tier is tier]
-            if numbers:
-                blocking = core.stores[tier].blocking
-                executor = core.devices.executor(tier) if blocking else self._link.threads
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(executor, copy, tier, numbers)
-        return [copies[number] for number in range(len(some))]
-
-
-def _unchanged(offer: _Waiting) -> bool:
-    return offer.entry.published and offer.entry.generation == offer.generation
+        loop = asyncio.get_running_loop()
+        for tier, store in core.stores.items():
+            some = [entry for entry in entries if entry.tier is tier]
+            if some:
+                executor = core.devices.executor(tier) if store.blocking else self._link.threads
+                await loop.run_in_executor(executor, copy, store, some)
+        return copies
 
 
 def _shared(entry: Entry) -> SharedEntry:

@@ -64,8 +64,9 @@ class Node:
         elif not self.connections:
             state = NodeState.UNREACHABLE
         why = "" if state is NodeState.SERVING else self.problem
-        name = f"{self.address[0]}:{self.address[1]}"
-        return NodeStatus(name, state, why, self.requests, self.unanswered, self.refused)
+        return NodeStatus(
+            name_of(self.address), state, why, self.requests, self.unanswered, self.refused
+        )
 
 
 class Nodes:
@@ -76,8 +77,8 @@ class Nodes:
     ) -> None:
         """`urls`: `redis://[[user]:password@]host:port[?option=...]`, or `rediss://` for TLS, of
         some of the nodes; the user, password and options of the first are used for all nodes.
-        `password`: replaces that of the URLs. Does not connect. Raises ValueError for an invalid
-        URL."""
+        `password`: replaces that of the URLs. Connects in the background. Raises ValueError for an
+        invalid URL."""
         if not urls:
             raise ValueError("a shared engine needs the address of at least one node")
         pools = [
@@ -111,9 +112,6 @@ class Nodes:
         self._topology_at_s = -TOPOLOGY_AT_MOST_EVERY_S
         self._closed = False
         self._threads: list[threading.Thread] = []
-
-    def start(self) -> None:
-        """Begin to connect, on own threads."""
         self._spawn(self._keep_topology, "prefixd-shared-slots")
 
     def wait_until_reached(self, timeout_s: float) -> bool:
@@ -158,26 +156,24 @@ class Nodes:
                 self._lose(node, connection, "it closed the connection")
             return None
 
-    def give_back(self, address: Address, connection: Connection, *, in_time: bool) -> None:
-        """`in_time`: the node answered within the deadline."""
+    def give_back(self, address: Address, connection: Connection) -> None:
+        """The call is over. It has broken the connection if the node missed the deadline."""
         with self._changed:
             node = self._nodes.get(address)
             if node is None or node.closed:
                 connection.close()
                 return
             node.lent.discard(connection)
-            if in_time:
+            if not connection.broken:
                 node.missed_deadlines = 0
-            else:
-                node.missed_deadlines += 1
-                if node.missed_deadlines >= PATIENCE_CALLS:
-                    node.rests_until_s = monotonic() + REST_S
-                    node.problem = f"it missed {node.missed_deadlines} deadlines in a row"
-            if connection.broken:
-                self._lose(node, connection, "it missed a deadline, or broke the connection")
-            else:
                 node.idle.append(connection)
                 self._changed.notify_all()
+                return
+            node.missed_deadlines += 1
+            self._lose(node, connection, "it missed a deadline, or broke the connection")
+            if node.missed_deadlines >= PATIENCE_CALLS:
+                node.rests_until_s = monotonic() + REST_S
+                node.problem = f"it missed {node.missed_deadlines} deadlines in a row"
 
     def moved(self) -> None:
         """A node does not serve a slot that it should: ask for all slots again, soon."""
@@ -261,7 +257,7 @@ class Nodes:
             except (redis.RedisError, OSError, ValueError) as error:
                 if "cluster support disabled" in str(error):
                     return [address] * SLOTS, ""
-                problem = f"{address[0]}:{address[1]}: {error}"
+                problem = f"{name_of(address)}: {error}"
             if self._closed:
                 break
         return None, problem
@@ -334,6 +330,10 @@ class Nodes:
             with contextlib.suppress(OSError):
                 connection.socket.shutdown(socket.SHUT_RDWR)
         self._changed.notify_all()
+
+
+def name_of(address: Address) -> str:
+    return f"{address[0]}:{address[1]}"
 
 
 def slots_of(ranges: Any, node_host: str) -> list[Address | None]:

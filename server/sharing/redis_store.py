@@ -20,7 +20,7 @@ import redis
 from ...proto.keys import Key
 from ...proto.layout import crc32c
 from .record import HEADER_BYTES, cut, decode_header, encode_header, parts_of
-from .redis_nodes import Address, Nodes
+from .redis_nodes import Address, Nodes, name_of
 from .resp import Piece, Refused, Request, Result, Work, exchange
 from .store import NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 
@@ -53,7 +53,6 @@ class RedisStore(SharedStore):
         self.nodes: Final = Nodes(urls, connections_per_node, password)
         self._threads: Final = ThreadPoolExecutor(_THREADS, "prefixd-shared-node")
         self._idle: Final = threading.Semaphore(_THREADS)
-        self.nodes.start()
 
     def find(self, keys: Sequence[Key], deadline_s: float) -> list[SharedEntry | None]:
         heads = self.heads(keys, HEADER_BYTES, deadline_s)
@@ -124,9 +123,11 @@ class RedisStore(SharedStore):
                 try:
                     settings = client.config_get("*")
                 except (redis.RedisError, OSError) as error:
-                    found.append(f"{_text(address)}: its settings can't be read: {error}")
+                    found.append(f"{name_of(address)}: its settings can't be read: {error}")
                 else:
-                    found += [f"{_text(address)}: {problem}" for problem in bad_settings(settings)]
+                    found += [
+                        f"{name_of(address)}: {problem}" for problem in bad_settings(settings)
+                    ]
         return found
 
     def health(self) -> dict[str, str]:
@@ -137,7 +138,7 @@ class RedisStore(SharedStore):
 
     def node_of(self, entry: SharedEntry) -> str:
         address = self.nodes.of(self.name(entry.key))
-        return "" if address is None else _text(address)
+        return "" if address is None else name_of(address)
 
     def close(self) -> None:
         self.nodes.close()
@@ -181,7 +182,7 @@ class RedisStore(SharedStore):
         }
         self._exchange(list(work.values()), deadline_s)
         for address, (connection, _) in work.items():
-            self.nodes.give_back(address, connection, in_time=not connection.broken)
+            self.nodes.give_back(address, connection)
         moved = False
         for address, requests in by_node.items():
             results = [request.result for request in requests]
@@ -220,10 +221,6 @@ def _part_name(name: bytes, part: int) -> bytes:
 
 def _expiry(offer: Offer) -> tuple[bytes, bytes]:
     return b"PXAT", str(offer.expires_at_ms).encode()
-
-
-def _text(address: Address) -> str:
-    return f"{address[0]}:{address[1]}"
 
 
 def _moved(request: Request) -> bool:
