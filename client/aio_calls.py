@@ -15,7 +15,7 @@ from ..proto.errors import CallerError, ClientClosed, InvalidSize
 from .hits import Hit
 from .owner import Owner
 from .saves import Reservation
-from .threads import Threads
+from .thread_pool import ThreadPool
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,8 +39,8 @@ class Runner:
             raise InvalidSize(f"max_concurrency is at least 1, not {max_concurrency}")
         self._deadline_ms = deadline_ms
         self._owner = owner
-        self._calls = Threads("prefixd-aio", max_concurrency)
-        self._waiting_calls = Threads("prefixd-aio-wait", MAX_WAITING_CALLS)
+        self._calls = ThreadPool("prefixd-aio", max_concurrency)
+        self._waiting_calls = ThreadPool("prefixd-aio-wait", MAX_WAITING_CALLS)
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """`call(...)` in a thread; with a `wait_ms` it is one that waits. Its `deadline_ms`, where
@@ -52,7 +52,7 @@ class Runner:
         """`run`, for a call that waits though it has no `wait_ms`: in a thread for such calls."""
         return await self._run(self._waiting_calls, partial(call, *args, **kwargs))
 
-    async def _run(self, threads: Threads, call: partial[T]) -> T:
+    async def _run(self, threads: ThreadPool, call: partial[T]) -> T:
         self._owner.check()  # a fork has none of the threads
         given = call.keywords.get("deadline_ms")
         within_ms = given if isinstance(given, int) else self._deadline_ms

@@ -28,7 +28,6 @@ from ..proto.limits import (
 from ..proto.traceparent import TRACING_VARIABLE
 from ..proto.vocabulary import ClaimMode
 from .benefit import LoadSpeeds, MinBenefit
-from .call_queue import CallQueue
 from .counters import Counters, Snapshot
 from .failures import Failures
 from .hits import Hit, Reader
@@ -42,6 +41,7 @@ from .results import RestoreResult
 from .save_methods import Saves
 from .saves import Writer
 from .search import BlockChain, Searcher, checked_keys, count_tokens, prefix_walk
+from .thread_pool import CallQueue
 from .wire.data_transport import DataTransport
 from .wire.deadline import Deadline
 from .wire.session import DEFAULT_CONNECT_TIMEOUT_MS

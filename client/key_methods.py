@@ -13,11 +13,11 @@ from ..proto.errors import CallerError, InvalidSize
 from ..proto.keys import Key, check_key
 from ..proto.limits import KEY_BYTES
 from ..proto.vocabulary import ClaimMode, DeleteStatus, MissReason
-from .call_queue import CallQueue
 from .hits import Hit, Reader
 from .key_restores import KeyRestorer
 from .results import Found, RestoreResult, restore_result
 from .search import BlockChain, Searcher, checked_keys
+from .thread_pool import CallQueue
 from .wire.deadline import Deadline
 from .wire.transport import Transport
 

@@ -17,7 +17,7 @@ from ..proto.vocabulary import MissReason, Tier
 from .benefit import LoadSpeeds
 from .failures import Failures
 from .results import Entry
-from .threads import Threads
+from .thread_pool import ThreadPool
 from .wire.sinks import Rooms
 from .wire.transport import Copied
 
@@ -215,7 +215,7 @@ class Copier:
     def __init__(self, copy_in_place: CopyInPlace, failures: Failures) -> None:
         self._copy_in_place = copy_in_place
         self._failures = failures
-        self._second = Threads("prefixd-restore", 1)
+        self._second = ThreadPool("prefixd-restore", 1)
         self._sharing = threading.Lock()
 
     def copy(self, restore: Restore, in_place: object | None = None) -> list[int]:

@@ -21,11 +21,11 @@ from ..proto.limits import MAX_LEASE_MS, MAX_TOKEN_IDS_BYTES, MAX_WAIT_MS
 from ..proto.pieces import FlatBytes
 from ..proto.vocabulary import SaveReason, SaveStatus, Tier
 from .buffers import all_flat, flat_bytes
-from .call_queue import CallQueue
 from .counters import Counters
 from .failures import Failures
 from .owner import Owner
 from .results import ReserveStatus, SaveOutcome
+from .thread_pool import CallQueue
 from .wire.deadline import Deadline
 from .wire.link import Holding
 from .wire.transport import Granted, ReserveItem, SaveTerms, Saving, Share, Transport

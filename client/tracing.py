@@ -27,11 +27,11 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from ..proto.errors import PrefixdError
 from ..proto.traceparent import TraceParent, encode
 from ..proto.vocabulary import ClaimMode, MissReason
-from .call_queue import CallQueue
 from .hits import Hit, Reader
 from .key_restores import KeyRestorer
 from .saves import Reservation, Writer
 from .search import Searcher
+from .thread_pool import CallQueue
 from .wire.trace_context import TRACEPARENT
 
 if TYPE_CHECKING:
