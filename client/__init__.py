@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .aio import AsyncClient as AsyncClient
     from .aio import AsyncHit as AsyncHit
     from .aio import AsyncReservation as AsyncReservation
+    from .chains import BlockChain as BlockChain
     from .client import Client as Client
     from .hits import Hit as Hit
     from .policy import SavePolicy as SavePolicy
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from .results import SaveOutcome as SaveOutcome
     from .saves import Reservation as Reservation
     from .saves import SaveItem as SaveItem
-    from .search import BlockChain as BlockChain
     from .watch import AsyncWatch as AsyncWatch
     from .watch import Cleared as Cleared
     from .watch import Disconnected as Disconnected
@@ -60,12 +60,12 @@ _HOMES = {
         "..proto.vocabulary": "ClaimMode DeleteStatus MissReason Presence SaveReason SaveStatus "
         "Tier",
         ".aio": "AsyncClient AsyncHit AsyncReservation",
+        ".chains": "BlockChain",
         ".client": "Client",
         ".hits": "Hit",
         ".policy": "SavePolicy",
         ".results": "Entry Found ReserveStatus RestoreResult SaveOutcome",
         ".saves": "Reservation SaveItem",
-        ".search": "BlockChain",
         ".watch": "AsyncWatch Cleared Disconnected Evicted Published ResidentKeys Synced Watch "
         "WatchPosition",
         ".wire.transport": "ReserveItem",

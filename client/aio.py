@@ -28,6 +28,7 @@ from ..proto.errors import CallerError, ClientClosed, InvalidSize
 from ..proto.keys import Key, Namespace
 from ..proto.limits import DEFAULT_BLOCK_TOKENS
 from .benefit import LoadSpeeds
+from .chains import BlockChain
 from .client import Client
 from .counters import Snapshot
 from .hits import Hit
@@ -36,7 +37,6 @@ from .pins import HitFacts
 from .policy import SavePolicy
 from .results import ReserveStatus, RestoreResult, SaveOutcome
 from .saves import Reservation
-from .search import BlockChain
 from .thread_pool import ThreadPool, resolve
 from .wire.transport import ReserveItem
 

@@ -28,7 +28,6 @@ from ..proto.errors import PrefixdError
 from ..proto.traceparent import TraceParent, encode
 from ..proto.vocabulary import ClaimMode, MissReason
 from .hits import Hit, Reader
-from .key_restores import KeyRestorer
 from .saves import Reservation, Writer
 from .search import Searcher
 from .thread_pool import CallQueue
@@ -95,7 +94,8 @@ class OtelCalls:
 
 
 class TracedSearcher(Searcher):
-    """`Searcher` with a span of each search. The keys of `longest_prefix` are hashed before it."""
+    """`Searcher` with a span of each search, which begins after the keys of `longest_prefix` are
+    hashed, and of each restore by key, with the spans of its steps below."""
 
     def search(
         self,
@@ -117,10 +117,6 @@ class TracedSearcher(Searcher):
             span.set_attribute("prefixd.hit_tokens", sum(hit.token_counts))
             _missed(span, hit.miss)
         return hit
-
-
-class TracedKeyRestorer(KeyRestorer):
-    """`KeyRestorer` with a span of each restore; below it, what that takes."""
 
     def restore(
         self,

@@ -1,4 +1,4 @@
-"""Which keys a walk asks for, and in which order."""
+"""Which keys a search asks for, and in which order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.client.search import BlockChain, boundaries, count_tokens, prefix_walk
+from prefixd.client.chains import BlockChain, boundaries, count_tokens, prefix_walk
 from prefixd.proto.errors import InvalidSize, InvalidTokens
 from prefixd.proto.keys import Namespace, block_keys, prefix_key
 from prefixd.proto.limits import MAX_BATCH_KEYS
