@@ -27,14 +27,13 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar, o
 from ..proto.errors import CallerError, ClientClosed, InvalidSize
 from ..proto.keys import Key, Namespace
 from ..proto.limits import DEFAULT_BLOCK_TOKENS
-from .benefit import LoadSpeeds
 from .chains import BlockChain
 from .client import Client
 from .counters import Snapshot
 from .hits import Hit
 from .owner import Owner
 from .pins import HitFacts
-from .policy import SavePolicy
+from .policy import LoadSpeeds, SavePolicy
 from .results import ReserveStatus, RestoreResult, SaveOutcome
 from .saves import Reservation
 from .thread_pool import ThreadPool, resolve

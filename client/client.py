@@ -26,14 +26,13 @@ from ..proto.limits import (
 )
 from ..proto.traceparent import TRACING_VARIABLE
 from ..proto.vocabulary import SaveReason, Tier
-from .benefit import LoadSpeeds, MinBenefit
 from .counters import Counters, Snapshot
 from .failures import Failures
 from .hits import Reader
 from .local.transport import LocalTransport
 from .lookups import CALL_THREADS, MAX_PENDING_CALLS, Lookups
 from .owner import Owner
-from .policy import SavePolicy
+from .policy import LoadSpeeds, MinBenefit, SavePolicy
 from .restores import VERIFY_CHOICES, Verify
 from .results import SaveOutcome
 from .saves import Reservation, SaveItem, Writer

@@ -12,12 +12,12 @@ from ..proto.errors import CallerError, ClaimLost, InvalidSize, UnknownEntry
 from ..proto.layout import layer_slice
 from ..proto.pieces import FlatBytes
 from ..proto.vocabulary import ClaimMode, MissReason
-from .benefit import LoadSpeeds
 from .buffers import all_flat
 from .counters import Counters
 from .failures import Failures
 from .owner import Owner
 from .pins import HitFacts, Pins
+from .policy import LoadSpeeds
 from .restores import Collect, Copier, Restore, Verify, content_of
 from .results import Entry, RestoreResult, restore_result
 from .wire.deadline import Deadline

@@ -14,8 +14,8 @@ from ..proto.errors import PrefixdError
 from ..proto.keys import Key
 from ..proto.pieces import FlatBytes
 from ..proto.vocabulary import MissReason, Tier
-from .benefit import LoadSpeeds
 from .failures import Failures
+from .policy import LoadSpeeds
 from .results import Entry
 from .thread_pool import ThreadPool
 from .wire.sinks import Rooms

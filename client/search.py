@@ -9,11 +9,11 @@ from ..proto.keys import Key
 from ..proto.limits import MAX_TOLD_KEYS
 from ..proto.pieces import FlatBytes
 from ..proto.vocabulary import ClaimMode, MissReason, Presence
-from .benefit import MinBenefit
 from .buffers import all_flat
 from .counters import Counters
 from .failures import Failures
 from .hits import Hit, Reader
+from .policy import MinBenefit
 from .restores import Restore
 from .results import Entry, Found, RestoreResult, restore_result
 from .wire.deadline import Deadline

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd.client import restores
-from prefixd.client.benefit import LoadSpeeds
 from prefixd.client.failures import Failures
+from prefixd.client.policy import LoadSpeeds
 from prefixd.client.restores import Collect, Copier, Restore, Verify
 from prefixd.client.results import Entry, RestoreResult, restore_result
 from prefixd.client.wire.transport import Copied

@@ -13,7 +13,7 @@ from prefixd.client import (
     MissReason,
     Tier,
 )
-from prefixd.client.benefit import RETRY_EVERY
+from prefixd.client.policy import RETRY_EVERY
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
     CallerError,
