@@ -28,11 +28,11 @@ from ..proto.errors import CallerError, ClientClosed, InvalidSize
 from ..proto.keys import Key, Namespace
 from ..proto.limits import DEFAULT_BLOCK_TOKENS
 from .chains import BlockChain
+from .claims import HitFacts
 from .client import Client
 from .counters import Snapshot
+from .failures import Owner
 from .hits import Hit
-from .owner import Owner
-from .pins import HitFacts
 from .policy import LoadSpeeds, SavePolicy
 from .results import ReserveStatus, RestoreResult, SaveOutcome
 from .saves import Reservation

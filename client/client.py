@@ -27,11 +27,10 @@ from ..proto.limits import (
 from ..proto.traceparent import TRACING_VARIABLE
 from ..proto.vocabulary import SaveReason, Tier
 from .counters import Counters, Snapshot
-from .failures import Failures
+from .failures import Failures, Owner
 from .hits import Reader
 from .local.transport import LocalTransport
 from .lookups import CALL_THREADS, MAX_PENDING_CALLS, Lookups
-from .owner import Owner
 from .policy import LoadSpeeds, MinBenefit, SavePolicy
 from .restores import VERIFY_CHOICES, Verify
 from .results import SaveOutcome

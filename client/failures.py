@@ -1,12 +1,14 @@
-"""What a failed call is to the caller: a miss with a reason, whatever the transport raised.
+"""Which calls raise, and what a failed call is otherwise: a miss with a reason.
 
-What the caller passed is checked before anything is asked. Everything that goes wrong after that
-is the state of the world: a daemon that is gone, slow, full, of another version, or wrong.
+Mistakes of the caller raise, before the daemon is asked: wrong arguments, or a use in another
+process than the client's. Everything that goes wrong later is a miss, whatever the transport
+raised: the daemon is gone, slow, full, wrong, or its version differs.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Sequence
 
@@ -34,8 +36,34 @@ from .results import SaveOutcome
 logger = logging.getLogger("prefixd.client")
 
 
+class Owner:
+    """The process that made a client.
+
+    A fork has copies of the client, its hits and its locks, but none of its threads and no
+    connection of its own, so nothing of the client works there.
+    """
+
+    __slots__ = ("_pid",)
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Is this still that process?"""
+        return os.getpid() == self._pid
+
+    def check(self) -> None:
+        """Raises CallerError in a fork of that process."""
+        if not self.is_here:
+            raise CallerError(
+                f"this client belongs to process {self._pid}, of which this one is a fork: make "
+                "a client in each process, and spawn workers rather than fork them"
+            )
+
+
 def miss_reason(problem: Exception) -> MissReason:
-    """The miss that a failed call is. Total: every exception is one."""
+    """The miss that a failed call is. Every exception is one."""
     match problem:
         case DeadlineExceeded():
             return MissReason.DEADLINE
@@ -66,10 +94,10 @@ _SAVE_STATUS = {
 
 
 class Failures:
-    """Classifies what the calls of one client fail with. Thread-safe.
+    """Classifies the failed calls of one client. Thread-safe.
 
-    What should not happen is logged once for each kind: a request that passed the client's own
-    checks and was called wrong by the daemon, and whatever is no error of the contract.
+    What should not happen is logged once for each type of exception: that the daemon calls a
+    request wrong which passed the client's own checks, and whatever is no error of the contract.
     """
 
     def __init__(self) -> None:
@@ -77,7 +105,7 @@ class Failures:
         self._logged: set[type[Exception]] = set()
 
     def reason(self, problem: Exception) -> MissReason:
-        """The miss that this is."""
+        """The miss that this is; logs what should not happen."""
         reason = miss_reason(problem)
         if reason is MissReason.UNEXPECTED or (
             reason is MissReason.REFUSED and isinstance(problem, CallerError)

@@ -13,10 +13,9 @@ from ..proto.layout import layer_slice
 from ..proto.pieces import FlatBytes
 from ..proto.vocabulary import ClaimMode, MissReason
 from .buffers import all_flat
+from .claims import HitFacts, Pins
 from .counters import Counters
-from .failures import Failures
-from .owner import Owner
-from .pins import HitFacts, Pins
+from .failures import Failures, Owner
 from .policy import LoadSpeeds
 from .restores import Collect, Copier, Restore, Verify, content_of
 from .results import Entry, RestoreResult, restore_result

@@ -14,9 +14,8 @@ from ..proto.limits import DEFAULT_BLOCK_TOKENS, KEY_BYTES, MAX_WAIT_MS
 from ..proto.vocabulary import ClaimMode, DeleteStatus, MissReason
 from .chains import BlockChain, checked_keys, count_tokens, prefix_walk
 from .counters import Counters
-from .failures import Failures
+from .failures import Failures, Owner
 from .hits import Hit, Reader
-from .owner import Owner
 from .policy import SavePolicy
 from .results import NOT_FOUND, Found, RestoreResult, restore_result
 from .search import Searcher

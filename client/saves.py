@@ -22,8 +22,7 @@ from ..proto.pieces import FlatBytes
 from ..proto.vocabulary import SaveReason, SaveStatus, Tier
 from .buffers import all_flat, flat_bytes
 from .counters import Counters
-from .failures import Failures
-from .owner import Owner
+from .failures import Failures, Owner
 from .results import ReserveStatus, SaveOutcome
 from .thread_pool import CallQueue
 from .wire.deadline import Deadline

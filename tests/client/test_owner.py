@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.owner import Owner
+from prefixd.client.failures import Owner
 from prefixd.proto.errors import CallerError
 from tests.support.daemon import private_daemon
 from tests.support.fakes import PATIENCE_S, FakeDaemon
