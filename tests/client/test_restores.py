@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from prefixd.client import restores
 from prefixd.client.failures import Failures
 from prefixd.client.policy import LoadSpeeds
-from prefixd.client.restores import Collect, Copier, Restore, Verify
+from prefixd.client.restores import Copier, Restore, Verify
 from prefixd.client.results import Entry, RestoreResult, restore_result
 from prefixd.client.wire.transport import Copied
 from prefixd.proto.errors import PrefixdError
@@ -168,16 +168,6 @@ def test_loading_is_timed_from_the_entry_before() -> None:
     speeds = LoadSpeeds()
     restoring.restore.measure(speeds)
     assert speeds.snapshot() == pytest.approx({"ram": 300, "disk": 100})
-
-
-def test_collect_keeps_the_bytes_of_one_range() -> None:
-    collect = Collect()
-    for part in (b"ab", memoryview(b"cd")):
-        collect(0, 0, part)
-    assert b"".join(collect.parts) == b"abcd"
-    assert not collect.unreadable
-    collect(0, 4, None)
-    assert collect.unreadable
 
 
 # ---- copies in place
