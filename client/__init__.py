@@ -1,7 +1,7 @@
 """What an engine imports: the client, its results, its errors, and the words they use.
 
-Each name is imported when it is asked for first: prefixctl lives below this package, and most of
-its commands need no gRPC.
+Each name is imported on first use: prefixctl lives below this package, and most of its commands
+need no gRPC.
 """
 
 from importlib import import_module
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from .watch import WatchPosition as WatchPosition
     from .wire.transport import ReserveItem as ReserveItem
 
-#: Where each name comes from.
+#: The module that each name comes from.
 _HOMES = {
     name: module
     for module, names in {
@@ -73,7 +73,7 @@ _HOMES = {
     for name in names.split()
 }
 
-__all__ = [  # each is there once it is asked for
+__all__ = [  # literal, for type checkers
     "Adapter",
     "AsyncClient",
     "AsyncHit",

@@ -30,8 +30,8 @@ from ..proto.limits import DEFAULT_BLOCK_TOKENS
 from .chains import BlockChain
 from .claims import HitFacts
 from .client import Client
+from .context import Owner
 from .counters import Snapshot
-from .failures import Owner
 from .hits import Hit
 from .policy import LoadSpeeds, SavePolicy
 from .results import ReserveStatus, RestoreResult, SaveOutcome

@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 from ..proto.errors import CallerError, ConfigError, InvalidSize
@@ -26,8 +27,8 @@ from ..proto.limits import (
 )
 from ..proto.traceparent import TRACING_VARIABLE
 from ..proto.vocabulary import SaveReason, Tier
+from .context import CallContext
 from .counters import Counters, Snapshot
-from .failures import Failures, Owner
 from .hits import Reader
 from .local.transport import LocalTransport
 from .lookups import CALL_THREADS, MAX_PENDING_CALLS, Lookups
@@ -130,69 +131,43 @@ class Client(Lookups):
             raise InvalidSize(f"lease_ms is in 0 ... {MAX_LEASE_MS}, not {lease_ms}")
         if verify not in VERIFY_CHOICES:
             raise CallerError(f"verify is one of {', '.join(VERIFY_CHOICES)}, not {verify!r}")
-        self._owner = Owner()
         self._closed = False
         self.deadline_ms = deadline_ms
         self.save_timeout_ms = save_timeout_ms
-        self._counters = counters or Counters()
         self.policy = policy or SavePolicy()
         #: How fast each tier loads, as measured on restores.
         self.speeds = LoadSpeeds()
         benefit = MinBenefit(self.speeds, prefill_tokens_per_s, min_benefit_ms)
         searcher_type, reader_type, writer_type, spans = _parts(tracing)
+        counters = counters or Counters()
         if transport is None:
             transport = remote = DataTransport(
                 address,
                 name,
                 label=label,
-                counters=self._counters,
+                counters=counters,
                 connect_timeout_ms=connect_timeout_ms,
             )
             remote.spans = spans
             if local:
                 transport = LocalTransport(remote)
         self._transport = transport
-        self._failures = failures = Failures()
-        self._reader = reader_type(
-            self._transport,
-            self._counters,
-            failures,
-            self.speeds,
-            self._owner,
-            verify=verify,
-            deadline_ms=deadline_ms,
-        )
+        self._context = context = CallContext(transport, counters, deadline_ms)
+        self._reader = reader_type(context, self.speeds, verify)
         self._searcher = searcher_type(
-            self._transport,
-            self._reader,
-            self._counters,
-            failures,
-            benefit,
-            lease_ms=lease_ms,
-            shared_wait_ms=shared_wait_ms,
+            context, self._reader, benefit, lease_ms=lease_ms, shared_wait_ms=shared_wait_ms
         )
         self._writer = writer_type(
-            self._transport,
-            self._counters,
-            failures,
-            self._owner,
-            deadline_ms=deadline_ms,
+            context,
             save_timeout_ms=save_timeout_ms,
             max_pending_saves=max_pending_saves,
             max_pending_bytes=max_pending_bytes,
             savers=savers,
         )
         self._calls = CallQueue(MAX_PENDING_CALLS, threads=CALL_THREADS, name="call")
-
-        # Not __del__: at the end of the program that runs when the threads are gone already.
+        # Not __del__: when that runs at the end of the program, the threads are gone already.
         self._finalizer = weakref.finalize(
-            self,
-            _forgotten,
-            self._owner,
-            self._writer,
-            self._calls,
-            self._reader,
-            self._transport,
+            self, _forgotten, context, self._writer.queue, self._calls, self._reader
         )
 
     # ---- saving state
@@ -233,7 +208,7 @@ class Client(Lookups):
         """Save one payload in its turn; see `save_many_async` and `SaveItem`."""
         item = SaveItem(key, payload, token_count, layer_count, token_ids)
         terms = self._terms(tier, reason, ancestors, wait_ms)
-        return self._writer.save_one_async(item, terms, deadline_ms)
+        return self._writer.save_async([item], terms, deadline_ms, itemgetter(0))
 
     def save_many(
         self,
@@ -279,23 +254,23 @@ class Client(Lookups):
         don't change them until then.
         """
         terms = self._terms(tier, reason, ancestors, wait_ms)
-        return self._writer.save_async(items, terms, deadline_ms)
+        return self._writer.save_async(items, terms, deadline_ms, list)
 
     def would_drop(self, payload_bytes: int = 0) -> bool:
         """Would an asynchronous save of `payload_bytes` be dropped at this moment? Ask before the
         payload is made. What is larger than `max_pending_bytes` is taken when nothing waits."""
         self._check_usable()
-        return self._writer.would_drop(payload_bytes)
+        return not self._writer.queue.takes(payload_bytes)
 
     @property
     def pending_saves(self) -> int:
         """Asynchronous saves that wait or are under way."""
-        return self._writer.pending[0]
+        return self._writer.queue.pending[0]
 
     @property
     def pending_save_bytes(self) -> int:
         """The payload of those, which the caller may not change yet."""
-        return self._writer.pending[1]
+        return self._writer.queue.pending[1]
 
     def reserve(
         self,
@@ -339,14 +314,15 @@ class Client(Lookups):
 
         Also allowed in the done-callback of a save, where it does those that wait itself."""
         self._check_usable()
-        return self._writer.flush(deadline_ms)
+        within_ms = self.deadline_ms if deadline_ms is None else deadline_ms
+        return self._writer.queue.flush(within_ms / 1e3)
 
     # ---- this client
 
     @property
     def counters(self) -> Snapshot:
         """What this client has counted so far, as a dict of its own; see `Counters`."""
-        return self._counters.snapshot()
+        return self._context.counters.snapshot()
 
     @property
     def connected(self) -> bool:
@@ -366,7 +342,7 @@ class Client(Lookups):
         try:
             return self._transport.wait(deadline)
         except Exception as problem:
-            self._failures.reason(problem)
+            self._context.failures.reason(problem)
             return False
 
     def close(self, *, deadline_ms: int | None = None) -> None:
@@ -380,9 +356,9 @@ class Client(Lookups):
             return
         self._closed = True
         self._finalizer.detach()
-        if self._owner.is_here:
+        if self._context.owner.is_here:
             within_ms = self.deadline_ms if deadline_ms is None else deadline_ms
-            _close(self._writer, self._calls, self._reader, self._transport, within_ms / 1e3)
+            _close(self._context, self._writer.queue, self._calls, self._reader, within_ms / 1e3)
 
     def __enter__(self) -> Client:
         return self
@@ -424,23 +400,21 @@ def _parts(
 
 
 def _close(
-    writer: Writer, calls: CallQueue, reader: Reader, transport: Transport, within_s: float
+    context: CallContext, saves: CallQueue, calls: CallQueue, reader: Reader, within_s: float
 ) -> None:
     until_s = time.monotonic() + within_s + _GRACE_S
     calls.drop_pending()
-    writer.close(within_s)
+    saves.flush(within_s)
+    saves.drop_pending()
     reader.close()
-    transport.close(max(0.0, until_s - time.monotonic()))
-    writer.join(max(0.0, until_s - time.monotonic()))
-    calls.close(max(0.0, until_s - time.monotonic()))
+    context.transport.close(max(0.0, until_s - time.monotonic()))
+    for queue in (saves, calls):
+        queue.close(max(0.0, until_s - time.monotonic()))
 
 
-def _forgotten(
-    owner: Owner, writer: Writer, calls: CallQueue, reader: Reader, transport: Transport
-) -> None:
-    """A client was dropped, or the program ends, without its being closed: pending saves are
-    dropped."""
-    if owner.is_here:
+def _forgotten(context: CallContext, saves: CallQueue, calls: CallQueue, reader: Reader) -> None:
+    """A client was dropped, or the program ends, and the client was never closed."""
+    if context.owner.is_here:
         warnings.warn("a client was never closed", ResourceWarning, stacklevel=1)
-        writer.drop_pending()
-        _close(writer, calls, reader, transport, _FORGOTTEN_S)
+        saves.drop_pending()
+        _close(context, saves, calls, reader, _FORGOTTEN_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..proto.copying import prefault
@@ -14,15 +14,14 @@ from ..proto.pieces import FlatBytes
 from ..proto.vocabulary import ClaimMode, MissReason
 from .buffers import all_flat
 from .claims import HitFacts, Pins
-from .counters import Counters
-from .failures import Failures, Owner
+from .context import CallContext
 from .policy import LoadSpeeds
 from .restores import Copier, Restore, Verify
 from .results import Entry, RestoreResult, restore_result
 from .wire.deadline import Deadline
 from .wire.link import Holding
 from .wire.sinks import Sink, renumbered
-from .wire.transport import Range, Transport
+from .wire.transport import Range
 
 if TYPE_CHECKING:
     from .buffers import Payload
@@ -128,17 +127,18 @@ class Hit(HitFacts):
         """
         entry = self._entry(index)
         region = layer_slice(entry.payload_bytes, entry.layer_count, layer)
-        length_bytes = region.stop - region.start
-        return self._reader.read_range(self, index, region.start, length_bytes, deadline_ms)
+        part = Range(entry, 0, region.start, region.stop - region.start)
+        return self._reader.read_range(self, index, part, deadline_ms)
 
     def token_ids(self, index: int, *, deadline_ms: int | None = None) -> bytes | None:
         """The token ids that were saved with entry `index` (u32 little-endian, may be empty), from
         which `layout.verify_token_ids` recomputes its key; None: a miss. Raises InvalidSize if
         there is no such entry."""
-        length_bytes = self._entry(index).token_ids_bytes
-        if not length_bytes:
+        entry = self._entry(index)
+        if not entry.token_ids_bytes:
             return b""
-        return self._reader.read_range(self, index, 0, length_bytes, deadline_ms, token_ids=True)
+        part = Range(entry, 0, 0, entry.token_ids_bytes, token_ids=True)
+        return self._reader.read_range(self, index, part, deadline_ms)
 
     def _entry(self, index: int) -> Entry:
         if not 0 <= index < len(self.entries):
@@ -186,28 +186,16 @@ class Hit(HitFacts):
 class Reader:
     """Reads and releases hits for one client. Thread-safe."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        counters: Counters,
-        failures: Failures,
-        speeds: LoadSpeeds,
-        owner: Owner,
-        *,
-        verify: Verify,
-        deadline_ms: int,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._transport = transport
-        self._counters = counters
-        self._failures = failures
-        self._speeds = speeds
+    def __init__(self, context: CallContext, speeds: LoadSpeeds, verify: Verify) -> None:
+        self._context = context
+        self._transport = context.transport
+        self._counters = context.counters
+        self._failures = context.failures
         #: The process in which a hit may be used.
-        self.owner = owner
+        self.owner = context.owner
+        self._speeds = speeds
         self._verify: Verify = verify
-        self._deadline_ms = deadline_ms
-        self._clock = clock
-        self._copier = Copier(transport.copy, failures)
+        self._copier = Copier(context.transport.copy, context.failures)
 
     def restore(
         self,
@@ -219,7 +207,7 @@ class Reader:
         """Entries `indices` of the hit into `buffers`; see `Hit.restore_into`."""
         self.owner.check()
         hit._pins.check_held(indices)
-        began_s = self._clock()
+        began_s = time.perf_counter()
         targets = all_flat(buffers, writable=True)
         sizes = [hit.entries[index].payload_bytes for index in indices]
         misses: list[MissReason | None]
@@ -250,7 +238,7 @@ class Reader:
             self._counters.failure(result.miss)
         if entries:
             run = tuple(indices[: result.run]) == tuple(range(result.run))
-            took_ns = max(0, round(1e9 * (self._clock() - began_s)))
+            took_ns = max(0, round(1e9 * (time.perf_counter() - began_s)))
             self._counters.restore(result.token_count if run else 0, took_ns)
         return result
 
@@ -261,7 +249,7 @@ class Reader:
             target if len(target) == entry.payload_bytes else memoryview(b"")
             for target, entry in zip(targets, hit.entries, strict=True)
         ]
-        return Restore(hit.entries, rooms, self._verify, self._clock)
+        return Restore(hit.entries, rooms, self._verify)
 
     def received(self, hit: Hit, restore: Restore, stopped: MissReason | None) -> RestoreResult:
         """The result of `receive`. `stopped`: why it ended early, None if it did not."""
@@ -283,9 +271,11 @@ class Reader:
     ) -> list[MissReason | None]:
         """Each target is as long as its payload. Returns why each is not good, None where it is."""
         entries = [hit.entries[index] for index in indices]
-        restore = Restore(entries, targets, self._verify, self._clock)
+        restore = Restore(entries, targets, self._verify)
         stopped: MissReason | None = None
-        deadline = self._deadline(deadline_ms, sum(e.payload_bytes for e in entries))
+        deadline = self._context.deadline(
+            deadline_ms, transfer_bytes=sum(entry.payload_bytes for entry in entries)
+        )
         try:
             rest = self._copier.copy(restore, hit._pins.in_place)
             self._touch(hit, entries, rest)
@@ -349,23 +339,14 @@ class Reader:
             self._failures.reason(problem)
 
     def read_range(
-        self,
-        hit: Hit,
-        index: int,
-        offset_bytes: int,
-        length_bytes: int,
-        deadline_ms: int | None,
-        *,
-        token_ids: bool = False,
+        self, hit: Hit, index: int, part: Range, deadline_ms: int | None
     ) -> bytes | None:
-        """Some bytes of one entry, not verified; None: a miss."""
+        """Some bytes of entry `index`, not verified; None: a miss."""
         self.owner.check()
         hit._pins.check_held([index])
-        entry = hit.entries[index]
-        buffer = bytearray(length_bytes)
-        restore = Restore([entry], [memoryview(buffer)], "never")
-        deadline = self._deadline(deadline_ms, length_bytes)
-        part = Range(entry, 0, offset_bytes, length_bytes, token_ids)
+        buffer = bytearray(part.length_bytes)
+        restore = Restore([part.entry], [memoryview(buffer)], "never")
+        deadline = self._context.deadline(deadline_ms, transfer_bytes=part.length_bytes)
         try:
             self._read(hit, [index], [part], restore, deadline)
             (miss,) = restore.misses(None)
@@ -381,7 +362,7 @@ class Reader:
         self.owner.check()
         taken = [(hit, own) for hit in hits if (own := hit._pins.take()) is not None]
         claims = [claim for _, own in taken for claim in own]
-        released = self._released(claims, self._deadline(deadline_ms)) if claims else []
+        released = self._released(claims, self._context.deadline(deadline_ms)) if claims else []
         held = {claim for claim, held in zip(claims, released, strict=True) if held}
         for hit, own in taken:
             hit._pins.gave_back(held=held.issuperset(own))
@@ -393,7 +374,7 @@ class Reader:
         hit._pins.check_held(())
         if not hit._pins.any:
             return True
-        deadline = self._deadline(deadline_ms)
+        deadline = self._context.deadline(deadline_ms)
         held = True
         for claim, kept in hit._pins.remaining(indices):
             entries = [hit.entries[index] for index in kept]
@@ -483,9 +464,6 @@ class Reader:
             raise
         if not held:
             raise ClaimLost(claim.why_lost or "the claim ended before the bytes were read")
-
-    def _deadline(self, deadline_ms: int | None, transfer_bytes: int = 0) -> Deadline:
-        return Deadline(self._deadline_ms if deadline_ms is None else deadline_ms, transfer_bytes)
 
 
 def _content_of(entry: Entry) -> tuple[int, int, int]:

@@ -13,8 +13,7 @@ from ..proto.keys import Key, Namespace, check_key, prefix_keys
 from ..proto.limits import DEFAULT_BLOCK_TOKENS, KEY_BYTES, MAX_WAIT_MS
 from ..proto.vocabulary import ClaimMode, DeleteStatus, MissReason
 from .chains import BlockChain, checked_keys, count_tokens, prefix_walk
-from .counters import Counters
-from .failures import Failures, Owner
+from .context import CallContext
 from .hits import Hit, Reader
 from .policy import SavePolicy
 from .results import NOT_FOUND, Found, RestoreResult, restore_result
@@ -42,10 +41,8 @@ class Lookups:
     deadline_ms: int
     policy: SavePolicy
     _closed: bool
-    _owner: Owner
+    _context: CallContext
     _transport: Transport
-    _counters: Counters
-    _failures: Failures
     _searcher: Searcher
     _reader: Reader
     _calls: CallQueue
@@ -251,7 +248,7 @@ class Lookups:
         try:
             return call()
         except Exception as problem:
-            self._counters.failure(self._failures.reason(problem))
+            self._context.counters.failure(self._context.failures.reason(problem))
             return otherwise
 
     def _open_later(self) -> None:
@@ -336,7 +333,7 @@ class Lookups:
             try:
                 statuses += self._transport.delete(batch, deadline)
             except Exception as problem:
-                self._failures.reason(problem)
+                self._context.failures.reason(problem)
                 statuses += [DeleteStatus.FAILED] * len(batch)
         return statuses
 
@@ -391,7 +388,7 @@ class Lookups:
         """Raises CallerError if the client can't be used (any more)."""
         if self._closed:
             raise ClientClosed("this client is closed")
-        self._owner.check()
+        self._context.owner.check()
 
     def _begin(self, deadline_ms: int | None, wait_ms: int = 0) -> Deadline:
         """Check that a call may be made, and until when. Raises CallerError."""

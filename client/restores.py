@@ -14,7 +14,7 @@ from ..proto.errors import PrefixdError
 from ..proto.keys import Key
 from ..proto.pieces import FlatBytes
 from ..proto.vocabulary import MissReason, Tier
-from .failures import Failures
+from .context import Failures
 from .policy import LoadSpeeds
 from .results import Entry
 from .thread_pool import ThreadPool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import repeat
@@ -21,13 +21,12 @@ from ..proto.limits import MAX_LEASE_MS, MAX_TOKEN_IDS_BYTES, MAX_WAIT_MS
 from ..proto.pieces import FlatBytes
 from ..proto.vocabulary import SaveReason, SaveStatus, Tier
 from .buffers import all_flat, flat_bytes
-from .counters import Counters
-from .failures import Failures, Owner
+from .context import CallContext
 from .results import ReserveStatus, SaveOutcome
 from .thread_pool import CallQueue
 from .wire.deadline import Deadline
 from .wire.link import Holding
-from .wire.transport import Granted, ReserveItem, SaveTerms, Saving, Share, Transport
+from .wire.transport import Granted, ReserveItem, SaveTerms, Saving, Share
 
 if TYPE_CHECKING:
     from ..proto.keys import Tokens
@@ -129,24 +128,20 @@ class Writer:
 
     def __init__(
         self,
-        transport: Transport,
-        counters: Counters,
-        failures: Failures,
-        owner: Owner,
+        context: CallContext,
         *,
-        deadline_ms: int,
         save_timeout_ms: int,
         max_pending_saves: int,
         max_pending_bytes: int,
         savers: int,
     ) -> None:
-        self._transport = transport
-        self._counters = counters
-        self._failures = failures
-        self._owner = owner
-        self._deadline_ms = deadline_ms
+        self._context = context
+        self._transport = context.transport
+        self._counters = context.counters
+        self._failures = context.failures
         self._save_timeout_ms = save_timeout_ms
-        self._queue = self.queue_type(max_pending_saves, max_pending_bytes, threads=savers)
+        #: Asynchronous saves that are not done yet.
+        self.queue = self.queue_type(max_pending_saves, max_pending_bytes, threads=savers)
 
     def save(
         self, items: Sequence[SaveItem], terms: SaveTerms, deadline_ms: int | None
@@ -158,52 +153,26 @@ class Writer:
         return self._save_now(savings, terms, Deadline(within_ms))
 
     def save_async(
-        self, items: Sequence[SaveItem], terms: SaveTerms, deadline_ms: int | None
-    ) -> Future[list[SaveOutcome]]:
-        """See `Client.save_many_async`."""
+        self,
+        items: Sequence[SaveItem],
+        terms: SaveTerms,
+        deadline_ms: int | None,
+        result: Callable[[list[SaveOutcome]], T],
+    ) -> Future[T]:
+        """See `Client.save_many_async`. `result`: what the future gets of the outcomes."""
         savings, terms = self._checked(items, terms)
-        return self._queue.submit(
-            lambda: self._save_in_turn(savings, terms, deadline_ms),
-            lambda: self._dropped(savings, terms),
-            _size_of(savings),
-        )
+        size_bytes = _size_of(savings)
 
-    def save_one_async(
-        self, item: SaveItem, terms: SaveTerms, deadline_ms: int | None
-    ) -> Future[SaveOutcome]:
-        """See `Client.save_async`."""
-        savings, terms = self._checked([item], terms)
-        return self._queue.submit(
-            lambda: self._save_in_turn(savings, terms, deadline_ms)[0],
-            lambda: self._dropped(savings, terms)[0],
-            _size_of(savings),
-        )
+        def save() -> T:
+            deadline = self._context.deadline(
+                deadline_ms, wait_ms=terms.wait_ms, transfer_bytes=size_bytes
+            )
+            return result(self._save_now(savings, terms, deadline))
 
-    @property
-    def pending(self) -> tuple[int, int]:
-        """Asynchronous saves that are not done yet, and their bytes."""
-        return self._queue.pending
+        def drop() -> T:
+            return result(self._dropped(savings, terms))
 
-    def would_drop(self, payload_bytes: int) -> bool:
-        """See `Client.would_drop`."""
-        return not self._queue.takes(payload_bytes)
-
-    def flush(self, deadline_ms: int | None) -> bool:
-        """See `Client.flush`."""
-        return self._queue.flush(self._within_ms(deadline_ms) / 1e3)
-
-    def drop_pending(self) -> None:
-        """From now on what waits, or comes, is dropped."""
-        self._queue.drop_pending()
-
-    def close(self, within_s: float) -> None:
-        """Finish what is pending, within that time; what is not begun by then is dropped."""
-        self._queue.flush(within_s)
-        self._queue.drop_pending()
-
-    def join(self, within_s: float) -> None:
-        """After `close`, and after the transport was closed: wait for the thread."""
-        self._queue.close(within_s)
+        return self.queue.submit(save, drop, size_bytes)
 
     def reserve(
         self, items: Sequence[ReserveItem], terms: SaveTerms, deadline_ms: int | None
@@ -215,7 +184,7 @@ class Writer:
             check_token_ids(len(item.token_ids))
             _check_tokens(item.token_count)
         terms = _checked_terms(terms)
-        deadline = Deadline(self._within_ms(deadline_ms) + terms.wait_ms)
+        deadline = self._context.deadline(deadline_ms, wait_ms=terms.wait_ms)
         reservations: list[Reservation] = []
         for batch, batch_terms in self._batches(items, items, terms):
             try:
@@ -233,7 +202,7 @@ class Writer:
         self, writes: Sequence[tuple[Reservation, Payload]], deadline_ms: int | None
     ) -> list[SaveOutcome]:
         """See `Client.write`."""
-        self._owner.check()
+        self._context.owner.check()
         if len({id(reservation) for reservation, _ in writes}) < len(writes):
             raise InvalidBatch("a write has each reservation once")
         payloads = []
@@ -252,7 +221,7 @@ class Writer:
             if (holding := reservation._take()) is not None
         ]
         sizes_bytes = [len(payload) for payload in payloads]
-        deadline = Deadline(self._within_ms(deadline_ms), sum(sizes_bytes))
+        deadline = self._context.deadline(deadline_ms, transfer_bytes=sum(sizes_bytes))
         outcomes: list[SaveOutcome] = []
         size = self._transport.max_batch_keys
         for start in range(0, len(held), size):
@@ -267,10 +236,10 @@ class Writer:
 
     def cancel(self, reservations: Sequence[Reservation], deadline_ms: int | None) -> list[bool]:
         """See `Client.cancel`."""
-        self._owner.check()
+        self._context.owner.check()
         holdings = [reservation._take() for reservation in reservations]
         held = [holding for holding in holdings if holding is not None]
-        deadline = Deadline(self._within_ms(deadline_ms))
+        deadline = self._context.deadline(deadline_ms)
         cancelled: list[bool] = []
         size = self._transport.max_batch_keys
         for start in range(0, len(held), size):
@@ -289,12 +258,6 @@ class Writer:
     ) -> tuple[list[Saving], SaveTerms]:
         payloads = all_flat([item.payload for item in items])
         return list(map(_saving, items, payloads)), _checked_terms(terms)
-
-    def _save_in_turn(
-        self, savings: Sequence[Saving], terms: SaveTerms, deadline_ms: int | None
-    ) -> list[SaveOutcome]:
-        within_ms = self._within_ms(deadline_ms) + terms.wait_ms
-        return self._save_now(savings, terms, Deadline(within_ms, _size_of(savings)))
 
     def _save_now(
         self, savings: Sequence[Saving], terms: SaveTerms, deadline: Deadline
@@ -364,9 +327,6 @@ class Writer:
         kinds = repeat((terms.tier, terms.reason))
         self._counters.saves(outcomes, [0] * len(outcomes), kinds)
         return outcomes
-
-    def _within_ms(self, deadline_ms: int | None) -> int:
-        return self._deadline_ms if deadline_ms is None else deadline_ms
 
 
 def _size_of(savings: Sequence[Saving]) -> int:

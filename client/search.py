@@ -10,8 +10,7 @@ from ..proto.limits import MAX_TOLD_KEYS
 from ..proto.pieces import FlatBytes
 from ..proto.vocabulary import ClaimMode, MissReason, Presence
 from .buffers import all_flat
-from .counters import Counters
-from .failures import Failures
+from .context import CallContext
 from .hits import Hit, Reader
 from .policy import MinBenefit
 from .restores import Restore
@@ -19,16 +18,21 @@ from .results import Entry, Found, RestoreResult, restore_result
 from .wire.deadline import Deadline
 from .wire.link import Holding
 from .wire.sinks import Sink
-from .wire.transport import Claimed, Transport
+from .wire.transport import Claimed
 
 if TYPE_CHECKING:
     from .buffers import Payload
 
 
-class _Matches:
-    """What one search has found so far."""
+class _Search:
+    """One search: what it is for, and what it has found so far."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, keys: Sequence[Key], token_counts: Sequence[int | None] | None, mode: ClaimMode
+    ) -> None:
+        self.keys = keys
+        self.token_counts = token_counts
+        self.mode = mode
         self.claims: list[Holding] = []
         #: Of each entry, its place among the keys.
         self.positions: list[int] = []
@@ -53,6 +57,20 @@ class _Matches:
         if in_flight:
             self.gap = MissReason.IN_FLIGHT
 
+    def full_hit_tokens(self) -> int:
+        """What a full hit would have: of the longest prefix, or of all blocks; 0: not known."""
+        known = [count or 0 for count in self.token_counts or ()]
+        return max(known, default=0) if self.mode is ClaimMode.FIRST else sum(known)
+
+    def counts(self) -> list[int]:
+        """The tokens of each entry."""
+        if self.token_counts is None:
+            return [entry.token_count for entry in self.entries]
+        return [
+            entry.token_count if (known := self.token_counts[position]) is None else known
+            for entry, position in zip(self.entries, self.positions, strict=True)
+        ]
+
 
 class Searcher:
     """Searches for one client, and restores by key. Thread-safe.
@@ -63,19 +81,17 @@ class Searcher:
 
     def __init__(
         self,
-        transport: Transport,
+        context: CallContext,
         reader: Reader,
-        counters: Counters,
-        failures: Failures,
         benefit: MinBenefit,
         *,
         lease_ms: int,
         shared_wait_ms: int,
     ) -> None:
-        self._transport = transport
+        self._transport = context.transport
+        self._counters = context.counters
+        self._failures = context.failures
         self._reader = reader
-        self._counters = counters
-        self._failures = failures
         self._benefit = benefit
         self._lease_ms = lease_ms
         self._shared_wait_ms = shared_wait_ms
@@ -94,114 +110,89 @@ class Searcher:
         """The entries of `keys` that `mode` selects: pinned by one rpc, or else looked up in place
         if possible, by one rpc if not. `prompt_tokens`: what all keys stand for, for the hit ratio;
         0: what `token_counts` add up to."""
-        found = _Matches()
+        search = _Search(keys, token_counts, mode)
         step = self._claim if pin else self._look
         try:
-            step(found, keys, mode, wait_ms, deadline)
-            while self._pull(found, keys, token_counts, mode, deadline, step):
+            step(search, wait_ms, deadline)
+            while self._pull(search, deadline, step):
                 pass
         except Exception as problem:
-            found.gap = self._failures.reason(problem)
-        return self._hit(found, keys, token_counts, mode, prompt_tokens)
+            search.gap = self._failures.reason(problem)
+        return self._hit(search, prompt_tokens)
 
-    def _claim(
-        self,
-        found: _Matches,
-        keys: Sequence[Key],
-        mode: ClaimMode,
-        wait_ms: int,
-        deadline: Deadline,
-    ) -> None:
-        size = self._transport.max_batch_keys
+    def _claim(self, search: _Search, wait_ms: int, deadline: Deadline) -> None:
+        keys, mode, size = search.keys, search.mode, self._transport.max_batch_keys
         for start in range(0, len(keys), size):
             batch = keys if len(keys) <= size else keys[start : start + size]
             claimed = self._transport.claim(batch, mode, wait_ms, self._lease_ms, deadline)
             if claimed.in_flight:
-                found.gap = MissReason.IN_FLIGHT
+                search.gap = MissReason.IN_FLIGHT
             if claimed.holding is not None:
-                found.claims.append(claimed.holding)
-                found.add(claimed.positions, claimed.entries, start=start)
-            if mode is ClaimMode.FIRST and found.entries:
+                search.claims.append(claimed.holding)
+                search.add(claimed.positions, claimed.entries, start=start)
+            if mode is ClaimMode.FIRST and search.entries:
                 return
             if mode is ClaimMode.RUN and len(claimed.entries) < len(batch):
                 return
 
-    def _look(
-        self,
-        found: _Matches,
-        keys: Sequence[Key],
-        mode: ClaimMode,
-        wait_ms: int,
-        deadline: Deadline,
-    ) -> None:
-        if not keys:
+    def _look(self, search: _Search, wait_ms: int, deadline: Deadline) -> None:
+        if not search.keys:
             return
         # The index does not list saves in flight: only the daemon can wait for those.
-        looked = None if wait_ms else self._transport.find(keys, mode, deadline)
+        looked = None if wait_ms else self._transport.find(search.keys, search.mode, deadline)
         if looked is not None:
-            found.add(looked.positions, looked.entries)
-            found.in_place = looked.in_place
+            search.add(looked.positions, looked.entries)
+            search.in_place = looked.in_place
             return
-        results = self._transport.lookup(list(keys), wait_ms, deadline)
-        positions, entries = _selected(results, mode)
+        results = self._transport.lookup(list(search.keys), wait_ms, deadline)
+        positions, entries = _selected(results, search.mode)
         in_flight = any(result.presence is Presence.IN_FLIGHT for result in results)
-        found.add(positions, entries, in_flight=in_flight)
+        search.add(positions, entries, in_flight=in_flight)
 
     def _pull(
-        self,
-        found: _Matches,
-        keys: Sequence[Key],
-        token_counts: Sequence[int | None] | None,
-        mode: ClaimMode,
-        deadline: Deadline,
-        step: Callable[[_Matches, Sequence[Key], ClaimMode, int, Deadline], None],
+        self, search: _Search, deadline: Deadline, step: Callable[[_Search, int, Deadline], None]
     ) -> bool:
         """Ask the daemon to fetch the missing keys from other nodes, then search again for those.
         True: all of them came, and there may be more."""
-        if mode is ClaimMode.ANY or found.gap is not MissReason.ABSENT or not self._shared_wait_ms:
-            return False
-        if not self._transport.shares:
+        mode = search.mode
+        if mode is ClaimMode.ANY or search.gap is not MissReason.ABSENT or not self._shares():
             return False
         if mode is ClaimMode.FIRST:
-            missing = range(found.positions[0] if found.positions else len(keys))
+            first, end = 0, search.positions[0] if search.positions else len(search.keys)
         else:
-            missing = range(len(found.entries), len(keys))
-        missing = missing[: self._transport.max_batch_keys]
-        if not missing:
+            first, end = len(search.entries), len(search.keys)
+        missing = slice(first, min(end, first + self._transport.max_batch_keys))
+        counts = None if search.token_counts is None else search.token_counts[missing]
+        more = _Search(search.keys[missing], counts, mode)
+        if not more.keys:
             return False
-        missing_keys = keys[missing.start : missing.stop]
-        tokens = [token_counts[n] or 0 for n in missing] if token_counts is not None else []
-        prefill_ms = self._benefit.prefill_ms(_full_hit_tokens(tokens, mode))
+        prefill_ms = self._benefit.prefill_ms(more.full_hit_tokens())
         wait_ms = min(self._shared_wait_ms, prefill_ms or self._shared_wait_ms)
-        if not self._transport.pull(missing_keys, mode, wait_ms, deadline):
+        if not self._transport.pull(more.keys, mode, wait_ms, deadline):
             return False
-        more = _Matches()
-        step(more, missing_keys, mode, 0, deadline)
+        step(more, 0, deadline)
         if mode is ClaimMode.FIRST and more.entries:
-            for claim in found.claims:
+            for claim in search.claims:
                 self._transport.forget(claim)
-            found.claims, found.positions, found.entries = [], [], []
-        found.claims += more.claims
-        found.add(more.positions, more.entries, start=missing.start)
-        found.gap = more.gap
-        return mode is ClaimMode.RUN and len(more.entries) == len(missing_keys)
+            search.claims, search.positions, search.entries = [], [], []
+        search.claims += more.claims
+        search.add(more.positions, more.entries, start=first)
+        search.gap = more.gap
+        return mode is ClaimMode.RUN and len(more.entries) == len(more.keys)
 
-    def _hit(
-        self,
-        found: _Matches,
-        keys: Sequence[Key],
-        token_counts: Sequence[int | None] | None,
-        mode: ClaimMode,
-        prompt_tokens: int = 0,
-    ) -> Hit:
+    def _shares(self) -> bool:
+        """May a search wait for entries of other nodes?"""
+        return bool(self._shared_wait_ms) and self._transport.shares
+
+    def _hit(self, search: _Search, prompt_tokens: int = 0) -> Hit:
         """Counts one hit or one miss."""
-        lookup_tokens = prompt_tokens or _full_hit_tokens(token_counts or (), mode)
-        entries = found.entries
+        lookup_tokens = prompt_tokens or search.full_hit_tokens()
+        entries, keys, mode = search.entries, search.keys, search.mode
         if not entries:
             # A run without its first block is a miss, whatever else there is.
             absent = keys[:1] if mode is ClaimMode.RUN else keys[:MAX_TOLD_KEYS]
-            return self._miss(found.gap, lookup_tokens, absent)
-        counts = _counts(entries, found.positions, token_counts)
+            return self._miss(search.gap, lookup_tokens, absent)
+        counts = search.counts()
         worth = len(entries)
         if mode is not ClaimMode.ANY and self._benefit.gates:
             worth = self._benefit.worth(entries, counts)
@@ -210,10 +201,10 @@ class Searcher:
             self._reader,
             entries[:worth],
             counts[:worth],
-            claims=found.claims,
-            in_place=found.in_place,
-            positions=found.positions[:worth],
-            miss=MissReason.SLOW if worth < len(entries) else None if complete else found.gap,
+            claims=search.claims,
+            in_place=search.in_place,
+            positions=search.positions[:worth],
+            miss=MissReason.SLOW if worth < len(entries) else None if complete else search.gap,
         )
         if not worth:
             self._reader.release([hit], None)
@@ -240,7 +231,8 @@ class Searcher:
         targets = all_flat(buffers, writable=True)
         if not keys:
             return restore_result((), (), ())
-        found = self._fetch_found(keys, token_counts, mode, targets, left_ms)
+        search = _Search(keys, token_counts, mode)
+        found = self._fetch_found(search, targets, left_ms)
         if found is None:
             # In place nothing needs a pin; over gRPC a claim saves a look-up.
             pin = self._daemon_decides(mode) and self._transport.peek(()) is None
@@ -261,23 +253,18 @@ class Searcher:
         return restore_result(hit.entries, hit.token_counts, misses)
 
     def _fetch_found(
-        self,
-        keys: Sequence[Key],
-        token_counts: Sequence[int | None] | None,
-        mode: ClaimMode,
-        targets: Sequence[FlatBytes],
-        left_ms: Callable[[], int],
+        self, search: _Search, targets: Sequence[FlatBytes], left_ms: Callable[[], int]
     ) -> tuple[Hit, RestoreResult] | None:
         """Claim, read and release in one trip, counted as a search is; the hit pins nothing. None:
         the transport can't, and nothing was done."""
+        keys, mode = search.keys, search.mode
         if len(keys) > self._transport.max_batch_keys or not self._daemon_decides(mode):
             return None
         begun: list[tuple[Hit, Restore]] = []
 
         def begin(claimed: Claimed) -> Sink:
-            found = _Matches()
-            found.add(claimed.positions, claimed.entries, in_flight=claimed.in_flight)
-            hit = self._hit(found, keys, token_counts, mode)
+            search.add(claimed.positions, claimed.entries, in_flight=claimed.in_flight)
+            hit = self._hit(search)
             restore = self._reader.receive(hit, [targets[n] for n in hit.positions])
             begun.append((hit, restore))
             return restore
@@ -291,19 +278,15 @@ class Searcher:
         except Exception as problem:
             stopped = self._failures.reason(problem)
         if not begun:
-            nothing = _Matches()
-            nothing.gap = stopped or MissReason.UNEXPECTED
-            return self._hit(nothing, keys, token_counts, mode), restore_result((), (), ())
+            search.gap = stopped or MissReason.UNEXPECTED
+            return self._hit(search), restore_result((), (), ())
         ((hit, restore),) = begun
         return hit, self._reader.received(hit, restore, stopped)
 
     def _daemon_decides(self, mode: ClaimMode) -> bool:
         """Does a search find exactly what the daemon itself has: nothing from other nodes, and
         nothing left out as too slow?"""
-        if mode is ClaimMode.ANY:
-            return True
-        shared = self._shared_wait_ms and self._transport.shares
-        return not shared and not self._benefit.gates
+        return mode is ClaimMode.ANY or not (self._shares() or self._benefit.gates)
 
 
 def _selected(results: Sequence[Found], mode: ClaimMode) -> tuple[list[int], list[Entry]]:
@@ -319,22 +302,3 @@ def _selected(results: Sequence[Found], mode: ClaimMode) -> tuple[list[int], lis
         elif mode is ClaimMode.RUN:
             break
     return positions, entries
-
-
-def _full_hit_tokens(token_counts: Sequence[int | None], mode: ClaimMode) -> int:
-    """What a full hit would have: of the longest prefix, or of all blocks; 0: not known."""
-    known = [count or 0 for count in token_counts]
-    return max(known, default=0) if mode is ClaimMode.FIRST else sum(known)
-
-
-def _counts(
-    entries: Sequence[Entry],
-    positions: Sequence[int],
-    token_counts: Sequence[int | None] | None,
-) -> list[int]:
-    if token_counts is None:
-        return [entry.token_count for entry in entries]
-    return [
-        entry.token_count if (known := token_counts[position]) is None else known
-        for entry, position in zip(entries, positions, strict=True)
-    ]

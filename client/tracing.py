@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .buffers import Payload
     from .results import RestoreResult, SaveOutcome
     from .wire.deadline import Deadline
-    from .wire.transport import ReserveItem, SaveTerms, Saving
+    from .wire.transport import Range, ReserveItem, SaveTerms, Saving
 
 T = TypeVar("T")
 
@@ -93,6 +93,9 @@ class OtelCalls:
                 TRACEPARENT.reset(before)
 
 
+# The parts below name only the parameters that their spans need, and pass the rest on.
+
+
 class TracedSearcher(Searcher):
     """`Searcher` with a span of each search, which begins after the keys of `longest_prefix` are
     hashed, and of each restore by key, with the spans of its steps below."""
@@ -102,32 +105,20 @@ class TracedSearcher(Searcher):
         keys: Sequence[Key],
         token_counts: Sequence[int | None] | None,
         mode: ClaimMode,
-        wait_ms: int,
-        deadline: Deadline,
-        prompt_tokens: int = 0,
-        *,
+        *args: Any,
         pin: bool = True,
     ) -> Hit:
         with _span(_SEARCHES[mode], keys=len(keys)) as span:
-            hit = super().search(
-                keys, token_counts, mode, wait_ms, deadline, prompt_tokens, pin=pin
-            )
+            hit = super().search(keys, token_counts, mode, *args, pin=pin)
             span.set_attribute("prefixd.found", len(hit))
             span.set_attribute("prefixd.claimed", pin)
             span.set_attribute("prefixd.hit_tokens", sum(hit.token_counts))
             _missed(span, hit.miss)
         return hit
 
-    def restore(
-        self,
-        keys: Sequence[Key],
-        token_counts: Sequence[int | None] | None,
-        mode: ClaimMode,
-        buffers: Sequence[Payload],
-        left_ms: Callable[[], int],
-    ) -> RestoreResult:
+    def restore(self, keys: Sequence[Key], *args: Any) -> RestoreResult:
         with _span("restore_keys", keys=len(keys)) as span:
-            result = super().restore(keys, token_counts, mode, buffers, left_ms)
+            result = super().restore(keys, *args)
             span.set_attribute("prefixd.restored_run", result.run)
             _missed(span, result.miss)
         return result
@@ -136,15 +127,9 @@ class TracedSearcher(Searcher):
 class TracedReader(Reader):
     """`Reader` with a span of each restore, view, read of a part, and release."""
 
-    def restore(
-        self,
-        hit: Hit,
-        indices: Sequence[int],
-        buffers: Sequence[Payload],
-        deadline_ms: int | None,
-    ) -> RestoreResult:
+    def restore(self, hit: Hit, indices: Sequence[int], *args: Any) -> RestoreResult:
         with _span("restore", entries=len(indices)) as span:
-            result = super().restore(hit, indices, buffers, deadline_ms)
+            result = super().restore(hit, indices, *args)
             sizes = [hit.entries[index].payload_bytes for index in indices]
             span.set_attribute("prefixd.bytes", sum(sizes))
             span.set_attribute("prefixd.restored_run", result.run)
@@ -157,24 +142,13 @@ class TracedReader(Reader):
             span.set_attribute("prefixd.reached", views is not None)
         return views
 
-    def read_range(
-        self,
-        hit: Hit,
-        index: int,
-        offset_bytes: int,
-        length_bytes: int,
-        deadline_ms: int | None,
-        *,
-        token_ids: bool = False,
-    ) -> bytes | None:
-        with _span("read", bytes=length_bytes):
-            return super().read_range(
-                hit, index, offset_bytes, length_bytes, deadline_ms, token_ids=token_ids
-            )
+    def read_range(self, hit: Hit, index: int, part: Range, *args: Any) -> bytes | None:
+        with _span("read", bytes=part.length_bytes):
+            return super().read_range(hit, index, part, *args)
 
-    def release(self, hits: Sequence[Hit], deadline_ms: int | None) -> list[bool]:
+    def release(self, hits: Sequence[Hit], *args: Any) -> list[bool]:
         with _span("release", hits=len(hits)):
-            return super().release(hits, deadline_ms)
+            return super().release(hits, *args)
 
 
 class _ContextQueue(CallQueue):
@@ -203,19 +177,15 @@ class TracedWriter(Writer):
             _ended(span, outcomes)
         return outcomes
 
-    def reserve(
-        self, items: Sequence[ReserveItem], terms: SaveTerms, deadline_ms: int | None
-    ) -> list[Reservation]:
+    def reserve(self, items: Sequence[ReserveItem], *args: Any) -> list[Reservation]:
         with _span("reserve", entries=len(items)) as span:
-            granted = super().reserve(items, terms, deadline_ms)
+            granted = super().reserve(items, *args)
             span.set_attribute("prefixd.granted", sum(each.granted for each in granted))
         return granted
 
-    def write(
-        self, writes: Sequence[tuple[Reservation, Payload]], deadline_ms: int | None
-    ) -> list[SaveOutcome]:
+    def write(self, writes: Sequence[tuple[Reservation, Payload]], *args: Any) -> list[SaveOutcome]:
         with _span("write", entries=len(writes)) as span:
-            outcomes = super().write(writes, deadline_ms)
+            outcomes = super().write(writes, *args)
             _ended(span, outcomes)
         return outcomes
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from prefixd.client.context import Owner
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.failures import Owner
 from prefixd.proto.errors import CallerError
 from tests.support.daemon import private_daemon
 from tests.support.fakes import PATIENCE_S, FakeDaemon

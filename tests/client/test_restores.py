@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd.client import restores
-from prefixd.client.failures import Failures
+from prefixd.client.context import Failures
 from prefixd.client.policy import LoadSpeeds
 from prefixd.client.restores import Copier, Restore, Verify
 from prefixd.client.results import Entry, RestoreResult, restore_result

@@ -20,7 +20,7 @@ from prefixd.client import (
     SaveReason,
     Tier,
 )
-from prefixd.client.failures import Failures, miss_reason
+from prefixd.client.context import Failures, miss_reason
 from prefixd.client.results import SaveOutcome
 from prefixd.proto import errors
 from prefixd.proto import prefixd_pb2 as pb

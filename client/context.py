@@ -1,8 +1,8 @@
-"""Which calls raise, and what a failed call is otherwise: a miss with a reason.
+"""What the calls of one client share, which of them raise, and what a failed one is otherwise.
 
 Mistakes of the caller raise, before the daemon is asked: wrong arguments, or a use in another
-process than the client's. Everything that goes wrong later is a miss, whatever the transport
-raised: the daemon is gone, slow, full, wrong, or its version differs.
+process than the client's. Everything that goes wrong later is a miss with a reason, whatever the
+transport raised: the daemon is gone, slow, full, wrong, or its version differs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from ..proto.errors import (
     CallerError,
@@ -31,7 +32,10 @@ from ..proto.errors import (
 )
 from ..proto.keys import Key
 from ..proto.vocabulary import MissReason, SaveStatus
+from .counters import Counters
 from .results import SaveOutcome
+from .wire.deadline import Deadline
+from .wire.transport import Transport
 
 logger = logging.getLogger("prefixd.client")
 
@@ -134,3 +138,22 @@ class Failures:
             problem,
             exc_info=None if ours else problem,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """What the calls of one client share."""
+
+    transport: Transport
+    counters: Counters
+    #: Of calls that are given none.
+    deadline_ms: int
+    failures: Failures = field(default_factory=Failures)
+    owner: Owner = field(default_factory=Owner)
+
+    def deadline(
+        self, deadline_ms: int | None, *, wait_ms: int = 0, transfer_bytes: int = 0
+    ) -> Deadline:
+        """Until when a call may take that begins now; see `Deadline`."""
+        within_ms = self.deadline_ms if deadline_ms is None else deadline_ms
+        return Deadline(within_ms + wait_ms, transfer_bytes)
