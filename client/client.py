@@ -205,7 +205,7 @@ class Client(Lookups):
         wait_ms: int = 0,
         deadline_ms: int | None = None,
     ) -> Future[SaveOutcome]:
-        """Save one payload in its turn; see `save_many_async` and `SaveItem`."""
+        """Queue the save of one payload; see `save_many_async` and `SaveItem`."""
         item = SaveItem(key, payload, token_count, layer_count, token_ids)
         terms = self._terms(tier, reason, ancestors, wait_ms)
         return self._writer.save_async([item], terms, deadline_ms, itemgetter(0))
@@ -223,12 +223,12 @@ class Client(Lookups):
         """Save payloads to one tier, in one rpc, and wait until they are published, at most
         `save_timeout_ms` (or `deadline_ms`); of a chain: root first. Returns how each ended.
 
-        `reason`: why, for those who look at the cache. `ancestors`: the blocks before the first
-        item, root first; they are used by this save. `wait_ms`: how long to wait for others that
-        save the same keys.
+        `reason`: shown to operators. `ancestors`: the blocks before the first item, root first;
+        the save counts as a use of them. `wait_ms`: how long to wait for other clients that are
+        saving the same keys.
 
-        More items than one call takes, or than a session may have reserved in a tier at once, go
-        in several calls, and a key that is named twice in two.
+        It takes several calls for more items than one call takes, for more than a session may have
+        reserved in a tier at once, and for a key that is named twice.
         Raises InvalidKey, InvalidSize, UnknownTier, UnknownReason; what the daemon refuses, such
         as a tier that it does not have, is an outcome.
         """
@@ -245,31 +245,31 @@ class Client(Lookups):
         wait_ms: int = 0,
         deadline_ms: int | None = None,
     ) -> Future[list[SaveOutcome]]:
-        """`save_many` in its turn, by another thread: never blocks, and the future holds how each
-        item ended.
+        """Queue a `save_many` for another thread. Never blocks; the future holds how each item
+        ended.
 
-        Calls are worked off in their order (by several `savers`: begun in it). Beyond
-        `max_pending_saves` of them, or `max_pending_bytes` of payload, they are dropped and
-        counted; `would_drop` tells before the work is done. Payloads are referenced, not copied:
-        don't change them until then.
+        Calls run in order (several `savers` begin them in order). Beyond `max_pending_saves` calls,
+        or `max_pending_bytes` of payload, they are dropped and counted; `would_drop` tells before
+        the payload is made. Payloads are referenced, not copied: don't change them before the
+        future is done.
         """
         terms = self._terms(tier, reason, ancestors, wait_ms)
         return self._writer.save_async(items, terms, deadline_ms, list)
 
     def would_drop(self, payload_bytes: int = 0) -> bool:
-        """Would an asynchronous save of `payload_bytes` be dropped at this moment? Ask before the
-        payload is made. What is larger than `max_pending_bytes` is taken when nothing waits."""
+        """Would an asynchronous save of `payload_bytes` be dropped at this moment? A save larger
+        than `max_pending_bytes` is taken when no other is pending."""
         self._check_usable()
         return not self._writer.queue.takes(payload_bytes)
 
     @property
     def pending_saves(self) -> int:
-        """Asynchronous saves that wait or are under way."""
+        """Asynchronous saves that are queued or running."""
         return self._writer.queue.pending[0]
 
     @property
     def pending_save_bytes(self) -> int:
-        """The payload of those, which the caller may not change yet."""
+        """Their payload, which the caller may not change yet."""
         return self._writer.queue.pending[1]
 
     def reserve(
@@ -283,11 +283,11 @@ class Client(Lookups):
         ttl_ms: int = 0,
         deadline_ms: int | None = None,
     ) -> list[Reservation]:
-        """Ask for the exclusive right to save keys, and for their room, before computing them.
+        """Reserve the exclusive right to save keys, and their room, before computing them.
 
         Of several clients that miss the same key one is granted it and computes; the others
-        learn who that is, or with `wait_ms` wait until it is PRESENT. `ttl_ms`: how long a
-        reservation lasts, 0: as long as the daemon says. One rpc. Raises as `save_many`.
+        learn which client that is, or with `wait_ms` wait until the key is PRESENT. `ttl_ms`: how
+        long a reservation lasts, 0: as long as the daemon says. One rpc. Raises as `save_many`.
         """
         terms = self._terms(tier, reason, ancestors, wait_ms, ttl_ms)
         return self._writer.reserve(items, terms, deadline_ms)
@@ -310,9 +310,9 @@ class Client(Lookups):
         return self._writer.cancel(reservations, deadline_ms)
 
     def flush(self, *, deadline_ms: int | None = None) -> bool:
-        """Wait for the asynchronous saves so far. False: that took longer.
+        """Wait for the pending asynchronous saves. False: they took longer.
 
-        Also allowed in the done-callback of a save, where it does those that wait itself."""
+        In the done-callback of a save it makes the queued saves itself."""
         self._check_usable()
         within_ms = self.deadline_ms if deadline_ms is None else deadline_ms
         return self._writer.queue.flush(within_ms / 1e3)
@@ -321,7 +321,7 @@ class Client(Lookups):
 
     @property
     def counters(self) -> Snapshot:
-        """What this client has counted so far, as a dict of its own; see `Counters`."""
+        """What this client has counted so far, as a dict of the caller's own; see `Counters`."""
         return self._context.counters.snapshot()
 
     @property
@@ -331,13 +331,13 @@ class Client(Lookups):
 
     @property
     def under_pressure(self) -> bool:
-        """Is memory short on the daemon's node, as it said with its last answer to a heartbeat? An
-        engine can then save what it does not need at once (`SaveReason.EVICT`) and free its own
-        copy. False: the daemon does not watch for it, or there is none."""
+        """Is memory short on the daemon's node, as of its last answer to a heartbeat? An engine can
+        then save what it does not need at once (`SaveReason.EVICT`) and free its own copy. Always
+        False when the daemon does not watch memory, or can't be reached."""
         return not self._closed and self._transport.under_pressure
 
     def wait_connected(self, *, deadline_ms: int | None = None) -> bool:
-        """Wait until the daemon is reached, however often that has to be tried."""
+        """Wait until the daemon is reached, and keep trying. False: not by the deadline."""
         deadline = self._begin(deadline_ms)
         try:
             return self._transport.wait(deadline)
@@ -346,11 +346,11 @@ class Client(Lookups):
             return False
 
     def close(self, *, deadline_ms: int | None = None) -> None:
-        """Finish the pending saves and leave the daemon, which releases whatever this client still
+        """Finish the pending saves and leave the daemon, which releases what this client still
         holds, all within `deadline_ms`; saves that are not done by then are dropped (0: all of
-        them), and calls under way in other threads end as misses.
+        them), and calls running in other threads end as misses.
 
-        Idempotent. In a forked process it does nothing: there is nothing to leave.
+        Idempotent. Does nothing in a forked process, which has no connection.
         """
         if self._closed:
             return
@@ -381,7 +381,7 @@ class Client(Lookups):
 def _parts(
     tracing: bool | None,
 ) -> tuple[type[Searcher], type[Reader], type[Writer], CallSpans | None]:
-    """What a client is made of, and what makes spans of its calls. Raises ConfigError."""
+    """The parts of a client, with or without spans, and the spans of calls. Raises ConfigError."""
     if tracing is None:
         exporter = os.environ.get(TRACING_VARIABLE, "none")
         if exporter not in ("otel", "none", ""):

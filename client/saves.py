@@ -1,4 +1,4 @@
-"""Payloads on their way out: saves, at once or in their turn, and reservations."""
+"""Saves, synchronous or queued, and reservations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Token ids that go with one call: they travel in one message, which takes 16 MiB.
+#: Token ids of one call: they travel in one message, of at most 16 MiB.
 _BATCH_TOKEN_IDS_BYTES: Final = 2 * MAX_TOKEN_IDS_BYTES
 
 
@@ -42,11 +42,11 @@ _BATCH_TOKEN_IDS_BYTES: Final = 2 * MAX_TOKEN_IDS_BYTES
 class SaveItem:
     """One key to save. The payload is referenced: don't change it before the save is done.
 
-    `token_count`: tokens that the state stands for, at least one; None: not known, and hits
-    with this entry count no tokens. `layer_count`: 0, or how many equal layers
-    the payload is made of, for readers that take single ones. `token_ids`: optional, stored
-    with the entry so that a verifying read can recompute its key; `bytes` are taken to be
-    u32 little-endian already (as those of a padded block have to be).
+    `token_count`: tokens that the state stands for, at least one; None: not known, and hits with
+    this entry count no tokens. `layer_count`: how many equal layers the payload consists of, for
+    readers of single layers; 0: it has no layers. `token_ids`: optional, stored with the entry so
+    that a verifying read can recompute its key; `bytes` must be u32 little-endian (those of a
+    padded block have to be `bytes`).
     """
 
     key: Key
@@ -57,10 +57,10 @@ class SaveItem:
 
 
 class Reservation:
-    """The answer to the wish to save one key: the exclusive right to, or why not.
+    """The answer to a request to save one key: the exclusive right to do so, or why not.
 
-    Use as a context manager: what was not written when the block ends is cancelled, so that
-    clients that wait for the key are told at once. Not thread-safe.
+    As a context manager it cancels what was not written when the block ends, so that clients that
+    wait for the key learn of it at once. Not thread-safe.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class Reservation:
         self.item = item
         self.status = granted.status
         self._holding = granted.holding
-        #: Who saves the key at this moment, and for how long (IN_FLIGHT).
+        #: Which client is saving the key, and for how long (IN_FLIGHT).
         self.owner = granted.owner
         self.age_ms = granted.age_ms
-        #: Why the daemon could not be asked (FAILED).
+        #: Why the call failed (FAILED).
         self.message = granted.message
 
     @property
@@ -85,12 +85,12 @@ class Reservation:
 
     @property
     def granted(self) -> bool:
-        """May and must this client save the key now? True until it was written or cancelled."""
+        """Has this client the right to save the key? True until it is written or cancelled."""
         return self.status is ReserveStatus.GRANTED and not self._used
 
     @property
     def lost(self) -> bool:
-        """Did it expire, or end with its session, before it was used?"""
+        """Did the right expire, or end with its session, before it was used?"""
         return self._holding is not None and self._holding.why_lost is not None
 
     def write(self, payload: Payload, *, deadline_ms: int | None = None) -> SaveOutcome:
@@ -105,7 +105,7 @@ class Reservation:
         return self._writer.cancel([self], deadline_ms)[0]
 
     def _take(self) -> Holding | None:
-        """The right, for the one that uses it up; None if there is none."""
+        """Use up the right and return it; None if there is none."""
         if not self.granted:
             return None
         self._used = True
@@ -149,7 +149,7 @@ class Writer:
         """See `Client.save_many`."""
         savings, terms = self._checked(items, terms)
         within_ms = self._save_timeout_ms if deadline_ms is None else deadline_ms
-        # For as long as the engine was promised, whatever the size.
+        # The engine waits no longer than it was promised, whatever the size.
         return self._save_now(savings, terms, Deadline(within_ms))
 
     def save_async(
@@ -248,7 +248,7 @@ class Writer:
                 cancelled += self._transport.cancel(batch, deadline)
             except Exception as problem:
                 self._failures.reason(problem)
-                # They end with their time to live, or their session.
+                # They end when they expire, or with their session.
                 cancelled += [False] * len(batch)
         done = iter(cancelled)
         return [holding is not None and next(done) for holding in holdings]
@@ -279,7 +279,7 @@ class Writer:
         try:
             return self._transport.share(tier, deadline)
         except Exception:
-            return None  # the save fails for the same reason, and says so
+            return None  # the save then fails for the same reason, and reports it
 
     def _batches(
         self,
@@ -288,13 +288,13 @@ class Writer:
         terms: SaveTerms,
         share: Share | None = None,
     ) -> Iterator[tuple[Sequence[T], SaveTerms]]:
-        """`things` (one for each of `items`) by as many as one call takes, and as can be reserved
-        at once if they are to be (`share`), each with its terms: the items of earlier batches are
-        ancestors of the later ones."""
+        """`things` (one for each of `items`) in batches that one call takes, each with its terms:
+        the items of earlier batches are ancestors of the later ones. `share`: what a session may
+        have reserved at once, if the items have to fit it."""
         max_keys = self._transport.max_batch_keys
         ancestors = terms.ancestors
         start = 0
-        #: of what is as large as the one before, which most are
+        # Most items are as large as the one before, so that its stored size is kept.
         sized, stored_bytes = (-1, -1), 0
         while start < len(items):
             stop, room_bytes = start, _BATCH_TOKEN_IDS_BYTES
@@ -315,8 +315,8 @@ class Writer:
                         break
                 keys.add(key)
                 stop += 1
-            # Of more ancestors than a call takes, those next to the batch: a chain is evicted from
-            # its leaf, and those that were not named are older than these.
+            # When there are more ancestors than a call takes, name those next to the batch: a chain
+            # is evicted from its leaf, and the other ancestors are older than these.
             yield things[start:stop], terms._replace(ancestors=ancestors[-max_keys:])
             ancestors = [*ancestors, *(item.key for item in items[start:stop])]
             start = stop
@@ -350,7 +350,7 @@ def _saving(item: SaveItem, payload: FlatBytes) -> Saving:
 
 
 def _check_tokens(token_count: int | None) -> None:
-    # Not 0: who forgot to say should not have said that.
+    # 0 is refused: a count that is not known is None.
     if token_count is not None and not 1 <= token_count < 2**32:
         raise InvalidSize(f"a token count is in 1 ... 2^32 - 1, or None, not {token_count}")
 

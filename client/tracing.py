@@ -1,16 +1,16 @@
-"""What the client does, as OpenTelemetry spans: the library's parts, with spans around their work.
+"""OpenTelemetry spans of what the client does: the client's parts, with spans around their work.
 
-Needs `opentelemetry-api`, and is imported only where tracing was asked for: where it was not,
-the parts are those without. Spans go to the program's own tracer provider, below the span that is
-current where a method is called; this library sets up no exporter.
+Needs `opentelemetry-api`, and is imported only when tracing is on: otherwise the client uses the
+parts without spans. Spans go to the program's own tracer provider, below the span that is current
+where a method is called; this library sets up no exporter.
 
     prefixd.longest_run | prefixd.longest_prefix | prefixd.claim     one search
-    prefixd.restore_keys                                             in one trip, or by the others
+    prefixd.restore_keys                                             in one trip, or as the others
     prefixd.restore, prefixd.read, prefixd.view, prefixd.release     of a hit
     prefixd.save, prefixd.reserve, prefixd.write                     of a writer
-      prefixd.call.NAME                                              a call of the daemon, below any
+      prefixd.call.NAME                                              an rpc, below any of these
 
-Attributes are counts, sizes and words of the contract: no keys, no tokens, no addresses.
+Attributes are counts, sizes and names from the protocol: no keys, no tokens, no addresses.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ _SEARCHES: Final = {
 
 @contextmanager
 def _span(name: str, kind: SpanKind = SpanKind.INTERNAL, **attributes: int) -> Iterator[Span]:
-    """The current span of what happens within it."""
+    """Run a block in a span of its own."""
     with _tracer.start_as_current_span(
         f"prefixd.{name}",
         kind=kind,
         attributes={f"prefixd.{key}": value for key, value in attributes.items()},
-        # Their sentences may name what belongs to nobody else.
+        # Messages of errors may hold private data.
         record_exception=False,
         set_status_on_exception=False,
     ) as span:
@@ -80,7 +80,7 @@ def _missed(span: Span, reason: MissReason | None) -> None:
 
 
 class OtelCalls:
-    """`wire.trace_context.CallSpans`."""
+    """A span of each rpc; see `wire.trace_context.CallSpans`."""
 
     def call(self, name: str, ask: Callable[[], T]) -> T:
         with _span(f"call.{name}", SpanKind.CLIENT) as span:
@@ -152,17 +152,17 @@ class TracedReader(Reader):
 
 
 class _ContextQueue(CallQueue):
-    """Each call in the context that it was asked for in."""
+    """Runs each call in the context that submitted it."""
 
     def submit(
-        self, save: Callable[[], T], drop: Callable[[], T], size_bytes: int = 0
+        self, call: Callable[[], T], drop: Callable[[], T], size_bytes: int = 0
     ) -> Future[T]:
         run: Callable[[Callable[[], T]], T] = copy_context().run
-        return super().submit(partial(run, save), drop, size_bytes)
+        return super().submit(partial(run, call), drop, size_bytes)
 
 
 class TracedWriter(Writer):
-    """`Writer` with a span of each save, from when it is its turn, reservation and write."""
+    """`Writer` with a span of each save, which begins at its turn, reservation and write."""
 
     queue_type = _ContextQueue
 
