@@ -6,7 +6,7 @@ import threading
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..proto import prefixd_pb2 as pb
 from ..proto.keys import Key
@@ -50,15 +50,12 @@ _REPORTED: Final = frozenset(
 )
 
 
-class Report:
+class Report(NamedTuple):
     """What a client reports to the daemon: how much each counter grew since the last report."""
 
-    __slots__ = ("absent", "amounts")
-
-    def __init__(self, amounts: Mapping[Name, int], absent: Sequence[Sequence[Key]] = ()) -> None:
-        """`absent`: the keys of some look-ups that found nothing. The daemon may know why."""
-        self.amounts = amounts
-        self.absent = absent
+    amounts: Mapping[Name, int]
+    #: The keys of some look-ups that found nothing. The daemon may know why.
+    absent: Sequence[Sequence[Key]]
 
     def message(self) -> pb.Usage:
         """The message that carries it."""
@@ -145,19 +142,17 @@ class Counters:
             self._amounts["failures", reason.value] += 1
 
     def restored(self, entries: Sequence[Entry], path: str) -> None:
-        """These entries arrived whole, by a path of `PATHS`."""
+        """The caller got these entries whole, by a path of `PATHS`."""
         found = _by_tier(entries, [entry.payload_bytes for entry in entries])
         with self._lock:
-            self._amounts["restored_entries",] += len(entries)
+            if path != _VIEW:
+                self._amounts["restored_entries",] += len(entries)
             for tier, (_, size_bytes) in found.items():
                 self._amounts["restored_bytes", tier, path] += size_bytes
 
     def viewed(self, entries: Sequence[Entry]) -> None:
         """The caller got views of these entries, to read them in place."""
-        found = _by_tier(entries, [entry.payload_bytes for entry in entries])
-        with self._lock:
-            for tier, (_, size_bytes) in found.items():
-                self._amounts["restored_bytes", tier, _VIEW] += size_bytes
+        self.restored(entries, _VIEW)
 
     def restore(self, tokens: int, took_ns: int) -> None:
         """One restore, and the tokens that need not be computed because of it."""

@@ -253,12 +253,9 @@ class Reader:
 
     def received(self, hit: Hit, restore: Restore, stopped: MissReason | None) -> RestoreResult:
         """The result of `receive`. `stopped`: why it ended early, None if it did not."""
-        if stopped is not None:
-            restore.read_failed(lost=stopped is MissReason.LOST)
-        self._account(restore)
         misses = [
             miss if room else MissReason.WRONG_SIZE
-            for miss, room in zip(restore.misses(stopped), restore.rooms, strict=True)
+            for miss, room in zip(self._account(restore, stopped), restore.rooms, strict=True)
         ]
         return self._result(hit, range(len(hit)), misses, restore.began_s)
 
@@ -285,16 +282,18 @@ class Reader:
                 self._read(hit, places, ranges, renumbered(restore, rest), deadline)
         except Exception as problem:
             stopped = self._failures.reason(problem)
-            restore.read_failed(lost=stopped is MissReason.LOST)
-        self._account(restore)
-        return restore.misses(stopped)
+        return self._account(restore, stopped)
 
-    def _account(self, restore: Restore) -> None:
+    def _account(self, restore: Restore, stopped: MissReason | None) -> list[MissReason | None]:
+        """Count and report what became of a restore. Returns why each buffer is not good."""
+        if stopped is not None:
+            restore.read_failed(lost=stopped is MissReason.LOST)
         restore.measure(self._speeds)
         for path, entries in restore.whole_by_path:
             self._counters.restored(entries, path)
         if corrupt := restore.corrupt:
             self._transport.suspect(corrupt)
+        return restore.misses(stopped)
 
     def _touch(self, hit: Hit, entries: Sequence[Entry], rest: Sequence[int]) -> None:
         """Report what was copied without a claim, leaf first, so that the root of a chain becomes

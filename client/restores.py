@@ -6,6 +6,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from itertools import accumulate
 from typing import Final, Literal, TypeAlias, get_args
 
@@ -17,7 +19,7 @@ from ..proto.vocabulary import MissReason, Tier
 from .context import Failures
 from .policy import LoadSpeeds
 from .results import Entry
-from .thread_pool import ThreadPool
+from .thread_pool import ThreadPool, resolve
 from .wire.sinks import Rooms
 from .wire.transport import Copied
 
@@ -234,20 +236,15 @@ class Copier:
     def _copied_by_two(
         self, restore: Restore, first: range, rest: range, in_place: object | None
     ) -> list[Copied]:
-        done = threading.Event()
-        rest_copied: list[Copied] = []
-
-        def copy_rest() -> None:
-            rest_copied.extend(self._copied(restore, rest, in_place))
-            done.set()
-
-        if not self._second.submit(copy_rest):
+        rest_copied: Future[list[Copied]] = Future()
+        copy_rest = partial(self._copied, restore, rest, in_place)
+        if not self._second.submit(lambda: resolve(rest_copied, copy_rest)):
             return self._copied(restore, range(first.start, rest.stop), in_place)
         try:
             first_copied = self._copied(restore, first, in_place)
         finally:
-            done.wait()  # nothing writes into the buffers after this call
-        return first_copied + rest_copied
+            wait([rest_copied])  # nothing writes into the buffers after this call
+        return first_copied + rest_copied.result()
 
 
 def _half(restore: Restore) -> int:
