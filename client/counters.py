@@ -70,14 +70,14 @@ class Report(NamedTuple):
                 usage.restore_times[:] = usage.restore_times or [0] * (len(LATENCY_BOUNDS_NS) + 1)
                 usage.restore_times[of[0]] = amount
             else:
-                told = tiers.setdefault(of[0], pb.TierUsage(tier=of[0]))
+                usage_of_tier = tiers.setdefault(of[0], pb.TierUsage(tier=of[0]))
                 match name:
                     case "restored_bytes":
-                        told.restored_bytes[of[1]] = amount
+                        usage_of_tier.restored_bytes[of[1]] = amount
                     case "saves":
-                        told.saves.add(reason=of[1], outcome=of[2], entries=amount)
+                        usage_of_tier.saves.add(reason=of[1], outcome=of[2], entries=amount)
                     case _:
-                        setattr(told, name, amount)
+                        setattr(usage_of_tier, name, amount)
         usage.tiers.extend(tiers.values())
         usage.absent.extend(pb.AbsentMiss(keys=keys) for keys in self.absent)
         return usage
@@ -98,7 +98,7 @@ class Counters:
         self._lock = threading.Lock()
         #: Everything that was ever counted, and how much of it was reported to the daemon.
         self._amounts: defaultdict[Name, int] = defaultdict(int)
-        self._told: defaultdict[Name, int] = defaultdict(int)
+        self._reported: defaultdict[Name, int] = defaultdict(int)
         #: Keys of some look-ups that found nothing, since the last report.
         self._absent: list[Sequence[Key]] = []
 
@@ -119,7 +119,7 @@ class Counters:
             amounts["lookups",] += 1
             amounts["lookup_tokens",] += lookup_tokens
             if keys and reason is MissReason.ABSENT:
-                self._tell_absent(keys)
+                self._keep_absent(keys)
 
     def hit(
         self, entries: Collection[Entry], token_counts: Collection[int], lookup_tokens: int = 0
@@ -189,14 +189,14 @@ class Counters:
     def take_report(self) -> Report:
         """What was counted since the last call, as of one moment."""
         with self._lock:
-            told = self._told
+            reported = self._reported
             amounts = {
-                name: amount - told[name]
+                name: amount - reported[name]
                 for name, amount in self._amounts.items()
-                if name[0] in _REPORTED and amount != told[name]
+                if name[0] in _REPORTED and amount != reported[name]
             }
             for name, amount in amounts.items():
-                told[name] += amount
+                reported[name] += amount
             absent, self._absent = self._absent, []
             return Report(amounts, absent)
 
@@ -204,11 +204,11 @@ class Counters:
         """Add a report that the daemon may not have got to the next one."""
         with self._lock:
             for name, amount in report.amounts.items():
-                self._told[name] -= amount
+                self._reported[name] -= amount
             for keys in report.absent:
-                self._tell_absent(keys)
+                self._keep_absent(keys)
 
-    def _tell_absent(self, keys: Sequence[Key]) -> None:
+    def _keep_absent(self, keys: Sequence[Key]) -> None:
         """Keep the keys of one look-up; a report has room for the first of them."""
         if len(self._absent) < MAX_TOLD_MISSES:
             self._absent.append(keys)

@@ -68,7 +68,7 @@ async def until(condition: Callable[[], object], daemon: FakeDaemon) -> None:
 
 
 def methods(kind: type) -> dict[str, Callable[..., Any]]:
-    """Public methods, those that are inherited included."""
+    """Public methods, including inherited ones."""
     return {
         name: member
         for name, member in inspect.getmembers(kind, inspect.isfunction)
@@ -87,7 +87,7 @@ def known(made: object) -> set[str]:
 )
 def test_both_have_the_same_methods_with_the_same_parameters(sync: type, twin: type) -> None:
     ours, theirs = methods(sync), methods(twin)
-    # What is a future there is a coroutine here.
+    # Methods that return a future need no twin: coroutines replace them.
     assert ours.keys() - {"claim_async", "restore_async"} == theirs.keys()
     for name, method in theirs.items():
         assert parameters(method) == parameters(ours[name]), name
@@ -391,8 +391,8 @@ def test_calls_that_wait_hold_up_no_others(daemon: FakeDaemon) -> None:
 
 
 def test_the_loop_never_waits_for_the_daemon(daemon: FakeDaemon) -> None:
-    """A call that has ended when its task is cancelled is given back by a thread: the daemon only
-    answers the release when the loop has gone on."""
+    """When a call has ended before its task is cancelled, a thread gives its result back: the
+    daemon answers the release only after the loop has continued."""
     daemon.put(ONE, b"abc")
 
     async def test() -> None:
@@ -403,7 +403,7 @@ def test_the_loop_never_waits_for_the_daemon(daemon: FakeDaemon) -> None:
             task = asyncio.ensure_future(client.claim([ONE]))
             task.add_done_callback(lambda _: ended.set())
             await asyncio.sleep(0)  # it begins
-            daemon.wait_until(lambda: daemon.claims)  # the loop stands still meanwhile
+            daemon.wait_until(lambda: daemon.claims)  # the loop is blocked meanwhile
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -430,7 +430,7 @@ def test_closing_does_not_stop_the_loop(daemon: FakeDaemon) -> None:
             await closing
         gate.set()
         assert (await save).ok
-        await until(lambda: not daemon.sessions, daemon)  # it is closed all the same
+        await until(lambda: not daemon.sessions, daemon)  # it is closed even so
 
     run(test)
 

@@ -78,7 +78,7 @@ def test_a_boundary_is_aligned_trimmed_and_worth_it(policy: SavePolicy, token_co
     if saved_tokens:
         assert policy.min_tokens <= saved_tokens
         assert saved_tokens <= token_count - policy.boundary_trim_tokens
-        # No later boundary would have done.
+        # The next boundary is beyond the trimmed prompt.
         assert (
             saved_tokens + policy.boundary_align_tokens > token_count - policy.boundary_trim_tokens
         )
@@ -109,7 +109,7 @@ def test_the_next_turn_looks_where_this_one_saved(
     [
         (400, None),
         (511, None),
-        (600, None),  # long enough, but no whole stride
+        (600, None),  # long enough, but not one whole stride
         (2_079, None),
         (2_080, (2_048, 32)),
         (4_500, (4_096, 404)),
@@ -269,7 +269,7 @@ def test_speed_is_bytes_over_seconds_of_a_tier() -> None:
 def test_large_restores_weigh_more_and_old_ones_fade() -> None:
     measured = LoadSpeeds()
     measured.measured(Tier.RAM, 1_000_000, 1.0)
-    measured.measured(Tier.RAM, 10, 0.01)  # a small one, most of it the cost of the call
+    measured.measured(Tier.RAM, 10, 0.01)  # a small restore: mostly the fixed cost of the call
     assert measured.snapshot()["ram"] > 900_000
     for _ in range(60):
         measured.measured(Tier.RAM, 100, 1.0)
@@ -303,7 +303,7 @@ def test_a_run_is_cut_where_most_time_is_saved() -> None:
     gate = MinBenefit(speeds(ram=10_000, disk=100), prefill_tokens_per_s=100)
     ram, disk = entry(Tier.RAM, 1_000), entry(Tier.DISK, 150)
     assert gate.worth([ram, ram, disk, disk], [100] * 4) == 2
-    # What comes after a slow block may pay for it.
+    # The blocks after a slow one may make up for it.
     assert gate.worth([ram, disk, ram, ram], [100] * 4) == 4
 
 

@@ -1,4 +1,4 @@
-"""Walks and claims: what they ask and what they find."""
+"""Searches and claims: the rpcs that they make, and what they find."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ daemon = pytest.fixture(fake_daemon)
 client = pytest.fixture(searching_client)
 
 
-#: What `with` gets where a hit is expected and there is none; it fails what follows.
+#: For `with` when there is unexpectedly no hit: it yields None, which fails the next line.
 NONE: Any = nullcontext()
 
 
@@ -197,8 +197,8 @@ def test_resume_may_name_a_parent_on_a_stride(daemon: FakeDaemon, client: Client
 def test_resume_knows_a_parent_that_does_not_say_its_length(
     daemon: FakeDaemon, length: int, usable: bool
 ) -> None:
-    """By its key, at the lengths that a walk looks at; elsewhere it can't be told to be theirs.
-    That is no reason to find it slow, either."""
+    """It compares the key at the lengths that a search looks at; at other lengths it can't know
+    that the parent belongs to the tokens, and does not call it slow either."""
     options: dict[str, Any] = {"prefill_tokens_per_s": 1e9, "min_benefit_ms": 1}
     parent = prefix_key(NAMESPACE, TOKENS[:length])
     daemon.put(parent, b"state", token_count=0)
@@ -206,7 +206,7 @@ def test_resume_knows_a_parent_that_does_not_say_its_length(
         found = client.resume(parent, TOKENS, 0, namespace=NAMESPACE)
         with client.claim([parent]) as hit:
             assert hit.token_counts == (0,)
-        if usable:  # 1e9 tokens/s: with a length it is slower than computing
+        if usable:  # at 1e9 tokens/s every entry of known length is slow
             assert found is None
             assert searched(client)["misses"] == {"slow": 1}
         else:
@@ -288,7 +288,7 @@ def test_a_chain_longer_than_a_batch_is_one_hit(
 def test_a_long_run_that_can_be_asked_for_in_part_is_a_part(
     daemon: FakeDaemon, client: Client
 ) -> None:
-    """What was found before the daemon refused counts, and says why it is not more."""
+    """What was found before the daemon refused counts, with the reason why there is not more."""
     every = [Key(key) for key in keys(MAX_BATCH_KEYS + 1)]
     for key in every:
         daemon.put(key, b"b")
@@ -381,7 +381,7 @@ def test_what_other_nodes_have_is_brought_before_bytes_move(
     result = restoring.restore_keys([ONE, TWO, THREE], buffers)
     assert result.misses == (None, MissReason.ABSENT, MissReason.ABSENT)
     assert transport.asked == ["pull 2"]
-    # Pages are not brought, so that there is nothing to wait for.
+    # `ClaimMode.ANY` fetches nothing from other nodes, so that one trip is enough.
     assert restoring.restore_keys([ONE], buffers[:1], mode=ClaimMode.ANY)
     assert transport.asked == ["pull 2", "fetch_found"]
     assert not daemon.claims

@@ -47,7 +47,7 @@ def test_an_idle_thread_is_used_again() -> None:
 
         assert threads.submit(work)
         assert done.wait(PATIENCE_S)
-    assert len(set(names)) <= 2  # one that has just said so may not be idle yet
+    assert len(set(names)) <= 2  # a thread that has just finished may not be idle yet
     threads.close()
     assert threads.join(PATIENCE_S)
 
@@ -79,7 +79,7 @@ def test_one_of_them_does_not_wait_for_itself() -> None:
 
 
 def test_where_no_thread_can_be_started_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As at the end of the interpreter."""
+    """As when the interpreter ends."""
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -93,7 +93,7 @@ def test_where_no_thread_can_be_started_nothing_is_taken(monkeypatch: pytest.Mon
 
 
 class Saves:
-    """Saves that wait to be let go; each returns its number, or is dropped."""
+    """Saves that wait for `let_go`; each returns its number, or is dropped."""
 
     def __init__(self, queue: CallQueue) -> None:
         self.queue = queue
@@ -194,7 +194,7 @@ def test_no_thread_is_left(saves: Saves) -> None:
 
 @pytest.mark.parametrize("act", ["flush", "close"])
 def test_a_done_callback_may_flush_and_close(saves: Saves, act: str) -> None:
-    """Both would otherwise wait for the thread that they are in."""
+    """Otherwise both would wait for the thread that they run in."""
     flushed: list[bool] = []
 
     def in_callback(_: Future[str]) -> None:
