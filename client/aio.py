@@ -22,7 +22,7 @@ from contextvars import copy_context
 from functools import partial, wraps
 from inspect import signature
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Self, TypeVar, overload
 
 from ..proto.errors import CallerError, ClientClosed, InvalidSize
 from ..proto.keys import Key, Namespace
@@ -131,6 +131,9 @@ class Asynchronous:
         self._sync = sync
         self._runner = runner
 
+    async def __aenter__(self) -> Self:
+        return self
+
 
 @overload
 def coroutine(
@@ -218,9 +221,6 @@ class AsyncHit(HitFacts, Asynchronous):
     release_some = coroutine(Hit.release_some)
     release = coroutine(Hit.release)
 
-    async def __aenter__(self) -> AsyncHit:
-        return self
-
     async def __aexit__(self, *_: object) -> None:
         await self.release()
 
@@ -247,9 +247,6 @@ class AsyncReservation(Asynchronous):
 
     write = coroutine(Reservation.write)
     cancel = coroutine(Reservation.cancel)
-
-    async def __aenter__(self) -> AsyncReservation:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.cancel()
@@ -334,10 +331,7 @@ class AsyncClient(Asynchronous):
         return self.client.would_drop(payload_bytes)
 
     async def write(
-        self,
-        writes: Sequence[tuple[AsyncReservation, Payload]],
-        *,
-        deadline_ms: int | None = None,
+        self, writes: Sequence[tuple[AsyncReservation, Payload]], *, deadline_ms: int | None = None
     ) -> list[SaveOutcome]:
         """`Client.write`."""
         payloads = [(each.reservation, payload) for each, payload in writes]
@@ -385,9 +379,6 @@ class AsyncClient(Asynchronous):
             closed.set_exception(problem)
         else:
             closed.set_result(None)
-
-    async def __aenter__(self) -> AsyncClient:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()

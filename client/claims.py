@@ -28,7 +28,8 @@ class Pins:
         #: Was anything ever claimed?
         self.any = bool(claims)
         self.given_back = False
-        self._lost_a_part = False
+        #: Had a claim been lost before it was replaced?
+        self.lost_a_part = False
         self._lost_before_release = False
 
     @property
@@ -48,7 +49,7 @@ class Pins:
         """Was a claim taken away before it was given back?"""
         if self.given_back:
             return self._lost_before_release
-        return self._lost_a_part or any(claim.why_lost is not None for claim in self.claims)
+        return self.lost_a_part or any(claim.why_lost is not None for claim in self.claims)
 
     def check_held(self, indices: Sequence[int]) -> None:
         """Raises CallerError if the hit, or one of these entries, was given back."""
@@ -96,10 +97,6 @@ class Pins:
                     self._gone.add(index)
             return True
 
-    def lost_a_part(self) -> None:
-        """A claim that was replaced had been lost before."""
-        self._lost_a_part = True
-
     def take(self) -> tuple[Holding, ...] | None:
         """The claims, for the caller to give back; None if another has taken them."""
         with self._lock:
@@ -112,7 +109,7 @@ class Pins:
 
     def gave_back(self, *, held: bool) -> None:
         """After `take`: were the claims held until they were given back?"""
-        self._lost_before_release = self._lost_a_part or not held
+        self._lost_before_release = self.lost_a_part or not held
 
 
 class HitFacts:

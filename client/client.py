@@ -142,11 +142,7 @@ class Client(Lookups):
         counters = counters or Counters()
         if transport is None:
             transport = remote = DataTransport(
-                address,
-                name,
-                label=label,
-                counters=counters,
-                connect_timeout_ms=connect_timeout_ms,
+                address, name, label=label, counters=counters, connect_timeout_ms=connect_timeout_ms
             )
             remote.spans = spans
             if local:
@@ -293,10 +289,7 @@ class Client(Lookups):
         return self._writer.reserve(items, terms, deadline_ms)
 
     def write(
-        self,
-        writes: Sequence[tuple[Reservation, Payload]],
-        *,
-        deadline_ms: int | None = None,
+        self, writes: Sequence[tuple[Reservation, Payload]], *, deadline_ms: int | None = None
     ) -> list[SaveOutcome]:
         """Save the payloads of granted reservations, in one rpc; see `Reservation.write`."""
         self._check_usable()
@@ -406,7 +399,7 @@ def _close(
     calls.drop_pending()
     saves.flush(within_s)
     saves.drop_pending()
-    reader.close()
+    reader.copier.close()
     context.transport.close(max(0.0, until_s - time.monotonic()))
     for queue in (saves, calls):
         queue.close(max(0.0, until_s - time.monotonic()))

@@ -13,23 +13,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..proto.errors import (
-    CallerError,
-    ClaimLost,
-    ClientClosed,
-    DaemonUnavailable,
-    DeadlineExceeded,
-    Draining,
-    EntryCorrupt,
-    MalformedMessage,
-    PrefixdError,
-    StaleIncarnation,
-    StoreFailed,
-    UnknownClaim,
-    UnknownEntry,
-    UnknownReservation,
-    UnknownSession,
-)
+from ..proto import errors
 from ..proto.keys import Key
 from ..proto.vocabulary import MissReason, SaveStatus
 from .counters import Counters
@@ -60,7 +44,7 @@ class Owner:
     def check(self) -> None:
         """Raises CallerError in a fork of that process."""
         if not self.is_here:
-            raise CallerError(
+            raise errors.CallerError(
                 f"this client belongs to process {self._pid}, of which this one is a fork: make "
                 "a client in each process, and spawn workers rather than fork them"
             )
@@ -69,23 +53,23 @@ class Owner:
 def miss_reason(problem: Exception) -> MissReason:
     """The miss that a failed call is. Every exception is one."""
     match problem:
-        case DeadlineExceeded():
+        case errors.DeadlineExceeded():
             return MissReason.DEADLINE
-        case DaemonUnavailable() | Draining() | UnknownSession() | StaleIncarnation():
+        case errors.DaemonUnavailable() | errors.Draining() | errors.ClientClosed():
             return MissReason.UNAVAILABLE
-        case ClientClosed():  # by another thread, while this call was under way
+        case errors.UnknownSession() | errors.StaleIncarnation():
             return MissReason.UNAVAILABLE
-        case ClaimLost() | UnknownClaim():
+        case errors.ClaimLost() | errors.UnknownClaim():
             return MissReason.LOST
-        case EntryCorrupt():
+        case errors.EntryCorrupt():
             return MissReason.CORRUPT
-        case StoreFailed():
+        case errors.StoreFailed():
             return MissReason.UNREADABLE
-        case UnknownEntry():
+        case errors.UnknownEntry():
             return MissReason.ABSENT
-        case MalformedMessage():
+        case errors.MalformedMessage():
             return MissReason.UNEXPECTED
-        case PrefixdError() if type(problem) is not PrefixdError:
+        case errors.PrefixdError() if type(problem) is not errors.PrefixdError:
             return MissReason.REFUSED
         case _:
             return MissReason.UNEXPECTED
@@ -112,7 +96,7 @@ class Failures:
         """The miss that this is; logs what should not happen."""
         reason = miss_reason(problem)
         if reason is MissReason.UNEXPECTED or (
-            reason is MissReason.REFUSED and isinstance(problem, CallerError)
+            reason is MissReason.REFUSED and isinstance(problem, errors.CallerError)
         ):
             self._log(problem)
         return reason
@@ -120,7 +104,7 @@ class Failures:
     def saves(self, keys: Sequence[Key], problem: Exception) -> list[SaveOutcome]:
         """The outcome of every item of a save whose call failed."""
         reason = self.reason(problem)
-        if isinstance(problem, UnknownReservation):
+        if isinstance(problem, errors.UnknownReservation):
             status = SaveStatus.LOST
         else:
             status = _SAVE_STATUS.get(reason, SaveStatus.FAILED)
@@ -132,7 +116,7 @@ class Failures:
             if type(problem) in self._logged:
                 return
             self._logged.add(type(problem))
-        ours = isinstance(problem, PrefixdError)
+        ours = isinstance(problem, errors.PrefixdError)
         logger.warning(
             "a call failed in a way that it should not, which is a miss: %r (logged once)",
             problem,
@@ -146,7 +130,7 @@ class CallContext:
 
     transport: Transport
     counters: Counters
-    #: Of calls that are given none.
+    #: For calls that are given none.
     deadline_ms: int
     failures: Failures = field(default_factory=Failures)
     owner: Owner = field(default_factory=Owner)
@@ -154,6 +138,6 @@ class CallContext:
     def deadline(
         self, deadline_ms: int | None, *, wait_ms: int = 0, transfer_bytes: int = 0
     ) -> Deadline:
-        """Until when a call may take that begins now; see `Deadline`."""
+        """The deadline of a call that begins now; see `Deadline`."""
         within_ms = self.deadline_ms if deadline_ms is None else deadline_ms
         return Deadline(within_ms + wait_ms, transfer_bytes)

@@ -179,7 +179,7 @@ class Hit(HitFacts):
         if not held or self._pins.given_back or not self._reader.owner.is_here:
             return  # in a fork the claim belongs to the original
         for claim in held:
-            self._reader.forget(claim)
+            self._reader.transport.forget(claim)
         warnings.warn(f"{self!r} was never released", ResourceWarning, source=self, stacklevel=1)
 
 
@@ -188,21 +188,17 @@ class Reader:
 
     def __init__(self, context: CallContext, speeds: LoadSpeeds, verify: Verify) -> None:
         self._context = context
-        self._transport = context.transport
+        self.transport = context.transport
         self._counters = context.counters
         self._failures = context.failures
         #: The process in which a hit may be used.
         self.owner = context.owner
         self._speeds = speeds
         self._verify: Verify = verify
-        self._copier = Copier(context.transport.copy, context.failures)
+        self.copier = Copier(context.transport.copy, context.failures)
 
     def restore(
-        self,
-        hit: Hit,
-        indices: Sequence[int],
-        buffers: Sequence[Payload],
-        deadline_ms: int | None,
+        self, hit: Hit, indices: Sequence[int], buffers: Sequence[Payload], deadline_ms: int | None
     ) -> RestoreResult:
         """Entries `indices` of the hit into `buffers`; see `Hit.restore_into`."""
         self.owner.check()
@@ -224,11 +220,7 @@ class Reader:
         return self._result(hit, indices, misses, began_s)
 
     def _result(
-        self,
-        hit: Hit,
-        indices: Sequence[int],
-        misses: Sequence[MissReason | None],
-        began_s: float,
+        self, hit: Hit, indices: Sequence[int], misses: Sequence[MissReason | None], began_s: float
     ) -> RestoreResult:
         """The result, counted, and timed from `began_s` on."""
         entries = [hit.entries[index] for index in indices]
@@ -274,7 +266,7 @@ class Reader:
             deadline_ms, transfer_bytes=sum(entry.payload_bytes for entry in entries)
         )
         try:
-            rest = self._copier.copy(restore, hit._pins.in_place)
+            rest = self.copier.copy(restore, hit._pins.in_place)
             self._touch(hit, entries, rest)
             if rest:
                 ranges = [Range(entries[n], 0, 0, entries[n].payload_bytes) for n in rest]
@@ -292,7 +284,7 @@ class Reader:
         for path, entries in restore.whole_by_path:
             self._counters.restored(entries, path)
         if corrupt := restore.corrupt:
-            self._transport.suspect(corrupt)
+            self.transport.suspect(corrupt)
         return restore.misses(stopped)
 
     def _touch(self, hit: Hit, entries: Sequence[Entry], rest: Sequence[int]) -> None:
@@ -301,7 +293,7 @@ class Reader:
         if not hit._pins.any and len(rest) < len(entries):
             unread = set(rest)
             used = [entry.key for n, entry in enumerate(entries) if n not in unread]
-            self._transport.touch(used[::-1])
+            self.transport.touch(used[::-1])
 
     def views(self, hit: Hit, indices: Sequence[int]) -> list[list[memoryview]] | None:
         """The payloads of claimed entries in place; see `Hit.views`."""
@@ -313,7 +305,7 @@ class Reader:
         try:
             for claim, numbers, _ in hit._pins.by_claim(indices):
                 entries = [hit.entries[indices[number]] for number in numbers]
-                found = self._transport.views(claim, entries)
+                found = self.transport.views(claim, entries)
                 if found is None:
                     return None
                 views += found
@@ -332,7 +324,7 @@ class Reader:
             raise CallerError("what is not claimed need not be there any more")
         try:
             for claim, numbers, _ in hit._pins.by_claim(indices):
-                found = self._transport.views(claim, [hit.entries[number] for number in numbers])
+                found = self.transport.views(claim, [hit.entries[number] for number in numbers])
                 prefault([view for views in found or () for view in views if view])
         except Exception as problem:
             self._failures.reason(problem)
@@ -382,42 +374,34 @@ class Reader:
                 held = False
             elif hit._pins.replace(claim, new, kept):
                 if not self._released([claim], deadline)[0]:
-                    hit._pins.lost_a_part()
+                    hit._pins.lost_a_part = True
                     held = False
             elif new is not None:
-                self.forget(new)
+                self.transport.forget(new)
         return held
 
     def _claim_again(self, entries: Sequence[Entry], deadline: Deadline) -> Holding | None:
         """Another claim on the same entries; None: there is none to be had."""
         keys = [entry.key for entry in entries]
         try:
-            claimed = self._transport.claim(keys, ClaimMode.RUN, 0, 0, deadline)
+            claimed = self.transport.claim(keys, ClaimMode.RUN, 0, 0, deadline)
         except Exception as problem:
             self._failures.reason(problem)
             return None
         same = [e.generation for e in claimed.entries] == [e.generation for e in entries]
         if claimed.holding is not None and not same:
-            self.forget(claimed.holding)
+            self.transport.forget(claimed.holding)
         return claimed.holding if same else None
 
     def _released(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
         """Give claims back: was each held until now?"""
         try:
-            return self._transport.release(claims, deadline)
+            return self.transport.release(claims, deadline)
         except Exception as problem:
             self._failures.reason(problem)
             for claim in claims:
-                self.forget(claim)
+                self.transport.forget(claim)
             return [False] * len(claims)
-
-    def forget(self, claim: Holding) -> None:
-        """Give a claim back soon, without waiting. Callable from a finalizer."""
-        self._transport.forget(claim)
-
-    def close(self) -> None:
-        """Stop the thread that shares large restores."""
-        self._copier.close()
 
     def _read(
         self,
@@ -433,12 +417,12 @@ class Reader:
         if hit._pins.any:
             for claim, numbers, places in hit._pins.by_claim(indices):
                 parts = [ranges[n]._replace(place=p) for n, p in zip(numbers, places, strict=True)]
-                self._transport.read(claim, parts, renumbered(sink, numbers), deadline)
+                self.transport.read(claim, parts, renumbered(sink, numbers), deadline)
             for claim in hit._pins.claims:
                 if claim.why_lost is not None:
                     raise ClaimLost(claim.why_lost)
             return
-        size = self._transport.max_batch_keys
+        size = self.transport.max_batch_keys
         for start in range(0, len(ranges), size):
             batch = range(start, min(start + size, len(ranges)))
             parts = [ranges[n]._replace(place=n - start) for n in batch]
@@ -446,20 +430,20 @@ class Reader:
 
     def _read_pinned(self, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
         """Read under a claim that lasts as long as the read."""
-        if self._transport.fetch(ranges, sink, deadline):
+        if self.transport.fetch(ranges, sink, deadline):
             return
         entries = [each.entry for each in ranges]
         keys = [entry.key for entry in entries]
-        claimed = self._transport.claim(keys, ClaimMode.RUN, 0, 0, deadline)
+        claimed = self.transport.claim(keys, ClaimMode.RUN, 0, 0, deadline)
         if (claim := claimed.holding) is None:
             raise UnknownEntry("the entries are gone since they were probed")
         try:
             if [*map(_content_of, claimed.entries)] != [*map(_content_of, entries)]:
                 raise UnknownEntry("some entries are gone or were replaced since they were probed")
-            self._transport.read(claim, ranges, sink, deadline)
-            (held,) = self._transport.release([claim], deadline)
+            self.transport.read(claim, ranges, sink, deadline)
+            (held,) = self.transport.release([claim], deadline)
         except BaseException:
-            self.forget(claim)
+            self.transport.forget(claim)
             raise
         if not held:
             raise ClaimLost(claim.why_lost or "the claim ended before the bytes were read")

@@ -191,11 +191,7 @@ class Lookups:
         )
 
     def exists(
-        self,
-        keys: Sequence[Key],
-        *,
-        in_place_only: bool = False,
-        deadline_ms: int | None = None,
+        self, keys: Sequence[Key], *, in_place_only: bool = False, deadline_ms: int | None = None
     ) -> list[bool]:
         """Which of `keys` are published; none of them when the daemon can't be reached.
 

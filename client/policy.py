@@ -19,17 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ..proto import limits
 from ..proto.errors import ConfigError, InvalidSize
-from ..proto.limits import (
-    DEFAULT_BOUNDARY_ALIGN_TOKENS,
-    DEFAULT_BOUNDARY_TRIM_TOKENS,
-    DEFAULT_COLD_MAX_TOKENS,
-    DEFAULT_COLD_MIN_TOKENS,
-    DEFAULT_CONTINUED_INTERVAL_TOKENS,
-    DEFAULT_MIN_TOKENS,
-    DEFAULT_WAIT_MS,
-    MAX_WAIT_MS,
-)
 from ..proto.vocabulary import Tier
 from .results import Entry
 
@@ -48,18 +39,18 @@ class SavePolicy:
     """
 
     #: Nothing shorter is saved by choice: computing it again is cheaper.
-    min_tokens: int = DEFAULT_MIN_TOKENS
+    min_tokens: int = limits.DEFAULT_MIN_TOKENS
     #: Shorter and longer prompts have no cold save.
-    cold_min_tokens: int = DEFAULT_COLD_MIN_TOKENS
-    cold_max_tokens: int = DEFAULT_COLD_MAX_TOKENS
+    cold_min_tokens: int = limits.DEFAULT_COLD_MIN_TOKENS
+    cold_max_tokens: int = limits.DEFAULT_COLD_MAX_TOKENS
     #: New tokens after which a generation is saved again.
-    continued_interval_tokens: int = DEFAULT_CONTINUED_INTERVAL_TOKENS
+    continued_interval_tokens: int = limits.DEFAULT_CONTINUED_INTERVAL_TOKENS
     #: How much is cut off the end of a prompt before it is rounded down to a multiple of the
     #: alignment, which is also the stride of the search for the longest cached prefix.
-    boundary_trim_tokens: int = DEFAULT_BOUNDARY_TRIM_TOKENS
-    boundary_align_tokens: int = DEFAULT_BOUNDARY_ALIGN_TOKENS
+    boundary_trim_tokens: int = limits.DEFAULT_BOUNDARY_TRIM_TOKENS
+    boundary_align_tokens: int = limits.DEFAULT_BOUNDARY_ALIGN_TOKENS
     #: How long `resume` waits for the last state of a session that is still being saved.
-    session_resume_wait_ms: int = DEFAULT_WAIT_MS
+    session_resume_wait_ms: int = limits.DEFAULT_WAIT_MS
 
     def __post_init__(self) -> None:
         problems = [
@@ -81,9 +72,9 @@ class SavePolicy:
                 f"cold_max_tokens ({self.cold_max_tokens}) is below "
                 f"cold_min_tokens ({self.cold_min_tokens})"
             )
-        if not 0 <= self.session_resume_wait_ms <= MAX_WAIT_MS:
+        if not 0 <= self.session_resume_wait_ms <= limits.MAX_WAIT_MS:
             problems.append(
-                f"session_resume_wait_ms is in 0 ... {MAX_WAIT_MS}, "
+                f"session_resume_wait_ms is in 0 ... {limits.MAX_WAIT_MS}, "
                 f"not {self.session_resume_wait_ms}"
             )
         if problems:

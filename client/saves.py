@@ -8,13 +8,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 
-from ..proto.errors import (
-    CallerError,
-    InvalidBatch,
-    InvalidSize,
-    UnknownReason,
-    UnknownTier,
-)
+from ..proto.errors import CallerError, InvalidBatch, InvalidSize, UnknownReason, UnknownTier
 from ..proto.keys import Key, check_key, token_bytes
 from ..proto.layout import check_layout, check_token_ids
 from ..proto.limits import MAX_LEASE_MS, MAX_TOKEN_IDS_BYTES, MAX_WAIT_MS
