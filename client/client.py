@@ -2,8 +2,8 @@
 
 Whatever goes wrong on the way to the daemon (it is gone, it hangs, it refuses, its version
 differs, a checksum is wrong, a claim was lost) is a miss, and counted. Only mistakes of the caller
-raise, before the daemon is asked: `CallerError` and its subclasses, such as for a key of the wrong
-length, a closed client, or one that a fork inherited.
+raise, before any call: `CallerError` and its subclasses, such as for a key of the wrong length, a
+closed client, or one that a fork inherited.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ its end. Its last tokens often change when the next turn is appended (the tokeni
 the seam), so a few are trimmed, and what remains is rounded down to the stride in which
 `longest_prefix` looks for entries.
 
-`MinBenefit` leaves out what takes longer to load than to compute. The client is told the speed of
-the prefill, and measures the speed of loading itself, per tier, on what it restores.
+`MinBenefit` leaves out what takes longer to load than to compute. The caller gives the speed of the
+prefill; the client measures the speed of loading, per tier, on what it restores.
 """
 
 from __future__ import annotations

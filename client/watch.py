@@ -7,7 +7,7 @@
 
 A broken connection is made again. It continues after the last event if the daemon still knows what
 followed; if not, the daemon lists everything anew. Watching is for operators and for holders of a
-token that allows it, because whoever knows a key can read its entry. It needs no session.
+token that allows it, because any client that knows a key can read its entry. It needs no session.
 """
 
 from __future__ import annotations
