@@ -1,8 +1,8 @@
 """What the calls of one client share, which of them raise, and what a failed one is otherwise.
 
-Mistakes of the caller raise, before any call: wrong arguments, or a use in another process than the
-client's. Everything that goes wrong later is a miss with a reason, whatever the transport raised: the
-daemon is gone, slow, full, wrong, or its version differs.
+Mistakes of the caller raise, before any call: wrong arguments, or a use in another process than
+the client's. Everything that goes wrong later is a miss with a reason, whatever the transport
+raised: the daemon is gone, slow, full, wrong, or its version differs.
 """
 
 from __future__ import annotations
