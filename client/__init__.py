@@ -1,7 +1,7 @@
 """What an engine imports: the client, its results, its errors, and the words they use.
 
-Each name is imported when it is asked for first: prefixctl lives below this package, and most of
-its commands need no gRPC.
+Each name is imported on first use: prefixctl lives below this package, and most of its commands
+need no gRPC.
 """
 
 from importlib import import_module
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .aio import AsyncClient as AsyncClient
     from .aio import AsyncHit as AsyncHit
     from .aio import AsyncReservation as AsyncReservation
+    from .chains import BlockChain as BlockChain
     from .client import Client as Client
     from .hits import Hit as Hit
     from .policy import SavePolicy as SavePolicy
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from .results import SaveOutcome as SaveOutcome
     from .saves import Reservation as Reservation
     from .saves import SaveItem as SaveItem
-    from .search import BlockChain as BlockChain
     from .watch import AsyncWatch as AsyncWatch
     from .watch import Cleared as Cleared
     from .watch import Disconnected as Disconnected
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from .watch import WatchPosition as WatchPosition
     from .wire.transport import ReserveItem as ReserveItem
 
-#: Where each name comes from.
+#: The module that each name comes from.
 _HOMES = {
     name: module
     for module, names in {
@@ -60,12 +60,12 @@ _HOMES = {
         "..proto.vocabulary": "ClaimMode DeleteStatus MissReason Presence SaveReason SaveStatus "
         "Tier",
         ".aio": "AsyncClient AsyncHit AsyncReservation",
+        ".chains": "BlockChain",
         ".client": "Client",
         ".hits": "Hit",
         ".policy": "SavePolicy",
         ".results": "Entry Found ReserveStatus RestoreResult SaveOutcome",
         ".saves": "Reservation SaveItem",
-        ".search": "BlockChain",
         ".watch": "AsyncWatch Cleared Disconnected Evicted Published ResidentKeys Synced Watch "
         "WatchPosition",
         ".wire.transport": "ReserveItem",
@@ -73,7 +73,7 @@ _HOMES = {
     for name in names.split()
 }
 
-__all__ = [  # each is there once it is asked for
+__all__ = [  # literal, for type checkers
     "Adapter",
     "AsyncClient",
     "AsyncHit",

@@ -1,13 +1,14 @@
 """The asyncio client: the methods of the client as coroutines, and no logic of its own.
 
-Each call runs on the synchronous client, in one of a few threads. That is no detour: gRPC's
+Each call runs on the synchronous client, in one of a few threads. That costs little: gRPC's
 asyncio stack takes as long for a call as its synchronous one, most of a call is waiting, which
-leaves other threads alone (bytes are copied a chunk of 1 MiB at a time), and one implementation
-can't disagree with itself. Asynchronous saves need no thread of these: they have their own.
+leaves other threads free to run (bytes are copied a chunk of 1 MiB at a time), and with one
+implementation there is nothing to keep equal. Asynchronous saves use the threads that the client
+has for them anyway.
 
 Calls that wait (with `wait_ms`, for a synchronous save, for `flush`) have threads of their own,
-64 at most, so that they hold up no others. A call whose task is cancelled raises CancelledError at
-once; in its thread it goes on to its end, at the latest its deadline, and what it then has claimed
+64 at most, so that they delay no others. A call whose task is cancelled raises CancelledError at
+once; in its thread it runs to its end, at the latest its deadline, and what it then has claimed
 or reserved is given back. Nothing here blocks the loop.
 """
 
@@ -15,31 +16,189 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextvars import copy_context
+from functools import partial, wraps
+from inspect import signature
 from time import monotonic
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Self, TypeVar, overload
 
+from ..proto.errors import CallerError, ClientClosed, InvalidSize
 from ..proto.keys import Key, Namespace
 from ..proto.limits import DEFAULT_BLOCK_TOKENS
-from .aio_calls import Asynchronous, Runner, awaited, coroutine, same
-from .benefit import LoadSpeeds
+from .chains import BlockChain
+from .claims import HitFacts
 from .client import Client
+from .context import Owner
 from .counters import Snapshot
 from .hits import Hit
-from .owner import Owner
-from .pins import HitFacts
-from .policy import SavePolicy
+from .policy import LoadSpeeds, SavePolicy
 from .results import ReserveStatus, RestoreResult, SaveOutcome
 from .saves import Reservation
-from .search import BlockChain
+from .thread_pool import ThreadPool, resolve
 from .wire.transport import ReserveItem
 
 if TYPE_CHECKING:
     from ..proto.keys import Tokens
     from .buffers import Payload
 
+P = ParamSpec("P")
+T = TypeVar("T")
+R = TypeVar("R")
+
 DEFAULT_MAX_CONCURRENCY: Final = 8
+#: Threads for calls that wait, apart from those of other calls. When all are taken, a call waits
+#: its turn.
+MAX_WAITING_CALLS: Final = 64
+
+
+# ---- from a method to a coroutine
+
+
+class Runner:
+    """Runs blocking calls in threads. Calls that may wait long have threads of their own.
+
+    When the awaiting task is cancelled, a call that has begun runs to its end, and what it claimed
+    or reserved is then given back. A call that has not begun is not made.
+    """
+
+    def __init__(self, max_concurrency: int, deadline_ms: int) -> None:
+        """`deadline_ms`: for calls that are given none."""
+        if max_concurrency < 1:
+            raise InvalidSize(f"max_concurrency is at least 1, not {max_concurrency}")
+        self._deadline_ms = deadline_ms
+        self._owner = Owner()
+        self._calls = ThreadPool("prefixd-aio", max_concurrency)
+        self._waiting_calls = ThreadPool("prefixd-aio-wait", MAX_WAITING_CALLS)
+
+    async def run(self, call: partial[T], *, waits: bool = False) -> T:
+        """`call()` in a thread, one for calls that wait if it `waits` or has a `wait_ms`. Its
+        `deadline_ms`, if it takes one, counts from now and not from when a thread is free. Raises
+        ClientClosed."""
+        self._owner.check()  # a fork has none of the threads
+        given = call.keywords.get("deadline_ms")
+        within_ms = given if isinstance(given, int) else self._deadline_ms
+        since_s = monotonic()
+        future: Future[T] = Future()
+        context = copy_context()
+
+        def in_turn() -> T:
+            if "deadline_ms" in call.keywords:
+                waited_ms = round((monotonic() - since_s) * 1e3)
+                call.keywords["deadline_ms"] = within_ms - waited_ms
+            return context.run(call)
+
+        threads = self._waiting_calls if waits or call.keywords.get("wait_ms") else self._calls
+        if not threads.submit(lambda: resolve(future, in_turn)):
+            raise ClientClosed("this client is closed")
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            # In a thread even if the call has ended: giving back may block.
+            future.add_done_callback(lambda done: self._calls.submit(partial(_give_back, done)))
+            raise
+
+    def close(self, within_s: float) -> None:
+        """Take no more calls, and wait for the running ones. Not for the loop's thread."""
+        until_s = monotonic() + within_s
+        for threads in (self._calls, self._waiting_calls):
+            threads.close()
+        for threads in (self._calls, self._waiting_calls):
+            threads.join(max(0.0, until_s - monotonic()))
+
+
+def _give_back(future: Future[T]) -> None:
+    """Release or cancel the result of a call whose task was cancelled."""
+    if future.cancelled() or future.exception() is not None:
+        return
+    result = future.result()
+    try:
+        if isinstance(result, Hit):
+            result.release()
+        elif isinstance(result, list):
+            for each in result:
+                if isinstance(each, Reservation):
+                    each.cancel()
+    except CallerError:
+        pass  # the client was closed meanwhile, which gave everything back
+
+
+class Asynchronous:
+    """Stands for an object of the synchronous client, whose calls it runs in threads."""
+
+    def __init__(self, sync: Any, runner: Runner) -> None:
+        self._sync = sync
+        self._runner = runner
+
+    async def __aenter__(self) -> Self:
+        return self
+
+
+@overload
+def coroutine(
+    method: Callable[Concatenate[Any, P], T], *, waits: bool = False, saves: bool = False
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]: ...
+
+
+@overload
+def coroutine(
+    method: Callable[Concatenate[Any, P], T], wrap: Callable[[T, Runner], R], *, waits: bool = False
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]: ...
+
+
+def coroutine(
+    method: Callable[..., Any],
+    wrap: Callable[[Any, Runner], Any] | None = None,
+    *,
+    waits: bool = False,
+    saves: bool = False,
+) -> Callable[..., Any]:
+    """The asynchronous form of a method of the synchronous client: the same parameters, and the
+    same result, or what `wrap` makes of it.
+
+    `waits`: the method waits for more than its own answer. `saves`: it does, with the deadline of
+    saves. With `in_place_only` a call waits for nothing, and needs no thread.
+    """
+    name = method.__name__
+    has_deadline = "deadline_ms" in signature(method).parameters
+
+    @wraps(method)
+    async def call(self: Asynchronous, *args: Any, **kwargs: Any) -> Any:
+        sync_call = getattr(self._sync, name)
+        if kwargs.get("in_place_only"):
+            return sync_call(*args, **kwargs)
+        if has_deadline:
+            kwargs.setdefault("deadline_ms", None)
+        if saves and kwargs["deadline_ms"] is None:
+            kwargs["deadline_ms"] = self._sync.save_timeout_ms
+        sync_call = partial(sync_call, *args, **kwargs)
+        result = await self._runner.run(sync_call, waits=waits or saves)
+        return result if wrap is None else wrap(result, self._runner)
+
+    return call
+
+
+def awaited(
+    method: Callable[Concatenate[Any, P], Future[T]],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """A coroutine for a method that returns a future. The call is queued when its task starts; one
+    that is cancelled before its turn is never made."""
+    name = method.__name__
+
+    @wraps(method)
+    async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.wrap_future(getattr(self._sync, name)(*args, **kwargs))
+
+    return call
+
+
+def same(name: str) -> Any:
+    """A property that reads this attribute of the synchronous object."""
+    return property(lambda self: getattr(self._sync, name), doc=f"As in the synchronous `{name}`.")
+
+
+# ---- the asynchronous objects
 
 
 class AsyncHit(HitFacts, Asynchronous):
@@ -52,7 +211,7 @@ class AsyncHit(HitFacts, Asynchronous):
         self.hit = hit
 
     buffers: list[memoryview] | None = same("buffers")
-    #: When it is cancelled, it may go on writing into the buffers until its deadline.
+    #: After its task was cancelled it may write into the buffers until its deadline.
     restore_into = coroutine(Hit.restore_into)
     read = coroutine(Hit.read)
     views = coroutine(Hit.views)
@@ -61,9 +220,6 @@ class AsyncHit(HitFacts, Asynchronous):
     token_ids = coroutine(Hit.token_ids)
     release_some = coroutine(Hit.release_some)
     release = coroutine(Hit.release)
-
-    async def __aenter__(self) -> AsyncHit:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.release()
@@ -92,9 +248,6 @@ class AsyncReservation(Asynchronous):
     write = coroutine(Reservation.write)
     cancel = coroutine(Reservation.cancel)
 
-    async def __aenter__(self) -> AsyncReservation:
-        return self
-
     async def __aexit__(self, *_: object) -> None:
         await self.cancel()
 
@@ -111,10 +264,10 @@ class AsyncClient(Asynchronous):
     """A `Client` with coroutines. Close it with `async with`, or with `close`."""
 
     def __init__(self, client: Client, *, max_concurrency: int = DEFAULT_MAX_CONCURRENCY) -> None:
-        """`client` belongs to this one from now on, which closes it; its own methods stay usable.
-        `max_concurrency`: calls under way at a time, beside those that wait (see the module);
-        others wait their turn, within their deadline. Raises InvalidSize for none."""
-        super().__init__(client, Runner(max_concurrency, client.deadline_ms, Owner()))
+        """Takes over `client` and closes it in the end; the methods of `client` stay usable.
+        `max_concurrency`: calls running at a time, beside those that wait (see the module); others
+        wait their turn, within their deadline. Raises InvalidSize below 1."""
+        super().__init__(client, Runner(max_concurrency, client.deadline_ms))
         self.client = client
 
     # ---- looking for state
@@ -124,7 +277,7 @@ class AsyncClient(Asynchronous):
     longest_run = coroutine(Client.longest_run, AsyncHit)
     claim = coroutine(Client.claim, AsyncHit)
     probe = coroutine(Client.probe)
-    #: When it is cancelled, it may go on writing into the buffers until its deadline.
+    #: After its task was cancelled it may write into the buffers until its deadline.
     restore_keys = coroutine(Client.restore_keys)
     exists = coroutine(Client.exists)
     exists_one = coroutine(Client.exists_one)
@@ -140,7 +293,7 @@ class AsyncClient(Asynchronous):
         *,
         include_partial: bool = False,
     ) -> BlockChain:
-        """`Client.chain`; no coroutine, for it makes no call."""
+        """`Client.chain`; no coroutine, because it makes no call."""
         return self.client.chain(namespace, tokens, block_tokens, include_partial=include_partial)
 
     # ---- restoring it
@@ -161,7 +314,8 @@ class AsyncClient(Asynchronous):
     ) -> list[bool]:
         """`Client.release_many`."""
         released = [hit.hit for hit in hits]
-        return await self._runner.run(self.client.release_many, released, deadline_ms=deadline_ms)
+        call = partial(self.client.release_many, released, deadline_ms=deadline_ms)
+        return await self._runner.run(call)
 
     # ---- saving it
 
@@ -173,25 +327,24 @@ class AsyncClient(Asynchronous):
     flush = coroutine(Client.flush, waits=True)
 
     def would_drop(self, payload_bytes: int = 0) -> bool:
-        """`Client.would_drop`; no coroutine, for it makes no call."""
+        """`Client.would_drop`; no coroutine, because it makes no call."""
         return self.client.would_drop(payload_bytes)
 
     async def write(
-        self,
-        writes: Sequence[tuple[AsyncReservation, Payload]],
-        *,
-        deadline_ms: int | None = None,
+        self, writes: Sequence[tuple[AsyncReservation, Payload]], *, deadline_ms: int | None = None
     ) -> list[SaveOutcome]:
         """`Client.write`."""
         payloads = [(each.reservation, payload) for each, payload in writes]
-        return await self._runner.run(self.client.write, payloads, deadline_ms=deadline_ms)
+        call = partial(self.client.write, payloads, deadline_ms=deadline_ms)
+        return await self._runner.run(call)
 
     async def cancel(
         self, reservations: Sequence[AsyncReservation], *, deadline_ms: int | None = None
     ) -> list[bool]:
         """`Client.cancel`."""
         ended = [each.reservation for each in reservations]
-        return await self._runner.run(self.client.cancel, ended, deadline_ms=deadline_ms)
+        call = partial(self.client.cancel, ended, deadline_ms=deadline_ms)
+        return await self._runner.run(call)
 
     # ---- this client
 
@@ -208,10 +361,10 @@ class AsyncClient(Asynchronous):
     wait_connected = coroutine(Client.wait_connected, waits=True)
 
     async def close(self, *, deadline_ms: int | None = None) -> None:
-        """`Client.close`. Calls under way end as misses."""
+        """`Client.close`. Running calls end as misses."""
         closed: Future[None] = Future()
-        closed.set_running_or_notify_cancel()  # begun: a cancelled task no longer stops it
-        # Not one of the threads of the calls: those may all be waiting for the daemon.
+        closed.set_running_or_notify_cancel()  # cancelling the task no longer stops it
+        # In a thread of its own: those of the calls may all be waiting for the daemon.
         threading.Thread(
             target=self._close, args=(closed, deadline_ms), name="prefixd-aio-close", daemon=True
         ).start()
@@ -226,9 +379,6 @@ class AsyncClient(Asynchronous):
             closed.set_exception(problem)
         else:
             closed.set_result(None)
-
-    async def __aenter__(self) -> AsyncClient:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()

@@ -1,7 +1,7 @@
 """Any buffer as flat bytes, without copying.
 
-Payloads come and go as `bytes`, `bytearray`, `memoryview`, numpy arrays and CPU tensors, or as a
-list of those. They need not lie together: what does not is taken as the pieces that do.
+Payloads are `bytes`, `bytearray`, `memoryview`, numpy arrays, CPU tensors, or lists of those. They
+need not be contiguous: those that are not are taken as their contiguous pieces.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from ..proto.pieces import FlatBytes, Pieces
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    #: A buffer, an object whose `numpy()` is one (a tensor in CPU memory), or a sequence of those.
+    #: A buffer, a tensor in CPU memory, or a sequence of those.
     Payload: TypeAlias = Buffer | Sequence[Any] | Any
 
-#: More pieces than that cost more than packing them first.
+#: With more pieces, packing them first costs less.
 MAX_PIECES: Final = 2**16
 
 
 def flat_bytes(payload: Payload, *, writable: bool = False) -> FlatBytes:
-    """The bytes of `payload` where they lie: of a list or tuple, those of its members one after
-    the other; of an array that does not lie together, its rows in C order.
+    """The bytes of `payload`, not copied: of a list or tuple, those of its members one after
+    the other; of an array that is not contiguous, its rows in C order.
 
-    Raises `InvalidSize` when there are none, when a row does not lie together, for more than
-    `MAX_PIECES`, or when `writable` and they are not; `CallerError` for what is no buffer at all.
+    Raises `InvalidSize` for no bytes, for a row that is not contiguous, for more than `MAX_PIECES`
+    pieces, or for read-only memory when `writable`; `CallerError` for what is no buffer.
     """
     if not isinstance(payload, list | tuple):
         view = _view(payload)
         if view.c_contiguous:
             return _checked(view, writable=writable)
     elif 1 < len(payload) <= MAX_PIECES:
-        # A page of an engine is many pieces, mostly as they should be.
+        # A page of an engine has many pieces, most of them flat bytes already.
         ready = _ready(payload, writable=writable)
         if len(ready) == len(payload):
             return Pieces(ready)
@@ -48,7 +48,7 @@ def flat_bytes(payload: Payload, *, writable: bool = False) -> FlatBytes:
 
 
 def all_flat(payloads: Sequence[Payload], *, writable: bool = False) -> Sequence[FlatBytes]:
-    """`flat_bytes` of each. What is so already, as most of a batch are, is only looked at."""
+    """`flat_bytes` of each, faster where all are flat bytes already, as in most batches."""
     ready = _ready(payloads, writable=writable)
     if len(ready) == len(payloads):
         return ready
@@ -70,7 +70,7 @@ def _ready(payloads: Sequence[Payload], *, writable: bool) -> list[memoryview]:
 
 
 def _gather(pieces: list[memoryview], payload: Payload, *, writable: bool) -> None:
-    """Add what `payload` is made of. An empty member adds nothing."""
+    """Add the contiguous pieces of `payload`. Empty members add nothing."""
     members: Iterable[Payload]
     if isinstance(payload, list | tuple):
         members = payload
@@ -78,7 +78,7 @@ def _gather(pieces: list[memoryview], payload: Payload, *, writable: bool) -> No
         view = _view(payload)
         if not view.nbytes:
             return
-        # A memoryview has no rows; the array that it is of has, but they need not be the same.
+        # A memoryview gives no rows, and those of its array may be others.
         if view.c_contiguous or view.ndim < 2 or isinstance(payload, memoryview):
             if len(pieces) == MAX_PIECES:
                 raise InvalidSize(f"a payload lies in at most {MAX_PIECES} pieces")
@@ -90,7 +90,7 @@ def _gather(pieces: list[memoryview], payload: Payload, *, writable: bool) -> No
 
 
 def _checked(view: memoryview, *, writable: bool) -> memoryview:
-    """The memory of `view`, flat, as unsigned bytes. Raises InvalidSize."""
+    """`view` as flat unsigned bytes. Raises InvalidSize."""
     if not view.nbytes:
         raise InvalidSize("a payload has at least one byte")
     if not view.c_contiguous:
@@ -99,7 +99,7 @@ def _checked(view: memoryview, *, writable: bool) -> memoryview:
         raise InvalidSize("the buffer to restore into is read-only")
     if view.format == "B" and view.ndim == 1:
         return view
-    # Not a cast: that knows native number formats only.
+    # `memoryview.cast` knows only native number formats.
     return PickleBuffer(view).raw()
 
 
@@ -107,7 +107,7 @@ def _view(payload: Payload) -> memoryview:
     try:
         return memoryview(cast("Buffer", payload))
     except (TypeError, ValueError, BufferError):
-        # No buffer, or one of numbers that buffers have no letter for.
+        # No buffer, or its numbers have a format that the buffer protocol does not know.
         for as_buffer in (_tensor_view, _array_view):
             try:
                 return as_buffer(payload)
@@ -118,8 +118,8 @@ def _view(payload: Payload) -> memoryview:
 
 
 def _tensor_view(tensor: Any) -> memoryview:
-    """Of a tensor, whatever it holds: numpy has no bfloat16 and no float8, so as bytes."""
-    # The tensor's own library, which is not imported here.
+    """A tensor of any type as bytes, because numpy has no bfloat16 and no float8."""
+    # The tensor's library must be loaded; nothing here imports it.
     library = sys.modules[type(tensor).__module__.partition(".")[0]]
     flat = tensor.detach().reshape(-1) if not tensor.ndim else tensor.detach()
     return memoryview(flat.view(library.uint8).numpy())

@@ -1,9 +1,9 @@
-"""The client: look for cached state, restore it, save it. Never the reason a request fails.
+"""The client: looks for cached state, restores it, saves it. Never the reason a request fails.
 
-Whatever goes wrong on the way to the daemon (it is gone, it hangs, it refuses, it is of another
-version, a checksum is wrong, a claim was lost) is a miss, and counted. Only a caller's own mistake
-raises, before anything is asked: `CallerError` and what is below it, such as a key of the wrong
-length, a client that was closed, or one that a forked process took along.
+Whatever goes wrong on the way to the daemon (it is gone, it hangs, it refuses, its version
+differs, a checksum is wrong, a claim was lost) is a miss, and counted. Only mistakes of the caller
+raise, before any call: `CallerError` and its subclasses, such as for a key of the wrong length, a
+closed client, or one that a fork inherited.
 """
 
 from __future__ import annotations
@@ -13,40 +13,35 @@ import time
 import warnings
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
-from ..proto.errors import CallerError, ClientClosed, ConfigError, InvalidSize
-from ..proto.keys import Key, Namespace, check_key, prefix_keys
+from ..proto.errors import CallerError, ConfigError, InvalidSize
+from ..proto.keys import Key
 from ..proto.limits import (
-    DEFAULT_BLOCK_TOKENS,
     DEFAULT_DEADLINE_MS,
     DEFAULT_SAVE_TIMEOUT_MS,
     DEFAULT_SHARED_WAIT_MS,
     MAX_LEASE_MS,
-    MAX_WAIT_MS,
 )
 from ..proto.traceparent import TRACING_VARIABLE
-from ..proto.vocabulary import ClaimMode
-from .benefit import LoadSpeeds, MinBenefit
-from .call_queue import CallQueue
+from ..proto.vocabulary import SaveReason, Tier
+from .context import CallContext
 from .counters import Counters, Snapshot
-from .failures import Failures
-from .hits import Hit, Reader
-from .key_methods import CALL_THREADS, MAX_PENDING_CALLS, KeyCalls
-from .key_restores import KeyRestorer
+from .hits import Reader
 from .local.transport import LocalTransport
-from .owner import Owner
-from .policy import SavePolicy
+from .lookups import CALL_THREADS, MAX_PENDING_CALLS, Lookups
+from .policy import LoadSpeeds, MinBenefit, SavePolicy
 from .restores import VERIFY_CHOICES, Verify
-from .results import RestoreResult
-from .save_methods import Saves
-from .saves import Writer
-from .search import BlockChain, Searcher, checked_keys, count_tokens, prefix_walk
+from .results import SaveOutcome
+from .saves import Reservation, SaveItem, Writer
+from .search import Searcher
+from .thread_pool import CallQueue
 from .wire.data_transport import DataTransport
-from .wire.deadline import Deadline
 from .wire.session import DEFAULT_CONNECT_TIMEOUT_MS
 from .wire.trace_context import CallSpans
-from .wire.transport import Transport
+from .wire.transport import ReserveItem, SaveTerms, Transport
 
 if TYPE_CHECKING:
     from ..proto.keys import Tokens
@@ -54,26 +49,26 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_PENDING_SAVES: Final = 64
 DEFAULT_MAX_PENDING_BYTES: Final = 2**30
-#: What closing may take beyond its deadline, to see calls end that it made fail.
+#: How long closing may wait beyond its deadline for the calls that it made fail.
 _GRACE_S: Final = 0.02
-#: What leaving the daemon may take when a client was not closed.
+#: How long leaving the daemon may take for a client that was never closed.
 _FORGOTTEN_S: Final = 0.25
 
 
-class Client(Saves, KeyCalls):
+class Client(Lookups):
     """A connection to a prefixd daemon, for any number of threads of one process.
 
     Making one returns at once; the first call waits for the connection, within its deadline.
-    While the daemon is down every call is a miss at once, and the client goes on trying to
+    While the daemon is down every call is a miss at once, and the client keeps trying to
     reach it in the background.
 
-    Every method takes `deadline_ms` for that one call: how long it may take, beside what it was
-    told to wait for others (`wait_ms`) and the time that moving its bytes is given (64 MiB/s at
-    least). A daemon that hangs costs one call its deadline; until it answers again the others are
-    misses at once.
+    Every method takes `deadline_ms` for that one call: how long it may take, on top of the time it
+    may wait for others (`wait_ms`) and the time allowed for moving its bytes (64 MiB/s at least). A
+    daemon that hangs costs one call its deadline; until it answers again other calls are misses at
+    once.
 
     A program that ends without closing its client drops the asynchronous saves that are pending.
-    A forked process can use nothing of it: every call raises CallerError there.
+    A forked process can't use the client: every call raises CallerError there.
     """
 
     def __init__(
@@ -100,38 +95,31 @@ class Client(Saves, KeyCalls):
         tracing: bool | None = None,
     ) -> None:
         """`address`: `unix:/path` or `host:port`; None: `proto.endpoints.default_address()`.
-        `name`: shown to operators, and to clients that meet one of its saves. `label`: under which
-        name the daemon adds up what this client counts, a model or a tenant (1 ... 64
-        letters, digits, `._:/@+-`); the daemon keeps 64, and later ones count as "other".
+        `name`: shown to operators, and to clients that find one of its saves in flight. `label`: a
+        model or a tenant (1 ... 64 letters, digits, `._:/@+-`), by which the daemon adds up what
+        its clients count; the daemon keeps 64, and later ones count as "other".
         `connect_timeout_ms`: after it the daemon counts as down. `lease_ms` of claims, 0: the
-        daemon's own. `policy`: the gates of saves, and the stride of `longest_prefix`.
-        `verify`: what has its CRC32C checked on restore: `always` everything, `disk` what comes
-        from disk, `never` nothing; views and single layers are never checked.
+        daemon's own. `policy`: when to save, and the stride of `longest_prefix`.
+        `verify`: which payloads have their CRC32C checked on restore: `always` all, `disk` those
+        from disk, `never` none; views and single layers are never checked.
         `prefill_tokens_per_s`: how fast the engine computes; hits that are estimated to load
         slower, or to save less than `min_benefit_ms`, are left out. `shared_wait_ms`: where the
-        daemon shares entries with other nodes, how long a search waits for what it brings beyond
-        what is here, but no longer than the engine would compute it; 0: not at all.
-        `max_pending_saves`,
-        `max_pending_bytes`: asynchronous saves beyond are dropped. `savers`: how many of those are
-        under way at a time; with more than one, a chain may be published out of order. `local`:
-        do in place what can be done in place, on the daemon's host; the rest, or all of it, goes
+        daemon shares entries with other nodes, how long a search waits for those that are not
+        here, but no longer than the engine would take to compute them; 0: not at all.
+        `max_pending_saves`, `max_pending_bytes`: asynchronous saves beyond are dropped. `savers`:
+        how many of those run at a time; with more than one, a chain may be published out of order.
+        `local`: on the daemon's host, do in place what can be done in place; everything else goes
         over the data socket of a daemon that is reached over TCP and has one, else over gRPC.
-        `transport`, and the `counters` that it counts in, replace both. `tracing`: OpenTelemetry
+        `transport`, with the `counters` that it uses, replaces both. `tracing`: OpenTelemetry
         spans of what this client does, for the program's own tracer provider; None: if
         $PREFIXD_TRACING is `otel`.
 
-        Raises CallerError for a setting that can't be, ConfigError for tracing without its package.
+        Raises CallerError for a setting out of range, ConfigError for tracing without its package.
         """
-        for what, value in (
-            ("deadline_ms", deadline_ms),
-            ("connect_timeout_ms", connect_timeout_ms),
-            ("save_timeout_ms", save_timeout_ms),
-        ):
-            if value < 1:
-                raise InvalidSize(f"{what} is at least 1, not {value}")
-        if not 0 <= lease_ms <= MAX_LEASE_MS:
-            raise InvalidSize(f"lease_ms is in 0 ... {MAX_LEASE_MS}, not {lease_ms}")
         for what, value, least in (
+            ("deadline_ms", deadline_ms, 1),
+            ("connect_timeout_ms", connect_timeout_ms, 1),
+            ("save_timeout_ms", save_timeout_ms, 1),
             ("shared_wait_ms", shared_wait_ms, 0),
             ("max_pending_saves", max_pending_saves, 0),
             ("max_pending_bytes", max_pending_bytes, 1),
@@ -139,228 +127,195 @@ class Client(Saves, KeyCalls):
         ):
             if value < least:
                 raise InvalidSize(f"{what} is at least {least}, not {value}")
+        if not 0 <= lease_ms <= MAX_LEASE_MS:
+            raise InvalidSize(f"lease_ms is in 0 ... {MAX_LEASE_MS}, not {lease_ms}")
         if verify not in VERIFY_CHOICES:
             raise CallerError(f"verify is one of {', '.join(VERIFY_CHOICES)}, not {verify!r}")
-        self._owner = Owner()
         self._closed = False
         self.deadline_ms = deadline_ms
         self.save_timeout_ms = save_timeout_ms
-        self._counters = counters or Counters()
         self.policy = policy or SavePolicy()
         #: How fast each tier loads, as measured on restores.
         self.speeds = LoadSpeeds()
         benefit = MinBenefit(self.speeds, prefill_tokens_per_s, min_benefit_ms)
-        searcher_type, reader_type, restorer_type, writer_type, spans = _parts(tracing)
+        searcher_type, reader_type, writer_type, spans = _parts(tracing)
+        counters = counters or Counters()
         if transport is None:
             transport = remote = DataTransport(
-                address,
-                name,
-                label=label,
-                counters=self._counters,
-                connect_timeout_ms=connect_timeout_ms,
+                address, name, label=label, counters=counters, connect_timeout_ms=connect_timeout_ms
             )
             remote.spans = spans
             if local:
                 transport = LocalTransport(remote)
         self._transport = transport
-        self._failures = failures = Failures()
-        self._reader = reader_type(
-            self._transport,
-            self._counters,
-            failures,
-            self.speeds,
-            self._owner,
-            verify=verify,
-            deadline_ms=deadline_ms,
-        )
+        self._context = context = CallContext(transport, counters, deadline_ms)
+        self._reader = reader_type(context, self.speeds, verify)
         self._searcher = searcher_type(
-            self._transport,
-            self._reader,
-            self._counters,
-            failures,
-            benefit,
-            lease_ms=lease_ms,
-            shared_wait_ms=shared_wait_ms,
+            context, self._reader, benefit, lease_ms=lease_ms, shared_wait_ms=shared_wait_ms
         )
-        self._key_restorer = restorer_type(self._transport, self._searcher, self._reader, failures)
         self._writer = writer_type(
-            self._transport,
-            self._counters,
-            failures,
-            self._owner,
-            deadline_ms=deadline_ms,
+            context,
             save_timeout_ms=save_timeout_ms,
             max_pending_saves=max_pending_saves,
             max_pending_bytes=max_pending_bytes,
             savers=savers,
         )
         self._calls = CallQueue(MAX_PENDING_CALLS, threads=CALL_THREADS, name="call")
-
-        # Not __del__: at the end of the program that runs when the threads are gone already.
+        # Not __del__: when that runs at the end of the program, the threads are gone already.
         self._finalizer = weakref.finalize(
-            self,
-            _forgotten,
-            self._owner,
-            self._writer,
-            self._calls,
-            self._reader,
-            self._transport,
+            self, _forgotten, context, self._writer.queue, self._calls, self._reader
         )
 
-    # ---- looking for state
+    # ---- saving state
 
-    def longest_prefix(
+    def save(
         self,
-        namespace: Namespace,
-        tokens: Tokens,
+        key: Key,
+        payload: Payload,
         *,
-        claim: bool = True,
-        exact_end: bool = False,
+        tier: Tier,
+        reason: SaveReason = SaveReason.COLD,
+        token_count: int | None = None,
+        layer_count: int = 0,
+        token_ids: Tokens | bytes | None = None,
+        ancestors: Sequence[Key] = (),
         wait_ms: int = 0,
         deadline_ms: int | None = None,
-    ) -> Hit | None:
-        """The longest prefix entry of `tokens`, claimed; None: a miss.
+    ) -> SaveOutcome:
+        """Save one payload, and wait until it is published; see `save_many` and `SaveItem`."""
+        item = SaveItem(key, payload, token_count, layer_count, token_ids)
+        terms = self._terms(tier, reason, ancestors, wait_ms)
+        return self._writer.save([item], terms, deadline_ms)[0]
 
-        Looks at the multiples of `policy.boundary_align_tokens`, with `exact_end` also at the
-        end of the tokens: all keys in one hash pass, longest first, one rpc. `claim` False only
-        looks: nothing is pinned, nothing moves in an eviction order. `wait_ms`: how long to
-        wait for a save in flight.
-        """
-        deadline = self._begin(deadline_ms, wait_ms)
-        stride_tokens = self.policy.boundary_align_tokens
-        keys, counts = prefix_walk(namespace, tokens, stride_tokens, exact_end=exact_end)
-        wanted_tokens = counts[0] if counts else 0
-        return (
-            self._searcher.search(
-                keys, counts, ClaimMode.FIRST, wait_ms, deadline, wanted_tokens, pin=claim
-            )
-            or None
-        )
-
-    def resume(
+    def save_async(
         self,
-        parent_key: Key,
-        tokens: Tokens,
-        wait_ms: int | None = None,
+        key: Key,
+        payload: Payload,
         *,
-        namespace: Namespace,
-        exact_end: bool = False,
-        deadline_ms: int | None = None,
-    ) -> Hit | None:
-        """The state that a conversation left off with, claimed; None: a miss.
-
-        `parent_key` is the prefix entry of its last save, which may still be in flight: waits
-        for it at most `wait_ms` (None: `policy.session_resume_wait_ms`), and takes the longest
-        prefix of `tokens` if it does not come, all in one rpc. The parent is only used if its key
-        is that of a prefix of `tokens`: of one of the walk's lengths or all of them, or of as many
-        as it was saved with (an entry saved without a `token_count` does not say).
-        """
-        wait_ms = self.policy.session_resume_wait_ms if wait_ms is None else wait_ms
-        deadline = self._begin(deadline_ms, wait_ms)
-        parent_key = check_key(parent_key)
-        stride_tokens = self.policy.boundary_align_tokens
-        ends = prefix_walk(namespace, tokens, stride_tokens, exact_end=True)
-        # What these tokens say of the parent counts, whatever it was saved with.
-        parent_count = dict(zip(*ends, strict=True)).get(parent_key)
-        others = [
-            (key, count)
-            for key, count in zip(*ends, strict=True)
-            if key != parent_key and (exact_end or not count % stride_tokens)
-        ]
-        keys = [parent_key, *(key for key, _ in others)]
-        counts = [parent_count, *(count for _, count in others)]
-        hit = self._searcher.search(keys, counts, ClaimMode.FIRST, wait_ms, deadline)
-        if not hit or hit.keys != [parent_key] or parent_count is not None:
-            return hit or None
-        length = min(hit.token_counts[0], count_tokens(tokens))
-        if length and prefix_keys(namespace, tokens, [length]) == hit.keys:
-            return hit
-        self._reader.release([hit], deadline_ms)
-        return self._searcher.search(keys[1:], counts[1:], ClaimMode.FIRST, 0, deadline) or None
-
-    def chain(
-        self,
-        namespace: Namespace,
-        tokens: Tokens,
-        block_tokens: int = DEFAULT_BLOCK_TOKENS,
-        *,
-        include_partial: bool = False,
-    ) -> BlockChain:
-        """The keys of `tokens` cut into blocks, root first. No rpc; see `BlockChain`."""
-        return BlockChain(namespace, tokens, block_tokens, include_partial=include_partial)
-
-    def longest_run(
-        self,
-        keys: BlockChain | Sequence[Key],
-        *,
-        claim: bool = True,
+        tier: Tier,
+        reason: SaveReason = SaveReason.COLD,
+        token_count: int | None = None,
+        layer_count: int = 0,
+        token_ids: Tokens | bytes | None = None,
+        ancestors: Sequence[Key] = (),
         wait_ms: int = 0,
         deadline_ms: int | None = None,
-        prompt_tokens: int = 0,
-    ) -> Hit:
-        """The blocks of a chain up to the first that is missing, claimed; empty (and false) when
-        that is block 0. `hit.miss` says why the run ends; None: all blocks are there.
+    ) -> Future[SaveOutcome]:
+        """Queue the save of one payload; see `save_many_async` and `SaveItem`."""
+        item = SaveItem(key, payload, token_count, layer_count, token_ids)
+        terms = self._terms(tier, reason, ancestors, wait_ms)
+        return self._writer.save_async([item], terms, deadline_ms, itemgetter(0))
 
-        One rpc for as many blocks as one call takes (4,096 unless the daemon says less). `claim`
-        False only looks: on the daemon's host without any rpc, and hashing no more blocks than
-        there are. Only the complete blocks of a `BlockChain` are looked for. `prompt_tokens`: what
-        all `keys` stand for, for the hit ratio that the daemon shows; a `BlockChain` knows.
-        """
-        deadline = self._begin(deadline_ms, wait_ms)
-        counts: list[int | None] | None = None
-        wanted: Sequence[Key]
-        if isinstance(keys, BlockChain):
-            wanted = keys.complete_keys
-            counts = [keys.block_tokens] * len(wanted)
-        else:
-            wanted = checked_keys(keys)
-        return self._searcher.search(
-            wanted, counts, ClaimMode.RUN, wait_ms, deadline, prompt_tokens, pin=claim
-        )
-
-    def claim(
+    def save_many(
         self,
-        keys: Sequence[Key],
+        items: Sequence[SaveItem],
         *,
-        mode: ClaimMode = ClaimMode.ANY,
+        tier: Tier,
+        reason: SaveReason = SaveReason.COLD,
+        ancestors: Sequence[Key] = (),
         wait_ms: int = 0,
         deadline_ms: int | None = None,
-    ) -> Hit:
-        """Pin those of `keys` that `mode` wants; empty (and false) if there are none.
+    ) -> list[SaveOutcome]:
+        """Save payloads to one tier, in one rpc, and wait until they are published, at most
+        `save_timeout_ms` (or `deadline_ms`); of a chain: root first. Returns how each ended.
 
-        A key that is named twice is there twice. One rpc for 4,096 keys. Raises InvalidKey.
+        `reason`: shown to operators. `ancestors`: the blocks before the first item, root first;
+        the save counts as a use of them. `wait_ms`: how long to wait for other clients that are
+        saving the same keys.
+
+        It takes several calls for more items than one call takes, for more than a session may have
+        reserved in a tier at once, and for a key that is named twice.
+        Raises InvalidKey, InvalidSize, UnknownTier, UnknownReason; what the daemon refuses, such
+        as a tier that it does not have, is an outcome.
         """
-        deadline = self._begin(deadline_ms, wait_ms)
-        if not isinstance(mode, ClaimMode):
-            raise CallerError(f"a mode is one of ClaimMode, not {mode!r}")
-        checked = checked_keys(keys)
-        return self._searcher.search(checked, None, mode, wait_ms, deadline)
+        terms = self._terms(tier, reason, ancestors, wait_ms)
+        return self._writer.save(items, terms, deadline_ms)
 
-    # ---- restoring it
-
-    def restore_into(
+    def save_many_async(
         self,
-        hit: Hit,
-        buffers: Sequence[Payload],
+        items: Sequence[SaveItem],
         *,
-        indices: Sequence[int] | None = None,
+        tier: Tier,
+        reason: SaveReason = SaveReason.COLD,
+        ancestors: Sequence[Key] = (),
+        wait_ms: int = 0,
         deadline_ms: int | None = None,
-    ) -> RestoreResult:
-        """Copy the payloads of a hit into `buffers`; see `Hit.restore_into`."""
+    ) -> Future[list[SaveOutcome]]:
+        """Queue a `save_many` for another thread. Never blocks; the future holds how each item
+        ended.
+
+        Calls run in order (several `savers` begin them in order). Beyond `max_pending_saves` calls,
+        or `max_pending_bytes` of payload, they are dropped and counted; `would_drop` tells before
+        the payload is made. Payloads are referenced, not copied: don't change them before the
+        future is done.
+        """
+        terms = self._terms(tier, reason, ancestors, wait_ms)
+        return self._writer.save_async(items, terms, deadline_ms, list)
+
+    def would_drop(self, payload_bytes: int = 0) -> bool:
+        """Would an asynchronous save of `payload_bytes` be dropped at this moment? A save larger
+        than `max_pending_bytes` is taken when no other is pending."""
         self._check_usable()
-        return hit.restore_into(buffers, indices=indices, deadline_ms=deadline_ms)
+        return not self._writer.queue.takes(payload_bytes)
 
-    def release_many(self, hits: Sequence[Hit], *, deadline_ms: int | None = None) -> list[bool]:
-        """Release hits in one rpc; see `Hit.release`."""
+    @property
+    def pending_saves(self) -> int:
+        """Asynchronous saves that are queued or running."""
+        return self._writer.queue.pending[0]
+
+    @property
+    def pending_save_bytes(self) -> int:
+        """Their payload, which the caller may not change yet."""
+        return self._writer.queue.pending[1]
+
+    def reserve(
+        self,
+        items: Sequence[ReserveItem],
+        *,
+        tier: Tier,
+        reason: SaveReason = SaveReason.COLD,
+        ancestors: Sequence[Key] = (),
+        wait_ms: int = 0,
+        ttl_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> list[Reservation]:
+        """Reserve the exclusive right to save keys, and their room, before computing them.
+
+        Of several clients that miss the same key one is granted it and computes; the others
+        learn which client that is, or with `wait_ms` wait until the key is PRESENT. `ttl_ms`: how
+        long a reservation lasts, 0: as long as the daemon says. One rpc. Raises as `save_many`.
+        """
+        terms = self._terms(tier, reason, ancestors, wait_ms, ttl_ms)
+        return self._writer.reserve(items, terms, deadline_ms)
+
+    def write(
+        self, writes: Sequence[tuple[Reservation, Payload]], *, deadline_ms: int | None = None
+    ) -> list[SaveOutcome]:
+        """Save the payloads of granted reservations, in one rpc; see `Reservation.write`."""
         self._check_usable()
-        return self._reader.release(hits, deadline_ms)
+        return self._writer.write(writes, deadline_ms)
+
+    def cancel(
+        self, reservations: Sequence[Reservation], *, deadline_ms: int | None = None
+    ) -> list[bool]:
+        """Give reservations back, in one rpc; see `Reservation.cancel`."""
+        self._check_usable()
+        return self._writer.cancel(reservations, deadline_ms)
+
+    def flush(self, *, deadline_ms: int | None = None) -> bool:
+        """Wait for the pending asynchronous saves. False: they took longer.
+
+        In the done-callback of a save it makes the queued saves itself."""
+        self._check_usable()
+        within_ms = self.deadline_ms if deadline_ms is None else deadline_ms
+        return self._writer.queue.flush(within_ms / 1e3)
 
     # ---- this client
 
     @property
     def counters(self) -> Snapshot:
-        """What this client has counted so far, as a dict of its own; see `Counters`."""
-        return self._counters.snapshot()
+        """What this client has counted so far, as a dict of the caller's own; see `Counters`."""
+        return self._context.counters.snapshot()
 
     @property
     def connected(self) -> bool:
@@ -369,34 +324,34 @@ class Client(Saves, KeyCalls):
 
     @property
     def under_pressure(self) -> bool:
-        """Is memory short on the daemon's node, as it said with its last answer to a heartbeat? An
-        engine can then save what it does not need at once (`SaveReason.EVICT`) and free its own
-        copy. False: the daemon does not watch for it, or there is none."""
+        """Is memory short on the daemon's node, as of its last answer to a heartbeat? An engine can
+        then save what it does not need at once (`SaveReason.EVICT`) and free its own copy. Always
+        False when the daemon does not watch memory, or can't be reached."""
         return not self._closed and self._transport.under_pressure
 
     def wait_connected(self, *, deadline_ms: int | None = None) -> bool:
-        """Wait until the daemon is reached, however often that has to be tried."""
+        """Wait until the daemon is reached, and keep trying. False: not by the deadline."""
         deadline = self._begin(deadline_ms)
         try:
             return self._transport.wait(deadline)
         except Exception as problem:
-            self._failures.reason(problem)
+            self._context.failures.reason(problem)
             return False
 
     def close(self, *, deadline_ms: int | None = None) -> None:
-        """Finish the pending saves and leave the daemon, which releases whatever this client still
+        """Finish the pending saves and leave the daemon, which releases what this client still
         holds, all within `deadline_ms`; saves that are not done by then are dropped (0: all of
-        them), and calls under way in other threads end as misses.
+        them), and calls running in other threads end as misses.
 
-        Idempotent. In a forked process it does nothing: there is nothing to leave.
+        Idempotent. Does nothing in a forked process, which has no connection.
         """
         if self._closed:
             return
         self._closed = True
         self._finalizer.detach()
-        if self._owner.is_here:
+        if self._context.owner.is_here:
             within_ms = self.deadline_ms if deadline_ms is None else deadline_ms
-            _close(self._writer, self._calls, self._reader, self._transport, within_ms / 1e3)
+            _close(self._context, self._writer.queue, self._calls, self._reader, within_ms / 1e3)
 
     def __enter__(self) -> Client:
         return self
@@ -404,65 +359,55 @@ class Client(Saves, KeyCalls):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise ClientClosed("this client is closed")
-        self._owner.check()
-
-    def _begin(self, deadline_ms: int | None, wait_ms: int = 0) -> Deadline:
-        """Every call begins here: may it, and until when."""
+    def _terms(
+        self,
+        tier: Tier,
+        reason: SaveReason,
+        ancestors: Sequence[Key],
+        wait_ms: int,
+        ttl_ms: int = 0,
+    ) -> SaveTerms:
         self._check_usable()
-        if not 0 <= wait_ms <= MAX_WAIT_MS:
-            raise InvalidSize(f"a wait is in 0 ... {MAX_WAIT_MS} ms, not {wait_ms}")
-        within_ms = self.deadline_ms if deadline_ms is None else deadline_ms
-        return Deadline(within_ms + wait_ms)
+        return SaveTerms(tier, reason, ancestors, wait_ms, ttl_ms)
 
 
 def _parts(
     tracing: bool | None,
-) -> tuple[type[Searcher], type[Reader], type[KeyRestorer], type[Writer], CallSpans | None]:
-    """What a client is made of, and what makes spans of its calls. Raises ConfigError."""
+) -> tuple[type[Searcher], type[Reader], type[Writer], CallSpans | None]:
+    """The parts of a client, with or without spans, and the spans of calls. Raises ConfigError."""
     if tracing is None:
-        asked = os.environ.get(TRACING_VARIABLE, "none")
-        if asked not in ("otel", "none", ""):
-            raise ConfigError(f"{TRACING_VARIABLE} is otel or none, not {asked}")
-        tracing = asked == "otel"
+        exporter = os.environ.get(TRACING_VARIABLE, "none")
+        if exporter not in ("otel", "none", ""):
+            raise ConfigError(f"{TRACING_VARIABLE} is otel or none, not {exporter}")
+        tracing = exporter == "otel"
     if not tracing:
-        return Searcher, Reader, KeyRestorer, Writer, None
+        return Searcher, Reader, Writer, None
     try:
-        from .tracing import (
-            OtelCalls,
-            TracedKeyRestorer,
-            TracedReader,
-            TracedSearcher,
-            TracedWriter,
-        )
+        from .tracing import OtelCalls, TracedReader, TracedSearcher, TracedWriter
     except ImportError as problem:
         raise ConfigError(
             f"tracing needs more than is installed ({problem}): "
             "pip install 'prefixd[opentelemetry]'"
         ) from None
-    return TracedSearcher, TracedReader, TracedKeyRestorer, TracedWriter, OtelCalls()
+    return TracedSearcher, TracedReader, TracedWriter, OtelCalls()
 
 
 def _close(
-    writer: Writer, calls: CallQueue, reader: Reader, transport: Transport, within_s: float
+    context: CallContext, saves: CallQueue, calls: CallQueue, reader: Reader, within_s: float
 ) -> None:
     until_s = time.monotonic() + within_s + _GRACE_S
     calls.drop_pending()
-    writer.close(within_s)
-    reader.close()
-    transport.close(max(0.0, until_s - time.monotonic()))
-    writer.join(max(0.0, until_s - time.monotonic()))
-    calls.close(max(0.0, until_s - time.monotonic()))
+    saves.flush(within_s)
+    saves.drop_pending()
+    reader.copier.close()
+    context.transport.close(max(0.0, until_s - time.monotonic()))
+    for queue in (saves, calls):
+        queue.close(max(0.0, until_s - time.monotonic()))
 
 
-def _forgotten(
-    owner: Owner, writer: Writer, calls: CallQueue, reader: Reader, transport: Transport
-) -> None:
-    """A client was dropped, or the program ends, without its being closed: pending saves are
-    dropped."""
-    if owner.is_here:
+def _forgotten(context: CallContext, saves: CallQueue, calls: CallQueue, reader: Reader) -> None:
+    """A client was dropped, or the program ends, and the client was never closed."""
+    if context.owner.is_here:
         warnings.warn("a client was never closed", ResourceWarning, stacklevel=1)
-        writer.drop_pending()
-        _close(writer, calls, reader, transport, _FORGOTTEN_S)
+        saves.drop_pending()
+        _close(context, saves, calls, reader, _FORGOTTEN_S)

@@ -1,4 +1,4 @@
-"""What a client counts of itself."""
+"""The counters of a client, and its reports to the daemon."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..proto import prefixd_pb2 as pb
 from ..proto.keys import Key
@@ -15,7 +15,7 @@ from ..proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
 from .results import Entry, SaveOutcome
 
 Snapshot: TypeAlias = dict[str, int | dict[str, int]]
-#: What is counted, and what it is of: a tier, a reason, a path.
+#: A counter's name, and what it is split by: a tier, a reason, a path.
 Name: TypeAlias = tuple[Any, ...]
 
 _SCALARS: Final = (
@@ -23,25 +23,25 @@ _SCALARS: Final = (
     "hits",
     "hit_entries",
     "hit_tokens",
-    "lookup_tokens",  # that were looked for, as far as it was said or the hit shows
+    "lookup_tokens",  # that were looked for, as far as the caller said or the hit shows
     "restored_entries",
-    "restores",  # that were asked for, whatever came of them
-    "restored_tokens",  # of the runs that restores had from their first entry on
+    "restores",  # calls, successful or not
+    "restored_tokens",  # of the runs of good entries that restores began with
     "restored_bytes",
     "saved_entries",
     "saved_bytes",
     "lost_claims",
     "lost_reservations",
     "sessions",  # opened, the first one included
-    "data_fallbacks",  # calls that went over gRPC, for the data socket could not be reached
+    "data_fallbacks",  # calls that went over gRPC because the data socket could not be reached
 )
 
-#: Over gRPC, or over the local or the data socket, which have one each that gRPC does not have.
+#: Over gRPC, or over the local or the data socket, which each have one that gRPC lacks.
 _RPCS: Final = (*pb.DESCRIPTOR.services_by_name["Cache"].methods_by_name, "SaveStaged", "Fetch")
 _VIEW: Final = "view"
-#: How the bytes of an entry came to the caller: left where they lie, copied from there, by rpc.
+#: How the caller got the bytes of an entry: as a view in place, copied in place, or sent by rpc.
 PATHS: Final = (_VIEW, "copy", "stream")
-#: What the daemon is told of.
+#: Names of the counters that are reported to the daemon.
 _REPORTED: Final = frozenset(
     (
         *("lookups", "hits", "misses", "hit_entries", "hit_tokens", "lookup_tokens", "failures"),
@@ -50,19 +50,15 @@ _REPORTED: Final = frozenset(
 )
 
 
-class Report:
-    """What a client has to tell the daemon: amounts by name, and what they are of."""
+class Report(NamedTuple):
+    """What a client reports to the daemon: how much each counter grew since the last report."""
 
-    __slots__ = ("absent", "amounts")
-
-    def __init__(self, amounts: Mapping[Name, int], absent: Sequence[Sequence[Key]] = ()) -> None:
-        """`absent`: of some look-ups that found nothing, the keys: the daemon may know what became
-        of them."""
-        self.amounts = amounts
-        self.absent = absent
+    amounts: Mapping[Name, int]
+    #: The keys of some look-ups that found nothing. The daemon may know why.
+    absent: Sequence[Sequence[Key]]
 
     def message(self) -> pb.Usage:
-        """As it goes over the wire."""
+        """The message that carries it."""
         usage = pb.Usage()
         tiers: dict[Tier, pb.TierUsage] = {}
         for (name, *of), amount in self.amounts.items():
@@ -74,36 +70,36 @@ class Report:
                 usage.restore_times[:] = usage.restore_times or [0] * (len(LATENCY_BOUNDS_NS) + 1)
                 usage.restore_times[of[0]] = amount
             else:
-                told = tiers.setdefault(of[0], pb.TierUsage(tier=of[0]))
+                usage_of_tier = tiers.setdefault(of[0], pb.TierUsage(tier=of[0]))
                 match name:
                     case "restored_bytes":
-                        told.restored_bytes[of[1]] = amount
+                        usage_of_tier.restored_bytes[of[1]] = amount
                     case "saves":
-                        told.saves.add(reason=of[1], outcome=of[2], entries=amount)
+                        usage_of_tier.saves.add(reason=of[1], outcome=of[2], entries=amount)
                     case _:
-                        setattr(told, name, amount)
+                        setattr(usage_of_tier, name, amount)
         usage.tiers.extend(tiers.values())
         usage.absent.extend(pb.AbsentMiss(keys=keys) for keys in self.absent)
         return usage
 
 
 class Counters:
-    """Thread-safe counts, all of them there from the start.
+    """Thread-safe counts, each present from the start.
 
     `misses` are the look-ups that found nothing, by reason: they add up to lookups - hits.
     `failures` are restores, reads and probes that failed, by reason: a hit whose bytes then can't
-    be restored is a hit, and a failure. `saves` are by the status in which they ended, `rpcs` by
-    their name.
+    be restored counts as a hit and as a failure. `saves` are by their final status, `rpcs` by their
+    name.
 
-    What concerns the daemon's own numbers is taken by `take_report`, which the heartbeats carry.
+    `take_report` takes what goes into the daemon's own numbers, for the heartbeats to carry.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: everything that was ever counted, and how much of it the daemon was told
+        #: Everything that was ever counted, and how much of it was reported to the daemon.
         self._amounts: defaultdict[Name, int] = defaultdict(int)
-        self._told: defaultdict[Name, int] = defaultdict(int)
-        #: keys of some look-ups that found nothing, since the last report
+        self._reported: defaultdict[Name, int] = defaultdict(int)
+        #: Keys of some look-ups that found nothing, since the last report.
         self._absent: list[Sequence[Key]] = []
 
     def add(self, name: str, amount: int = 1) -> None:
@@ -115,7 +111,7 @@ class Counters:
             self._amounts["rpcs", name] += 1
 
     def miss(self, reason: MissReason, lookup_tokens: int = 0, keys: Sequence[Key] = ()) -> None:
-        """One look-up that found nothing. `lookup_tokens`: of how many tokens; 0: not known.
+        """One look-up that found nothing. `lookup_tokens`: those looked for; 0: not known.
         `keys`: some of those that would have been a hit."""
         with self._lock:
             amounts = self._amounts
@@ -123,12 +119,12 @@ class Counters:
             amounts["lookups",] += 1
             amounts["lookup_tokens",] += lookup_tokens
             if keys and reason is MissReason.ABSENT:
-                self._tell_absent(keys)
+                self._keep_absent(keys)
 
     def hit(
         self, entries: Collection[Entry], token_counts: Collection[int], lookup_tokens: int = 0
     ) -> None:
-        """One look-up that found these. `lookup_tokens`: what it was for; 0: not known."""
+        """One look-up that found `entries`. `lookup_tokens`: those looked for; 0: not known."""
         found = _by_tier(entries, token_counts)
         found_tokens = sum(token_counts)
         with self._lock:
@@ -146,22 +142,20 @@ class Counters:
             self._amounts["failures", reason.value] += 1
 
     def restored(self, entries: Sequence[Entry], path: str) -> None:
-        """These arrived whole, on that one of `PATHS`."""
+        """The caller got these entries whole, by a path of `PATHS`."""
         found = _by_tier(entries, [entry.payload_bytes for entry in entries])
         with self._lock:
-            self._amounts["restored_entries",] += len(entries)
+            if path != _VIEW:
+                self._amounts["restored_entries",] += len(entries)
             for tier, (_, size_bytes) in found.items():
                 self._amounts["restored_bytes", tier, path] += size_bytes
 
     def viewed(self, entries: Sequence[Entry]) -> None:
-        """The caller got views of these, and reads them where they lie."""
-        found = _by_tier(entries, [entry.payload_bytes for entry in entries])
-        with self._lock:
-            for tier, (_, size_bytes) in found.items():
-                self._amounts["restored_bytes", tier, _VIEW] += size_bytes
+        """The caller got views of these entries, to read them in place."""
+        self.restored(entries, _VIEW)
 
     def restore(self, tokens: int, took_ns: int) -> None:
-        """One restore, thanks to which these tokens need not be computed."""
+        """One restore, and the tokens that need not be computed because of it."""
         bucket = bisect_left(LATENCY_BOUNDS_NS, took_ns)
         with self._lock:
             amounts = self._amounts
@@ -175,10 +169,10 @@ class Counters:
         payload_bytes: Iterable[int],
         kinds: Iterable[tuple[Tier, SaveReason]],
     ) -> None:
-        """How saves ended, each with its payload, its tier and why it was made."""
+        """How saves ended, each with the bytes of its payload, its tier and its reason."""
         ended: dict[tuple[SaveStatus, tuple[Tier, SaveReason]], int] = {}
         saved_entries = saved_bytes = 0
-        # The kinds may be one that repeats without end.
+        # `kinds` may be endless.
         for outcome, size_bytes, kind in zip(outcomes, payload_bytes, kinds, strict=False):
             status = outcome.status
             how = status, kind
@@ -193,34 +187,34 @@ class Counters:
                 self._amounts["saves", tier, reason, status.label] += entries
 
     def take_report(self) -> Report:
-        """What happened since this was last called, at one moment."""
+        """What was counted since the last call, as of one moment."""
         with self._lock:
-            told = self._told
+            reported = self._reported
             amounts = {
-                name: amount - told[name]
+                name: amount - reported[name]
                 for name, amount in self._amounts.items()
-                if name[0] in _REPORTED and amount != told[name]
+                if name[0] in _REPORTED and amount != reported[name]
             }
             for name, amount in amounts.items():
-                told[name] += amount
+                reported[name] += amount
             absent, self._absent = self._absent, []
             return Report(amounts, absent)
 
     def give_back(self, report: Report) -> None:
-        """A report that the daemon may not have got: it goes with the next one."""
+        """Add a report that the daemon may not have got to the next one."""
         with self._lock:
             for name, amount in report.amounts.items():
-                self._told[name] -= amount
+                self._reported[name] -= amount
             for keys in report.absent:
-                self._tell_absent(keys)
+                self._keep_absent(keys)
 
-    def _tell_absent(self, keys: Sequence[Key]) -> None:
-        """Of one look-up; those that come first in a report are told."""
+    def _keep_absent(self, keys: Sequence[Key]) -> None:
+        """Keep the keys of one look-up; a report has room for the first of them."""
         if len(self._absent) < MAX_TOLD_MISSES:
             self._absent.append(keys)
 
     def snapshot(self) -> Snapshot:
-        """Everything at one moment, as a dict that is the caller's own."""
+        """Everything as of one moment, as a dict of the caller's own."""
         scalars = dict.fromkeys(_SCALARS, 0)
         groups: dict[str, dict[str, int]] = {
             "misses": {reason.value: 0 for reason in MissReason},
@@ -242,7 +236,7 @@ class Counters:
                 case "restore_times":
                     scalars["restores"] += amount
                 case "restore_ns":
-                    pass  # of use with the histogram only
+                    pass  # only reported, with the histogram
                 case "restored_bytes":
                     tier, path = of
                     groups["restored_bytes_by_path"][path] += amount

@@ -1,10 +1,10 @@
-"""A hit, entries found in the cache and pinned until they are released, and how it is read."""
+"""A hit: entries found in the cache and pinned until they are released, and how they are read."""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..proto.copying import prefault
@@ -12,33 +12,30 @@ from ..proto.errors import CallerError, ClaimLost, InvalidSize, UnknownEntry
 from ..proto.layout import layer_slice
 from ..proto.pieces import FlatBytes
 from ..proto.vocabulary import ClaimMode, MissReason
-from .benefit import LoadSpeeds
 from .buffers import all_flat
-from .counters import Counters
-from .failures import Failures
-from .owner import Owner
-from .pins import HitFacts, Pins
-from .restores import Collect, Copier, Restore, Verify, content_of
+from .claims import HitFacts, Pins
+from .context import CallContext
+from .policy import LoadSpeeds
+from .restores import Copier, Restore, Verify
 from .results import Entry, RestoreResult, restore_result
 from .wire.deadline import Deadline
 from .wire.link import Holding
 from .wire.sinks import Sink, renumbered
-from .wire.transport import Range, Transport
+from .wire.transport import Range
 
 if TYPE_CHECKING:
     from .buffers import Payload
 
 
 class Hit(HitFacts):
-    """What a search or a claim found, in the order of the keys asked for. False when empty.
+    """What a search or a claim found, in the order of the requested keys. False when empty.
 
     A claimed hit keeps its entries readable until `release()`, which the end of a `with` block
-    does; the client's heartbeats renew its lease meanwhile. If a claim is lost all the same
+    calls; the client's heartbeats renew its lease meanwhile. If a claim is lost even so
     (the daemon was restarted, the lease ran out), `lost` turns True and reads fail. A hit that
     was only probed is claimed for as long as each read of it takes.
 
-    A hit that is dropped without being released is given back all the same, with a
-    ResourceWarning.
+    A hit that is dropped without a release is given back, with a ResourceWarning.
     """
 
     def __init__(
@@ -52,8 +49,8 @@ class Hit(HitFacts):
         positions: Sequence[int] = (),
         miss: MissReason | None = None,
     ) -> None:
-        """Made by the client. `claims`: what pins the entries, in their order (several where one
-        call could not take all keys). `in_place`: where what is not claimed lies."""
+        """Made by the client. `claims` pin the entries, in their order (several where one call
+        could not take all keys). `in_place`: see `Pins`."""
         super().__init__(Pins(claims, in_place), entries, token_counts, positions, miss)
         self._reader = reader
 
@@ -70,13 +67,13 @@ class Hit(HitFacts):
         `indices`, one for each of those.
 
         A buffer is writable and in CPU memory, or a list of such buffers, which are filled one
-        after the other. One that is not as long as its payload is a miss (`WRONG_SIZE`) and left
-        alone. CRC32C is verified as the client was told to; what does not match is a miss, and the
-        daemon is told. If the claim was lost before the last byte was read, nothing counts as
-        restored. The result is true when every buffer holds what was saved; `result.misses` says
-        of each why it does not, `result.run` how many do from the first on, `result.token_count`
-        what that saves. Raises InvalidSize for more buffers than entries, and entries that there
-        are not.
+        after the other. A buffer that is not as long as its payload is a miss (`WRONG_SIZE`) and is
+        not written to. CRC32C is verified as the client's `verify` says; a mismatch is a miss, and
+        is reported to the daemon. If the claim was lost before the last byte was read, nothing
+        counts as restored. The result is true when every buffer holds what was saved;
+        `result.misses` says of each why it does not, `result.run` how many do from the first on,
+        `result.token_count` how many tokens that saves. Raises InvalidSize for more buffers than
+        entries, and for entries that don't exist.
         """
         if indices is None:
             indices = range(len(buffers))
@@ -98,10 +95,10 @@ class Hit(HitFacts):
         return bytes(buffer) if restored else None
 
     def views(self, index: int) -> list[memoryview] | None:
-        """The payload of claimed entry `index` where it lies, read-only and without a copy; None:
-        it can't be reached (another host, the disk tier, a lost claim), restore it.
+        """The payload of claimed entry `index` in place, read-only and without a copy; None: it
+        can't be reached (another host, the disk tier, a lost claim), restore it.
 
-        One view as a rule, several where the tier was fragmented. Good until the hit is
+        Usually one view, several where the tier was fragmented. Valid until the hit is
         released, if `release()` then says that the claim was held until now. Not verified.
         Raises CallerError for a hit that is not claimed, InvalidSize if there is no such entry.
         """
@@ -110,37 +107,38 @@ class Hit(HitFacts):
         return None if found is None else found[0]
 
     def prefault(self) -> None:
-        """Make the first restore of claimed entries in place, or the first look at their views,
-        as fast as the next ones are: it takes 0.1 ms a MiB for what this process never read before.
-        For the time between a claim and its restore, in another thread. Nothing happens to what
-        can't be reached in place. Raises CallerError as `views` does."""
+        """Make the first restore of claimed entries in place, or the first look at their views, as
+        fast as later ones: takes 0.1 ms per MiB that this process never read before. Meant for
+        another thread, between a claim and its restore. Does nothing for entries that can't be
+        reached in place. Raises CallerError as `views` does."""
         self._reader.prefault(self)
 
     @property
     def buffers(self) -> list[memoryview] | None:
-        """The views of all entries in their order; None: some can't be reached. See `views`."""
+        """The views of all entries in order; None: some can't be reached. See `views`."""
         found = self._reader.views(self, range(len(self)))
         return None if found is None else [view for views in found for view in views]
 
     def layer(self, index: int, layer: int, *, deadline_ms: int | None = None) -> bytes | None:
         """One layer of entry `index`, without moving the others; None: a miss.
 
-        Not verified: the checksum is of the whole payload. Raises InvalidSize if there is no
+        Not verified: the checksum covers the whole payload. Raises InvalidSize if there is no
         such entry or it has no such layer.
         """
         entry = self._entry(index)
         region = layer_slice(entry.payload_bytes, entry.layer_count, layer)
-        length_bytes = region.stop - region.start
-        return self._reader.read_range(self, index, region.start, length_bytes, deadline_ms)
+        part = Range(entry, 0, region.start, region.stop - region.start)
+        return self._reader.read_range(self, index, part, deadline_ms)
 
     def token_ids(self, index: int, *, deadline_ms: int | None = None) -> bytes | None:
-        """The token ids that were saved with entry `index` (u32 little-endian, maybe none), from
+        """The token ids that were saved with entry `index` (u32 little-endian, may be empty), from
         which `layout.verify_token_ids` recomputes its key; None: a miss. Raises InvalidSize if
         there is no such entry."""
-        length_bytes = self._entry(index).token_ids_bytes
-        if not length_bytes:
+        entry = self._entry(index)
+        if not entry.token_ids_bytes:
             return b""
-        return self._reader.read_range(self, index, 0, length_bytes, deadline_ms, token_ids=True)
+        part = Range(entry, 0, 0, entry.token_ids_bytes, token_ids=True)
+        return self._reader.read_range(self, index, part, deadline_ms)
 
     def _entry(self, index: int) -> Entry:
         if not 0 <= index < len(self.entries):
@@ -151,20 +149,20 @@ class Hit(HitFacts):
 
     def release(self, *, deadline_ms: int | None = None) -> bool:
         """Give the claim back. True: it was held until now, and what was read through views is
-        good. Idempotent: says the same again. A hit without a claim has none to lose.
+        valid. Idempotent: returns the same again. A hit without a claim has none to lose.
 
-        When the daemon can't be asked the claim counts as lost; it is given back when the daemon
+        When the daemon can't be reached the claim counts as lost; it is given back when the daemon
         answers again, or ends with its session.
         """
         return self._reader.release([self], deadline_ms)[0]
 
     def release_some(self, indices: Sequence[int], *, deadline_ms: int | None = None) -> bool:
-        """Give up these entries and keep the others, under a new claim of their own (one call).
-        Not while another thread reads from this hit.
+        """Give up these entries and keep the others, under a new claim (one call). Not while
+        another thread reads from this hit.
 
-        True: it was held until now. False: nothing was given up, or the claim was lost, which
-        `lost` tells. What was given up can't be read any more. Raises InvalidSize if there is no
-        such entry.
+        True: the claim was held until now. False: nothing was given up, or the claim was lost,
+        which `lost` tells. Entries that were given up can't be read any more. Raises InvalidSize if
+        there is no such entry.
         """
         for index in indices:
             self._entry(index)
@@ -179,72 +177,52 @@ class Hit(HitFacts):
     def __del__(self) -> None:
         held = [claim for claim in self._pins.claims if claim.why_lost is None]
         if not held or self._pins.given_back or not self._reader.owner.is_here:
-            return  # or a copy in a fork: the claim is that of the original
+            return  # in a fork the claim belongs to the original
         for claim in held:
-            self._reader.forget(claim)
+            self._reader.transport.forget(claim)
         warnings.warn(f"{self!r} was never released", ResourceWarning, source=self, stacklevel=1)
 
 
 class Reader:
     """Reads and releases hits for one client. Thread-safe."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        counters: Counters,
-        failures: Failures,
-        speeds: LoadSpeeds,
-        owner: Owner,
-        *,
-        verify: Verify,
-        deadline_ms: int,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._transport = transport
-        self._counters = counters
-        self._failures = failures
+    def __init__(self, context: CallContext, speeds: LoadSpeeds, verify: Verify) -> None:
+        self._context = context
+        self.transport = context.transport
+        self._counters = context.counters
+        self._failures = context.failures
+        #: The process in which a hit may be used.
+        self.owner = context.owner
         self._speeds = speeds
-        #: In which process a hit may be used.
-        self.owner = owner
         self._verify: Verify = verify
-        self._deadline_ms = deadline_ms
-        self._clock = clock
-        self._copier = Copier(transport.copy, failures)
+        self.copier = Copier(context.transport.copy, context.failures)
 
     def restore(
-        self,
-        hit: Hit,
-        indices: Sequence[int],
-        buffers: Sequence[Payload],
-        deadline_ms: int | None,
+        self, hit: Hit, indices: Sequence[int], buffers: Sequence[Payload], deadline_ms: int | None
     ) -> RestoreResult:
         """Entries `indices` of the hit into `buffers`; see `Hit.restore_into`."""
         self.owner.check()
         hit._pins.check_held(indices)
-        began_s = self._clock()
+        began_s = time.perf_counter()
         targets = all_flat(buffers, writable=True)
-        asked = [hit.entries[index] for index in indices]
+        sizes = [hit.entries[index].payload_bytes for index in indices]
         misses: list[MissReason | None]
-        if [len(target) for target in targets] == [entry.payload_bytes for entry in asked]:
-            misses = self._restore(hit, indices, targets, deadline_ms) if asked else []
+        if [len(target) for target in targets] == sizes:
+            misses = self._restore(hit, indices, targets, deadline_ms) if indices else []
         else:
-            misses = [MissReason.WRONG_SIZE] * len(asked)
-            fitting = [n for n, each in enumerate(asked) if len(targets[n]) == each.payload_bytes]
+            misses = [MissReason.WRONG_SIZE] * len(indices)
+            fitting = [n for n, size in enumerate(sizes) if len(targets[n]) == size]
             fitting_indices = [indices[n] for n in fitting]
             fitting_targets = [targets[n] for n in fitting]
-            found = self._restore(hit, fitting_indices, fitting_targets, deadline_ms)
-            for number, miss in zip(fitting, found, strict=True):
+            restored = self._restore(hit, fitting_indices, fitting_targets, deadline_ms)
+            for number, miss in zip(fitting, restored, strict=True):
                 misses[number] = miss
         return self._result(hit, indices, misses, began_s)
 
     def _result(
-        self,
-        hit: Hit,
-        indices: Sequence[int],
-        misses: Sequence[MissReason | None],
-        began_s: float,
+        self, hit: Hit, indices: Sequence[int], misses: Sequence[MissReason | None], began_s: float
     ) -> RestoreResult:
-        """Counted, and timed since `began_s` of the clock."""
+        """The result, counted, and timed from `began_s` on."""
         entries = [hit.entries[index] for index in indices]
         counts = [hit.token_counts[index] for index in indices]
         result = restore_result(entries, counts, misses)
@@ -252,27 +230,24 @@ class Reader:
             self._counters.failure(result.miss)
         if entries:
             run = tuple(indices[: result.run]) == tuple(range(result.run))
-            took_ns = max(0, round(1e9 * (self._clock() - began_s)))
+            took_ns = max(0, round(1e9 * (time.perf_counter() - began_s)))
             self._counters.restore(result.token_count if run else 0, took_ns)
         return result
 
     def receive(self, hit: Hit, targets: Sequence[FlatBytes]) -> Restore:
-        """What takes the payloads of a hit that come by themselves, but those that are not as long
-        as their targets: of these nothing comes."""
+        """The sink for payloads that the daemon claims and sends in one trip. It sends none that is
+        not as long as its target."""
         rooms = [
             target if len(target) == entry.payload_bytes else memoryview(b"")
             for target, entry in zip(targets, hit.entries, strict=True)
         ]
-        return Restore(hit.entries, rooms, self._verify, self._clock)
+        return Restore(hit.entries, rooms, self._verify)
 
     def received(self, hit: Hit, restore: Restore, stopped: MissReason | None) -> RestoreResult:
-        """What came of that. `stopped`: why it ended early, None if it did not."""
-        if stopped is not None:
-            restore.read_failed(lost=stopped is MissReason.LOST)
-        self._account(restore)
+        """The result of `receive`. `stopped`: why it ended early, None if it did not."""
         misses = [
             miss if room else MissReason.WRONG_SIZE
-            for miss, room in zip(restore.misses(stopped), restore.rooms, strict=True)
+            for miss, room in zip(self._account(restore, stopped), restore.rooms, strict=True)
         ]
         return self._result(hit, range(len(hit)), misses, restore.began_s)
 
@@ -283,13 +258,15 @@ class Reader:
         targets: Sequence[FlatBytes],
         deadline_ms: int | None,
     ) -> list[MissReason | None]:
-        """Each target is as long as its payload. Returns why each is not good."""
+        """Each target is as long as its payload. Returns why each is not good, None where it is."""
         entries = [hit.entries[index] for index in indices]
-        restore = Restore(entries, targets, self._verify, self._clock)
+        restore = Restore(entries, targets, self._verify)
         stopped: MissReason | None = None
-        deadline = self._deadline(deadline_ms, sum(e.payload_bytes for e in entries))
+        deadline = self._context.deadline(
+            deadline_ms, transfer_bytes=sum(entry.payload_bytes for entry in entries)
+        )
         try:
-            rest = self._copier.copy(restore, hit._pins.in_place)
+            rest = self.copier.copy(restore, hit._pins.in_place)
             self._touch(hit, entries, rest)
             if rest:
                 ranges = [Range(entries[n], 0, 0, entries[n].payload_bytes) for n in rest]
@@ -297,27 +274,29 @@ class Reader:
                 self._read(hit, places, ranges, renumbered(restore, rest), deadline)
         except Exception as problem:
             stopped = self._failures.reason(problem)
-            restore.read_failed(lost=stopped is MissReason.LOST)
-        self._account(restore)
-        return restore.misses(stopped)
+        return self._account(restore, stopped)
 
-    def _account(self, restore: Restore) -> None:
+    def _account(self, restore: Restore, stopped: MissReason | None) -> list[MissReason | None]:
+        """Count and report what became of a restore. Returns why each buffer is not good."""
+        if stopped is not None:
+            restore.read_failed(lost=stopped is MissReason.LOST)
         restore.measure(self._speeds)
         for path, entries in restore.whole_by_path:
             self._counters.restored(entries, path)
         if corrupt := restore.corrupt:
-            self._transport.suspect(corrupt)
+            self.transport.suspect(corrupt)
+        return restore.misses(stopped)
 
     def _touch(self, hit: Hit, entries: Sequence[Entry], rest: Sequence[int]) -> None:
-        """Report what was copied without a claim: leaf first, so that the root of a chain is the
-        most recent of it. A claim was a use already."""
+        """Report what was copied without a claim, leaf first, so that the root of a chain becomes
+        its most recent block. A claim has counted as a use already."""
         if not hit._pins.any and len(rest) < len(entries):
             unread = set(rest)
             used = [entry.key for n, entry in enumerate(entries) if n not in unread]
-            self._transport.touch(used[::-1])
+            self.transport.touch(used[::-1])
 
     def views(self, hit: Hit, indices: Sequence[int]) -> list[list[memoryview]] | None:
-        """The payloads of claimed entries where they lie; see `Hit.views`."""
+        """The payloads of claimed entries in place; see `Hit.views`."""
         self.owner.check()
         hit._pins.check_held(indices)
         if not hit._pins.any:
@@ -326,7 +305,7 @@ class Reader:
         try:
             for claim, numbers, _ in hit._pins.by_claim(indices):
                 entries = [hit.entries[indices[number]] for number in numbers]
-                found = self._transport.views(claim, entries)
+                found = self.transport.views(claim, entries)
                 if found is None:
                     return None
                 views += found
@@ -345,99 +324,84 @@ class Reader:
             raise CallerError("what is not claimed need not be there any more")
         try:
             for claim, numbers, _ in hit._pins.by_claim(indices):
-                found = self._transport.views(claim, [hit.entries[number] for number in numbers])
+                found = self.transport.views(claim, [hit.entries[number] for number in numbers])
                 prefault([view for views in found or () for view in views if view])
         except Exception as problem:
             self._failures.reason(problem)
 
     def read_range(
-        self,
-        hit: Hit,
-        index: int,
-        offset_bytes: int,
-        length_bytes: int,
-        deadline_ms: int | None,
-        *,
-        token_ids: bool = False,
+        self, hit: Hit, index: int, part: Range, deadline_ms: int | None
     ) -> bytes | None:
-        """Some bytes of one entry, not verified; None: a miss."""
+        """Some bytes of entry `index`, not verified; None: a miss."""
         self.owner.check()
         hit._pins.check_held([index])
-        collect = Collect()
-        deadline = self._deadline(deadline_ms, length_bytes)
-        wanted = Range(hit.entries[index], 0, offset_bytes, length_bytes, token_ids)
+        buffer = bytearray(part.length_bytes)
+        restore = Restore([part.entry], [memoryview(buffer)], "never")
+        deadline = self._context.deadline(deadline_ms, transfer_bytes=part.length_bytes)
         try:
-            self._read(hit, [index], [wanted], collect, deadline)
+            self._read(hit, [index], [part], restore, deadline)
+            (miss,) = restore.misses(None)
         except Exception as problem:
-            self._counters.failure(self._failures.reason(problem))
+            miss = self._failures.reason(problem)
+        if miss is not None:
+            self._counters.failure(miss)
             return None
-        value = b"".join(collect.parts)
-        if collect.unreadable or len(value) != length_bytes:
-            self._counters.failure(MissReason.UNREADABLE)
-            return None
-        return value
+        return bytes(buffer)
 
     def release(self, hits: Sequence[Hit], deadline_ms: int | None) -> list[bool]:
         """Give back the claims of all of `hits` in one call; see `Hit.release`."""
         self.owner.check()
         taken = [(hit, own) for hit in hits if (own := hit._pins.take()) is not None]
         claims = [claim for _, own in taken for claim in own]
-        released = self._released(claims, self._deadline(deadline_ms)) if claims else []
+        released = self._released(claims, self._context.deadline(deadline_ms)) if claims else []
         held = {claim for claim, held in zip(claims, released, strict=True) if held}
         for hit, own in taken:
             hit._pins.gave_back(held=held.issuperset(own))
         return [not hit.lost for hit in hits]
 
     def release_some(self, hit: Hit, indices: Sequence[int], deadline_ms: int | None) -> bool:
+        """See `Hit.release_some`."""
         self.owner.check()
         hit._pins.check_held(())
         if not hit._pins.any:
             return True
-        deadline = self._deadline(deadline_ms)
+        deadline = self._context.deadline(deadline_ms)
         held = True
-        for kept in hit._pins.rest(indices):
-            entries = [hit.entries[index] for index in kept.indices]
+        for claim, kept in hit._pins.remaining(indices):
+            entries = [hit.entries[index] for index in kept]
             new = self._claim_again(entries, deadline) if entries else None
             if entries and new is None:
                 held = False
-            elif hit._pins.replace(kept, new):
-                if not self._released([kept.claim], deadline)[0]:
-                    hit._pins.lost_a_part()
+            elif hit._pins.replace(claim, new, kept):
+                if not self._released([claim], deadline)[0]:
+                    hit._pins.lost_a_part = True
                     held = False
             elif new is not None:
-                self.forget(new)
+                self.transport.forget(new)
         return held
 
     def _claim_again(self, entries: Sequence[Entry], deadline: Deadline) -> Holding | None:
-        """Another claim on the same entries; None: that can't be had."""
+        """Another claim on the same entries; None: there is none to be had."""
         keys = [entry.key for entry in entries]
         try:
-            claimed = self._transport.claim(keys, ClaimMode.RUN, 0, 0, deadline)
+            claimed = self.transport.claim(keys, ClaimMode.RUN, 0, 0, deadline)
         except Exception as problem:
             self._failures.reason(problem)
             return None
         same = [e.generation for e in claimed.entries] == [e.generation for e in entries]
         if claimed.holding is not None and not same:
-            self.forget(claimed.holding)
+            self.transport.forget(claimed.holding)
         return claimed.holding if same else None
 
     def _released(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
-        """Of each claim: was it held until now?"""
+        """Give claims back: was each held until now?"""
         try:
-            return self._transport.release(claims, deadline)
+            return self.transport.release(claims, deadline)
         except Exception as problem:
             self._failures.reason(problem)
             for claim in claims:
-                self.forget(claim)
+                self.transport.forget(claim)
             return [False] * len(claims)
-
-    def forget(self, claim: Holding) -> None:
-        """Give a claim back some time soon, without waiting. For finalizers, too."""
-        self._transport.forget(claim)
-
-    def close(self) -> None:
-        """Give up the thread that large restores share their work with."""
-        self._copier.close()
 
     def _read(
         self,
@@ -448,42 +412,43 @@ class Reader:
         deadline: Deadline,
     ) -> None:
         """Hand `ranges`, of the entries `indices` of the hit, to `sink`: under the claims of the
-        hit, or under one for the moment. Raises whatever the transport raises; ClaimLost, if a
-        claim was not held until the last byte was there."""
+        hit, or else under a temporary one. Raises what the transport raises, and ClaimLost if a
+        claim was not held until the last byte arrived."""
         if hit._pins.any:
-            groups = hit._pins.by_claim(indices)
-            for claim, numbers, places in groups:
-                wanted = [ranges[n]._replace(place=p) for n, p in zip(numbers, places, strict=True)]
-                self._transport.read(claim, wanted, renumbered(sink, numbers), deadline)
+            for claim, numbers, places in hit._pins.by_claim(indices):
+                parts = [ranges[n]._replace(place=p) for n, p in zip(numbers, places, strict=True)]
+                self.transport.read(claim, parts, renumbered(sink, numbers), deadline)
             for claim in hit._pins.claims:
                 if claim.why_lost is not None:
                     raise ClaimLost(claim.why_lost)
             return
-        size = self._transport.max_batch_keys
+        size = self.transport.max_batch_keys
         for start in range(0, len(ranges), size):
             batch = range(start, min(start + size, len(ranges)))
-            wanted = [ranges[n]._replace(place=n - start) for n in batch]
-            self._read_pinned(wanted, renumbered(sink, batch), deadline)
+            parts = [ranges[n]._replace(place=n - start) for n in batch]
+            self._read_pinned(parts, renumbered(sink, batch), deadline)
 
     def _read_pinned(self, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
-        """Under a claim for as long as this takes."""
-        if self._transport.fetch(ranges, sink, deadline):
+        """Read under a claim that lasts as long as the read."""
+        if self.transport.fetch(ranges, sink, deadline):
             return
-        wanted = [each.entry for each in ranges]
-        keys = [entry.key for entry in wanted]
-        claimed = self._transport.claim(keys, ClaimMode.RUN, 0, 0, deadline)
+        entries = [each.entry for each in ranges]
+        keys = [entry.key for entry in entries]
+        claimed = self.transport.claim(keys, ClaimMode.RUN, 0, 0, deadline)
         if (claim := claimed.holding) is None:
             raise UnknownEntry("the entries are gone since they were probed")
         try:
-            if [*map(content_of, claimed.entries)] != [*map(content_of, wanted)]:
+            if [*map(_content_of, claimed.entries)] != [*map(_content_of, entries)]:
                 raise UnknownEntry("some entries are gone or were replaced since they were probed")
-            self._transport.read(claim, ranges, sink, deadline)
-            (held,) = self._transport.release([claim], deadline)
+            self.transport.read(claim, ranges, sink, deadline)
+            (held,) = self.transport.release([claim], deadline)
         except BaseException:
-            self.forget(claim)
+            self.transport.forget(claim)
             raise
         if not held:
             raise ClaimLost(claim.why_lost or "the claim ended before the bytes were read")
 
-    def _deadline(self, deadline_ms: int | None, transfer_bytes: int = 0) -> Deadline:
-        return Deadline(self._deadline_ms if deadline_ms is None else deadline_ms, transfer_bytes)
+
+def _content_of(entry: Entry) -> tuple[int, int, int]:
+    """What must match in another save of the same key for its bytes to be the same."""
+    return entry.payload_bytes, entry.payload_crc32c, entry.layer_count

@@ -1,4 +1,4 @@
-"""What the client gives back: plain values, no connection behind them."""
+"""What the client returns: plain values, with no connection behind them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Entry(NamedTuple):
     key: Key
     tier: Tier
     payload_bytes: int
-    #: 0: it was saved without saying.
+    #: 0: it was saved without a count.
     token_count: int
     payload_crc32c: int
-    #: 0: no layer table; else `payload_bytes / layer_count` bytes each.
+    #: Layers of `payload_bytes / layer_count` bytes each; 0: no layers.
     layer_count: int
     token_ids_bytes: int
     generation: int
@@ -28,7 +28,7 @@ class Entry(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a probe found of one key. `owner` and `age_ms` are those of a save in flight."""
+    """What a probe found for one key. `owner` and `age_ms`: of a save in flight."""
 
     presence: Presence
     entry: Entry | None = None
@@ -44,7 +44,7 @@ NOT_FOUND = Found(Presence.ABSENT)
 
 
 class SaveOutcome(NamedTuple):
-    """How the save of one key ended. `owner` and `age_ms` are those of a save in flight."""
+    """How the save of one key ended. `owner` and `age_ms`: of a save in flight."""
 
     key: Key
     status: SaveStatus
@@ -75,16 +75,16 @@ class ReserveStatus(IntEnum):
     TOO_LARGE = 4
     NO_ROOM = 5
     FAILED = 100
-    """The daemon could not be asked, or refused the whole call."""
+    """The call failed, or the daemon refused all of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreResult:
-    """What `restore_into` put into the buffers. True when all of it is good."""
+    """What a restore put into the buffers. True when all of them are good."""
 
-    #: Per buffer: does it hold exactly the saved bytes? Where not, its content is undefined.
+    #: Of each buffer: does it hold exactly the saved bytes? If not, its content is undefined.
     restored: tuple[bool, ...]
-    #: Buffers from the first on that are good: what is usable of a block chain.
+    #: How many buffers from the first on are good: the usable part of a block chain.
     run: int
     #: Tokens and bytes of that run.
     token_count: int
@@ -101,7 +101,7 @@ class RestoreResult:
 def restore_result(
     entries: Sequence[Entry], token_counts: Sequence[int], misses: Sequence[MissReason | None]
 ) -> RestoreResult:
-    """Of buffers for `entries`, each with why it is not good, None if it is."""
+    """The result for buffers of `entries`; `misses`: why each is not good, None if it is."""
     restored = tuple(miss is None for miss in misses)
     run = restored.index(False) if False in restored else len(restored)
     return RestoreResult(

@@ -1,34 +1,26 @@
-"""Payloads on their way out: saves, at once or in their turn, and reservations."""
+"""Saves, synchronous or queued, and reservations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 
-from ..proto.errors import (
-    CallerError,
-    InvalidBatch,
-    InvalidSize,
-    UnknownReason,
-    UnknownTier,
-)
+from ..proto.errors import CallerError, InvalidBatch, InvalidSize, UnknownReason, UnknownTier
 from ..proto.keys import Key, check_key, token_bytes
 from ..proto.layout import check_layout, check_token_ids
 from ..proto.limits import MAX_LEASE_MS, MAX_TOKEN_IDS_BYTES, MAX_WAIT_MS
 from ..proto.pieces import FlatBytes
 from ..proto.vocabulary import SaveReason, SaveStatus, Tier
 from .buffers import all_flat, flat_bytes
-from .call_queue import CallQueue
-from .counters import Counters
-from .failures import Failures
-from .owner import Owner
+from .context import CallContext
 from .results import ReserveStatus, SaveOutcome
+from .thread_pool import CallQueue
 from .wire.deadline import Deadline
 from .wire.link import Holding
-from .wire.transport import Granted, ReserveItem, SaveTerms, Saving, Share, Transport
+from .wire.transport import Granted, ReserveItem, SaveTerms, Saving, Share
 
 if TYPE_CHECKING:
     from ..proto.keys import Tokens
@@ -36,7 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Token ids that go with one call: they travel in one message, which takes 16 MiB.
+#: Token ids of one call: they travel in one message, of at most 16 MiB.
 _BATCH_TOKEN_IDS_BYTES: Final = 2 * MAX_TOKEN_IDS_BYTES
 
 
@@ -44,11 +36,11 @@ _BATCH_TOKEN_IDS_BYTES: Final = 2 * MAX_TOKEN_IDS_BYTES
 class SaveItem:
     """One key to save. The payload is referenced: don't change it before the save is done.
 
-    `token_count`: tokens that the state stands for, at least one; None: not known, and hits
-    with this entry count no tokens. `layer_count`: 0, or how many equal layers
-    the payload is made of, for readers that take single ones. `token_ids`: optional, stored
-    with the entry so that a verifying read can recompute its key; `bytes` are taken to be
-    u32 little-endian already (as those of a padded block have to be).
+    `token_count`: tokens that the state stands for, at least one; None: not known, and hits with
+    this entry count no tokens. `layer_count`: how many equal layers the payload consists of, for
+    readers of single layers; 0: it has no layers. `token_ids`: optional, stored with the entry so
+    that a verifying read can recompute its key; `bytes` must be u32 little-endian (those of a
+    padded block have to be `bytes`).
     """
 
     key: Key
@@ -59,10 +51,10 @@ class SaveItem:
 
 
 class Reservation:
-    """The answer to the wish to save one key: the exclusive right to, or why not.
+    """The answer to a request to save one key: the exclusive right to do so, or why not.
 
-    Use as a context manager: what was not written when the block ends is cancelled, so that
-    clients that wait for the key are told at once. Not thread-safe.
+    As a context manager it cancels what was not written when the block ends, so that clients that
+    wait for the key learn of it at once. Not thread-safe.
     """
 
     def __init__(
@@ -75,10 +67,10 @@ class Reservation:
         self.item = item
         self.status = granted.status
         self._holding = granted.holding
-        #: Who saves the key at this moment, and for how long (IN_FLIGHT).
+        #: Which client is saving the key, and for how long (IN_FLIGHT).
         self.owner = granted.owner
         self.age_ms = granted.age_ms
-        #: Why the daemon could not be asked (FAILED).
+        #: Why the call failed (FAILED).
         self.message = granted.message
 
     @property
@@ -87,12 +79,12 @@ class Reservation:
 
     @property
     def granted(self) -> bool:
-        """May and must this client save the key now? True until it was written or cancelled."""
+        """Has this client the right to save the key? True until it is written or cancelled."""
         return self.status is ReserveStatus.GRANTED and not self._used
 
     @property
     def lost(self) -> bool:
-        """Did it expire, or end with its session, before it was used?"""
+        """Did the right expire, or end with its session, before it was used?"""
         return self._holding is not None and self._holding.why_lost is not None
 
     def write(self, payload: Payload, *, deadline_ms: int | None = None) -> SaveOutcome:
@@ -107,7 +99,7 @@ class Reservation:
         return self._writer.cancel([self], deadline_ms)[0]
 
     def _take(self) -> Holding | None:
-        """The right, for the one that uses it up; None if there is none."""
+        """Use up the right and return it; None if there is none."""
         if not self.granted:
             return None
         self._used = True
@@ -130,24 +122,20 @@ class Writer:
 
     def __init__(
         self,
-        transport: Transport,
-        counters: Counters,
-        failures: Failures,
-        owner: Owner,
+        context: CallContext,
         *,
-        deadline_ms: int,
         save_timeout_ms: int,
         max_pending_saves: int,
         max_pending_bytes: int,
         savers: int,
     ) -> None:
-        self._transport = transport
-        self._counters = counters
-        self._failures = failures
-        self._owner = owner
-        self._deadline_ms = deadline_ms
+        self._context = context
+        self._transport = context.transport
+        self._counters = context.counters
+        self._failures = context.failures
         self._save_timeout_ms = save_timeout_ms
-        self._queue = self.queue_type(max_pending_saves, max_pending_bytes, threads=savers)
+        #: Asynchronous saves that are not done yet.
+        self.queue = self.queue_type(max_pending_saves, max_pending_bytes, threads=savers)
 
     def save(
         self, items: Sequence[SaveItem], terms: SaveTerms, deadline_ms: int | None
@@ -155,56 +143,30 @@ class Writer:
         """See `Client.save_many`."""
         savings, terms = self._checked(items, terms)
         within_ms = self._save_timeout_ms if deadline_ms is None else deadline_ms
-        # For as long as the engine was promised, whatever the size.
+        # The engine waits no longer than it was promised, whatever the size.
         return self._save_now(savings, terms, Deadline(within_ms))
 
     def save_async(
-        self, items: Sequence[SaveItem], terms: SaveTerms, deadline_ms: int | None
-    ) -> Future[list[SaveOutcome]]:
-        """See `Client.save_many_async`."""
+        self,
+        items: Sequence[SaveItem],
+        terms: SaveTerms,
+        deadline_ms: int | None,
+        result: Callable[[list[SaveOutcome]], T],
+    ) -> Future[T]:
+        """See `Client.save_many_async`. `result`: what the future gets of the outcomes."""
         savings, terms = self._checked(items, terms)
-        return self._queue.submit(
-            lambda: self._save_in_turn(savings, terms, deadline_ms),
-            lambda: self._dropped(savings, terms),
-            _size_of(savings),
-        )
+        size_bytes = _size_of(savings)
 
-    def save_one_async(
-        self, item: SaveItem, terms: SaveTerms, deadline_ms: int | None
-    ) -> Future[SaveOutcome]:
-        """See `Client.save_async`."""
-        savings, terms = self._checked([item], terms)
-        return self._queue.submit(
-            lambda: self._save_in_turn(savings, terms, deadline_ms)[0],
-            lambda: self._dropped(savings, terms)[0],
-            _size_of(savings),
-        )
+        def save() -> T:
+            deadline = self._context.deadline(
+                deadline_ms, wait_ms=terms.wait_ms, transfer_bytes=size_bytes
+            )
+            return result(self._save_now(savings, terms, deadline))
 
-    @property
-    def pending(self) -> tuple[int, int]:
-        """Asynchronous saves that are not done yet, and their bytes."""
-        return self._queue.pending
+        def drop() -> T:
+            return result(self._dropped(savings, terms))
 
-    def would_drop(self, payload_bytes: int) -> bool:
-        """See `Client.would_drop`."""
-        return not self._queue.takes(payload_bytes)
-
-    def flush(self, deadline_ms: int | None) -> bool:
-        """See `Client.flush`."""
-        return self._queue.flush(self._within_ms(deadline_ms) / 1e3)
-
-    def drop_pending(self) -> None:
-        """From now on what waits, or comes, is dropped."""
-        self._queue.drop_pending()
-
-    def close(self, within_s: float) -> None:
-        """Finish what is pending, within that time; what is not begun by then is dropped."""
-        self._queue.flush(within_s)
-        self._queue.drop_pending()
-
-    def join(self, within_s: float) -> None:
-        """After `close`, and after the transport was closed: wait for the thread."""
-        self._queue.close(within_s)
+        return self.queue.submit(save, drop, size_bytes)
 
     def reserve(
         self, items: Sequence[ReserveItem], terms: SaveTerms, deadline_ms: int | None
@@ -216,7 +178,7 @@ class Writer:
             check_token_ids(len(item.token_ids))
             _check_tokens(item.token_count)
         terms = _checked_terms(terms)
-        deadline = Deadline(self._within_ms(deadline_ms) + terms.wait_ms)
+        deadline = self._context.deadline(deadline_ms, wait_ms=terms.wait_ms)
         reservations: list[Reservation] = []
         for batch, batch_terms in self._batches(items, items, terms):
             try:
@@ -234,7 +196,7 @@ class Writer:
         self, writes: Sequence[tuple[Reservation, Payload]], deadline_ms: int | None
     ) -> list[SaveOutcome]:
         """See `Client.write`."""
-        self._owner.check()
+        self._context.owner.check()
         if len({id(reservation) for reservation, _ in writes}) < len(writes):
             raise InvalidBatch("a write has each reservation once")
         payloads = []
@@ -253,7 +215,7 @@ class Writer:
             if (holding := reservation._take()) is not None
         ]
         sizes_bytes = [len(payload) for payload in payloads]
-        deadline = Deadline(self._within_ms(deadline_ms), sum(sizes_bytes))
+        deadline = self._context.deadline(deadline_ms, transfer_bytes=sum(sizes_bytes))
         outcomes: list[SaveOutcome] = []
         size = self._transport.max_batch_keys
         for start in range(0, len(held), size):
@@ -268,10 +230,10 @@ class Writer:
 
     def cancel(self, reservations: Sequence[Reservation], deadline_ms: int | None) -> list[bool]:
         """See `Client.cancel`."""
-        self._owner.check()
+        self._context.owner.check()
         holdings = [reservation._take() for reservation in reservations]
         held = [holding for holding in holdings if holding is not None]
-        deadline = Deadline(self._within_ms(deadline_ms))
+        deadline = self._context.deadline(deadline_ms)
         cancelled: list[bool] = []
         size = self._transport.max_batch_keys
         for start in range(0, len(held), size):
@@ -280,7 +242,7 @@ class Writer:
                 cancelled += self._transport.cancel(batch, deadline)
             except Exception as problem:
                 self._failures.reason(problem)
-                # They end with their time to live, or their session.
+                # They end when they expire, or with their session.
                 cancelled += [False] * len(batch)
         done = iter(cancelled)
         return [holding is not None and next(done) for holding in holdings]
@@ -290,12 +252,6 @@ class Writer:
     ) -> tuple[list[Saving], SaveTerms]:
         payloads = all_flat([item.payload for item in items])
         return list(map(_saving, items, payloads)), _checked_terms(terms)
-
-    def _save_in_turn(
-        self, savings: Sequence[Saving], terms: SaveTerms, deadline_ms: int | None
-    ) -> list[SaveOutcome]:
-        within_ms = self._within_ms(deadline_ms) + terms.wait_ms
-        return self._save_now(savings, terms, Deadline(within_ms, _size_of(savings)))
 
     def _save_now(
         self, savings: Sequence[Saving], terms: SaveTerms, deadline: Deadline
@@ -317,7 +273,7 @@ class Writer:
         try:
             return self._transport.share(tier, deadline)
         except Exception:
-            return None  # the save fails for the same reason, and says so
+            return None  # the save then fails for the same reason, and reports it
 
     def _batches(
         self,
@@ -326,13 +282,13 @@ class Writer:
         terms: SaveTerms,
         share: Share | None = None,
     ) -> Iterator[tuple[Sequence[T], SaveTerms]]:
-        """`things` (one for each of `items`) by as many as one call takes, and as can be reserved
-        at once if they are to be (`share`), each with its terms: the items of earlier batches are
-        ancestors of the later ones."""
+        """`things` (one for each of `items`) in batches that one call takes, each with its terms:
+        the items of earlier batches are ancestors of the later ones. `share`: what a session may
+        have reserved at once, if the items have to fit it."""
         max_keys = self._transport.max_batch_keys
         ancestors = terms.ancestors
         start = 0
-        #: of what is as large as the one before, which most are
+        # Most items are as large as the one before, so that its stored size is kept.
         sized, stored_bytes = (-1, -1), 0
         while start < len(items):
             stop, room_bytes = start, _BATCH_TOKEN_IDS_BYTES
@@ -353,8 +309,8 @@ class Writer:
                         break
                 keys.add(key)
                 stop += 1
-            # Of more ancestors than a call takes, those next to the batch: a chain is evicted from
-            # its leaf, and those that were not named are older than these.
+            # When there are more ancestors than a call takes, name those next to the batch: a chain
+            # is evicted from its leaf, and the other ancestors are older than these.
             yield things[start:stop], terms._replace(ancestors=ancestors[-max_keys:])
             ancestors = [*ancestors, *(item.key for item in items[start:stop])]
             start = stop
@@ -365,9 +321,6 @@ class Writer:
         kinds = repeat((terms.tier, terms.reason))
         self._counters.saves(outcomes, [0] * len(outcomes), kinds)
         return outcomes
-
-    def _within_ms(self, deadline_ms: int | None) -> int:
-        return self._deadline_ms if deadline_ms is None else deadline_ms
 
 
 def _size_of(savings: Sequence[Saving]) -> int:
@@ -391,7 +344,7 @@ def _saving(item: SaveItem, payload: FlatBytes) -> Saving:
 
 
 def _check_tokens(token_count: int | None) -> None:
-    # Not 0: who forgot to say should not have said that.
+    # 0 is refused: a count that is not known is None.
     if token_count is not None and not 1 <= token_count < 2**32:
         raise InvalidSize(f"a token count is in 1 ... 2^32 - 1, or None, not {token_count}")
 

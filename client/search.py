@@ -1,211 +1,97 @@
-"""The search for the longest cached prefix: which keys to ask for, and what is
-made of the answer.
-
-Prefix entries hold the whole state of `tokens[:n]` and are saved where n is a multiple of the
-stride, so the walk asks for those lengths, longest first. Block chains hold a block each; the
-walk goes forward and stops at the first block that is missing.
-"""
+"""A search: asks the daemon, or the index in place, for keys, and makes a hit of what is there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, overload
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from ..proto.errors import InvalidSize, InvalidTokens
-from ..proto.keys import Key, Namespace, check_key, iter_block_keys, prefix_keys
-from ..proto.limits import KEY_BYTES, MAX_BATCH_KEYS, MAX_TOLD_KEYS
-from ..proto.vocabulary import ClaimMode, DeleteStatus, MissReason, Presence
-from .benefit import MinBenefit
-from .counters import Counters
-from .failures import Failures
+from ..proto.keys import Key
+from ..proto.limits import MAX_TOLD_KEYS
+from ..proto.pieces import FlatBytes
+from ..proto.vocabulary import ClaimMode, MissReason, Presence
+from .buffers import all_flat
+from .context import CallContext
 from .hits import Hit, Reader
-from .results import NOT_FOUND, Entry, Found
+from .policy import MinBenefit
+from .restores import Restore
+from .results import Entry, Found, RestoreResult, restore_result
 from .wire.deadline import Deadline
 from .wire.link import Holding
-from .wire.transport import Claimed, Transport
+from .wire.sinks import Sink
+from .wire.transport import Claimed
 
 if TYPE_CHECKING:
-    from ..proto.keys import Tokens
-
-# ---- which keys
-
-
-class PrefixWalk(NamedTuple):
-    """Keys to look for, longest prefix first, and the tokens that each stands for."""
-
-    keys: list[Key]
-    token_counts: list[int]
-
-
-def count_tokens(tokens: Tokens) -> int:
-    """Raises InvalidTokens for what has no length."""
-    try:
-        return len(tokens)  # type: ignore[arg-type]  # a buffer without one is caught
-    except TypeError:
-        raise InvalidTokens(f"tokens are a sequence, not a {type(tokens).__name__}") from None
-
-
-def boundaries(token_count: int, stride_tokens: int, *, exact_end: bool = False) -> list[int]:
-    """The multiples of the stride in 1 ... token_count, ascending, and with `exact_end` the
-    count itself. At most the `MAX_BATCH_KEYS` longest."""
-    if stride_tokens < 1:
-        raise InvalidSize(f"a stride has at least one token, not {stride_tokens}")
-    lengths = range(stride_tokens, token_count + 1, stride_tokens)
-    ends = [token_count] if exact_end and token_count % stride_tokens else []
-    first = max(0, len(lengths) + len(ends) - MAX_BATCH_KEYS)
-    return [*lengths[first:], *ends]
-
-
-def prefix_walk(
-    namespace: Namespace, tokens: Tokens, stride_tokens: int, *, exact_end: bool = False
-) -> PrefixWalk:
-    """The walk over `tokens`, all keys in one hash pass. Empty if no stride is complete.
-
-    `exact_end` also asks for the state of all of `tokens`, wherever they end.
-    """
-    lengths = boundaries(count_tokens(tokens), stride_tokens, exact_end=exact_end)
-    keys = prefix_keys(namespace, tokens, lengths)
-    keys.reverse()
-    lengths.reverse()
-    return PrefixWalk(keys, lengths)
-
-
-class BlockChain(Sequence[Key]):
-    """The keys of a prompt cut into blocks, root first, each hashed when it is asked for.
-
-    A walk that misses early hashes little. `tokens` are referenced, not copied: don't change
-    them before every key was asked for. Not thread-safe until then.
-    """
-
-    def __init__(
-        self,
-        namespace: Namespace,
-        tokens: Tokens,
-        block_tokens: int,
-        *,
-        include_partial: bool = False,
-    ) -> None:
-        """`include_partial`: a trailing incomplete block is part of the chain, to be saved; a
-        walk does not look for it. Raises InvalidSize, InvalidTokens."""
-        token_count = count_tokens(tokens)
-        self._keys: list[Key] = []
-        self._rest: Iterator[Key] = iter_block_keys(
-            namespace, tokens, block_tokens, include_partial=include_partial
-        )
-        #: Tokens of a whole block.
-        self.block_tokens = block_tokens
-        #: Blocks that are complete.
-        self.whole_blocks, partial_tokens = divmod(token_count, block_tokens)
-        #: Tokens of the trailing incomplete block; 0 if it is not part of the chain.
-        self.partial_tokens = partial_tokens if include_partial else 0
-
-    def __len__(self) -> int:
-        return self.whole_blocks + bool(self.partial_tokens)
-
-    @overload
-    def __getitem__(self, index: int) -> Key: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Key]: ...
-    def __getitem__(self, index: int | slice) -> Key | list[Key]:
-        wanted = range(len(self))[index]
-        if isinstance(wanted, int):
-            self._hash_up_to(wanted)
-            return self._keys[wanted]
-        if wanted:
-            self._hash_up_to(max(wanted[0], wanted[-1]))
-        return [self._keys[position] for position in wanted]
-
-    def __iter__(self) -> Iterator[Key]:
-        keys = self._keys
-        for index in range(len(self)):
-            if index == len(keys):
-                keys.append(next(self._rest))
-            yield keys[index]
-
-    @property
-    def complete_keys(self) -> Sequence[Key]:
-        """The complete blocks, as lazily as the chain itself."""
-        return _Blocks(self, range(self.whole_blocks))
-
-    @property
-    def keys(self) -> list[Key]:
-        """Every key, hashed now if they were not."""
-        return self[:]
-
-    @property
-    def token_counts(self) -> list[int]:
-        """Tokens of each block."""
-        counts = [self.block_tokens] * self.whole_blocks
-        return [*counts, self.partial_tokens] if self.partial_tokens else counts
-
-    def _hash_up_to(self, last: int) -> None:
-        while len(self._keys) <= last:
-            self._keys.append(next(self._rest))
-
-
-class _Blocks(Sequence[Key]):
-    """Some blocks of a chain, hashed when they are asked for; so are slices of it."""
-
-    def __init__(self, chain: BlockChain, blocks: range) -> None:
-        self._chain = chain
-        self._blocks = blocks
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    @overload
-    def __getitem__(self, index: int) -> Key: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Key]: ...
-    def __getitem__(self, index: int | slice) -> Key | Sequence[Key]:
-        wanted = self._blocks[index]
-        return self._chain[wanted] if isinstance(wanted, int) else _Blocks(self._chain, wanted)
-
-    def __iter__(self) -> Iterator[Key]:
-        if self._blocks.start or self._blocks.step != 1:
-            return (self._chain[block] for block in self._blocks)
-        return islice(self._chain, len(self._blocks))
-
-
-# ---- from keys to a hit
+    from .buffers import Payload
 
 
 class _Search:
-    """What the keys of one search turned out to be."""
+    """One search: what it is for, and what it has found so far."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, keys: Sequence[Key], token_counts: Sequence[int | None] | None, mode: ClaimMode
+    ) -> None:
+        self.keys = keys
+        self.token_counts = token_counts
+        self.mode = mode
         self.claims: list[Holding] = []
+        #: Of each entry, its place among the keys.
         self.positions: list[int] = []
         self.entries: list[Entry] = []
-        #: Where the entries lie, if that was seen.
+        #: What `Transport.copy` needs to find the entries that are not claimed, if it is known.
         self.in_place: object | None = None
-        #: Why there is not more, unless there is everything.
+        #: Why the search ended, unless everything was found.
         self.gap = MissReason.ABSENT
+
+    def add(
+        self,
+        positions: Sequence[int],
+        entries: Sequence[Entry],
+        *,
+        start: int = 0,
+        in_flight: bool = False,
+    ) -> None:
+        """Add entries; `positions` count from `start`. `in_flight`: one of the others is being
+        saved."""
+        self.positions += [start + position for position in positions] if start else positions
+        self.entries += entries
+        if in_flight:
+            self.gap = MissReason.IN_FLIGHT
+
+    def full_hit_tokens(self) -> int:
+        """What a full hit would have: of the longest prefix, or of all blocks; 0: not known."""
+        known = [count or 0 for count in self.token_counts or ()]
+        return max(known, default=0) if self.mode is ClaimMode.FIRST else sum(known)
+
+    def counts(self) -> list[int]:
+        """The tokens of each entry."""
+        if self.token_counts is None:
+            return [entry.token_count for entry in self.entries]
+        return [
+            entry.token_count if (known := self.token_counts[position]) is None else known
+            for entry, position in zip(self.entries, self.positions, strict=True)
+        ]
 
 
 class Searcher:
-    """Searches for one client. Thread-safe.
+    """Searches for one client, and restores by key. Thread-safe.
 
-    `token_counts` say what each key stands for, where the caller knows; None is what the entry
-    says of itself. More keys than a call takes go in several calls, and make one hit.
+    `token_counts`: the tokens that each key stands for; None where only the entry says. Where one
+    call does not take all keys, several make one hit.
     """
 
     def __init__(
         self,
-        transport: Transport,
+        context: CallContext,
         reader: Reader,
-        counters: Counters,
-        failures: Failures,
         benefit: MinBenefit,
         *,
         lease_ms: int,
         shared_wait_ms: int,
     ) -> None:
-        self._transport = transport
+        self._transport = context.transport
+        self._counters = context.counters
+        self._failures = context.failures
         self._reader = reader
-        self._counters = counters
-        self._failures = failures
         self._benefit = benefit
         self._lease_ms = lease_ms
         self._shared_wait_ms = shared_wait_ms
@@ -221,187 +107,92 @@ class Searcher:
         *,
         pin: bool = True,
     ) -> Hit:
-        """What `mode` wants of the keys: pinned, by one rpc, or not, in place if possible, else by
-        one rpc. None without keys. `prompt_tokens`: what all of them stand for, for the hit ratio;
-        0: what `token_counts` say."""
-        found = _Search()
+        """The entries of `keys` that `mode` selects: pinned by one rpc, or else looked up in place
+        if possible, by one rpc if not. `prompt_tokens`: what all keys stand for, for the hit ratio;
+        0: what `token_counts` add up to."""
+        search = _Search(keys, token_counts, mode)
         step = self._claim if pin else self._look
         try:
-            step(found, keys, mode, wait_ms, deadline)
-            while self._bring(found, keys, token_counts, mode, deadline, step):
+            step(search, wait_ms, deadline)
+            while self._pull(search, deadline, step):
                 pass
         except Exception as problem:
-            found.gap = self._failures.reason(problem)
-        prompt_tokens = prompt_tokens or _wanted_tokens(token_counts, mode)
-        return self._hit(found, keys, token_counts, mode, prompt_tokens)
+            search.gap = self._failures.reason(problem)
+        return self._hit(search, prompt_tokens)
 
-    def _claim(
-        self,
-        found: _Search,
-        keys: Sequence[Key],
-        mode: ClaimMode,
-        wait_ms: int,
-        deadline: Deadline,
-    ) -> None:
-        size = self._transport.max_batch_keys
+    def _claim(self, search: _Search, wait_ms: int, deadline: Deadline) -> None:
+        keys, mode, size = search.keys, search.mode, self._transport.max_batch_keys
         for start in range(0, len(keys), size):
             batch = keys if len(keys) <= size else keys[start : start + size]
             claimed = self._transport.claim(batch, mode, wait_ms, self._lease_ms, deadline)
             if claimed.in_flight:
-                found.gap = MissReason.IN_FLIGHT
+                search.gap = MissReason.IN_FLIGHT
             if claimed.holding is not None:
-                found.claims.append(claimed.holding)
-                found.positions += [start + position for position in claimed.positions]
-                found.entries += claimed.entries
-            if mode is ClaimMode.FIRST and found.entries:
+                search.claims.append(claimed.holding)
+                search.add(claimed.positions, claimed.entries, start=start)
+            if mode is ClaimMode.FIRST and search.entries:
                 return
             if mode is ClaimMode.RUN and len(claimed.entries) < len(batch):
                 return
 
-    def _look(
-        self,
-        found: _Search,
-        keys: Sequence[Key],
-        mode: ClaimMode,
-        wait_ms: int,
-        deadline: Deadline,
-    ) -> None:
-        if not keys:
+    def _look(self, search: _Search, wait_ms: int, deadline: Deadline) -> None:
+        if not search.keys:
             return
-        # The index knows nothing of saves in flight: to wait for those the daemon is asked.
-        looked = None if wait_ms else self._transport.find(keys, mode, deadline)
+        # The index does not list saves in flight: only the daemon can wait for those.
+        looked = None if wait_ms else self._transport.find(search.keys, search.mode, deadline)
         if looked is not None:
-            found.positions += looked.positions
-            found.entries += looked.entries
-            found.in_place = looked.in_place
+            search.add(looked.positions, looked.entries)
+            search.in_place = looked.in_place
             return
-        results = self._transport.lookup(list(keys), wait_ms, deadline)
-        wanted = _wanted(results, mode)
-        if any(result.presence is Presence.IN_FLIGHT for result in results):
-            found.gap = MissReason.IN_FLIGHT
-        found.positions += [position for position, _ in wanted]
-        found.entries += [entry for _, entry in wanted]
+        results = self._transport.lookup(list(search.keys), wait_ms, deadline)
+        positions, entries = _selected(results, search.mode)
+        in_flight = any(result.presence is Presence.IN_FLIGHT for result in results)
+        search.add(positions, entries, in_flight=in_flight)
 
-    def _bring(
-        self,
-        found: _Search,
-        keys: Sequence[Key],
-        token_counts: Sequence[int | None] | None,
-        mode: ClaimMode,
-        deadline: Deadline,
-        step: Callable[[_Search, Sequence[Key], ClaimMode, int, Deadline], None],
+    def _pull(
+        self, search: _Search, deadline: Deadline, step: Callable[[_Search, int, Deadline], None]
     ) -> bool:
-        """Have the daemon bring what other nodes have beyond what was found here, and search for
-        that. True: all that was asked for came, and there may be more."""
-        if mode is ClaimMode.ANY or found.gap is not MissReason.ABSENT or not self._shared_wait_ms:
-            return False
-        if not self._transport.shares:
+        """Ask the daemon to fetch the missing keys from other nodes, then search again for those.
+        True: all of them came, and there may be more."""
+        mode = search.mode
+        if mode is ClaimMode.ANY or search.gap is not MissReason.ABSENT or not self._shares():
             return False
         if mode is ClaimMode.FIRST:
-            wanted = range(found.positions[0] if found.positions else len(keys))
+            first, end = 0, search.positions[0] if search.positions else len(search.keys)
         else:
-            wanted = range(len(found.entries), len(keys))
-        wanted = wanted[: self._transport.max_batch_keys]
-        if not wanted:
+            first, end = len(search.entries), len(search.keys)
+        missing = slice(first, min(end, first + self._transport.max_batch_keys))
+        counts = None if search.token_counts is None else search.token_counts[missing]
+        more = _Search(search.keys[missing], counts, mode)
+        if not more.keys:
             return False
-        some = keys[wanted.start : wanted.stop]
-        tokens = [token_counts[n] or 0 for n in wanted] if token_counts is not None else []
-        prefill_ms = self._benefit.prefill_ms(
-            max(tokens, default=0) if mode is ClaimMode.FIRST else sum(tokens)
-        )
+        prefill_ms = self._benefit.prefill_ms(more.full_hit_tokens())
         wait_ms = min(self._shared_wait_ms, prefill_ms or self._shared_wait_ms)
-        if not self._transport.pull(some, mode, wait_ms, deadline):
+        if not self._transport.pull(more.keys, mode, wait_ms, deadline):
             return False
-        more = _Search()
-        step(more, some, mode, 0, deadline)
+        step(more, 0, deadline)
         if mode is ClaimMode.FIRST and more.entries:
-            for claim in found.claims:
+            for claim in search.claims:
                 self._transport.forget(claim)
-            found.claims, found.positions, found.entries = [], [], []
-        found.claims += more.claims
-        found.positions += [wanted.start + position for position in more.positions]
-        found.entries += more.entries
-        found.gap = more.gap
-        return mode is ClaimMode.RUN and len(more.entries) == len(some)
+            search.claims, search.positions, search.entries = [], [], []
+        search.claims += more.claims
+        search.add(more.positions, more.entries, start=first)
+        search.gap = more.gap
+        return mode is ClaimMode.RUN and len(more.entries) == len(more.keys)
 
-    def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
-        """Which keys are published; none when the daemon can't be asked."""
-        try:
-            return self._transport.exist(keys, deadline) if keys else []
-        except Exception as problem:
-            self._counters.failure(self._failures.reason(problem))
-            return [False] * len(keys)
+    def _shares(self) -> bool:
+        """May a search wait for entries of other nodes?"""
+        return bool(self._shared_wait_ms) and self._transport.shares
 
-    def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
-        """How many keys from the first on are published; 0 when the daemon can't be asked."""
-        try:
-            return self._transport.leading_run(keys, deadline) if keys else 0
-        except Exception as problem:
-            self._counters.failure(self._failures.reason(problem))
-            return 0
-
-    def delete(self, keys: Sequence[Key], deadline: Deadline) -> list[DeleteStatus]:
-        """What became of each key."""
-        statuses: list[DeleteStatus] = []
-        size = self._transport.max_batch_keys
-        for start in range(0, len(keys), size):
-            batch = keys[start : start + size]
-            try:
-                statuses += self._transport.delete(batch, deadline)
-            except Exception as problem:
-                self._failures.reason(problem)
-                statuses += [DeleteStatus.FAILED] * len(batch)
-        return statuses
-
-    def probe(self, keys: Sequence[Key], wait_ms: int, deadline: Deadline) -> list[Found]:
-        """What is known of each key; nothing of any of them when the call fails."""
-        try:
-            return self._transport.lookup(keys, wait_ms, deadline) if keys else []
-        except Exception as problem:
-            self._counters.failure(self._failures.reason(problem))
-            return [NOT_FOUND] * len(keys)
-
-    def claimed_at_once(
-        self,
-        claimed: Claimed | MissReason,
-        keys: Sequence[Key],
-        token_counts: Sequence[int | None] | None,
-        mode: ClaimMode,
-    ) -> Hit:
-        """What was claimed, read and released in one, as a hit that pins nothing; or why it could
-        not be. Counted as a search is."""
-        found = _Search()
-        if isinstance(claimed, MissReason):
-            found.gap = claimed
-        else:
-            found.positions += claimed.positions
-            found.entries += claimed.entries
-            if claimed.in_flight:
-                found.gap = MissReason.IN_FLIGHT
-        return self._hit(found, keys, token_counts, mode, _wanted_tokens(token_counts, mode))
-
-    def sees_all(self, mode: ClaimMode) -> bool:
-        """Is what the daemon has by itself all that a search finds, and nothing of it left out?"""
-        if mode is ClaimMode.ANY:
-            return True
-        shared = self._shared_wait_ms and self._transport.shares
-        return not shared and not self._benefit.gates
-
-    def _hit(
-        self,
-        found: _Search,
-        keys: Sequence[Key],
-        token_counts: Sequence[int | None] | None,
-        mode: ClaimMode,
-        lookup_tokens: int,
-    ) -> Hit:
-        """Counted: one hit or one miss."""
-        entries = found.entries
+    def _hit(self, search: _Search, prompt_tokens: int = 0) -> Hit:
+        """Counts one hit or one miss."""
+        lookup_tokens = prompt_tokens or search.full_hit_tokens()
+        entries, keys, mode = search.entries, search.keys, search.mode
         if not entries:
-            # A run that lacks its first block is none, whatever else there is.
-            told = keys[:1] if mode is ClaimMode.RUN else keys[:MAX_TOLD_KEYS]
-            return self._miss(found.gap, lookup_tokens, told)
-        counts = _counts(entries, found.positions, token_counts)
+            # A run without its first block is a miss, whatever else there is.
+            absent = keys[:1] if mode is ClaimMode.RUN else keys[:MAX_TOLD_KEYS]
+            return self._miss(search.gap, lookup_tokens, absent)
+        counts = search.counts()
         worth = len(entries)
         if mode is not ClaimMode.ANY and self._benefit.gates:
             worth = self._benefit.worth(entries, counts)
@@ -410,10 +201,10 @@ class Searcher:
             self._reader,
             entries[:worth],
             counts[:worth],
-            claims=found.claims,
-            in_place=found.in_place,
-            positions=found.positions[:worth],
-            miss=MissReason.SLOW if worth < len(entries) else None if complete else found.gap,
+            claims=search.claims,
+            in_place=search.in_place,
+            positions=search.positions[:worth],
+            miss=MissReason.SLOW if worth < len(entries) else None if complete else search.gap,
         )
         if not worth:
             self._reader.release([hit], None)
@@ -425,44 +216,89 @@ class Searcher:
         self._counters.miss(reason, lookup_tokens, keys)
         return Hit(self._reader, miss=reason)
 
+    # ---- restores by key
 
-def _wanted(answers: Sequence[Found], mode: ClaimMode) -> list[tuple[int, Entry]]:
-    """Positions and entries that `mode` wants of what was looked up."""
-    wanted: list[tuple[int, Entry]] = []
-    for position, answer in enumerate(answers):
-        if answer.entry is not None:
-            wanted.append((position, answer.entry))
+    def restore(
+        self,
+        keys: Sequence[Key],
+        token_counts: Sequence[int | None] | None,
+        mode: ClaimMode,
+        buffers: Sequence[Payload],
+        left_ms: Callable[[], int],
+    ) -> RestoreResult:
+        """Copy what is there of `keys` into `buffers`, one for each key. `left_ms`: the time left
+        for the call, beside the time to move its bytes."""
+        targets = all_flat(buffers, writable=True)
+        if not keys:
+            return restore_result((), (), ())
+        search = _Search(keys, token_counts, mode)
+        found = self._fetch_found(search, targets, left_ms)
+        if found is None:
+            # In place nothing needs a pin; over gRPC a claim saves a look-up.
+            pin = self._daemon_decides(mode) and self._transport.peek(()) is None
+            deadline = Deadline(left_ms())
+            hit = self.search(keys, token_counts, mode, 0, deadline, pin=pin)
+            hit_buffers = [buffers[position] for position in hit.positions]
+            try:
+                result = self._reader.restore(hit, range(len(hit)), hit_buffers, left_ms())
+            finally:
+                hit.release(deadline_ms=left_ms())
+        else:
+            hit, result = found
+        if len(hit) == len(keys):
+            return result
+        misses: list[MissReason | None] = [hit.miss or MissReason.ABSENT] * len(keys)
+        for position, miss in zip(hit.positions, result.misses, strict=True):
+            misses[position] = miss
+        return restore_result(hit.entries, hit.token_counts, misses)
+
+    def _fetch_found(
+        self, search: _Search, targets: Sequence[FlatBytes], left_ms: Callable[[], int]
+    ) -> tuple[Hit, RestoreResult] | None:
+        """Claim, read and release in one trip, counted as a search is; the hit pins nothing. None:
+        the transport can't, and nothing was done."""
+        keys, mode = search.keys, search.mode
+        if len(keys) > self._transport.max_batch_keys or not self._daemon_decides(mode):
+            return None
+        begun: list[tuple[Hit, Restore]] = []
+
+        def begin(claimed: Claimed) -> Sink:
+            search.add(claimed.positions, claimed.entries, in_flight=claimed.in_flight)
+            hit = self._hit(search)
+            restore = self._reader.receive(hit, [targets[n] for n in hit.positions])
+            begun.append((hit, restore))
+            return restore
+
+        room_bytes = [len(target) for target in targets]
+        deadline = Deadline(left_ms(), sum(room_bytes))
+        stopped: MissReason | None = None
+        try:
+            if not self._transport.fetch_found(keys, mode, room_bytes, begin, deadline):
+                return None
+        except Exception as problem:
+            stopped = self._failures.reason(problem)
+        if not begun:
+            search.gap = stopped or MissReason.UNEXPECTED
+            return self._hit(search), restore_result((), (), ())
+        ((hit, restore),) = begun
+        return hit, self._reader.received(hit, restore, stopped)
+
+    def _daemon_decides(self, mode: ClaimMode) -> bool:
+        """Does a search find exactly what the daemon itself has: nothing from other nodes, and
+        nothing left out as too slow?"""
+        return mode is ClaimMode.ANY or not (self._shares() or self._benefit.gates)
+
+
+def _selected(results: Sequence[Found], mode: ClaimMode) -> tuple[list[int], list[Entry]]:
+    """Positions and entries that `mode` selects of looked-up keys."""
+    positions: list[int] = []
+    entries: list[Entry] = []
+    for position, result in enumerate(results):
+        if result.entry is not None:
+            positions.append(position)
+            entries.append(result.entry)
             if mode is ClaimMode.FIRST:
                 break
         elif mode is ClaimMode.RUN:
             break
-    return wanted
-
-
-def checked_keys(keys: Sequence[Key]) -> list[Key]:
-    """Raises InvalidKey."""
-    keys = list(keys)
-    if set(map(type, keys)) == {bytes} and set(map(len, keys)) == {KEY_BYTES}:
-        return keys  # nearly always, at a tenth of the cost
-    return [check_key(key) for key in keys]
-
-
-def _wanted_tokens(token_counts: Sequence[int | None] | None, mode: ClaimMode) -> int:
-    """What a full hit would have: of the longest prefix, or of all blocks; 0: not known."""
-    known = [count or 0 for count in token_counts or ()]
-    if mode is ClaimMode.FIRST:
-        return max(known, default=0)
-    return sum(known)
-
-
-def _counts(
-    entries: Sequence[Entry],
-    positions: Sequence[int],
-    token_counts: Sequence[int | None] | None,
-) -> list[int]:
-    if token_counts is None:
-        return [entry.token_count for entry in entries]
-    return [
-        entry.token_count if (known := token_counts[position]) is None else known
-        for entry, position in zip(entries, positions, strict=True)
-    ]
+    return positions, entries

@@ -1,16 +1,16 @@
-"""What the client does, as OpenTelemetry spans: the library's parts, with spans around their work.
+"""OpenTelemetry spans of what the client does: the client's parts, with spans around their work.
 
-Needs `opentelemetry-api`, and is imported only where tracing was asked for: where it was not,
-the parts are those without. Spans go to the program's own tracer provider, below the span that is
-current where a method is called; this library sets up no exporter.
+Needs `opentelemetry-api`, and is imported only when tracing is on: otherwise the client uses the
+parts without spans. Spans go to the program's own tracer provider, below the span that is current
+where a method is called; this library sets up no exporter.
 
     prefixd.longest_run | prefixd.longest_prefix | prefixd.claim     one search
-    prefixd.restore_keys                                             in one trip, or by the others
+    prefixd.restore_keys                                             in one trip, or as the others
     prefixd.restore, prefixd.read, prefixd.view, prefixd.release     of a hit
     prefixd.save, prefixd.reserve, prefixd.write                     of a writer
-      prefixd.call.NAME                                              a call of the daemon, below any
+      prefixd.call.NAME                                              an rpc, below any of these
 
-Attributes are counts, sizes and words of the contract: no keys, no tokens, no addresses.
+Attributes are counts, sizes and names from the protocol: no keys, no tokens, no addresses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
@@ -27,11 +27,10 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from ..proto.errors import PrefixdError
 from ..proto.traceparent import TraceParent, encode
 from ..proto.vocabulary import ClaimMode, MissReason
-from .call_queue import CallQueue
 from .hits import Hit, Reader
-from .key_restores import KeyRestorer
 from .saves import Reservation, Writer
 from .search import Searcher
+from .thread_pool import CallQueue
 from .wire.trace_context import TRACEPARENT
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from .buffers import Payload
     from .results import RestoreResult, SaveOutcome
     from .wire.deadline import Deadline
-    from .wire.transport import ReserveItem, SaveTerms, Saving
+    from .wire.transport import Range, ReserveItem, SaveTerms, Saving
 
 T = TypeVar("T")
 
@@ -55,12 +54,12 @@ _SEARCHES: Final = {
 
 @contextmanager
 def _span(name: str, kind: SpanKind = SpanKind.INTERNAL, **attributes: int) -> Iterator[Span]:
-    """The current span of what happens within it."""
+    """Run a block in a span of its own."""
     with _tracer.start_as_current_span(
         f"prefixd.{name}",
         kind=kind,
         attributes={f"prefixd.{key}": value for key, value in attributes.items()},
-        # Their sentences may name what belongs to nobody else.
+        # Messages of errors may hold private data.
         record_exception=False,
         set_status_on_exception=False,
     ) as span:
@@ -81,7 +80,7 @@ def _missed(span: Span, reason: MissReason | None) -> None:
 
 
 class OtelCalls:
-    """`wire.trace_context.CallSpans`."""
+    """A span of each rpc; see `wire.trace_context.CallSpans`."""
 
     def call(self, name: str, ask: Callable[[], T]) -> T:
         with _span(f"call.{name}", SpanKind.CLIENT) as span:
@@ -94,44 +93,32 @@ class OtelCalls:
                 TRACEPARENT.reset(before)
 
 
+# The parts below name only the parameters that their spans need, and pass the rest on.
+
+
 class TracedSearcher(Searcher):
-    """`Searcher` with a span of each search. The keys of `longest_prefix` are hashed before it."""
+    """`Searcher` with a span of each search, which begins after the keys of `longest_prefix` are
+    hashed, and of each restore by key, with the spans of its steps below."""
 
     def search(
         self,
         keys: Sequence[Key],
         token_counts: Sequence[int | None] | None,
         mode: ClaimMode,
-        wait_ms: int,
-        deadline: Deadline,
-        prompt_tokens: int = 0,
-        *,
+        *args: Any,
         pin: bool = True,
     ) -> Hit:
         with _span(_SEARCHES[mode], keys=len(keys)) as span:
-            hit = super().search(
-                keys, token_counts, mode, wait_ms, deadline, prompt_tokens, pin=pin
-            )
+            hit = super().search(keys, token_counts, mode, *args, pin=pin)
             span.set_attribute("prefixd.found", len(hit))
             span.set_attribute("prefixd.claimed", pin)
             span.set_attribute("prefixd.hit_tokens", sum(hit.token_counts))
             _missed(span, hit.miss)
         return hit
 
-
-class TracedKeyRestorer(KeyRestorer):
-    """`KeyRestorer` with a span of each restore; below it, what that takes."""
-
-    def restore(
-        self,
-        keys: Sequence[Key],
-        token_counts: Sequence[int | None] | None,
-        mode: ClaimMode,
-        buffers: Sequence[Payload],
-        left_ms: Callable[[], int],
-    ) -> RestoreResult:
+    def restore(self, keys: Sequence[Key], *args: Any) -> RestoreResult:
         with _span("restore_keys", keys=len(keys)) as span:
-            result = super().restore(keys, token_counts, mode, buffers, left_ms)
+            result = super().restore(keys, *args)
             span.set_attribute("prefixd.restored_run", result.run)
             _missed(span, result.miss)
         return result
@@ -140,15 +127,9 @@ class TracedKeyRestorer(KeyRestorer):
 class TracedReader(Reader):
     """`Reader` with a span of each restore, view, read of a part, and release."""
 
-    def restore(
-        self,
-        hit: Hit,
-        indices: Sequence[int],
-        buffers: Sequence[Payload],
-        deadline_ms: int | None,
-    ) -> RestoreResult:
+    def restore(self, hit: Hit, indices: Sequence[int], *args: Any) -> RestoreResult:
         with _span("restore", entries=len(indices)) as span:
-            result = super().restore(hit, indices, buffers, deadline_ms)
+            result = super().restore(hit, indices, *args)
             sizes = [hit.entries[index].payload_bytes for index in indices]
             span.set_attribute("prefixd.bytes", sum(sizes))
             span.set_attribute("prefixd.restored_run", result.run)
@@ -161,38 +142,27 @@ class TracedReader(Reader):
             span.set_attribute("prefixd.reached", views is not None)
         return views
 
-    def read_range(
-        self,
-        hit: Hit,
-        index: int,
-        offset_bytes: int,
-        length_bytes: int,
-        deadline_ms: int | None,
-        *,
-        token_ids: bool = False,
-    ) -> bytes | None:
-        with _span("read", bytes=length_bytes):
-            return super().read_range(
-                hit, index, offset_bytes, length_bytes, deadline_ms, token_ids=token_ids
-            )
+    def read_range(self, hit: Hit, index: int, part: Range, *args: Any) -> bytes | None:
+        with _span("read", bytes=part.length_bytes):
+            return super().read_range(hit, index, part, *args)
 
-    def release(self, hits: Sequence[Hit], deadline_ms: int | None) -> list[bool]:
+    def release(self, hits: Sequence[Hit], *args: Any) -> list[bool]:
         with _span("release", hits=len(hits)):
-            return super().release(hits, deadline_ms)
+            return super().release(hits, *args)
 
 
 class _ContextQueue(CallQueue):
-    """Each call in the context that it was asked for in."""
+    """Runs each call in the context that submitted it."""
 
     def submit(
-        self, save: Callable[[], T], drop: Callable[[], T], size_bytes: int = 0
+        self, call: Callable[[], T], drop: Callable[[], T], size_bytes: int = 0
     ) -> Future[T]:
         run: Callable[[Callable[[], T]], T] = copy_context().run
-        return super().submit(partial(run, save), drop, size_bytes)
+        return super().submit(partial(run, call), drop, size_bytes)
 
 
 class TracedWriter(Writer):
-    """`Writer` with a span of each save, from when it is its turn, reservation and write."""
+    """`Writer` with a span of each save, which begins at its turn, reservation and write."""
 
     queue_type = _ContextQueue
 
@@ -207,19 +177,15 @@ class TracedWriter(Writer):
             _ended(span, outcomes)
         return outcomes
 
-    def reserve(
-        self, items: Sequence[ReserveItem], terms: SaveTerms, deadline_ms: int | None
-    ) -> list[Reservation]:
+    def reserve(self, items: Sequence[ReserveItem], *args: Any) -> list[Reservation]:
         with _span("reserve", entries=len(items)) as span:
-            granted = super().reserve(items, terms, deadline_ms)
+            granted = super().reserve(items, *args)
             span.set_attribute("prefixd.granted", sum(each.granted for each in granted))
         return granted
 
-    def write(
-        self, writes: Sequence[tuple[Reservation, Payload]], deadline_ms: int | None
-    ) -> list[SaveOutcome]:
+    def write(self, writes: Sequence[tuple[Reservation, Payload]], *args: Any) -> list[SaveOutcome]:
         with _span("write", entries=len(writes)) as span:
-            outcomes = super().write(writes, deadline_ms)
+            outcomes = super().write(writes, *args)
             _ended(span, outcomes)
         return outcomes
 

@@ -1,13 +1,13 @@
-"""Following which keys a daemon has, as a cache-aware router does.
+"""A watch: follows which keys a daemon has, as a cache-aware router does.
 
     with Watch(address) as watch:
         keys = ResidentKeys()
         for event in watch:
             keys.apply(event)
 
-A connection that breaks is made again, and goes on behind the last event if the daemon still knows
-what came after it; if not, everything is told anew. Watching is the operators', and
-that of who has a token for it, and takes no session: a client that knows a key can read its entry.
+A broken connection is made again. It continues after the last event if the daemon still knows what
+followed; if not, the daemon lists everything anew. Watching is for operators and for holders of a
+token that allows it, because any client that knows a key can read its entry. It needs no session.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -44,30 +43,30 @@ from .wire.backoff import Backoff
 from .wire.channel import open_channel, operators_of
 from .wire.messages import understanding
 
-#: Time does not help against these.
+#: Trying again does not help against these.
 _FINAL: Final = (ConfigError, MalformedMessage, NotAuthenticated, NotPermitted, UnknownTier)
-#: How long the other end of a connection may not even answer a ping before it is given up. The
-#: daemon lets nobody ping more often than it sends.
+#: How long a ping may go unanswered before the connection is given up. The daemon refuses pings
+#: that come more often than its own messages.
 _PING_MS: Final = 2 * WATCH_BEAT_MS
 _OPTIONS: Final = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # A restarted daemon is found at once, not after a back-off of minutes.
+    # Find a restarted daemon at once, not after a back-off of minutes.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.keepalive_time_ms", _PING_MS),
     ("grpc.keepalive_timeout_ms", _PING_MS),
     ("grpc.http2.max_pings_without_data", 0),
-    # A connection of its own: what this one does not read delays no other.
+    # A connection of its own, so that a slow reader delays no other.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 ]
-#: Messages that the thread of an `AsyncWatch` reads ahead.
+#: Messages that the thread of an `AsyncWatch` reads ahead of its iterator.
 _AHEAD: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The key can be found from now on, or (before `Synced`) could be already."""
+    """The key can be found from now on; before `Synced`: it may have been there earlier."""
 
     key: Key
     tier: Tier
@@ -76,18 +75,18 @@ class Published:
     payload_bytes: int
     token_count: int
     reason: SaveReason
-    #: the key before it in the chain that it was saved with, empty for the first; None: not known,
-    #: for it was there before
+    #: The key before it in the chain that it was saved with, empty for the first. None: not known,
+    #: because the key was there before the watch.
     parent: bytes | None = None
-    #: the label of the client that saved it; empty: an earlier start of the daemon did
+    #: The label of the client that saved it; empty when an earlier start of the daemon did.
     namespace: str = ""
-    #: u32 little-endian; empty unless they were asked for and saved
+    #: u32 little-endian; empty unless they were requested and saved.
     token_ids: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """The key can't be found any more, for whatever reason; it may never have been told."""
+    """The key can't be found any more, for any reason; it may never have been reported."""
 
     key: Key
     tier: Tier
@@ -96,21 +95,21 @@ class Evicted:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """Forget every key: what there is follows, up to `Synced`. `why`: empty at the beginning."""
+    """Forget every key; those that exist follow, up to `Synced`. `why`: empty at the beginning."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """Everything that there is has been told, or the stream goes on where it ended."""
+    """All existing keys have been reported, or the stream continues where it ended."""
 
     sequence: int
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """Nothing is known of the daemon until `Cleared` or `Synced` comes. It is tried again."""
+    """The state of the daemon is unknown until `Cleared` or `Synced`. The watch reconnects."""
 
     why: str
 
@@ -119,17 +118,17 @@ WatchEvent: TypeAlias = Published | Evicted | Cleared | Synced | Disconnected
 
 
 class WatchPosition(NamedTuple):
-    """Up to where a watcher was told, in which start of the daemon."""
+    """The last event that a watcher got, and the start of the daemon that it is from."""
 
     incarnation: bytes = b""
     sequence: int = 0
 
 
 class Watch:
-    """An iterator over events, without an end until it is closed. For one thread at a time;
-    `close` may come from any. A context manager. Connects when it is asked for the first event.
+    """An iterator over events, which ends when it is closed. For one thread at a time; any thread
+    may call `close`. A context manager. Connects when the first event is read.
 
-    Iterating raises what repeating can't mend: UnknownTier, NotAuthenticated, NotPermitted,
+    Iterating raises what trying again can't mend: UnknownTier, NotAuthenticated, NotPermitted,
     ConfigError; MalformedMessage from a daemon that can't be watched.
     """
 
@@ -143,10 +142,11 @@ class Watch:
         position: WatchPosition | None = None,
         backoff: Backoff | None = None,
     ) -> None:
-        """`address` names the daemon, as for `Client`; `operators` is where its operators are
-        served, if that is not beside it. `tiers`: empty for all. `token_ids`: with each published
-        key those that were saved with it, unless there are more than 8,192. `position`: go on
-        there. Raises ConfigError, DaemonUnavailable where operators can't be served."""
+        """`address` names the daemon, as for `Client`; `operators` is its address for operators,
+        unless that follows from `address`. `tiers`: empty for all. `token_ids`: report each
+        published key with the token ids that were saved with it, unless there are more than 8,192.
+        `position`: continue there. Raises ConfigError, and DaemonUnavailable where the daemon can't
+        be watched."""
         self.address: Final = normalize_address(address or default_address())
         self._operators = (
             operators or os.environ.get(ADMIN_ADDRESS_VARIABLE) or operators_of(self.address)
@@ -158,7 +158,7 @@ class Watch:
             )
         self._tiers = tuple(tiers)
         self._token_ids = token_ids
-        #: behind the last message whose events were all taken
+        #: After the last message whose events were all taken.
         self.position = position or WatchPosition()
         self._backoff = backoff or Backoff()
         self._channel = open_channel(normalize_address(self._operators), _OPTIONS)
@@ -179,7 +179,7 @@ class Watch:
         self._channel.close()
 
     def cut(self) -> None:
-        """Give the present connection up; the iterator makes another one."""
+        """Drop the present connection; the iterator makes another one."""
         with self._lock:
             if self._call is not None:
                 self._call.cancel()
@@ -189,7 +189,7 @@ class Watch:
             yield from events
 
     def batches(self) -> Iterator[list[WatchEvent]]:
-        """The events in lists: as many as one message of the daemon brought, which may be none."""
+        """The events of one message of the daemon at a time, which may be none."""
         while not self._closed.wait(self._backoff.next_s()):
             try:
                 yield from self._connection()
@@ -213,7 +213,7 @@ class Watch:
         try:
             call = AdminStub(self._channel).Watch(request)
         except ValueError:
-            return  # the channel was closed in this moment
+            return  # the channel was closed at this moment
         with self._lock:
             self._call = call
         try:
@@ -235,7 +235,7 @@ class Watch:
 
 
 def event_of(event: pb.WatchEvent) -> WatchEvent:
-    """Raises ValueError for what a later version may tell."""
+    """Raises ValueError for an event that only a later version knows."""
     match event.kind:
         case pb.WATCH_KIND_PUBLISHED:
             return Published(
@@ -260,19 +260,19 @@ def event_of(event: pb.WatchEvent) -> WatchEvent:
 
 
 class AsyncWatch:
-    """`Watch` for asyncio: an asynchronous iterator, and a thread that reads ahead of it.
+    """`Watch` for asyncio: an asynchronous iterator, with a thread that reads ahead of it.
 
         async with AsyncWatch(Watch(address)) as watch:
             async for event in watch:
                 ...
 
-    One loop's, and iterated once at a time.
+    For one event loop, and one iteration at a time.
     """
 
     def __init__(self, watch: Watch) -> None:
-        """`watch` belongs to this one from now on, which closes it."""
+        """Takes over `watch`, and closes it in the end."""
         self.watch: Final = watch
-        #: how far the thread may read ahead
+        #: How many messages the thread may still read ahead.
         self._room = threading.Semaphore(_AHEAD)
 
     async def __aenter__(self) -> Self:
@@ -288,62 +288,51 @@ class AsyncWatch:
 
     async def __aiter__(self) -> AsyncIterator[WatchEvent]:
         loop = asyncio.get_running_loop()
-        came = asyncio.Event()
-        batches: deque[list[WatchEvent] | BaseException | None] = deque()
+        batches: asyncio.Queue[list[WatchEvent] | Exception | None] = asyncio.Queue()
 
-        def put(batch: list[WatchEvent] | BaseException | None) -> None:
-            batches.append(batch)
-            came.set()
-
-        def tell(batch: list[WatchEvent] | BaseException | None) -> None:
+        def put(batch: list[WatchEvent] | Exception | None) -> None:
             try:
-                loop.call_soon_threadsafe(put, batch)
+                loop.call_soon_threadsafe(batches.put_nowait, batch)
             except RuntimeError:
-                self.watch.close()  # the loop is gone, and with it whoever wanted to know
+                self.watch.close()  # the loop has ended, and nothing iterates any more
 
-        threading.Thread(target=self._read, args=(tell,), name="prefixd-watch", daemon=True).start()
-        while True:
-            while batches:
-                batch = batches.popleft()
-                if batch is None:
-                    return
-                if isinstance(batch, BaseException):
-                    raise batch
-                for event in batch:
-                    yield event
-                self._room.release()
-            came.clear()
-            await came.wait()
+        threading.Thread(target=self._read, args=(put,), name="prefixd-watch", daemon=True).start()
+        while (batch := await batches.get()) is not None:
+            if isinstance(batch, Exception):
+                raise batch
+            for event in batch:
+                yield event
+            self._room.release()
 
-    def _read(self, tell: Callable[[list[WatchEvent] | BaseException | None], None]) -> None:
+    def _read(self, put: Callable[[list[WatchEvent] | Exception | None], None]) -> None:
         try:
             for batch in self.watch.batches():
                 self._room.acquire()
-                tell(batch)
+                put(batch)
         except Exception as problem:
-            tell(problem)
+            put(problem)
         else:
-            tell(None)
+            put(None)
 
 
 class ResidentKeys:
     """The keys that a daemon can find, from the events of a `Watch` in their order. Pure.
 
-    While everything is told anew, what was known before stays, and `exact` is False.
+    While the daemon lists everything anew, the earlier keys stay, and `exact` is False.
     """
 
     def __init__(self, namespace: str | None = None) -> None:
-        """`namespace`: what the tokens of the clients are bound to, if they are. The daemon stores,
-        and reports, other keys than such clients name; ask whether the clients' keys are `in` this,
-        not the daemon's. Raises ValueError for what is no namespace."""
+        """`namespace`: the one that the clients' tokens are bound to, if any. The daemon stores and
+        reports other keys than such clients name; `in` takes the clients' keys, not the daemon's.
+        Raises ValueError for what is no namespace."""
         self._namespace = None if namespace is None else Namespace(namespace)
         self._keys: dict[Key, Published] = {}
         self._coming: dict[Key, Published] | None = None
-        #: is it what the daemon says, as of the last event?
+        #: Are these exactly the daemon's keys, as of the last event?
         self.exact = False
 
     def apply(self, event: WatchEvent) -> None:
-        """The next event."""
+        """Take the next event."""
         keys = self._keys if self._coming is None else self._coming
         match event:
             case Published():
@@ -372,7 +361,7 @@ class ResidentKeys:
 
     @property
     def entries(self) -> Mapping[Key, Published]:
-        """What was told of each. A view until `Synced` comes next."""
+        """What was reported of each key. A view, valid until the next `Synced`."""
         return MappingProxyType(self._keys)
 
     def of_tier(self, tier: Tier) -> set[Key]:

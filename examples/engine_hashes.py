@@ -1,4 +1,4 @@
-"""Pages that an engine hashed already, saved from and restored into the pieces that they lie in.
+"""Pages whose hashes an engine has already, saved from and restored into their pieces in its pool.
 
 Needs a running daemon: `prefixd`. Its address may be given as an argument.
 """
@@ -14,7 +14,7 @@ LAYERS, PAGES, PIECE_BYTES = 4, 8, 1024
 
 
 def main(address: str | None) -> None:
-    # Keys and values of each layer are memory of their own, as in an engine's pool.
+    # The keys and the values of each layer are separate memory, as in an engine's pool.
     pool = [bytearray(b"%c" % (65 + n) * PAGES * PIECE_BYTES) for n in range(2 * LAYERS)]
 
     def page(number: int) -> list[memoryview]:

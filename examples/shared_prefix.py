@@ -14,7 +14,7 @@ BLOCK_TOKENS, BLOCK_BYTES = 64, 4096
 
 
 def prefill(tokens: list[int]) -> bytes:
-    """The state of one block: here, a digest of it."""
+    """The state of one block: here, a digest of its tokens."""
     return hashlib.sha256(repr(tokens).encode()).digest() * (BLOCK_BYTES // 32)
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from ...proto.errors import PrefixdError
 from ...proto.keys import Key, Namespace, block_keys, iter_block_keys, prefix_keys
 from ...proto.vocabulary import SaveReason, SaveStatus, Tier
+from ..chains import boundaries
 from ..client import Client
 from ..saves import SaveItem
-from ..search import boundaries
 from .samples import Case
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """The one interface between the client and the daemon.
 
 A transport moves requests and bytes and has no opinion: what goes wrong it raises, and the
-library makes misses of it (`failures.py`), whatever it is. `remote.RemoteTransport` is gRPC.
+library makes misses of it (`context.py`), whatever it is. `remote.RemoteTransport` is gRPC.
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ from contextlib import ExitStack
 from typing import Final
 
 from prefixd.client.bench.run import wait_until_secured
+from prefixd.client.chains import boundaries
 from prefixd.client.client import Client
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
 from prefixd.client.saves import SaveItem
-from prefixd.client.search import boundaries
 from prefixd.proto.keys import Key, Namespace, prefix_keys
 from prefixd.proto.vocabulary import SaveReason, SaveStatus, Tier
 

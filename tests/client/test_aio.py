@@ -7,6 +7,7 @@ import inspect
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,7 @@ from prefixd.client import (
     SaveStatus,
     Tier,
 )
-from prefixd.client.aio_calls import Runner
-from prefixd.client.owner import Owner
+from prefixd.client.aio import Runner
 from prefixd.proto.errors import ClientClosed, InvalidKey, InvalidSize, UnknownReason
 from prefixd.proto.keys import Key, prefix_key
 from tests.support.fakes import PATIENCE_S, FakeDaemon, keys, payloads
@@ -38,6 +38,7 @@ from tests.support.fakes import PATIENCE_S, FakeDaemon, keys, payloads
 NAMESPACE = Namespace(b"f" * 32, "q4_0", b"c" * 32)
 TOKENS = list(range(100))
 POLICY = SavePolicy(boundary_align_tokens=20)
+LONG_MS = round(PATIENCE_S * 1e3)
 ONE, TWO, THREE = ALL = [Key(key) for key in keys(3)]
 DATA = payloads([3_000, 2_000, 1_000])
 
@@ -67,7 +68,7 @@ async def until(condition: Callable[[], object], daemon: FakeDaemon) -> None:
 
 
 def methods(kind: type) -> dict[str, Callable[..., Any]]:
-    """Public methods, those that are inherited included."""
+    """Public methods, including inherited ones."""
     return {
         name: member
         for name, member in inspect.getmembers(kind, inspect.isfunction)
@@ -86,7 +87,7 @@ def known(made: object) -> set[str]:
 )
 def test_both_have_the_same_methods_with_the_same_parameters(sync: type, twin: type) -> None:
     ours, theirs = methods(sync), methods(twin)
-    # What is a future there is a coroutine here.
+    # Methods that return a future need no twin: coroutines replace them.
     assert ours.keys() - {"claim_async", "restore_async"} == theirs.keys()
     for name, method in theirs.items():
         assert parameters(method) == parameters(ours[name]), name
@@ -105,7 +106,7 @@ def test_both_know_the_same(daemon: FakeDaemon) -> None:
         hit = client.claim([ONE])
         items = [ReserveItem(ONE, 1)]
         (reservation,) = client.reserve(items, tier=Tier.RAM, reason=SaveReason.COLD)
-        runner = Runner(1, 5_000, Owner())
+        runner = Runner(1, 5_000)
         twins: list[tuple[object, object]] = [
             (client, AsyncClient(client)),
             (hit, AsyncHit(hit, runner)),
@@ -276,3 +277,178 @@ def test_closing_ends_the_calls_under_way_and_leaves_no_thread(daemon: FakeDaemo
 
     run(test)
     assert not [t for t in threading.enumerate() if t.name.startswith("prefixd-")]
+
+
+# ---- threads, cancellation, the end
+
+
+def test_calls_run_in_a_bounded_number_of_threads() -> None:
+    async def test() -> None:
+        runner = Runner(2, 5_000)
+        both, gate = threading.Barrier(3), threading.Event()
+        running: list[str] = []
+
+        def work(*, deadline_ms: int | None = None) -> int | None:
+            running.append(threading.current_thread().name)
+            if len(running) <= 2:
+                both.wait(PATIENCE_S)
+            assert gate.wait(PATIENCE_S)
+            return deadline_ms
+
+        tasks = [asyncio.create_task(runner.run(partial(work, deadline_ms=None))) for _ in range(5)]
+        await asyncio.to_thread(both.wait, PATIENCE_S)
+        assert len(running) == 2
+        gate.set()
+        given = await asyncio.gather(*tasks)
+        assert all(deadline_ms and 0 < deadline_ms <= 5_000 for deadline_ms in given)
+        assert len(set(running)) == 2
+        runner.close(PATIENCE_S)
+        with pytest.raises(ClientClosed):
+            await runner.run(partial(work))
+
+    run(test)
+
+
+def test_what_has_no_deadline_is_given_none() -> None:
+    async def test() -> None:
+        runner = Runner(1, 5_000)
+        assert await runner.run(partial(divmod, 7, 2)) == (3, 1)
+        runner.close(PATIENCE_S)
+
+    run(test)
+
+
+def test_there_is_at_least_one_thread() -> None:
+    with pytest.raises(InvalidSize, match="max_concurrency"):
+        Runner(0, 5_000)
+
+
+def test_what_a_cancelled_call_claims_or_reserves_is_given_back(daemon: FakeDaemon) -> None:
+    daemon.put(ONE, b"abc")
+
+    async def test() -> None:
+        async with AsyncClient(Client(daemon.address, local=False)) as client:
+            calls: dict[str, Awaitable[Any]] = {
+                "Claim": client.claim([ONE]),
+                "Reserve": client.reserve(
+                    [ReserveItem(TWO, 3)], tier=Tier.RAM, reason=SaveReason.COLD
+                ),
+            }
+            for name, call in calls.items():
+                gate = daemon.hold(name)
+                task = asyncio.ensure_future(call)
+                await until(lambda name=name: daemon.rpcs[name], daemon)  # type: ignore[misc]
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                gate.set()
+            await until(lambda: daemon.rpcs["Release"] and daemon.rpcs["Cancel"], daemon)
+            await until(lambda: not daemon.claims and not daemon.reservations, daemon)
+
+    run(test)
+
+
+def test_a_call_that_waits_for_a_thread_uses_up_its_time(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr("prefixd.client.aio.monotonic", lambda: now_s[0])
+
+    async def test() -> None:
+        async with AsyncClient(Client(daemon.address, local=False), max_concurrency=1) as client:
+            gate = daemon.hold("Claim")
+            first = asyncio.create_task(client.claim([ONE]))
+            await until(lambda: daemon.rpcs["Claim"], daemon)
+            second = asyncio.create_task(client.claim([ONE]))
+            third = asyncio.create_task(client.claim([ONE], deadline_ms=60_000))
+            await asyncio.sleep(0)  # both begin, and wait
+            now_s[0] += 10.0
+            gate.set()
+            assert (await first).miss is MissReason.ABSENT
+            assert (await second).miss is MissReason.DEADLINE
+            assert (await third).miss is MissReason.ABSENT
+            assert daemon.rpcs["Claim"] == 2
+
+    run(test)
+
+
+def test_calls_that_wait_hold_up_no_others(daemon: FakeDaemon) -> None:
+    daemon.put(ONE, b"abc")
+
+    async def test() -> None:
+        async with AsyncClient(Client(daemon.address, local=False), max_concurrency=1) as client:
+            (theirs,) = await client.reserve(
+                [ReserveItem(TWO, 3)], tier=Tier.RAM, reason=SaveReason.COLD
+            )
+            waiting = [asyncio.create_task(client.claim([TWO], wait_ms=30_000)) for _ in range(8)]
+            await until(lambda: daemon.rpcs["Claim"] == 8, daemon)
+            assert await client.exists([ONE]) == [True]
+            assert (await theirs.write(b"abc")).ok
+            assert [len(hit) for hit in await asyncio.gather(*waiting)] == [1] * 8
+            assert await client.release_many([task.result() for task in waiting]) == [True] * 8
+
+    run(test)
+
+
+def test_the_loop_never_waits_for_the_daemon(daemon: FakeDaemon) -> None:
+    """When a call has ended before its task is cancelled, a thread gives its result back: the
+    daemon answers the release only after the loop has continued."""
+    daemon.put(ONE, b"abc")
+
+    async def test() -> None:
+        async with AsyncClient(Client(daemon.address, local=False, deadline_ms=LONG_MS)) as client:
+            assert await client.wait_connected()
+            gate = daemon.hold("Release")
+            ended = threading.Event()
+            task = asyncio.ensure_future(client.claim([ONE]))
+            task.add_done_callback(lambda _: ended.set())
+            await asyncio.sleep(0)  # it begins
+            daemon.wait_until(lambda: daemon.claims)  # the loop is blocked meanwhile
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await until(lambda: daemon.rpcs["Release"], daemon)
+            gate.set()
+            await until(lambda: not daemon.claims, daemon)
+
+    run(test)
+
+
+def test_closing_does_not_stop_the_loop(daemon: FakeDaemon) -> None:
+    async def test() -> None:
+        client = AsyncClient(Client(daemon.address, local=False, deadline_ms=LONG_MS))
+        gate = daemon.hold("Save")
+        save = asyncio.create_task(
+            client.save_async(ONE, b"abc", tier=Tier.RAM, deadline_ms=LONG_MS)
+        )
+        await until(lambda: daemon.rpcs["Save"], daemon)
+        closing = asyncio.create_task(client.close(deadline_ms=LONG_MS))
+        await asyncio.sleep(0)  # it begins, and waits for the save
+        assert not closing.done()
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        gate.set()
+        assert (await save).ok
+        await until(lambda: not daemon.sessions, daemon)  # it is closed even so
+
+    run(test)
+
+
+def test_a_call_that_is_cancelled_before_its_turn_is_not_made(daemon: FakeDaemon) -> None:
+    async def test() -> None:
+        async with AsyncClient(Client(daemon.address, local=False), max_concurrency=1) as client:
+            gate = daemon.hold("Claim")
+            first = asyncio.create_task(client.claim([ONE]))
+            await until(lambda: daemon.rpcs["Claim"], daemon)
+            second = asyncio.create_task(client.claim([TWO]))
+            await asyncio.sleep(0)
+            second.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await second
+            gate.set()
+            await first
+            assert await client.exists([ONE]) == [False]
+            assert daemon.rpcs["Claim"] == 1
+
+    run(test)

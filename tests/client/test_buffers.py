@@ -121,7 +121,7 @@ def test_anything_else_is_the_callers_mistake(thing: object) -> None:
 
 
 class FakeTensor:
-    """What `flat_bytes` needs of a tensor. Numbers that numpy lacks have no `numpy()`."""
+    """The part of a tensor that `flat_bytes` uses; `numpy()` fails for types that numpy lacks."""
 
     def __init__(self, data: np.ndarray[Any, Any], *, has_numpy: bool = False) -> None:
         self._data = data

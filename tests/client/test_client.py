@@ -107,7 +107,7 @@ def test_threads_share_a_client(daemon: FakeDaemon) -> None:
 
 
 def make_client(address: str, **options: Any) -> Client:
-    """One that reconnects without waits to speak of."""
+    """A client that reconnects almost at once."""
     counters = Counters()
     transport = RemoteTransport(address, counters=counters, backoff=Backoff(1, 4))
     return Client(transport=transport, counters=counters, **options)
@@ -216,7 +216,7 @@ def test_closing_leaves_no_thread_and_no_session(daemon: FakeDaemon) -> None:
     daemon.wait_until(lambda: not daemon.sessions)
     ours = [t for t in set(threading.enumerate()) - before if "fake-daemon" not in t.name]
     for thread in ours:
-        thread.join(PATIENCE_S)  # gRPC's own, which end with the channel
+        thread.join(PATIENCE_S)  # threads of gRPC, which end with the channel
     assert not [thread for thread in ours if thread.is_alive()]
 
 
@@ -246,7 +246,7 @@ def test_closing_ends_the_calls_of_other_threads(daemon: FakeDaemon) -> None:
 def test_the_policy_decides_the_stride(
     daemon: FakeDaemon, stride_tokens: int, found_tokens: int | None
 ) -> None:
-    """A search looks at its multiples, and nowhere else."""
+    """A search looks only at multiples of the stride."""
     tokens = list(range(100))
     daemon.put(prefix_key(NAMESPACE, tokens[:64]), b"abc", token_count=64)
     policy = SavePolicy(boundary_align_tokens=stride_tokens)

@@ -1,4 +1,4 @@
-"""What is counted, and that it is all there from the start."""
+"""What is counted, and that every counter is present from the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eight workers at once on three tiers that are far too small: nothing is wrong, ever."""
+"""Eight workers at once on three tiers that are far too small: no byte and no number is wrong."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.lengths import times
 
 TRACES = Path(os.environ.get("PREFIXD_TRACES", Path(__file__).parents[3] / "shared" / "traces"))
 WORKERS = 8
-#: How often the tiers are looked at, beside as often as the daemon answers.
+#: The pause between two samples of the tiers.
 SAMPLE_S = 0.01
 
 
@@ -35,7 +35,7 @@ def generated() -> list[Request]:
 
 
 def conversation() -> list[Request]:
-    """The first requests of a real hour."""
+    """The first requests of an hour of real traffic."""
     path = TRACES / "conversation_trace.jsonl"
     if not path.exists():
         pytest.skip(f"{path} is not there; $PREFIXD_TRACES says where traces are")
@@ -44,7 +44,7 @@ def conversation() -> list[Request]:
 
 @contextmanager
 def sampled(daemon: PrivateDaemon) -> Iterator[list[pb.StatsResponse]]:
-    """What the daemon says of itself, all the time."""
+    """Samples of the daemon's statistics, taken all the time."""
     samples: list[pb.StatsResponse] = []
     stopping = threading.Event()
 
@@ -101,7 +101,7 @@ def test_eight_workers_on_tiers_that_are_far_too_small(
 
 @pytest.mark.timeout(300)
 def test_tiers_that_get_smaller_and_larger_under_eight_workers() -> None:
-    """Whatever a resize has said is so from then on, in every sample; nobody reads a wrong byte."""
+    """Every sample after a resize shows the size that it answered; no worker reads a wrong byte."""
     chance = random.Random(12)
     sizes = {Tier.RAM: 2**20, Tier.SHM: 2**20, Tier.DISK: 2**20}
     resized: list[tuple[Tier, int]] = []

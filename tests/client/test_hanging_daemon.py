@@ -1,7 +1,6 @@
-"""A daemon that is stopped (SIGSTOP) or gone costs one call its deadline, and the others nothing.
+"""A daemon that is stopped (SIGSTOP) or gone costs one call its deadline, and other calls nothing.
 
-A call that would wait for it longer shows here as a deadline that passed (status `deadline`), or
-as a test that takes as long as `LONG_MS`.
+A call that waits longer fails here: its status is `deadline`, or its test takes `LONG_MS`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from tests.support.fakes import PATIENCE_S, keys
 NAMESPACE = Namespace(b"f" * 32, "q4_0", b"c" * 32)
 TOKENS = list(range(30_000))
 ONE, TWO, THREE, FOUR = (Key(key) for key in keys(4))
-#: So long that no call of a test may wait for it.
+#: So long that a test fails when a call waits for it.
 LONG_MS = round(PATIENCE_S * 1e3)
 TERMS: dict[str, Any] = {"tier": Tier.RAM, "reason": SaveReason.EVICT}
 
@@ -88,14 +87,14 @@ def test_one_call_pays_and_no_other_is_made(daemon: PrivateDaemon, client: Clien
         (reservation,) = client.reserve([ReserveItem(TWO, 3)], **TERMS)
         assert reservation.status is ReserveStatus.FAILED
         hit.release()
-        assert rpcs(client) <= asked + 1  # a release in place sends, and waits for nothing
+        assert rpcs(client) <= asked + 1  # a release in place sends one, and does not wait
     assert client.wait_connected()
     assert claims_again(client)
     assert client.counters["sessions"] == 1
 
 
 def test_heartbeats_end_a_call_that_would_wait_long(daemon: PrivateDaemon, client: Client) -> None:
-    """The session ends, then the calls in it, then others do not wait for the next one."""
+    """The session ends, which ends its calls; later calls do not wait for the next session."""
     with stopped(daemon):
         outcome = client.save(TWO, b"abc", deadline_ms=LONG_MS, **TERMS)
         assert outcome.status is SaveStatus.UNAVAILABLE
@@ -117,7 +116,7 @@ def test_a_daemon_that_hangs_from_the_start_costs_one_call(
 def test_closing_waits_for_nothing(
     daemon: PrivateDaemon, client: Client, payload_bytes: int
 ) -> None:
-    """Not for a save under way, even if the connection is full of its bytes."""
+    """Not for a running save, even if the connection is full of its bytes."""
     terms: dict[str, Any] = {"tier": Tier.RAM, "reason": SaveReason.COLD, "deadline_ms": LONG_MS}
     with stopped(daemon):
         data = bytes(payload_bytes)
@@ -144,11 +143,11 @@ def test_closing_ends_a_call_that_waits_for_the_first_connection(daemon: Private
         eventually(lambda: client.counters["lookups"] or thread.is_alive())
         client.close(deadline_ms=0)
         thread.join(PATIENCE_S)
-    # Closed before the call began it is the caller's mistake, which ends the thread.
+    # If the client was closed before the call began, the call raised, which ended the thread.
     assert found in ([MissReason.UNAVAILABLE], [])
 
 
-#: Every call that asks the daemon, with its deadline.
+#: Every method that calls the daemon, with its deadline.
 CALLS: dict[str, Any] = {
     "claim": lambda client, ms: client.claim([ONE], deadline_ms=ms),
     "probe": lambda client, ms: client.probe([ONE], deadline_ms=ms),
@@ -167,8 +166,8 @@ CALLS: dict[str, Any] = {
 @pytest.mark.parametrize("local", [True, False], ids=["local", "remote"])
 @pytest.mark.parametrize("call", CALLS)
 def test_the_first_call_ends_by_its_deadline(daemon: PrivateDaemon, call: str, local: bool) -> None:
-    """The first of a client, which has to connect, and the first of one that did. One that waited
-    for anything else would wait for `LONG_MS`."""
+    """The first call of a client, which has to connect, and the first of a connected one. A call
+    that waited for anything else would take `LONG_MS`."""
     began_s = time.monotonic()
     options: dict[str, Any] = {
         "local": local,
@@ -200,7 +199,7 @@ saving = client.save_async(b"f" * 32, b"abc", **terms)
 
 @pytest.mark.parametrize("local", ["local", "remote"])
 def test_a_program_ends_beside_a_daemon_that_hangs(daemon: PrivateDaemon, local: str) -> None:
-    """One that forgot to close its client, has a hit, and a save under way."""
+    """A program that has a hit and a running save, and does not close its client."""
     try:
         ended = subprocess.run(
             [sys.executable, "-c", ENDING, daemon.address, str(daemon.pid), local],

@@ -162,7 +162,7 @@ def test_a_read_that_fails_is_a_miss(
 def test_a_read_ends_by_its_deadline(daemon: FakeDaemon, hit: Hit) -> None:
     daemon.hold("Read")
     assert hit.restore_into(buffers(), deadline_ms=20).miss is MissReason.DEADLINE
-    # The daemon is suspected of having gone until its next heartbeat is there.
+    # The daemon counts as gone until its next heartbeat arrives.
     again = hit.restore_into(buffers(), deadline_ms=0).miss
     assert again in {MissReason.DEADLINE, MissReason.UNAVAILABLE}
 
@@ -182,7 +182,7 @@ def test_a_daemon_that_dies_in_the_middle_is_a_miss(daemon: FakeDaemon, hit: Hit
     targets = buffers()
     result = hit.restore_into(targets)
     assert not result
-    # What has arrived may be lost with the connection, or not; but what counts is right.
+    # Bytes that have arrived may be lost with the connection or not; those that count are right.
     assert all(targets[index] == DATA[index] for index, good in enumerate(result.restored) if good)
     assert result.restored[1:] == (False, False)
     assert result.miss in (MissReason.UNAVAILABLE, MissReason.LOST)
@@ -223,7 +223,7 @@ def test_a_claim_lost_after_the_last_byte_is_a_miss_of_everything(
 def test_a_probed_hit_whose_claim_did_not_last_is_a_miss(
     daemon: FakeDaemon, client: Client
 ) -> None:
-    """It is claimed for the read: the answer to that claim's release is part of the read."""
+    """A read claims it, and counts only if the release says that the claim was held."""
     for key, payload in zip(ALL, DATA, strict=True):
         daemon.put(key, payload)
     probed = client.longest_run(ALL, claim=False)

@@ -17,7 +17,7 @@ from prefixd.proto.keys import Key
 from tests.support.daemon import eventually, private_daemon
 
 LABELS = ("llama", "qwen")
-#: Of those that are absent, the reasons that name a tier.
+#: Reasons for absent keys that concern a tier.
 LEFT = {"evicted", "deleted", "damaged", "replaced"}
 BLOCK_TOKENS = 16
 WHILE_IT_IS_DOWN = 10
@@ -29,7 +29,7 @@ def chain(label: str, conversation: int, blocks: int) -> list[Key]:
 
 
 def look(client: Client, label: str, chance: random.Random) -> None:
-    """A prompt: what is there of it is restored, the rest is saved."""
+    """One prompt: restore its cached blocks, and save the others."""
     keys = chain(label, chance.randrange(30), chance.randrange(1, 20))
     with client.longest_run(keys, prompt_tokens=BLOCK_TOKENS * len(keys), deadline_ms=500) as hit:
         hit.restore_into([bytearray(4096) for _ in hit.keys])
@@ -45,7 +45,7 @@ def usage(daemon: PrivateDaemon, label: str) -> pb.Usage:
 
 @contextmanager
 def clients_of(daemon: PrivateDaemon) -> Iterator[dict[str, Client]]:
-    """One of each label, connected. What they counted is told when they have left."""
+    """A connected client of each label. Their last counts are reported when they leave."""
     with ExitStack() as stack:
         made = {n: stack.enter_context(Client(daemon.address, label=n)) for n in LABELS}
         for client in made.values():
@@ -54,7 +54,7 @@ def clients_of(daemon: PrivateDaemon) -> Iterator[dict[str, Client]]:
 
 
 def assert_each_is_one_thing(told: pb.Usage) -> None:
-    """A look-up is a hit, a miss of another reason, absent from one tier, or absent and in none."""
+    """Each look-up is a hit, a miss of another reason, or absent: from one tier, or from all."""
     assert sum(told.misses.values()) == told.lookups - told.hits
     assert sum(told.absent_because.values()) == told.misses["absent"]
     left: Counter[str] = Counter()
@@ -67,7 +67,7 @@ def assert_each_is_one_thing(told: pb.Usage) -> None:
 
 
 def assert_they_add_up(daemon: PrivateDaemon, clients: dict[str, Client], prompts: int) -> None:
-    """In the daemon, for each label, and equal to what its clients say."""
+    """The daemon's numbers of each label add up, and equal those of its client."""
     for label, client in clients.items():
         eventually(lambda label=label: usage(daemon, label).lookups == prompts)  # type: ignore[misc]
         told, counted = usage(daemon, label), client.counters
@@ -108,7 +108,7 @@ def test_the_misses_add_up_for_each_label_and_tier_through_a_restart() -> None:
 
 
 def test_a_live_replay_adds_up_before_and_after_a_restart() -> None:
-    """With evictions in every tier, and in the daemon's numbers what the replay has counted."""
+    """With evictions in every tier; the daemon's numbers equal those of the replay."""
     requests = list(generate("multi-turn", requests=200, seed=12, block_tokens=512))
     with private_daemon(ram="96KiB", shm="96KiB", disk="512KiB") as daemon:
         for part in (requests[:100], requests[100:]):

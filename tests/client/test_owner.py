@@ -1,4 +1,4 @@
-"""A client belongs to the process that made it: no fork can use it, and it ends with it."""
+"""A client belongs to the process that made it: no fork can use it, and it ends with that."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from prefixd.client.context import Owner
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.owner import Owner
 from prefixd.proto.errors import CallerError
 from tests.support.daemon import private_daemon
 from tests.support.fakes import PATIENCE_S, FakeDaemon
 
 
 def run(script: str, *arguments: str) -> str:
-    """What a program printed that ended well."""
+    """The output of a program that has to end well."""
     finished = subprocess.run(
         [sys.executable, "-c", script, *arguments],
         capture_output=True,
@@ -203,7 +203,7 @@ threading.Thread(target=work).start()
 
 @pytest.mark.parametrize("local", ["local", "remote"])
 def test_a_thread_that_outlives_the_main_one_saves_and_restores(local: str) -> None:
-    """Shared by two threads, and in its turn: neither needs concurrent.futures' threads, which
-    take no work by then."""
+    """Restores shared by two threads, and queued saves: neither uses the threads of
+    concurrent.futures, which take no work by then."""
     with private_daemon(ram="64MiB") as daemon:
         assert run(LATE, daemon.address, local) == "done\n"

@@ -1,4 +1,4 @@
-"""A client hears that memory is short on its node, from a source that the test owns."""
+"""A client learns that memory is short on its node; the test sets the daemon's source for it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_an_engine_hears_it_and_it_ends(tmp_path: Path, monkeypatch: pytest.Monk
         assert not client.under_pressure
         metrics = f"http://{metrics_of(daemon)}/metrics"
 
-        # Written whole: the daemon may read at any moment.
+        # Replaced as a whole, because the daemon may read at any moment.
         (tmp_path / "next").write_text("99")
         (tmp_path / "next").rename(used)
         eventually(lambda: client.under_pressure)

@@ -105,7 +105,7 @@ def test_a_write_has_the_reserved_size(client: Client, payload: bytes) -> None:
     (reservation,) = reserve(client, ONE)
     with pytest.raises(InvalidSize):
         reservation.write(payload)
-    assert reservation.granted  # and may be written right
+    assert reservation.granted  # and may still be written
 
 
 def test_a_write_names_each_reservation_once(client: Client) -> None:

@@ -1,4 +1,4 @@
-"""Parts become buffers: in place, verified, timed; and what a broken read leaves."""
+"""Restores: parts put into buffers, verified and timed, and what is left of a failed read."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd.client import restores
-from prefixd.client.benefit import LoadSpeeds
-from prefixd.client.failures import Failures
-from prefixd.client.restores import Collect, Copier, Restore, Verify
+from prefixd.client.context import Failures
+from prefixd.client.policy import LoadSpeeds
+from prefixd.client.restores import Copier, Restore, Verify
 from prefixd.client.results import Entry, RestoreResult, restore_result
 from prefixd.client.wire.transport import Copied
 from prefixd.proto.errors import PrefixdError
@@ -32,7 +32,7 @@ def entry(number: int, payload: bytes, tier: Tier = Tier.RAM) -> Entry:
 
 
 class Restoring:
-    """A restore of some payloads into buffers of their own."""
+    """A restore of payloads into new buffers."""
 
     def __init__(
         self, data: list[bytes], verify: Verify = "always", tiers: tuple[Tier, ...] = ()
@@ -142,7 +142,7 @@ def restored(restoring: Restoring) -> tuple[bool, ...]:
 def test_of_a_read_that_failed_counts_what_is_known_to_be_right(
     lost: bool, verify: Verify, counted: tuple[bool, ...]
 ) -> None:
-    """What was validated in place, and what matches its checksum unless the claim was lost."""
+    """Entries validated in place count, and those that match their checksum if the claim held."""
     restoring = Restoring(payloads([100, 100, 100]), verify)
     assert restoring.restore.copied([Copied.WHOLE, Copied.GONE, Copied.GONE]) == [1, 2]
     restoring.send(1)
@@ -153,7 +153,7 @@ def test_of_a_read_that_failed_counts_what_is_known_to_be_right(
 
 
 def test_what_is_copied_in_place_is_not_read_again() -> None:
-    """Nor is what is there and damaged: that is told, and a miss."""
+    """Nor are damaged entries: those are a miss, and reported."""
     restoring = Restoring(payloads([100, 100, 100]))
     assert restoring.restore.copied([Copied.WHOLE, Copied.CORRUPT, Copied.GONE]) == [2]
     restoring.send(2)
@@ -170,21 +170,11 @@ def test_loading_is_timed_from_the_entry_before() -> None:
     assert speeds.snapshot() == pytest.approx({"ram": 300, "disk": 100})
 
 
-def test_collect_keeps_the_bytes_of_one_range() -> None:
-    collect = Collect()
-    for part in (b"ab", memoryview(b"cd")):
-        collect(0, 0, part)
-    assert b"".join(collect.parts) == b"abcd"
-    assert not collect.unreadable
-    collect(0, 4, None)
-    assert collect.unreadable
-
-
 # ---- copies in place
 
 
 class InPlace:
-    """A transport's `copy`, of payloads that lie in this process."""
+    """A transport's `copy`, of payloads in this process."""
 
     def __init__(self, data: list[bytes]) -> None:
         self.data = {entry(number, payload).key: payload for number, payload in enumerate(data)}
@@ -234,7 +224,7 @@ def test_a_large_copy_is_shared_by_bytes(
 
 
 def test_a_process_that_is_kept_to_one_processor_has_one() -> None:
-    """Whatever the machine has: a second thread would only take turns with the first."""
+    """Whatever the machine has: two threads on one processor would only take turns."""
     kept = (
         "import os\n"
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
@@ -249,7 +239,7 @@ def test_a_process_that_is_kept_to_one_processor_has_one() -> None:
 def test_what_a_copy_that_fails_was_to_copy_is_read(
     monkeypatch: pytest.MonkeyPatch, broken: int
 ) -> None:
-    """In either thread, whatever it fails with; the other one is waited for, and counts."""
+    """In either thread, for any exception; the copy of the other thread counts."""
     monkeypatch.setattr(restores, "SHARED_BYTES", 1)
     monkeypatch.setattr(restores, "CPUS", 2)
     restoring = Restoring(payloads([10, 10]))

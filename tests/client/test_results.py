@@ -1,4 +1,4 @@
-"""The client's words are those of the wire."""
+"""The client's enums match those of the wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves at once and in their turn: outcomes, never a failed request."""
+"""Synchronous and queued saves: every failure is an outcome, never an exception."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_closing_waits_no_longer_than_it_may(daemon: FakeDaemon) -> None:
     assert statuses == [SaveStatus.UNAVAILABLE, SaveStatus.DROPPED, SaveStatus.DROPPED]
     for thread in threading.enumerate():
         if thread.name.startswith("prefixd-"):
-            thread.join(PATIENCE_S)  # it had nothing left to wait for
+            thread.join(PATIENCE_S)  # it has nothing left to wait for
             assert not thread.is_alive()
 
 
@@ -301,7 +301,7 @@ def test_more_token_ids_than_a_message_takes_go_in_several(
 
 
 def test_more_than_a_session_may_reserve_goes_in_several_calls(daemon: FakeDaemon) -> None:
-    """By what the daemon says: stored bytes, in whole slabs, token ids included."""
+    """By the daemon's limits: stored bytes in whole slabs, including token ids."""
     limits = pb.TierLimits(tier=pb.TIER_RAM, max_reserved_bytes=3 * 4096, slab_bytes=4096)
     evict = SaveReason.EVICT
 
@@ -317,12 +317,12 @@ def test_more_than_a_session_may_reserve_goes_in_several_calls(daemon: FakeDaemo
     ]
     items[3] = SaveItem(items[3].key, items[3].payload, 1, token_ids=[7])
     with Client(daemon.address, local=False) as client:
-        # Also before there is a session: what it may reserve has to be known.
+        # Also as the first call, which has to wait for the session to know its limits.
         outcomes = client.save_many(items, tier=Tier.RAM, reason=evict, deadline_ms=60_000)
         assert {outcome.status for outcome in outcomes} == {SaveStatus.SAVED}
         assert [len(header.keys) for header in daemon.saves] == [3, 1, 1, 2]
         assert [len(header.ancestors) for header in daemon.saves] == [0, 3, 4, 5]
-        # Where nothing is said, and of reservations, which are held together, nothing is cut.
+        # Nothing is split without limits, or of reservations, which are held together.
         client.save_many(items[:4], tier=Tier.SHM, reason=evict, deadline_ms=60_000)
         wanted = [ReserveItem(Key(key), 4096) for key in keys(5, start=100)]
         assert all(r.granted for r in client.reserve(wanted, tier=Tier.RAM, reason=evict))

@@ -1,8 +1,9 @@
-"""Walks and claims: what they ask and what they find."""
+"""Searches and claims: the rpcs that they make, and what they find."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,7 +17,11 @@ from prefixd.client import (
     SaveReason,
     Tier,
 )
+from prefixd.client.counters import Counters
+from prefixd.client.wire.deadline import Deadline
+from prefixd.client.wire.remote import RemoteTransport
 from prefixd.proto.errors import (
+    DeadlineExceeded,
     InvalidKey,
     LimitReached,
 )
@@ -41,7 +46,7 @@ daemon = pytest.fixture(fake_daemon)
 client = pytest.fixture(searching_client)
 
 
-#: What `with` gets where a hit is expected and there is none; it fails what follows.
+#: For `with` when there is unexpectedly no hit: it yields None, which fails the next line.
 NONE: Any = nullcontext()
 
 
@@ -192,8 +197,8 @@ def test_resume_may_name_a_parent_on_a_stride(daemon: FakeDaemon, client: Client
 def test_resume_knows_a_parent_that_does_not_say_its_length(
     daemon: FakeDaemon, length: int, usable: bool
 ) -> None:
-    """By its key, at the lengths that a walk looks at; elsewhere it can't be told to be theirs.
-    That is no reason to find it slow, either."""
+    """It compares the key at the lengths that a search looks at; at other lengths it can't know
+    that the parent belongs to the tokens, and does not call it slow either."""
     options: dict[str, Any] = {"prefill_tokens_per_s": 1e9, "min_benefit_ms": 1}
     parent = prefix_key(NAMESPACE, TOKENS[:length])
     daemon.put(parent, b"state", token_count=0)
@@ -201,7 +206,7 @@ def test_resume_knows_a_parent_that_does_not_say_its_length(
         found = client.resume(parent, TOKENS, 0, namespace=NAMESPACE)
         with client.claim([parent]) as hit:
             assert hit.token_counts == (0,)
-        if usable:  # 1e9 tokens/s: with a length it is slower than computing
+        if usable:  # at 1e9 tokens/s every entry of known length is slow
             assert found is None
             assert searched(client)["misses"] == {"slow": 1}
         else:
@@ -283,7 +288,7 @@ def test_a_chain_longer_than_a_batch_is_one_hit(
 def test_a_long_run_that_can_be_asked_for_in_part_is_a_part(
     daemon: FakeDaemon, client: Client
 ) -> None:
-    """What was found before the daemon refused counts, and says why it is not more."""
+    """What was found before the daemon refused counts, with the reason why there is not more."""
     every = [Key(key) for key in keys(MAX_BATCH_KEYS + 1)]
     for key in every:
         daemon.put(key, b"b")
@@ -324,3 +329,71 @@ def test_probes_tell_and_pin_nothing(daemon: FakeDaemon, client: Client) -> None
     assert client.exists([ONE, TWO]) == [True, False]
     assert searched(client) == {"lookups": 0, "hits": 0, "misses": {}, "rpcs": {"Lookup": 2}}
     assert not daemon.claims
+
+
+# ---- restores by key that search first; tests/contract has the others
+
+
+class Noting(RemoteTransport):
+    """Records its calls, and can't restore by key in one trip."""
+
+    shared = False
+    fails: Exception | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.asked: list[str] = []
+        super().__init__(*args, **kwargs)
+
+    @property
+    def shares(self) -> bool:
+        return self.shared
+
+    def fetch_found(self, *_: Any) -> bool:
+        self.asked.append("fetch_found")
+        if self.fails is not None:
+            raise self.fails
+        return False
+
+    def pull(
+        self, keys: Sequence[Key], _mode: ClaimMode, _wait_ms: int, _deadline: Deadline
+    ) -> int:
+        self.asked.append(f"pull {len(keys)}")
+        return 0
+
+
+@pytest.fixture
+def transport(daemon: FakeDaemon) -> Noting:
+    return Noting(daemon.address, "me", counters=Counters())
+
+
+@pytest.fixture
+def restoring(transport: Noting) -> Iterator[Client]:
+    with Client(transport=transport, counters=transport._counters) as client:
+        yield client
+
+
+def test_what_other_nodes_have_is_brought_before_bytes_move(
+    daemon: FakeDaemon, transport: Noting, restoring: Client
+) -> None:
+    daemon.put(ONE, b"one")
+    transport.shared = True
+    buffers = [bytearray(3) for _ in ALL]
+    result = restoring.restore_keys([ONE, TWO, THREE], buffers)
+    assert result.misses == (None, MissReason.ABSENT, MissReason.ABSENT)
+    assert transport.asked == ["pull 2"]
+    # `ClaimMode.ANY` fetches nothing from other nodes, so that one trip is enough.
+    assert restoring.restore_keys([ONE], buffers[:1], mode=ClaimMode.ANY)
+    assert transport.asked == ["pull 2", "fetch_found"]
+    assert not daemon.claims
+
+
+def test_what_fails_before_it_is_known_what_is_there_is_a_miss_of_all(
+    transport: Noting, restoring: Client
+) -> None:
+    transport.fails = DeadlineExceeded("too late")
+    result = restoring.restore_keys([ONE, TWO], [bytearray(3), bytearray(3)])
+    assert result.misses == (MissReason.DEADLINE,) * 2
+    assert transport.asked == ["fetch_found"]
+    counted: Any = restoring.counters
+    assert (counted["lookups"], counted["misses"]["deadline"]) == (1, 1)
+    assert not any(counted["failures"].values()), "it is counted once"

@@ -1,4 +1,4 @@
-"""Searches that find nothing, are not worth it, or are a caller's mistake. (client/search.py)"""
+"""Searches that find nothing, find too slow entries, or are a mistake. (client/search.py)"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prefixd.client import (
     MissReason,
     Tier,
 )
-from prefixd.client.benefit import RETRY_EVERY
+from prefixd.client.policy import RETRY_EVERY
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
     CallerError,
@@ -145,7 +145,7 @@ def test_mistakes_raise_and_ask_nobody(
 def test_what_the_daemon_calls_a_mistake_is_a_miss(
     daemon: FakeDaemon, client: Client, error: type[CallerError], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It passed our own checks: a daemon of another version, which no request may fail of."""
+    """The call passed the client's own checks, so the daemon is of another version: a miss."""
     daemon.fail("Claim", error("not for me"))
     daemon.fail("Lookup", *[error("not for me")] * 3)
     assert not client.claim([ONE])
@@ -187,7 +187,7 @@ def test_a_hit_slower_than_computing_is_no_hit(daemon: FakeDaemon, claim: bool) 
     save_prefix(daemon, 40)
     with Client(daemon.address, policy=POLICY, local=False, prefill_tokens_per_s=100) as client:
         hit = client.longest_prefix(NAMESPACE, TOKENS, claim=claim)
-        assert hit is not None  # nothing is known yet
+        assert hit is not None  # nothing was measured yet
         hit.release()
         client.speeds.measured(Tier.RAM, 1, 1.0)  # 11 bytes: 11 s, against 0.4 s
         for _ in range(RETRY_EVERY - 1):
@@ -195,7 +195,7 @@ def test_a_hit_slower_than_computing_is_no_hit(daemon: FakeDaemon, claim: bool) 
         assert searched(client)["misses"] == {"slow": RETRY_EVERY - 1}
         assert not daemon.claims
         hit = client.longest_prefix(NAMESPACE, TOKENS, claim=claim)
-        assert hit is not None  # now and then, to measure again
+        assert hit is not None  # one in `RETRY_EVERY`, to measure again
         hit.release()
 
 
@@ -210,5 +210,5 @@ def test_a_run_is_cut_before_its_slow_blocks(daemon: FakeDaemon, claim: bool) ->
             assert hit.miss is MissReason.SLOW
             assert hit.restore_into([bytearray(5), bytearray(5)])
         assert not daemon.claims
-        with client.claim(ALL) as hit:  # a claim of given keys is not a question
+        with client.claim(ALL) as hit:  # claims of given keys are not gated
             assert len(hit) == 3

@@ -1,4 +1,4 @@
-"""One tree of spans from the walk to the store, over every transport."""
+"""One tree of spans from the search to the store, over every transport."""
 
 from __future__ import annotations
 
@@ -79,8 +79,7 @@ request
 {READ}
 {RELEASED}""",
 }
-#: All that may be said of anything: none of them has more values than the contract has words, or
-#: is more than a number.
+#: All attributes that spans may have: numbers, and values that the protocol enumerates.
 ATTRIBUTES: Final = {
     *("error.type", "prefixd.transport", "prefixd.tier", "prefixd.reason", "prefixd.miss"),
     *("prefixd.keys", "prefixd.entries", "prefixd.bytes", "prefixd.found", "prefixd.hits"),
@@ -102,7 +101,7 @@ class Traced:
         return client
 
     def told(self) -> list[Told]:
-        """Everything of both sides. The daemon stops."""
+        """The spans of both sides. Stops the daemon."""
         self.daemon.stop()
         return [*spans_of(exporter()), *console_spans(self.daemon.log)]
 
@@ -125,7 +124,7 @@ def request(client: Client, keys: list[Key]) -> None:
 
 
 def below(spans: list[Told], name: str) -> list[Told]:
-    """What is in the trace of the only span of that name without a parent."""
+    """The spans of the trace whose root is the only root span of that name."""
     (root,) = (span for span in spans if span.name == name and not span.parent_id)
     return [span for span in spans if span.trace_id == root.trace_id]
 
@@ -236,7 +235,7 @@ def test_a_client_without_tracing_leaves_no_span(traced: Traced) -> None:
         exporter().clear()
         request(client, KEYS)
     assert [span.name for span in spans_of(exporter())] == ["request"]
-    # The daemon was asked to trace, and nobody said of what its work is part.
+    # The daemon traces, but no caller names a parent span.
     roots = [span for span in console_spans_of(traced) if not span.parent_id]
     assert {span.name for span in roots} == {"prefixd.rpc.SaveStaged", "prefixd.rpc.Claim"}
 
@@ -246,7 +245,7 @@ def console_spans_of(traced: Traced) -> list[Told]:
     return console_spans(traced.daemon.log)
 
 
-# ---- where it is not wanted, or not there
+# ---- where it is off, or not installed
 
 OFF = """
 import sys

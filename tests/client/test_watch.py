@@ -58,7 +58,7 @@ def at_once() -> Backoff:
 
 
 def there(daemon: PrivateDaemon) -> dict[Tier, set[Key]]:
-    """What the daemon lists."""
+    """The keys that the daemon lists."""
     with daemon.admin() as admin:
         return {tier: {Key(entry.key) for entry in admin.all_entries(tier)} for tier in Tier}
 
@@ -68,7 +68,7 @@ def known(keys: ResidentKeys) -> dict[Tier, set[Key]]:
 
 
 class Following(threading.Thread):
-    """A watcher that follows until a key is told that was saved last of all."""
+    """A watcher that follows until the last key that is saved."""
 
     def __init__(self, watch: Watch, last: Key) -> None:
         super().__init__(daemon=True)
@@ -96,8 +96,8 @@ class Following(threading.Thread):
 
 
 def test_random_cuts_of_a_live_replay_leave_exactly_what_there_is(daemon: PrivateDaemon) -> None:
-    """Blocks come and go in all tiers, and an operator evicts; the connections of two watchers are
-    cut all the while. In the end both know what the daemon lists."""
+    """Blocks come and go in all tiers, an operator evicts, and the connections of two watchers are
+    cut again and again. In the end both have the keys that the daemon lists."""
     seed = random.randrange(2**32)
     draw = random.Random(seed)
     last = key(2**200 + seed)
@@ -133,7 +133,7 @@ def test_random_cuts_of_a_live_replay_leave_exactly_what_there_is(daemon: Privat
 
 
 def test_a_restart_is_told() -> None:
-    """Whoever watched goes on with the next start, and knows what came back."""
+    """A watcher continues with the next start of the daemon, and gets the keys that survived."""
     with private_daemon(ram="1MiB", shm="1MiB", disk="1MiB") as own:
         with Client(own.address) as client:
             items = [SaveItem(key(n), b"bytes", 5) for n in range(20)]
@@ -150,7 +150,7 @@ def test_a_restart_is_told() -> None:
             assert isinstance(event, Disconnected)
             keys.apply(event)
             assert not keys.exact
-            assert len(keys) == 20, "what was known stays until more is"
+            assert len(keys) == 20, "the earlier keys stay until the next `Synced`"
             own.start()
             told: list[WatchEvent] = []
             while not keys.exact:
@@ -302,8 +302,8 @@ def test_what_is_told_anew_takes_the_place_of_the_old_at_once() -> None:
 def test_any_cuts_leave_exactly_what_there_is(
     changes: list[tuple[int, bool]], cuts: list[int], piece: int
 ) -> None:
-    """A model of the daemon's side: the log since a position, or a walk in pieces, each behind all
-    that happened before; and of the network, which ends at any event."""
+    """Models the daemon, which sends the log since a position, or a walk in pieces, each after all
+    earlier events; and the network, which breaks at any event."""
     there: set[int] = set()
     log: list[WatchEvent] = []
 
@@ -322,7 +322,7 @@ def test_any_cuts_leave_exactly_what_there_is(
         keys.apply(Cleared(""))
         told = len(log)
         for shard in range(0, 6, piece):
-            # Between two pieces something happens, and is told first.
+            # Something happens between two pieces, and is reported before the next one.
             happen(len(log) + 1)
             for event in log[told:]:
                 keys.apply(event)

@@ -79,7 +79,7 @@ ALSO: Final[dict[str, tuple[str, ...]]] = {
         "tests/client/test_restores.py tests/client/test_hits.py tests/client/test_search.py",
         "tests/client/local",
         "sim 20",
-        "tests/client/test_buffers.py tests/client/test_counters.py tests/client/test_failures.py",
+        "tests/client/test_buffers.py tests/client/test_counters.py tests/client/test_context.py",
         "tests/contract/test_transport_contract.py",
     ),
 }

@@ -96,7 +96,7 @@ def read(port: int, restore: Restore, timeout_s: float = PATIENCE_S) -> None:
     line = DataLine(place(port), timeout_s)
     try:
         line.begin(pb.DataRequest(read=pb.ReadRequest()), timeout_s)
-        line.parts(len(restore), restore)
+        line.parts(len(restore.rooms), restore)
     finally:
         line.close()
 

@@ -1,4 +1,4 @@
-"""Which keys a walk asks for, and in which order."""
+"""Which keys a search asks for, and in which order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.client.search import BlockChain, boundaries, count_tokens, prefix_walk
+from prefixd.client.chains import BlockChain, boundaries, count_tokens, prefix_walk
 from prefixd.proto.errors import InvalidSize, InvalidTokens
 from prefixd.proto.keys import Namespace, block_keys, prefix_key
 from prefixd.proto.limits import MAX_BATCH_KEYS
@@ -64,14 +64,14 @@ def test_tokens_have_a_length() -> None:
 
 
 class CountingTokens(list[int]):
-    """Remembers which slices were taken, which is what hashing a block does."""
+    """Records which slices are taken: hashing a block takes one."""
 
     def __init__(self, tokens: list[int]) -> None:
         super().__init__(tokens)
         self.slices: list[slice] = []
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        if index != slice(None, 0):  # how a sequence is told from something else
+        if index != slice(None, 0):  # the check that it is a sequence
             self.slices.append(index)
         return super().__getitem__(index)
 

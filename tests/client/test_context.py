@@ -1,4 +1,4 @@
-"""Every failure is some miss: each gRPC code, each error of the contract, and anything else."""
+"""Every failed call is a miss: each gRPC code, each error of the contract, any other exception."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prefixd.client import (
     SaveReason,
     Tier,
 )
-from prefixd.client.failures import Failures, miss_reason
+from prefixd.client.context import Failures, miss_reason
 from prefixd.client.results import SaveOutcome
 from prefixd.proto import errors
 from prefixd.proto import prefixd_pb2 as pb
@@ -38,7 +38,7 @@ RPCS = [
     if method.name != "Session"
 ]
 
-#: The reasons of those that are not simply refused.
+#: The reasons of all errors that are not `REFUSED`.
 REASONS: dict[type[errors.PrefixdError], MissReason] = {
     errors.DeadlineExceeded: MissReason.DEADLINE,
     errors.DaemonUnavailable: MissReason.UNAVAILABLE,
@@ -63,7 +63,7 @@ def test_every_error_is_a_miss(error: type[errors.PrefixdError]) -> None:
 
 
 class Failed(grpc.RpcError):
-    """What a call raises that failed with a bare status."""
+    """The exception of a call that failed with a status alone."""
 
     def __init__(self, code: grpc.StatusCode) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_every_status_is_a_miss(code: grpc.StatusCode) -> None:
     assert miss_reason(problem) is expected.get(code.name, MissReason.UNEXPECTED)
 
 
-#: Each asks the daemon at least once; what it gives is false or none where nothing was served.
+#: Each makes at least one rpc, and returns something false when the daemon serves nothing.
 USES: dict[str, Callable[[Client, Hit, Reservation], Any]] = {
     "longest_prefix": lambda c, _h, _r: c.longest_prefix(NAMESPACE, TOKENS),
     "longest_prefix, unclaimed": lambda c, _h, _r: c.longest_prefix(NAMESPACE, TOKENS, claim=False),
@@ -124,7 +124,7 @@ USES: dict[str, Callable[[Client, Hit, Reservation], Any]] = {
 
 
 class Bare(errors.PrefixdError):
-    """A status that no name of ours goes with: of another server, or of a later version."""
+    """A status without one of our names, as from another server or a later version."""
 
     name = "of_a_later_version"
 
@@ -139,13 +139,13 @@ class Bare(errors.PrefixdError):
     ids=lambda code: code.name,
 )
 def test_no_status_of_any_call_reaches_the_engine(tmp_path: Path, code: grpc.StatusCode) -> None:
-    """Whatever a daemon answers, an engine goes on without the cache."""
+    """Whatever a daemon answers, an engine continues without the cache."""
     with FakeDaemon(f"unix:{tmp_path}/d.sock") as daemon:
         daemon.put(KEY, b"abc", layer_count=3, token_ids=bytes(4))
         for name, use in USES.items():
             with Client(daemon.address, local=False) as client:
                 hit = client.claim([KEY])
-                # The session before has ended here, and a moment later in the fake.
+                # The fake may still be ending the previous session.
                 waiting = {"wait_ms": 30_000, "deadline_ms": 60_000}
                 (reservation,) = client.reserve([ReserveItem(ANOTHER, 3)], **TERMS, **waiting)
                 assert hit
@@ -154,7 +154,7 @@ def test_no_status_of_any_call_reaches_the_engine(tmp_path: Path, code: grpc.Sta
                     daemon.fail(rpc, *[Bare(code)] * 20)
                 asked = daemon.rpcs.total()
                 assert not use(client, hit, reservation), name
-                # The fake has no Delete: gRPC says so for it.
+                # The fake has no Delete, so gRPC answers.
                 assert daemon.rpcs.total() > asked or name == "delete", name
                 for rpc in RPCS:
                     daemon.fail_no_more(rpc)

@@ -1,11 +1,10 @@
-"""The entries of a hit, and what pins them: its claims, and who gave them back."""
+"""The claims that pin the entries of a hit, and what a hit says of itself without a call."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 from ..proto.errors import CallerError
 from ..proto.keys import Key
@@ -14,41 +13,34 @@ from .results import Entry
 from .wire.link import Holding
 
 
-class Pinned(NamedTuple):
-    """Entries of a hit under one claim: their positions in the hit, and in the claim."""
-
-    claim: Holding
-    indices: list[int]
-    places: list[int]
-
-
 class Pins:
     """The claims of one hit. Thread-safe."""
 
     def __init__(self, claims: Sequence[Holding], in_place: object | None = None) -> None:
-        """In the order of the entries; none: nothing is pinned. `in_place`: where entries that are
-        not claimed lie, if that is known."""
+        """`claims`, in the order of the entries; none: nothing is pinned. `in_place`: what
+        `Transport.copy` needs to find entries that are not claimed, if it is known."""
         self._in_place = in_place
         self._lock = threading.Lock()
-        #: Entries that were let go before the others.
+        #: Indices of entries that were given up before the others.
         self._gone: set[int] = set()
-        #: What is held yet, and what was at first.
+        #: The claims that are still held, and the first ones.
         self.claims = self._first = tuple(claims)
-        #: Was there ever anything to hold?
+        #: Was anything ever claimed?
         self.any = bool(claims)
         self.given_back = False
-        self._lost_a_part = False
+        #: Had a claim been lost before it was replaced?
+        self.lost_a_part = False
         self._lost_before_release = False
 
     @property
     def in_place(self) -> object | None:
-        """Where the entries lie, if that is known of all of them."""
+        """What `Transport.copy` needs to find the entries, if it is known for all of them."""
         claims = self.claims
         return claims[0].in_place if len(claims) == 1 else self._in_place
 
     @cached_property
     def _places(self) -> list[tuple[Holding, int]]:
-        """Of each entry, the claim that pins it and its place in that."""
+        """For each entry, the claim that pins it and its place in that claim."""
         claims = self._first
         return [(claim, place) for claim in claims for place in range(len(claim.entries))]
 
@@ -57,49 +49,47 @@ class Pins:
         """Was a claim taken away before it was given back?"""
         if self.given_back:
             return self._lost_before_release
-        return self._lost_a_part or any(claim.why_lost is not None for claim in self.claims)
+        return self.lost_a_part or any(claim.why_lost is not None for claim in self.claims)
 
     def check_held(self, indices: Sequence[int]) -> None:
-        """Raises CallerError if all, or one of these entries, was given back."""
+        """Raises CallerError if the hit, or one of these entries, was given back."""
         if self.given_back or (self._gone and not self._gone.isdisjoint(indices)):
             raise CallerError("this hit was released: its entries may be gone")
 
     def by_claim(self, indices: Sequence[int]) -> list[tuple[Holding, list[int], list[int]]]:
-        """The claims that entries `indices` are under, each with positions in `indices` and places
-        in the claim."""
+        """The claims that pin entries `indices`, each with positions in `indices` and places in the
+        claim."""
         if len(self._first) == 1 and self.claims is self._first:
-            # Nearly every hit: one claim, and nothing let go.
+            # Nearly every hit: one claim, and nothing given up.
             return [(self._first[0], list(range(len(indices))), list(indices))]
-        groups: dict[int, tuple[Holding, list[int], list[int]]] = {}
+        groups: dict[Holding, tuple[list[int], list[int]]] = {}
         for number, index in enumerate(indices):
             claim, place = self._places[index]
-            group = groups.setdefault(id(claim), (claim, [], []))
-            group[1].append(number)
-            group[2].append(place)
-        return list(groups.values())
+            numbers, places = groups.setdefault(claim, ([], []))
+            numbers.append(number)
+            places.append(place)
+        return [(claim, numbers, places) for claim, (numbers, places) in groups.items()]
 
-    def rest(self, indices: Sequence[int]) -> list[Pinned]:
-        """The claims that `indices` are under, each with those of its entries that stay."""
+    def remaining(self, indices: Sequence[int]) -> list[tuple[Holding, list[int]]]:
+        """The claims that pin entries `indices`, each with the others of its entries."""
         going = self._gone.union(indices)
-        touched = {id(self._places[index][0]): self._places[index][0] for index in indices}
-        rest = {number: Pinned(claim, [], []) for number, claim in touched.items()}
-        for index, (claim, place) in enumerate(self._places):
-            if id(claim) in rest and index not in going:
-                rest[id(claim)].indices.append(index)
-                rest[id(claim)].places.append(place)
-        return list(rest.values())
+        remaining: dict[Holding, list[int]] = {self._places[index][0]: [] for index in indices}
+        for index, (claim, _) in enumerate(self._places):
+            if claim in remaining and index not in going:
+                remaining[claim].append(index)
+        return list(remaining.items())
 
-    def replace(self, old: Pinned, new: Holding | None) -> bool:
-        """The entries of `old` are under `new` from now on, and the others of its claim let go.
-        False: another thread gave the claim back, or replaced it."""
+    def replace(self, old: Holding, new: Holding | None, kept: Sequence[int]) -> bool:
+        """Claim `new` pins entries `kept` from now on, and the other entries of `old` are given
+        up. False: another thread gave `old` back, or replaced it."""
         with self._lock:
-            if self.given_back or old.claim not in self.claims:
+            if self.given_back or old not in self.claims:
                 return False
-            others = tuple(claim for claim in self.claims if claim is not old.claim)
+            others = tuple(claim for claim in self.claims if claim is not old)
             self.claims = others if new is None else (*others, new)
-            place_of = {index: place for place, index in enumerate(old.indices)}
+            place_of = {index: place for place, index in enumerate(kept)}
             for index, (claim, _) in enumerate(self._places):
-                if claim is not old.claim:
+                if claim is not old:
                     continue
                 if new is not None and index in place_of:
                     self._places[index] = new, place_of[index]
@@ -107,43 +97,40 @@ class Pins:
                     self._gone.add(index)
             return True
 
-    def lost_a_part(self) -> None:
-        """A claim that was replaced had been lost before."""
-        self._lost_a_part = True
-
     def take(self) -> tuple[Holding, ...] | None:
-        """The claims, for the one that gives them back; None if another did."""
+        """The claims, for the caller to give back; None if another has taken them."""
         with self._lock:
             if self.given_back:
                 return None
-            # Until the daemon says otherwise: a release in another thread may ask meanwhile.
+            # Until the daemon's answer: a release in another thread may return meanwhile.
             self._lost_before_release = self.any
             self.given_back = True
             return self.claims
 
     def gave_back(self, *, held: bool) -> None:
-        """After `take`: were they held until then?"""
-        self._lost_before_release = self._lost_a_part or not held
+        """After `take`: were the claims held until they were given back?"""
+        self._lost_before_release = self.lost_a_part or not held
 
 
 class HitFacts:
-    """What is known of a hit without asking anybody: its entries, and whether they are held."""
+    """What a hit says of itself without a call: its entries, and whether they are held."""
 
     def __init__(
         self,
         pins: Pins,
-        entries: Sequence[Entry] = (),
-        token_counts: Sequence[int] = (),
-        positions: Sequence[int] = (),
-        miss: MissReason | None = None,
+        entries: Sequence[Entry],
+        token_counts: Sequence[int],
+        positions: Sequence[int],
+        miss: MissReason | None,
     ) -> None:
         self._pins = pins
         self.entries = tuple(entries)
-        self.positions = tuple(positions)  #: of each entry among the keys that were asked for
-        #: Tokens that each entry stands for, as the walk that found it counted them, or as it was
-        #: saved; 0: not known.
+        #: Of each entry, its place among the requested keys.
+        self.positions = tuple(positions)
+        #: Tokens that each entry stands for, as the search counted them, or as it was saved; 0: not
+        #: known.
         self.token_counts = tuple(token_counts)
-        #: Why there is not more; None when everything asked for is there.
+        #: Why there is not more; None when every requested key was found.
         self.miss = miss
 
     @property
@@ -152,8 +139,8 @@ class HitFacts:
 
     @property
     def token_count(self) -> int:
-        """Tokens of all entries together. How many of them need not be computed is what a
-        restore says: `RestoreResult.token_count`."""
+        """Tokens of all entries together. `RestoreResult.token_count` says how many of them need
+        not be computed."""
         return sum(self.token_counts)
 
     @property
@@ -167,10 +154,10 @@ class HitFacts:
 
     @property
     def lost(self) -> bool:
-        """Before the release: is it known that a claim was taken away? What comes of that is for
-        the release to say. After it: the opposite of what `release()` said, so that what was read
-        through views is to be thrown away. In place that can be False though it was True before:
-        the claim was lost, and the bytes stayed. A restore says for itself what it is worth."""
+        """Before the release: is it known that a claim was taken away? The release decides what
+        that means. After it: the opposite of what `release()` returned; what was read through views
+        is then not valid. In place this can turn from True to False: the claim was lost, and the
+        bytes stayed. The result of a restore does not depend on it."""
         return self._pins.lost
 
     @property

@@ -1,0 +1,170 @@
+"""The keys that a search asks for: of the prefixes of a prompt, or of its blocks.
+
+Prefix entries hold the whole state of `tokens[:n]` and are saved where n is a multiple of the
+stride, so a search asks for those lengths, longest first. Block chains hold one block per entry; a
+search goes forward and stops at the first missing block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple, overload
+
+from ..proto.errors import InvalidSize, InvalidTokens
+from ..proto.keys import Key, Namespace, check_key, iter_block_keys, prefix_keys
+from ..proto.limits import KEY_BYTES, MAX_BATCH_KEYS
+
+if TYPE_CHECKING:
+    from ..proto.keys import Tokens
+
+
+def checked_keys(keys: Sequence[Key]) -> list[Key]:
+    """Raises InvalidKey."""
+    keys = list(keys)
+    if set(map(type, keys)) == {bytes} and set(map(len, keys)) == {KEY_BYTES}:
+        return keys  # nearly always, at a tenth of the cost
+    return [check_key(key) for key in keys]
+
+
+def count_tokens(tokens: Tokens) -> int:
+    """Raises InvalidTokens for what has no length."""
+    try:
+        return len(tokens)  # type: ignore[arg-type]  # a buffer without one is caught
+    except TypeError:
+        raise InvalidTokens(f"tokens are a sequence, not a {type(tokens).__name__}") from None
+
+
+# ---- prefixes
+
+
+class PrefixWalk(NamedTuple):
+    """Keys to look for, longest prefix first, and the tokens that each stands for."""
+
+    keys: list[Key]
+    token_counts: list[int]
+
+
+def boundaries(token_count: int, stride_tokens: int, *, exact_end: bool = False) -> list[int]:
+    """The multiples of the stride in 1 ... token_count, ascending, and with `exact_end` the
+    count itself. At most the `MAX_BATCH_KEYS` longest."""
+    if stride_tokens < 1:
+        raise InvalidSize(f"a stride has at least one token, not {stride_tokens}")
+    lengths = range(stride_tokens, token_count + 1, stride_tokens)
+    ends = [token_count] if exact_end and token_count % stride_tokens else []
+    first = max(0, len(lengths) + len(ends) - MAX_BATCH_KEYS)
+    return [*lengths[first:], *ends]
+
+
+def prefix_walk(
+    namespace: Namespace, tokens: Tokens, stride_tokens: int, *, exact_end: bool = False
+) -> PrefixWalk:
+    """The prefixes of `tokens`, all keys in one hash pass. Empty if no stride is complete.
+
+    `exact_end`: also the state of all of `tokens`, wherever they end.
+    """
+    lengths = boundaries(count_tokens(tokens), stride_tokens, exact_end=exact_end)
+    keys = prefix_keys(namespace, tokens, lengths)
+    return PrefixWalk(keys[::-1], lengths[::-1])
+
+
+# ---- blocks
+
+
+class BlockChain(Sequence[Key]):
+    """The keys of a prompt cut into blocks, root first, each hashed when it is first needed.
+
+    A search that misses early hashes little. `tokens` are referenced, not copied: don't change
+    them before every key was hashed. Not thread-safe until then.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        block_tokens: int,
+        *,
+        include_partial: bool = False,
+    ) -> None:
+        """`include_partial`: a trailing incomplete block is part of the chain, to be saved; a
+        search does not look for it. Raises InvalidSize, InvalidTokens."""
+        token_count = count_tokens(tokens)
+        self._keys: list[Key] = []
+        self._rest: Iterator[Key] = iter_block_keys(
+            namespace, tokens, block_tokens, include_partial=include_partial
+        )
+        #: Tokens of a whole block.
+        self.block_tokens = block_tokens
+        #: Blocks that are complete.
+        self.whole_blocks, partial_tokens = divmod(token_count, block_tokens)
+        #: Tokens of the trailing incomplete block; 0 if it is not part of the chain.
+        self.partial_tokens = partial_tokens if include_partial else 0
+
+    def __len__(self) -> int:
+        return self.whole_blocks + bool(self.partial_tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> Key: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Key]: ...
+    def __getitem__(self, index: int | slice) -> Key | list[Key]:
+        selected = range(len(self))[index]
+        if isinstance(selected, int):
+            self._hash_up_to(selected)
+            return self._keys[selected]
+        if selected:
+            self._hash_up_to(max(selected[0], selected[-1]))
+        return [self._keys[position] for position in selected]
+
+    def __iter__(self) -> Iterator[Key]:
+        keys = self._keys
+        for index in range(len(self)):
+            if index == len(keys):
+                keys.append(next(self._rest))
+            yield keys[index]
+
+    @property
+    def complete_keys(self) -> Sequence[Key]:
+        """The complete blocks, hashed as lazily as the chain itself."""
+        return _Blocks(self, range(self.whole_blocks))
+
+    @property
+    def keys(self) -> list[Key]:
+        """Every key; hashes those that were not yet."""
+        return self[:]
+
+    @property
+    def token_counts(self) -> list[int]:
+        """Tokens of each block."""
+        counts = [self.block_tokens] * self.whole_blocks
+        return [*counts, self.partial_tokens] if self.partial_tokens else counts
+
+    def _hash_up_to(self, last: int) -> None:
+        while len(self._keys) <= last:
+            self._keys.append(next(self._rest))
+
+
+class _Blocks(Sequence[Key]):
+    """Some blocks of a chain, hashed when they are first needed; slices of it are lazy too."""
+
+    def __init__(self, chain: BlockChain, blocks: range) -> None:
+        self._chain = chain
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, index: int) -> Key: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Key]: ...
+    def __getitem__(self, index: int | slice) -> Key | Sequence[Key]:
+        selected = self._blocks[index]
+        return (
+            self._chain[selected] if isinstance(selected, int) else _Blocks(self._chain, selected)
+        )
+
+    def __iter__(self) -> Iterator[Key]:
+        if self._blocks.start or self._blocks.step != 1:
+            return (self._chain[block] for block in self._blocks)
+        return islice(self._chain, len(self._blocks))

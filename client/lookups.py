@@ -1,0 +1,407 @@
+"""The reading half of the client: finds entries, claims and restores them; `Client` inherits it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from ..proto.errors import CallerError, ClientClosed, InvalidSize
+from ..proto.keys import Key, Namespace, check_key, prefix_keys
+from ..proto.limits import DEFAULT_BLOCK_TOKENS, KEY_BYTES, MAX_WAIT_MS
+from ..proto.vocabulary import ClaimMode, DeleteStatus, MissReason
+from .chains import BlockChain, checked_keys, count_tokens, prefix_walk
+from .context import CallContext
+from .hits import Hit, Reader
+from .policy import SavePolicy
+from .results import NOT_FOUND, Found, RestoreResult, restore_result
+from .search import Searcher
+from .thread_pool import CallQueue
+from .wire.deadline import Deadline
+from .wire.transport import Transport
+
+if TYPE_CHECKING:
+    from ..proto.keys import Tokens
+    from .buffers import Payload
+
+T = TypeVar("T")
+
+#: Threads for claims and restores that a future stands for, and how many of those may wait.
+CALL_THREADS: Final = 4
+MAX_PENDING_CALLS: Final = 1024
+
+_NO_KEY: Final = Key(bytes(32))
+
+
+class Lookups:
+    """Finding, claiming and restoring entries, and what else needs only their keys."""
+
+    deadline_ms: int
+    policy: SavePolicy
+    _closed: bool
+    _context: CallContext
+    _transport: Transport
+    _searcher: Searcher
+    _reader: Reader
+    _calls: CallQueue
+
+    # ---- looking for state
+
+    def longest_prefix(
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        *,
+        claim: bool = True,
+        exact_end: bool = False,
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> Hit | None:
+        """The longest prefix entry of `tokens`, claimed; None: a miss.
+
+        Looks at the multiples of `policy.boundary_align_tokens`, with `exact_end` also at the
+        end of the tokens: all keys in one hash pass, longest first, one rpc. `claim` False only
+        looks: nothing is pinned, and no eviction order changes. `wait_ms`: how long to wait for a
+        save in flight.
+        """
+        deadline = self._begin(deadline_ms, wait_ms)
+        stride_tokens = self.policy.boundary_align_tokens
+        keys, counts = prefix_walk(namespace, tokens, stride_tokens, exact_end=exact_end)
+        hit = self._searcher.search(keys, counts, ClaimMode.FIRST, wait_ms, deadline, pin=claim)
+        return hit or None
+
+    def resume(
+        self,
+        parent_key: Key,
+        tokens: Tokens,
+        wait_ms: int | None = None,
+        *,
+        namespace: Namespace,
+        exact_end: bool = False,
+        deadline_ms: int | None = None,
+    ) -> Hit | None:
+        """The state that a conversation left off with, claimed; None: a miss.
+
+        `parent_key` is the prefix entry of its last save, which may still be in flight: waits
+        for it at most `wait_ms` (None: `policy.session_resume_wait_ms`), and takes the longest
+        prefix of `tokens` if it does not come, all in one rpc. The parent is only used if its key
+        is that of a prefix of `tokens`: of one of the lengths that are searched, of all of them, or
+        of as many as it was saved with (an entry saved without a `token_count` does not say).
+        """
+        wait_ms = self.policy.session_resume_wait_ms if wait_ms is None else wait_ms
+        deadline = self._begin(deadline_ms, wait_ms)
+        parent_key = check_key(parent_key)
+        stride_tokens = self.policy.boundary_align_tokens
+        walk = prefix_walk(namespace, tokens, stride_tokens, exact_end=True)
+        count_of = dict(zip(*walk, strict=True))
+        # The tokens decide what the parent stands for, whatever it was saved with.
+        parent_count = count_of.pop(parent_key, None)
+        others = {
+            key: count for key, count in count_of.items() if exact_end or not count % stride_tokens
+        }
+        keys, counts = [parent_key, *others], [parent_count, *others.values()]
+        hit = self._searcher.search(keys, counts, ClaimMode.FIRST, wait_ms, deadline)
+        if not hit or hit.keys != [parent_key] or parent_count is not None:
+            return hit or None
+        length = min(hit.token_counts[0], count_tokens(tokens))
+        if length and prefix_keys(namespace, tokens, [length]) == hit.keys:
+            return hit
+        self._reader.release([hit], deadline_ms)
+        return self._searcher.search(keys[1:], counts[1:], ClaimMode.FIRST, 0, deadline) or None
+
+    def chain(
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        block_tokens: int = DEFAULT_BLOCK_TOKENS,
+        *,
+        include_partial: bool = False,
+    ) -> BlockChain:
+        """The keys of `tokens` cut into blocks, root first. No rpc; see `BlockChain`."""
+        return BlockChain(namespace, tokens, block_tokens, include_partial=include_partial)
+
+    def longest_run(
+        self,
+        keys: BlockChain | Sequence[Key],
+        *,
+        claim: bool = True,
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+        prompt_tokens: int = 0,
+    ) -> Hit:
+        """The blocks of a chain up to the first missing one, claimed; empty (and false) when
+        that is block 0. `hit.miss` says why the run ends; None: all blocks are there.
+
+        One rpc for as many blocks as one call takes (4,096 unless the daemon says less). `claim`
+        False only looks: on the daemon's host without any rpc, and hashing no more blocks than
+        there are. Only the complete blocks of a `BlockChain` are looked for. `prompt_tokens`: what
+        all `keys` stand for, for the hit ratio that the daemon shows; a `BlockChain` knows.
+        """
+        deadline = self._begin(deadline_ms, wait_ms)
+        counts: list[int] | None = None
+        run: Sequence[Key]
+        if isinstance(keys, BlockChain):
+            run = keys.complete_keys
+            counts = [keys.block_tokens] * len(run)
+        else:
+            run = checked_keys(keys)
+        return self._searcher.search(
+            run, counts, ClaimMode.RUN, wait_ms, deadline, prompt_tokens, pin=claim
+        )
+
+    def claim(
+        self,
+        keys: Sequence[Key],
+        *,
+        mode: ClaimMode = ClaimMode.ANY,
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> Hit:
+        """Pin the entries of `keys` that `mode` selects; empty (and false) if there are none.
+
+        A key that is named twice is there twice. One rpc for 4,096 keys. Raises InvalidKey.
+        """
+        deadline = self._begin(deadline_ms, wait_ms)
+        return self._searcher.search(checked_keys(keys), None, _checked(mode), wait_ms, deadline)
+
+    # ---- what is there
+
+    @property
+    def in_place(self) -> bool:
+        """Can keys be looked up at this moment without an rpc, and without waiting?"""
+        return self._transport.peek(()) is not None
+
+    def probe(
+        self, keys: Sequence[Key], *, wait_ms: int = 0, deadline_ms: int | None = None
+    ) -> list[Found]:
+        """Look the keys up. When the daemon can't be reached, every key is reported as absent.
+
+        Pins nothing, renews nothing, changes no eviction order. One rpc; on the daemon's host none
+        without `wait_ms`, and then saves in flight count as absent: only the daemon knows of them.
+        Raises InvalidKey.
+        """
+        deadline = self._begin(deadline_ms, wait_ms)
+        checked = checked_keys(keys)
+        if not checked:
+            return []
+        return self._ask(
+            lambda: self._transport.lookup(checked, wait_ms, deadline), [NOT_FOUND] * len(checked)
+        )
+
+    def exists(
+        self, keys: Sequence[Key], *, in_place_only: bool = False, deadline_ms: int | None = None
+    ) -> list[bool]:
+        """Which of `keys` are published; none of them when the daemon can't be reached.
+
+        Changes nothing, like `probe`. On the daemon's host without any rpc. `in_place_only`: never
+        waits for anything; where that is not possible (see `in_place`), reports every key as
+        absent. Raises InvalidKey.
+        """
+        deadline = self._begin(deadline_ms)
+        checked = checked_keys(keys)
+        found = self._transport.peek(checked)
+        if found is not None:
+            return found
+        absent = [False] * len(checked)
+        if in_place_only:
+            self._open_later()
+        elif checked:
+            return self._ask(lambda: self._transport.exist(checked, deadline), absent)
+        return absent
+
+    def exists_one(
+        self, key: Key, *, in_place_only: bool = False, deadline_ms: int | None = None
+    ) -> bool:
+        """Is this key published? As `exists`, at a fraction of its cost."""
+        self._check_usable()
+        if type(key) is not bytes or len(key) != KEY_BYTES:
+            key = check_key(key)
+        found = self._transport.peek_one(key)
+        if found is None:
+            (found,) = self.exists((key,), in_place_only=in_place_only, deadline_ms=deadline_ms)
+        return found
+
+    def leading_run(
+        self,
+        keys: BlockChain | Sequence[Key],
+        *,
+        in_place_only: bool = False,
+        deadline_ms: int | None = None,
+    ) -> int:
+        """How many of `keys` from the first on are published: what `longest_run` would find,
+        without its entries. `in_place_only` as in `exists`. Raises InvalidKey."""
+        deadline = self._begin(deadline_ms)
+        run = keys.complete_keys if isinstance(keys, BlockChain) else checked_keys(keys)
+        if in_place_only and not self.in_place:
+            self._open_later()
+            return 0
+        return self._ask(lambda: self._transport.leading_run(run, deadline), 0) if run else 0
+
+    def _ask(self, call: Callable[[], T], otherwise: T) -> T:
+        """`call()`, or `otherwise` and a counted failure when it raises."""
+        try:
+            return call()
+        except Exception as problem:
+            self._context.counters.failure(self._context.failures.reason(problem))
+            return otherwise
+
+    def _open_later(self) -> None:
+        """Have another thread open what look-ups in place need, unless one is doing so."""
+        if not self._calls.pending[0]:
+            deadline = Deadline(self.deadline_ms)
+            look = partial(self._transport.exist, (_NO_KEY,), deadline)
+            self._calls.submit(lambda: self._ask(look, [False]), list)
+
+    # ---- its bytes
+
+    def restore_keys(
+        self,
+        keys: BlockChain | Sequence[Key],
+        buffers: Sequence[Payload],
+        *,
+        mode: ClaimMode = ClaimMode.RUN,
+        deadline_ms: int | None = None,
+    ) -> RestoreResult:
+        """Copy what is there of `keys` into `buffers`, one for each key, or for the first ones:
+        the blocks of a chain up to the first missing one, with `ClaimMode.ANY` each by itself.
+
+        It does what `longest_run` or `claim`, `Hit.restore_into` and `release` do, for callers that
+        know the lengths of the payloads and want to hold nothing: over the data socket it is one
+        trip. The result is that of a restore, in which an absent key is a miss too. Raises
+        InvalidKey, InvalidSize for more buffers than keys, CallerError for another mode.
+        """
+        self._begin(deadline_ms)
+        if not isinstance(mode, ClaimMode) or mode is ClaimMode.FIRST:
+            raise CallerError(f"a restore of keys is of mode RUN or ANY, not {mode!r}")
+        counts: list[int] | None = None
+        run: Sequence[Key]
+        if isinstance(keys, BlockChain):
+            run = keys.complete_keys[: len(buffers)]
+            counts = [keys.block_tokens] * len(run)
+        else:
+            run = checked_keys(keys[: len(buffers)])
+        if len(buffers) > len(run):
+            raise InvalidSize(f"{len(buffers)} buffers for {len(run)} keys")
+        return self._searcher.restore(run, counts, mode, buffers, self._countdown(deadline_ms))
+
+    def restore_into(
+        self,
+        hit: Hit,
+        buffers: Sequence[Payload],
+        *,
+        indices: Sequence[int] | None = None,
+        deadline_ms: int | None = None,
+    ) -> RestoreResult:
+        """Copy the payloads of a hit into `buffers`; see `Hit.restore_into`."""
+        self._check_usable()
+        return hit.restore_into(buffers, indices=indices, deadline_ms=deadline_ms)
+
+    def release_many(self, hits: Sequence[Hit], *, deadline_ms: int | None = None) -> list[bool]:
+        """Release hits in one rpc; see `Hit.release`."""
+        self._check_usable()
+        return self._reader.release(hits, deadline_ms)
+
+    # ---- use and deletion
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """Report that these entries, of a chain root first, were used in a way that the daemon
+        can't see: one access each, sent with the next heartbeat or save. Raises InvalidKey."""
+        self._check_usable()
+        checked = checked_keys(keys)
+        if checked:
+            self._transport.touch(checked[::-1])
+
+    def delete(self, keys: Sequence[Key], *, deadline_ms: int | None = None) -> list[DeleteStatus]:
+        """Delete entries that are not needed any more. Returns what became of each key.
+
+        An entry that is being read or saved stays, and its status says so. A client that knows
+        a key may delete its entry, as it may read it. Later blocks of a chain stay, and can't be
+        reached: name them as well. One rpc for 4,096 keys. Raises InvalidKey.
+        """
+        deadline = self._begin(deadline_ms)
+        checked = checked_keys(keys)
+        statuses: list[DeleteStatus] = []
+        size = self._transport.max_batch_keys
+        for start in range(0, len(checked), size):
+            batch = checked[start : start + size]
+            try:
+                statuses += self._transport.delete(batch, deadline)
+            except Exception as problem:
+                self._context.failures.reason(problem)
+                statuses += [DeleteStatus.FAILED] * len(batch)
+        return statuses
+
+    # ---- futures
+
+    def claim_async(
+        self,
+        keys: Sequence[Key],
+        *,
+        mode: ClaimMode = ClaimMode.ANY,
+        wait_ms: int = 0,
+        deadline_ms: int | None = None,
+    ) -> Future[Hit]:
+        """`claim` by another thread. Never blocks.
+
+        The deadline counts from now. When a thousand calls wait already, or the client is closed,
+        the hit is empty (`MissReason.DROPPED`). The hit has to be released. Raises InvalidKey, at
+        once.
+        """
+        self._begin(deadline_ms, wait_ms)
+        mode = _checked(mode)
+        checked = checked_keys(keys)
+        left_ms = self._countdown(deadline_ms)
+        return self._calls.submit(
+            lambda: self._searcher.search(
+                checked, None, mode, wait_ms, Deadline(left_ms() + wait_ms)
+            ),
+            lambda: Hit(self._reader, miss=MissReason.DROPPED),
+        )
+
+    def restore_async(
+        self,
+        hit: Hit,
+        buffers: Sequence[Payload],
+        *,
+        indices: Sequence[int] | None = None,
+        deadline_ms: int | None = None,
+    ) -> Future[RestoreResult]:
+        """`Hit.restore_into` by another thread. Never blocks. Don't touch the buffers, or release
+        the hit, until it is done; deadline and bounds are those of `claim_async`."""
+        self._check_usable()
+        dropped = [MissReason.DROPPED] * len(buffers if indices is None else indices)
+        left_ms = self._countdown(deadline_ms)
+        return self._calls.submit(
+            lambda: hit.restore_into(buffers, indices=indices, deadline_ms=left_ms()),
+            lambda: restore_result((), (), dropped),
+        )
+
+    # ---- how each call begins
+
+    def _check_usable(self) -> None:
+        """Raises CallerError if the client can't be used (any more)."""
+        if self._closed:
+            raise ClientClosed("this client is closed")
+        self._context.owner.check()
+
+    def _begin(self, deadline_ms: int | None, wait_ms: int = 0) -> Deadline:
+        """Check that a call may be made, and until when. Raises CallerError."""
+        self._check_usable()
+        if not 0 <= wait_ms <= MAX_WAIT_MS:
+            raise InvalidSize(f"a wait is in 0 ... {MAX_WAIT_MS} ms, not {wait_ms}")
+        within_ms = self.deadline_ms if deadline_ms is None else deadline_ms
+        return Deadline(within_ms + wait_ms)
+
+    def _countdown(self, deadline_ms: int | None) -> Callable[[], int]:
+        """A function that returns the milliseconds left until the deadline."""
+        within_ms = self.deadline_ms if deadline_ms is None else deadline_ms
+        since_s = monotonic()
+        return lambda: within_ms - round((monotonic() - since_s) * 1e3)
+
+
+def _checked(mode: ClaimMode) -> ClaimMode:
+    if not isinstance(mode, ClaimMode):
+        raise CallerError(f"a mode is one of ClaimMode, not {mode!r}")
+    return mode
