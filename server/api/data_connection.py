@@ -24,11 +24,10 @@ from ...proto.errors import (
     UnknownSession,
 )
 from ..runtime.quota import Quota
-from .access import DATA_ROLES, Access, Tokens, bearer
+from .access import DATA_ROLES, Access, Tokens, bearer, check_same
 from .calls import ConnectionCall, PlainCaller, Process, error_of, failure_message
 from .data_calls import DataCalls
 from .data_frames import DataFrames, HungUp
-from .namespaces import check_same
 from .saves import Saves
 from .service import CacheService
 from .sessions import ServiceConfig, Sessions

@@ -16,7 +16,7 @@ from ...tiers.ram import RamStore
 from ...tiers.shm import ShmStore
 from ..runtime.loop import Core
 from ..runtime.staging import StagingPool
-from .namespaces import namespace_of
+from .access import namespace_of
 from .sessions import Membership
 
 #: Names in one request. A newer client may know some that are none here.

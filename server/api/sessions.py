@@ -40,9 +40,8 @@ from ..runtime.latencies import Latencies
 from ..runtime.listeners import SessionNote
 from ..runtime.loop import Core
 from . import messages
-from .access import Access, Role
+from .access import Access, Namespaces, Role, check_same
 from .calls import Caller, CallerGone, Process, cut_off
-from .namespaces import Namespaces, check_same
 from .usage import LabelUsage, SessionUsage, UsageBook, check_usage
 
 log = structlog.get_logger("prefixd.sessions")

@@ -25,9 +25,8 @@ from ..runtime.changes import ChangeLog, WatchedTooSlowly, body_of
 from ..runtime.gate import stopping
 from ..runtime.loop import Core
 from . import messages
-from .access import Access
+from .access import Access, namespace_of
 from .calls import Caller, taken_within
-from .namespaces import namespace_of
 from .sessions import ServiceConfig
 
 log = structlog.get_logger("prefixd.watching")
