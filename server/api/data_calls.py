@@ -20,12 +20,11 @@ from ..runtime.incoming import Incoming
 from ..runtime.loop import Core
 from ..runtime.slices import Slices
 from . import messages
-from .calls import Caller, PlainCaller
-from .data_frames import DataFrames
-from .raw_bytes import Progress, Receiving, Sending, SentRange
+from .calls import Caller, PlainCaller, to_its_end
+from .data_streams import DataFrames
+from .data_transfers import Progress, Receiving, Sending, SentRange
 from .saves import Refusals, Saves, results_of
 from .service import READ_BYTES, CacheService, bounds_of
-from .streams import to_its_end
 
 #: Fewer bytes than this are moved on the loop: to wake a thread takes as long.
 _INLINE_BYTES: Final = 256 * 2**10

@@ -24,7 +24,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import MalformedMessage, PrefixdError, metadata_of
 from .access import Access
 from .calls import Caller, CallerGone, Process, cut_off_with, error_of
-from .parsing import parse
+from .messages import parse
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 

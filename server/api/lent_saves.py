@@ -14,9 +14,8 @@ from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import InvalidBatch, LimitReached, MalformedMessage, UnreadableMemory
 from ..runtime.lent_memory import LentMemory, LentPayload, turns_of
-from .calls import Caller
+from .calls import Caller, to_its_end
 from .saves import Saves, short_results
-from .streams import to_its_end
 
 log = structlog.get_logger("prefixd.lent_saves")
 

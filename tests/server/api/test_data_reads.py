@@ -12,8 +12,8 @@ import pytest
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
-from prefixd.server.api import raw_bytes
-from prefixd.server.api.streams import Stream
+from prefixd.server.api import data_transfers
+from prefixd.server.api.data_streams import Stream
 from prefixd.tiers.store import Damaged, StoreError
 from tests.contract.faulty import FaultyStore
 from tests.support.data_client import (
@@ -201,14 +201,16 @@ async def test_a_fetch_whose_claim_is_lost_says_so(
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
-        run = raw_bytes.Sending.run
+        run = data_transfers.Sending.run
 
-        def release_then_end(self: raw_bytes.Sending, patience_ms: int = 1) -> raw_bytes.Progress:
+        def release_then_end(
+            self: data_transfers.Sending, patience_ms: int = 1
+        ) -> data_transfers.Progress:
             ended = run(self, patience_ms)
             daemon.forward(3600.0)  # the lease is over
             return ended
 
-        monkeypatch.setattr(raw_bytes.Sending, "run", release_then_end)
+        monkeypatch.setattr(data_transfers.Sending, "run", release_then_end)
         async with data_connection(daemon, session) as line:
             generation = await generation_of(daemon, key(1))
             known, found = fetch_of(session, (key(1), generation)), {key(1): len(DATA)}
@@ -227,15 +229,15 @@ async def test_an_entry_that_left_the_table_is_not_read_any_further(tmp_path: Pa
         entry = daemon.tables.entries[key(1)]
         here, there = socket.socketpair()
         with here, there:
-            ranges = [raw_bytes.SentRange(0, entry, False, 0, 3 * MIB)]
-            sending = raw_bytes.Sending(daemon.core, Stream(here), ranges)
-            assert sending.run(0) is raw_bytes.Progress.WAITING
+            ranges = [data_transfers.SentRange(0, entry, False, 0, 3 * MIB)]
+            sending = data_transfers.Sending(daemon.core, Stream(here), ranges)
+            assert sending.run(0) is data_transfers.Progress.WAITING
             assert not sending.between_parts
             entry.published = False
             line = DataConnection(there)
             there.setblocking(False)
             reading = asyncio.ensure_future(line.part())
-            while sending.run(0) is not raw_bytes.Progress.DONE:
+            while sending.run(0) is not data_transfers.Progress.DONE:
                 await asyncio.sleep(0)
             first = await reading
             assert first is not None

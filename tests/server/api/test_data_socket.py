@@ -11,7 +11,6 @@ from prefixd.proto import data
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.layout import crc32c
 from prefixd.proto.limits import MAX_MESSAGE_BYTES
-from prefixd.server.api import data_connection as connections
 from prefixd.server.api import data_socket
 from prefixd.server.api.calls import Caller
 from tests.support.data_client import (
@@ -188,7 +187,7 @@ async def test_connections_that_prove_nothing_make_room(
 async def test_one_that_proves_nothing_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(data_socket, "_PATIENCE_S", 0.01)
     async with (
         running(tmp_path) as daemon,
         data_connection(daemon) as silent,
@@ -208,13 +207,13 @@ async def test_what_waits_for_nothing_is_answered_where_it_is_read(
 ) -> None:
     """The task of the connection is asked for what may wait, and for nothing else."""
     served: list[str | None] = []
-    serve = connections.DataConnection._serve
+    serve = data_socket.DataConnection._serve
 
-    async def noted(self: connections.DataConnection) -> None:
+    async def noted(self: data_socket.DataConnection) -> None:
         served.append(self._next.WhichOneof("kind") if self._next else None)
         await serve(self)
 
-    monkeypatch.setattr(connections.DataConnection, "_serve", noted)
+    monkeypatch.setattr(data_socket.DataConnection, "_serve", noted)
     async with running(tmp_path) as daemon:
         session, other = await daemon.open(), await daemon.open()
         await session.save({key(1): DATA})
@@ -270,7 +269,7 @@ async def test_what_waits_keeps_what_follows_it_waiting(tmp_path: Path) -> None:
 async def test_one_that_sends_ahead_takes_turns_with_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "_AT_ONCE", 2)
+    monkeypatch.setattr(data_socket, "AT_ONCE", 2)
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         happened: list[str] = []

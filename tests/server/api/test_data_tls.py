@@ -23,7 +23,6 @@ from prefixd.client.wire.data_transport import DataTransport
 from prefixd.proto import data
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
-from prefixd.server.api import data_connection as connections
 from prefixd.server.api import data_socket
 from prefixd.server.api.access import DATA_ROLES, Role
 from prefixd.server.certificates import certificates_of
@@ -250,7 +249,7 @@ async def test_handshakes_that_stall_wait_for_nobody_and_end(
     tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Silent ones, some that stop in the middle of a hello, some that take it and say no more."""
-    monkeypatch.setattr(connections, "_PATIENCE_S", 2.0)
+    monkeypatch.setattr(data_socket, "_PATIENCE_S", 2.0)
     loop = asyncio.get_running_loop()
     async with secured(tmp_path, authority) as (daemon, session, port):
         front = daemon.front.data

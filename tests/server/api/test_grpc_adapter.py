@@ -18,7 +18,7 @@ from prefixd.proto.limits import MAX_MESSAGE_BYTES, MAX_PLAIN_MESSAGE_BYTES
 from prefixd.server.api import grpc_adapter
 from prefixd.server.api.calls import Caller, CallerGone, cut_off
 from prefixd.server.api.grpc_adapter import Method, Streaming, Unary, add_service
-from prefixd.server.api.parsing import MOST_FIELDS
+from prefixd.server.api.messages import MOST_FIELDS
 from prefixd.tiers.store import StoreError, StoreFull
 from tests.support.columns import Item
 from tests.support.running import (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.server.api import turns as module
+from prefixd.server.api import connections as module
 from prefixd.server.api.local_socket import _Connection
 from tests.support.bare import bare, frame, served
 from tests.support.running import in_loop, key, payload, running
@@ -25,7 +25,7 @@ async def test_one_that_sends_ahead_takes_turns_with_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Whether a callback answers, or the task, or nobody."""
-    monkeypatch.setattr(module, "_AT_ONCE", 2)
+    monkeypatch.setattr(module, "AT_ONCE", 2)
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         happened: list[str] = []
@@ -70,7 +70,7 @@ async def test_one_that_sends_ahead_takes_turns_with_others(
 async def test_who_gives_back_much_and_hangs_up_has_given_back_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_AT_ONCE", 2)
+    monkeypatch.setattr(module, "AT_ONCE", 2)
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
@@ -86,7 +86,7 @@ async def test_who_gives_back_much_and_hangs_up_has_given_back_all_of_it(
 async def test_a_connection_that_ends_within_what_it_sent_ahead_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_AT_ONCE", 2)
+    monkeypatch.setattr(module, "AT_ONCE", 2)
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         with bare(daemon) as connection:

@@ -13,9 +13,9 @@ from structlog.testing import capture_logs
 
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import Tier
-from prefixd.server.api import admin, raw_bytes, service
+from prefixd.server.api import admin, data_transfers, service
 from prefixd.server.api.calls import PlainCaller
-from prefixd.server.api.streams import Stream
+from prefixd.server.api.data_streams import Stream
 from prefixd.server.core.events import CancelAsked, ReleaseAsked
 from prefixd.server.runtime import slices
 from prefixd.tiers.store import Damaged
@@ -146,17 +146,17 @@ async def test_a_read_that_is_not_taken_to_its_end_tells_what_it_found(
 async def test_a_turn_of_the_data_socket_brings_so_many_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raw_bytes, "_TURN_PARTS", 16)
+    monkeypatch.setattr(data_transfers, "_TURN_PARTS", 16)
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         await claimed(session, COUNT)
         entries = [daemon.tables.entries[key(number)] for number in range(COUNT)]
         here, there = socket.socketpair()
         with here, there:
-            ranges = [raw_bytes.SentRange(n, e, False, 0, 1) for n, e in enumerate(entries)]
-            sending = raw_bytes.Sending(daemon.core, Stream(here), ranges)
+            ranges = [data_transfers.SentRange(n, e, False, 0, 1) for n, e in enumerate(entries)]
+            sending = data_transfers.Sending(daemon.core, Stream(here), ranges)
             sent = []
-            while sending.run(0) is raw_bytes.Progress.PAUSED:
+            while sending.run(0) is data_transfers.Progress.PAUSED:
                 assert sending.between_parts
                 sent.append(sum(sending.sent_bytes.values()))
         assert [*sent, sum(sending.sent_bytes.values())] == [16, 32, 40]
@@ -167,19 +167,19 @@ async def test_others_come_between_the_turns_of_a_small_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the loop, where no thread has to wake."""
-    monkeypatch.setattr(raw_bytes, "_TURN_PARTS", 4)
+    monkeypatch.setattr(data_transfers, "_TURN_PARTS", 4)
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         claim = await claimed(session, COUNT)
         turns: list[int] = []
         rounds = 0
-        run = raw_bytes.Sending.run
+        run = data_transfers.Sending.run
 
-        def noted(self: raw_bytes.Sending, patience_ms: int = 1) -> raw_bytes.Progress:
+        def noted(self: data_transfers.Sending, patience_ms: int = 1) -> data_transfers.Progress:
             turns.append(rounds)
             return run(self, patience_ms)
 
-        monkeypatch.setattr(raw_bytes.Sending, "run", noted)
+        monkeypatch.setattr(data_transfers.Sending, "run", noted)
         async with data_connection(daemon, session) as line:
             await line.send(read=read_of(session, claim, range(COUNT)))
             reading = asyncio.ensure_future(line.parts(COUNT))

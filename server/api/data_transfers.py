@@ -23,7 +23,7 @@ from ...tiers.store import Damaged, Store, StoreError
 from ..core.entries import Entry
 from ..runtime.loop import Core
 from ..runtime.writes import Write
-from .streams import Stream
+from .data_streams import Stream
 
 #: What one turn moves at most, in a few milliseconds; then others have the thread.
 TURN_BYTES: Final = 8 * 2**20
