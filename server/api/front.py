@@ -76,12 +76,7 @@ class Front:
         #: does not work before it is started
         self.scrubber: Final = Scrubber(core, config.scrub_bytes_per_second)
         self.admin: Final = AdminService(
-            core,
-            config,
-            self.in_flight,
-            self.scrubber.scrubs,
-            self.sessions.usage,
-            self.sessions.latencies,
+            core, config, self.sessions, self.in_flight, self.scrubber.scrubs
         )
         self.watching: Final = Watching(core, config)
         self.health: Final = health.aio.HealthServicer()

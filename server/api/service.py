@@ -17,7 +17,7 @@ from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import ClaimLost, InvalidSize, MalformedMessage, UnknownClaim, UnknownSession
 from ...proto.keys import Key
-from ...proto.vocabulary import ClaimMode
+from ...proto.vocabulary import ClaimMode, DeleteStatus
 from ...tiers.store import Damaged, StoreError
 from ..core.answers import ClaimAnswer, DeleteAnswer, LookupAnswer, ReleaseAnswer
 from ..core.entries import Entry
@@ -36,8 +36,8 @@ log = structlog.get_logger("prefixd.service")
 #: and as what gRPC holds of it until the client takes it.
 READ_BYTES: Final = 4 * limits.CHUNK_BYTES
 
-#: Keys of one event: between two, others have their turn.
-_DELETED_AT_ONCE: Final = 256
+#: Keys that one event deletes: between two, other calls have their turn.
+_DELETED_AT_ONCE: Final = 128
 
 _CLAIM_MODES = {
     pb.CLAIM_MODE_RUN: ClaimMode.RUN,
@@ -182,22 +182,11 @@ class CacheService:
         return pb.ReleaseResponse(results=[r.value for r in answer.results])  # type: ignore[misc]
 
     async def delete(self, request: pb.DeleteRequest, caller: Caller) -> pb.DeleteResponse:
-        core = self._core
-        named = messages.keys_of("keys", request.keys)
+        requested = messages.keys_of("keys", request.keys)
         membership = self.session_of(request.session, caller, Role.WRITE)
-        keys = self._sessions.namespaces.keys(membership.access, named)
-        response, slices = pb.DeleteResponse(), Slices()
-        for start in range(0, len(keys), _DELETED_AT_ONCE):
-            question = DeleteAsked(
-                request=core.next_request(),
-                session=membership.number,
-                keys=keys[start : start + _DELETED_AT_ONCE],
-                now_ns=core.clock.now_ns(),
-            )
-            answer = await core.ask(question, DeleteAnswer)
-            response.results.extend(r.value for r in answer.results)  # type: ignore[misc]
-            await slices.pause()
-        return response
+        keys = self._sessions.namespaces.keys(membership.access, requested)
+        results = await delete_entries(self._core, membership.number, keys)
+        return pb.DeleteResponse(results=[r.value for r in results])  # type: ignore[misc]
 
     async def pull(self, request: pb.PullRequest, caller: Caller) -> pb.PullResponse:
         membership = self.session_of(request.session, caller, Role.WRITE)
@@ -329,6 +318,20 @@ class CacheService:
         if not store.blocking:
             return take()
         return await core.devices.run(entry.tier, take)
+
+
+async def delete_entries(
+    core: Core, session: int | None, keys: Sequence[Key]
+) -> list[DeleteStatus]:
+    """Delete entries for a session, or (None) for an operator, a few at a time."""
+    results: list[DeleteStatus] = []
+    slices = Slices()
+    for start in range(0, len(keys), _DELETED_AT_ONCE):
+        part = tuple(keys[start : start + _DELETED_AT_ONCE])
+        question = DeleteAsked(core.next_request(), session, part, core.clock.now_ns())
+        results += (await core.ask(question, DeleteAnswer)).results
+        await slices.pause()
+    return results
 
 
 def bounds_of(

@@ -18,8 +18,7 @@ from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.api.admin import AdminService
-from prefixd.server.api.lists import Lists
-from prefixd.server.api.operations import Operations
+from prefixd.server.api.admin_views import AdminViews
 from prefixd.server.api.watching import Watching
 from prefixd.server.core import state
 from prefixd.tiers.arena_store import ARENA_FILE
@@ -49,7 +48,7 @@ TIERS = pytest.mark.parametrize("tier", list(Tier), ids=lambda tier: tier.label)
 def test_the_service_is_what_the_contract_describes() -> None:
     """An rpc that nobody wrote would be answered with UNIMPLEMENTED."""
     methods = pb.DESCRIPTOR.services_by_name["Admin"].methods_by_name
-    own = vars(AdminService).keys() | vars(Operations).keys() | vars(Lists).keys()
+    own = vars(AdminService).keys() | vars(AdminViews).keys()
     own |= vars(Watching).keys()
     assert {re.sub("(?<!^)(?=[A-Z])", "_", name).lower() for name in methods} <= own
 

@@ -10,8 +10,8 @@ from structlog.testing import capture_logs
 
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import Tier
+from prefixd.server.api.admin import audit
 from prefixd.server.api.calls import Process
-from prefixd.server.api.operations import audit
 from tests.support.running import Refused, answer, in_loop, key, payload, running
 
 

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import Tier
-from prefixd.server.api import admin, data_transfers, service
+from prefixd.server.api import admin_views, data_transfers, service
 from prefixd.server.api.calls import PlainCaller
 from prefixd.server.api.data_streams import Stream
 from prefixd.server.core.events import CancelAsked, ReleaseAsked
@@ -246,7 +246,7 @@ async def test_what_ends_while_it_is_listed_is_left_out(tmp_path: Path) -> None:
 async def test_a_preview_names_the_first_victims_of_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admin, "_MOST_VICTIMS", 7)
+    monkeypatch.setattr(admin_views, "_MOST_VICTIMS", 7)
     async with running(tmp_path, f"--ram.budget={COUNT * 4}KiB", tiers=[Tier.RAM]) as daemon:
         session = await daemon.open()
         for number in range(COUNT):
