@@ -4,8 +4,9 @@ socket, the data socket, and the two gRPC servers, of workers and of operators."
 from __future__ import annotations
 
 import ssl
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
@@ -17,6 +18,7 @@ from ...proto.errors import NotPermitted
 from ..runtime.loop import Core
 from ..runtime.scrubbing import Scrubber
 from ..runtime.staging import StagingPool
+from ..runtime.tracing import Tracing
 from .access import ADMIN_ROLES, CACHE_ROLES, Access, Role, Tokens
 from .admin import AdminService
 from .data_calls import DataCalls
@@ -27,7 +29,6 @@ from .local_socket import LocalServer
 from .saves import Saves
 from .service import CacheService
 from .sessions import ServiceConfig, Sessions
-from .traced import trace_sockets, traced_methods
 from .watching import Watching
 
 _CACHE: Final = pb.DESCRIPTOR.services_by_name["Cache"]
@@ -41,6 +42,10 @@ _WINDOW_BYTES: Final = 2**20
 _KEEPALIVE_MS: Final = 30_000
 _KEEPALIVE_TIMEOUT_MS: Final = 10_000
 _HEADER: Final = "authorization"
+#: This rpc is not traced: its stream lasts as long as its client.
+_UNTRACED = "Session"
+#: Requests that no client waits for an answer to: they are not traced either.
+_UNANSWERED = ("give_back",)
 
 
 class Front:
@@ -72,7 +77,7 @@ class Front:
             core.supervisor,
         )
         if core.tracing is not None:
-            trace_sockets(self.local, self.data, core.tracing)
+            _trace_sockets(self.local, self.data, core.tracing)
         #: does not work before it is started
         self.scrubber: Final = Scrubber(core, config.scrub_bytes_per_second)
         self.admin: Final = AdminService(
@@ -171,7 +176,7 @@ class Front:
             "Write": Unary(saves.write),
         }
         tracing = self._core.tracing
-        return methods if tracing is None else traced_methods(methods, tracing)
+        return methods if tracing is None else _traced(methods, tracing)
 
     def _admin_methods(self) -> dict[str, Method]:
         admin = self.admin
@@ -236,3 +241,33 @@ def _guard(tokens: Tokens, needed: Role) -> Guard:
         return tokens.permit(needed, str(authorization))
 
     return permit
+
+
+def _traced(methods: Mapping[str, Method], tracing: Tracing) -> dict[str, Method]:
+    """The methods of the `Cache` service over gRPC, with a span for each call."""
+    traced = dict(methods)
+    for name, method in methods.items():
+        if name != _UNTRACED:
+            call: Any = tracing.rpc(name, "grpc", method.call)
+            traced[name] = replace(method, call=call)
+    return traced
+
+
+def _trace_sockets(local: LocalServer, data: DataServer, tracing: Tracing) -> None:
+    """Make a span for each call over the local and the data socket."""
+    _trace_methods(local.methods, "local", tracing)
+    _trace_methods(local.at_once, "local", tracing)
+    _trace_methods(data.methods, "data", tracing)
+    _trace_methods(data.at_once, "data", tracing)
+    _trace_methods(data.moving, "data", tracing)
+    local.save_staged = tracing.rpc("SaveStaged", "local", local.save_staged, caller_at=2)
+
+
+def _trace_methods(
+    methods: dict[str, Callable[..., Any]], transport: str, tracing: Tracing
+) -> None:
+    for kind, method in methods.items():
+        if kind in _UNANSWERED:
+            continue
+        name = "".join(word.title() for word in kind.split("_"))
+        methods[kind] = tracing.rpc(name, transport, method, caller_at=1)
