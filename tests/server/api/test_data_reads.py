@@ -246,7 +246,7 @@ async def test_an_entry_that_left_the_table_is_not_read_any_further(tmp_path: Pa
             assert second is not None
             assert (second[0].status, second[1]) == (pb.READ_STATUS_UNREADABLE, b"")
             assert sending.between_parts
-            assert [each for each, _ in sending.unreadable.values()] == [entry]
+            assert [each for each, _ in sending.failures.unreadable.values()] == [entry]
         entry.published = True
 
 

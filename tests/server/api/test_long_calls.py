@@ -104,8 +104,10 @@ async def test_what_was_found_is_told_of_though_the_reader_hangs_up(
         entries = [daemon.tables.entries[key(number)] for number in range(COUNT)]
         told: list[bytes] = []
         monkeypatch.setattr(daemon.core, "damaged", lambda entry, _why: told.append(entry.key))
-        failed = {entry.generation: (entry, "its bytes are others") for entry in entries}
-        reporting = asyncio.ensure_future(daemon.front.service.report({}, failed))
+        failures = service.ReadFailures()
+        for entry in entries:
+            failures.add(entry, Damaged("its bytes are others"))
+        reporting = asyncio.ensure_future(daemon.front.service.report(failures))
         while not told:
             await asyncio.sleep(0)
         assert len(told) < COUNT
@@ -265,16 +267,15 @@ async def test_a_save_that_is_given_up_while_it_begins_leaves_nothing(
 ) -> None:
     async with running(tmp_path) as daemon:
         session, saves = await daemon.open(), daemon.front.saves
-        membership = daemon.front.service.session_of(session.ref, CALLER)
+        membership = daemon.front.sessions.prove(session.ref, CALLER)
         header = session.header([item(key(number), b"x") for number in range(COUNT)])
-        begun: asyncio.Task[object]
         if reserved:
             tokens = await session.granted([item(key(number), b"x") for number in range(COUNT)])
             named = pb.StagedReservations(session=session.ref, tokens=tokens)
-            begun = asyncio.ensure_future(saves.begin_reserved(named, membership))
+            first = pb.RawSaveRequest(reserved=named)
         else:
-            first = pb.SaveRequest(header=header)
-            begun = asyncio.ensure_future(saves.begin_save(first, membership))
+            first = pb.RawSaveRequest(header=header)
+        begun = asyncio.ensure_future(saves.begin(first, membership))
         while len(daemon.core.writes) < COUNT // 2:
             await asyncio.sleep(0)
         begun.cancel()
