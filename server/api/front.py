@@ -1,5 +1,5 @@
-"""Everything that stands in front of a running core, put together: sessions, services, the local
-socket, the data socket, and the two gRPC servers, of workers and of operators."""
+"""Puts together what stands in front of a running core: sessions, services, the local socket, the
+data socket, and the two gRPC servers, for workers and for operators."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from .watching import Watching
 
 _CACHE: Final = pb.DESCRIPTOR.services_by_name["Cache"]
 _ADMIN: Final = pb.DESCRIPTOR.services_by_name["Admin"]
-#: What health is asked of; "" is the daemon as a whole.
+#: The services whose health can be asked for; "" is the daemon as a whole.
 HEALTH_SERVICES: Final = ("", _CACHE.full_name, _ADMIN.full_name)
-#: What a client may send on one stream before the daemon takes it: the window does not grow with
-#: what a connection could carry, for it is memory of the daemon's.
+#: What a client may send on one stream before the daemon reads it. This window occupies memory of
+#: the daemon, so it does not grow with the bandwidth of a connection.
 _WINDOW_BYTES: Final = 2**20
-#: After this time without a message a connection is asked whether it still is one.
+#: After this time without a message gRPC pings the client.
 _KEEPALIVE_MS: Final = 30_000
 _KEEPALIVE_TIMEOUT_MS: Final = 10_000
 _HEADER: Final = "authorization"
@@ -49,7 +49,7 @@ _UNANSWERED = ("give_back",)
 
 
 class Front:
-    """Owned by the event loop. Its servers listen where, and start when, the daemon says."""
+    """Owned by the event loop. The daemon binds and starts its servers."""
 
     def __init__(self, core: Core, config: ServiceConfig) -> None:
         self._core = core
@@ -78,22 +78,22 @@ class Front:
         )
         if core.tracing is not None:
             _trace_sockets(self.local, self.data, core.tracing)
-        #: does not work before it is started
+        #: Scrubs nothing before it is started.
         self.scrubber: Final = Scrubber(core, config.scrub_bytes_per_second)
         self.admin: Final = AdminService(
             core, config, self.sessions, self.in_flight, self.scrubber.scrubs
         )
         self.watching: Final = Watching(core, config)
         self.health: Final = health.aio.HealthServicer()
-        #: gRPC for workers and, apart from them, for operators; neither listens yet
+        #: gRPC for workers and, on a server of its own, for operators. Neither listens yet.
         self.workers: Final = self._server({_CACHE.full_name: self._cache_methods()})
         self.operators: Final = self._server({_ADMIN.full_name: self._admin_methods()})
-        #: who may call over TCP; None: everybody who connects, except operators
+        #: Who may call over TCP. None: everybody who connects may, but nobody as an operator.
         self.tokens: Tokens | None = None
 
     def use_tokens(self, newer: Tokens) -> None:
-        """Take these instead, and end the sessions and watchers whose token is not there any more,
-        or gives something else."""
+        """Accept these tokens instead. Ends the sessions and watchers whose token is gone or grants
+        something else now."""
         assert self.tokens is not None
         self.tokens.use(newer)
         self.sessions.namespaces.learn(self.tokens.namespaces)
@@ -105,19 +105,19 @@ class Front:
                 listener.ended(NotPermitted("the token of this session is not known any more"))
 
     def secure_with(self, context: ssl.SSLContext) -> None:
-        """Other certificates for new connections to the data socket, if it has TLS."""
+        """Use other certificates for new connections to the data socket, if it has TLS."""
         if self.data.handshakes is not None:
             self.data.handshakes.context = context
 
     def remote(self, tokens: Tokens | None) -> grpc.aio.Server:
-        """gRPC over TCP. Operators are served there only with a token that says so."""
+        """Make the gRPC server for TCP. It serves operators only with a token of the role admin."""
         self.tokens = tokens
         services = {_CACHE.full_name: self._cache_methods()}
         if tokens is None:
             return self._server(services)
         self.sessions.namespaces.learn(tokens.namespaces)
         for name in sorted(tokens.namespaces):
-            self.sessions.usage.of(name)  # labels that come later have no place kept for them
+            self.sessions.usage.of(name)  # reserves its place: the number of labels is bounded
         services[_ADMIN.full_name] = self._admin_methods()
         guards = {
             _CACHE.full_name: {name: _guard(tokens, role) for name, role in CACHE_ROLES.items()},
@@ -129,12 +129,12 @@ class Front:
         return self._server(services, guards)
 
     def close(self) -> None:
-        """Give the memory of clients back, once nothing is served any more."""
+        """End watchers and free the clients' staging memory, once nothing is served any more."""
         self.watching.close()
         self.stagings.close_all()
 
     def in_flight(self) -> dict[str, int]:
-        """Memory that calls use at this moment, and how many calls were refused for lack of it."""
+        """Memory that calls occupy now, and how many calls were refused for lack of it."""
         return {
             "read_stream_bytes": self.service.reads.used_bytes,
             "save_stream_bytes": self.saves.arriving.used_bytes,
@@ -211,7 +211,7 @@ class Front:
     ) -> grpc.aio.Server:
         config = self.config
         server = grpc.aio.server(
-            # The stream of a session is a call, too, and so is that of a watcher.
+            # The streams of sessions and watchers count as calls, too.
             maximum_concurrent_rpcs=config.max_rpcs + config.max_sessions + config.max_watchers,
             options=[
                 ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
@@ -236,7 +236,7 @@ class Front:
 def _guard(tokens: Tokens, needed: Role) -> Guard:
     def permit(context: Context) -> Access:
         given = [value for name, value in context.invocation_metadata() or () if name == _HEADER]
-        # With two headers it is not known which one counts.
+        # Two headers are as good as none: it is not known which one counts.
         authorization = given[0] if len(given) == 1 else ""
         return tokens.permit(needed, str(authorization))
 
