@@ -242,5 +242,5 @@ async def _each_message(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     except (
         grpc.RpcError,
         grpc.aio.BaseError,
-    ) as problem:  # the client hung up, or the server stopped
+    ) as problem:  # hung up, or stopped
         raise CallerGone from problem
