@@ -68,7 +68,7 @@ TIER_COUNTERS: Final = {
     "hit_tokens": "Tokens of the entries that were used.",
     "saves": "Entries that were published.",
     "saved_bytes": "Payload bytes that were published.",
-    "read_bytes": "Payload bytes that the daemon read for clients; reads in place are not among them.",
+    "read_bytes": "Payload bytes that the daemon read for clients; reads in place are not counted.",
     "evictions": "Entries that were evicted.",
     "evicted_bytes": "Stored bytes that were evicted.",
     "corrupt": "Entries that were dropped because their bytes were wrong.",
