@@ -241,6 +241,10 @@ class Namespaces:
         """Add these names. None is ever forgotten: its entries may still be cached."""
         self._names = self._names | {tag_of(name): name for name in names}
 
+    def name_of(self, key: bytes) -> str:
+        """The namespace of a stored key; empty: it is of none."""
+        return self._names.get(key[-TAG_BYTES:], "")
+
     def keys(self, access: Access | None, keys: Sequence[Key]) -> tuple[Key, ...]:
         """The stored keys for the keys that a caller names. Raises NotPermitted when a caller
         without a namespace names a key of one. Callers on a Unix socket may name every key: a
@@ -249,11 +253,10 @@ class Namespaces:
             return tuple(keys)
         if access.namespace is not None:
             return access.namespace.stored(keys)
-        names = self._names
-        if names:
+        if self._names:
             for number, key in enumerate(keys):
-                name = names.get(key[-TAG_BYTES:])
-                if name is not None:
+                name = self.name_of(key)
+                if name:
                     raise NotPermitted(
                         f"key {number} is of the namespace {name!r}, and this caller is of none"
                     )

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import grpc
+from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -23,7 +24,7 @@ from .access import ADMIN_ROLES, CACHE_ROLES, Access, Role, Tokens
 from .admin import AdminService
 from .data_calls import DataCalls
 from .data_socket import DataServer
-from .grpc_adapter import Context, Guard, Method, OneMessage, Streaming, Unary, add_service
+from .grpc_adapter import Context, Guard, Method, OneMessage, add_service, methods_of
 from .hand_over import Handoff
 from .local_socket import LocalServer
 from .saves import Saves
@@ -86,8 +87,8 @@ class Front:
         self.watching: Final = Watching(core, config)
         self.health: Final = health.aio.HealthServicer()
         #: gRPC for workers and, on a server of its own, for operators. Neither listens yet.
-        self.workers: Final = self._server({_CACHE.full_name: self._cache_methods()})
-        self.operators: Final = self._server({_ADMIN.full_name: self._admin_methods()})
+        self.workers: Final = self._server({_CACHE: self._cache_methods()})
+        self.operators: Final = self._server({_ADMIN: self._admin_methods()})
         #: Who may call over TCP. None: everybody who connects may, but nobody as an operator.
         self.tokens: Tokens | None = None
 
@@ -112,18 +113,17 @@ class Front:
     def remote(self, tokens: Tokens | None) -> grpc.aio.Server:
         """Make the gRPC server for TCP. It serves operators only with a token of the role admin."""
         self.tokens = tokens
-        services = {_CACHE.full_name: self._cache_methods()}
+        services = {_CACHE: self._cache_methods()}
         if tokens is None:
             return self._server(services)
         self.sessions.namespaces.learn(tokens.namespaces)
         for name in sorted(tokens.namespaces):
             self.sessions.usage.of(name)  # reserves its place: the number of labels is bounded
-        services[_ADMIN.full_name] = self._admin_methods()
+        services[_ADMIN] = self._admin_methods()
         guards = {
-            _CACHE.full_name: {name: _guard(tokens, role) for name, role in CACHE_ROLES.items()},
-            _ADMIN.full_name: {
-                name: _guard(tokens, ADMIN_ROLES.get(name, Role.ADMIN))
-                for name in services[_ADMIN.full_name]
+            _CACHE: {name: _guard(tokens, role) for name, role in CACHE_ROLES.items()},
+            _ADMIN: {
+                name: _guard(tokens, ADMIN_ROLES.get(name, Role.ADMIN)) for name in services[_ADMIN]
             },
         }
         return self._server(services, guards)
@@ -160,54 +160,18 @@ class Front:
         }
 
     def _cache_methods(self) -> dict[str, Method]:
-        service, saves = self.service, self.saves
-        methods: dict[str, Method] = {
-            "Session": Streaming(service.session),
-            "Lookup": Unary(service.lookup),
-            "Claim": Unary(service.claim),
-            "Release": Unary(service.release),
-            "Read": Streaming(service.read),
-            "Reserve": Unary(saves.reserve),
-            "Cancel": Unary(saves.cancel),
-            "Delete": Unary(service.delete),
-            "Pull": Unary(service.pull),
-            "Save": Unary(saves.save),
-            "SaveWhole": OneMessage(saves.save_whole),
-            "Write": Unary(saves.write),
-        }
+        methods = methods_of(_CACHE, self.service, self.saves)
+        methods["SaveWhole"] = OneMessage(self.saves.save_whole)
         tracing = self._core.tracing
         return methods if tracing is None else _traced(methods, tracing)
 
     def _admin_methods(self) -> dict[str, Method]:
-        admin = self.admin
-        return {
-            "Stats": Unary(admin.stats),
-            "ListEntries": Unary(admin.list_entries),
-            "Inspect": Unary(admin.inspect),
-            "ListClaims": Unary(admin.list_claims),
-            "ListReservations": Unary(admin.list_reservations),
-            "ListSessions": Unary(admin.list_sessions),
-            "Preview": Unary(admin.preview),
-            "Evict": Unary(admin.evict),
-            "Curve": Unary(admin.curve),
-            "Drop": Unary(admin.drop),
-            "Kick": Unary(admin.kick),
-            "Configure": Unary(admin.configure),
-            "Gc": Unary(admin.gc),
-            "Check": Unary(admin.check),
-            "Verify": Streaming(admin.verify),
-            "Resize": Unary(admin.resize),
-            "Drain": Unary(admin.drain),
-            "SetLogLevel": Unary(admin.set_log_level),
-            "Why": Unary(admin.why),
-            "Clear": Unary(admin.clear),
-            "Watch": Streaming(self.watching.watch),
-        }
+        return methods_of(_ADMIN, self.admin, self.watching)
 
     def _server(
         self,
-        services: Mapping[str, Mapping[str, Method]],
-        guards: Mapping[str, Mapping[str, Guard]] | None = None,
+        services: Mapping[ServiceDescriptor, Mapping[str, Method]],
+        guards: Mapping[ServiceDescriptor, Mapping[str, Guard]] | None = None,
     ) -> grpc.aio.Server:
         config = self.config
         server = grpc.aio.server(
@@ -224,11 +188,14 @@ class Front:
                 ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
             ],
         )
-        for name, methods in services.items():
-            service = pb.DESCRIPTOR.pool.FindServiceByName(name)
-            add_service(server, service, methods, guards[name] if guards else None)
+        for service, methods in services.items():
+            add_service(server, service, methods, guards[service] if guards else None)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
-        names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        names = [
+            *(each.full_name for each in services),
+            health.SERVICE_NAME,
+            reflection.SERVICE_NAME,
+        ]
         reflection.enable_server_reflection(names, server)
         return server
 

@@ -9,6 +9,7 @@ once.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -59,6 +60,16 @@ Method: TypeAlias = Unary | Streaming | OneMessage
 
 #: Called before the method: returns what the token of a call grants, or raises PrefixdError.
 Guard: TypeAlias = Callable[[Context], Access | None]
+
+
+def methods_of(service: ServiceDescriptor, *owners: object) -> dict[str, Method]:
+    """The methods for the rpcs of `service`: those of `owners` with their names in snake case."""
+    methods: dict[str, Method] = {}
+    for rpc in service.methods:
+        name = re.sub("(?<!^)(?=[A-Z])", "_", rpc.name).lower()
+        call = next(getattr(owner, name) for owner in owners if hasattr(owner, name))
+        methods[rpc.name] = Streaming(call) if rpc.server_streaming else Unary(call)
+    return methods
 
 
 def add_service(
