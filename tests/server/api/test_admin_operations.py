@@ -238,7 +238,7 @@ async def test_a_client_hears_of_the_daemon_while_a_device_takes_its_time(tmp_pa
         for _ in range(2):
             again = await next_of(call)
             assert (again.entries, again.done) == (6, False)
-        # Nobody else is kept from anything meanwhile, another Verify least of all.
+        # Other calls go on meanwhile, another Verify too.
         assert (await daemon.verify(Tier.RAM, Tier.SHM)).entries == 6
         assert await session.restore(key(10)) == payload(0)
         gate.open()
@@ -251,7 +251,7 @@ async def test_a_client_hears_of_the_daemon_while_a_device_takes_its_time(tmp_pa
 
 @in_loop
 async def test_a_client_that_hangs_up_ends_it(tmp_path: Path) -> None:
-    """In the middle of a payload, too."""
+    """Also in the middle of a payload."""
     reads = 0
     may_go_on = threading.Event()
 
@@ -270,7 +270,7 @@ async def test_a_client_that_hangs_up_ends_it(tmp_path: Path) -> None:
         call = daemon.admin.Verify(pb.VerifyRequest())
         await next_of(call)
         call.cancel()
-        # What counts is what the daemon has noticed: its tasks of this call are gone.
+        # Wait until the daemon has noticed: the tasks of this call are gone.
         while any("verify" in repr(task).lower() for task in asyncio.all_tasks()):
             await daemon.presence(key(1))
         may_go_on.set()

@@ -125,12 +125,12 @@ def test_other_paths_do_not_exist(path: str) -> None:
 
 
 SECRET_KEY = Key(bytes(range(32)))
-#: What a client may call itself.
+#: A name that a client may give itself.
 NASTY = "<img src=x onerror=alert(1)>"
 
 
 class Looked:
-    """In place of the service of operators: counts who asks."""
+    """Stands in for the service of operators, and counts the calls."""
 
     def __init__(self) -> None:
         self.looks = 0
@@ -299,7 +299,7 @@ def test_no_key_and_no_secret_is_in_a_sample() -> None:
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[tuple[PrivateDaemon, str]]:
-    """One that has something to show: hits, misses, evictions, a claim, and odd names."""
+    """A daemon with something to show: hits, misses, evictions, a claim, and odd names."""
     flags = ("--server.metrics=127.0.0.1:0", "--sessions.heartbeat=2s")
     label = "a-" + "long" * 12
     with (
@@ -339,7 +339,7 @@ def texts(tab: Browser, selector: str) -> list[str]:
 def test_the_page_in_chromium(
     daemon: tuple[PrivateDaemon, str], tab: Browser, width: int, dark: bool
 ) -> None:
-    """Twice refreshed: nothing in the console, nothing beyond the edge, the numbers there."""
+    """After two refreshes the console is empty, nothing overflows, and the numbers are shown."""
     _, address = daemon
     tab.logged.clear()
     tab.size(width, 900, dark=dark)
@@ -376,6 +376,6 @@ def test_the_page_says_that_nothing_answers(tab: Browser) -> None:
 
 
 def test_the_page_is_in_the_wheel() -> None:
-    """A wheel has what pyproject.toml names, and no other file that is no module."""
+    """Besides modules a wheel has only the files that pyproject.toml names."""
     root = Path(__file__).parents[3]
     assert '"prefixd.server.api" = ["*.html"]' in (root / "pyproject.toml").read_text()

@@ -1,4 +1,4 @@
-"""What comes over the local socket and is no request, half of one, or too large."""
+"""Bytes on the local socket that are no request, half a request, or too large."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOOKUP = pb.LookupRequest(keys=[key(1)])
 
 
 def unknown_kind() -> bytes:
-    message = bytes([0xFA, 0x07, 0x00])  # field 127, of no bytes
+    message = bytes([0xFA, 0x07, 0x00])  # field 127, empty
     return struct.pack("<I", len(message)) + message
 
 

@@ -1,4 +1,5 @@
-"""Who sends many small requests ahead on the local socket keeps nobody waiting, and loses none."""
+"""A client that sends many small requests ahead on the local socket delays no others, and loses no
+request."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ LOOKUP = pb.LookupRequest(keys=[key(1)])
 async def test_one_that_sends_ahead_takes_turns_with_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Whether a callback answers, or the task, or nobody."""
+    """Whether a callback answers, or the task, or there is no answer."""
     monkeypatch.setattr(module, "AT_ONCE", 2)
     async with running(tmp_path) as daemon:
         session = await daemon.open()
@@ -62,7 +63,7 @@ async def test_one_that_sends_ahead_takes_turns_with_others(
             assert served(daemon)._transport.is_reading()
         turns = "".join("t" if each == "taken" else " " for each in happened).split()
         assert sum(map(len, turns)) == 101
-        # The task also has what was taken for it in the turn before.
+        # The task also answers the requests that were taken in the turn before.
         assert max(map(len, turns)) <= (4 if kind == "lookup" else 2)
 
 

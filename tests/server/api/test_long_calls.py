@@ -1,4 +1,4 @@
-"""What one call may ask for at most is done in pieces, between which others have their turn."""
+"""The largest calls are done in pieces, between which other calls have their turn."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ CALLER = PlainCaller()
 
 @pytest.fixture(autouse=True)
 def _tiny_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every slice is over at once."""
+    """Make every slice end at once."""
     monkeypatch.setattr(slices, "SLICE_NS", 0)
 
 
 async def rounds_of(call: Awaitable[T]) -> tuple[T, int]:
-    """What it returns, and how many rounds of the loop others had meanwhile."""
+    """The result of a call, and how many rounds of the loop others had meanwhile."""
     asked = asyncio.ensure_future(call)
     rounds = 0
     while not asked.done():
@@ -72,7 +72,7 @@ async def test_many_ranges_are_read_with_pauses(tmp_path: Path) -> None:
 @pytest.mark.parametrize("raw", [False, True], ids=["rpc", "data socket"])
 @in_loop
 async def test_an_entry_that_is_gone_is_told_of_once_in_a_call(tmp_path: Path, raw: bool) -> None:
-    """However many ranges of it were asked for: a line of the log costs more than a range."""
+    """However many of its ranges were requested: a log line costs more than a range."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         claim = await claimed(session, 2)
@@ -168,7 +168,7 @@ async def test_a_turn_of_the_data_socket_brings_so_many_parts(
 async def test_others_come_between_the_turns_of_a_small_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the loop, where no thread has to wake."""
+    """On the loop, where no thread has to be woken."""
     monkeypatch.setattr(data_transfers, "_TURN_PARTS", 4)
     async with running(tmp_path) as daemon:
         session = await daemon.open()
@@ -215,7 +215,7 @@ async def test_operators_see_much_with_pauses(tmp_path: Path, name: str) -> None
         if name == "list_reservations":
             await session.granted([item(key(COUNT + n), b"x") for n in range(COUNT)])
         if name == "stats":
-            for number in range(COUNT - 1):  # and that of the session
+            for number in range(COUNT - 1):  # the session has a label of its own
                 daemon.front.sessions.usage.of(f"label-{number}")
         call = getattr(daemon.front.admin, {"next_victims": "list_entries"}.get(name, name))
         response, rounds = await rounds_of(call(LISTS[name], CALLER))
@@ -226,7 +226,7 @@ async def test_operators_see_much_with_pauses(tmp_path: Path, name: str) -> None
 
 @in_loop
 async def test_what_ends_while_it_is_listed_is_left_out(tmp_path: Path) -> None:
-    """It has ended by the time of the answer; what is behind it is there."""
+    """It has ended by the time of the answer, which has those that follow it."""
     async with running(tmp_path) as daemon:
         session, operator = await daemon.open(), daemon.front.admin
         await session.save({key(1): DATA})
@@ -282,7 +282,7 @@ async def test_a_save_that_is_given_up_while_it_begins_leaves_nothing(
         with pytest.raises(asyncio.CancelledError):
             await begun
         assert not daemon.core.writes
-        await session.close()  # what was reserved and not begun is its own until then
+        await session.close()  # until then it keeps what was reserved and not begun
         await daemon.assert_idle()
 
 

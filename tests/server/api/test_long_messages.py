@@ -1,5 +1,5 @@
-"""One message holds the event loop for a moment only, however much of something it names: that is
-counted before any of it is looked at."""
+"""One message holds the event loop for a moment only, however many elements it names: they are
+counted before any of them is looked at."""
 
 from __future__ import annotations
 

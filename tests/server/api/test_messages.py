@@ -58,7 +58,7 @@ def entry() -> Entry:
 
 # ---- the words are those of the wire
 
-#: What the daemon says of a save; the others only a client says.
+#: The results that a daemon gives a save; clients have others of their own.
 ENDINGS = [status for status in SaveStatus if status < 100]
 
 
@@ -315,7 +315,7 @@ def varint(value: int) -> bytes:
 
 
 def nested(kind: Any, *names: str, empties: int = EMPTIES) -> bytes:
-    """A message with very many of the last of these fields, each empty, in the ones before."""
+    """A message with very many empty fields: the last of `names`, nested in those before it."""
     fields = []
     for name in names:
         fields.append(kind.fields_by_name[name])
@@ -389,8 +389,8 @@ def test_the_largest_save_that_may_be_is_no_flood() -> None:
     [
         b"\xff" * 12,  # a number that never ends
         b"\x0b",  # a group
-        b"\x0a\x7f",  # a length, and nothing behind it
-        b"\x12\x02\x22\x7f",  # a field that is longer than its part
+        b"\x0a\x7f",  # a length without bytes
+        b"\x12\x02\x22\x7f",  # a field that is longer than the message around it
     ],
 )
 def test_what_is_looked_through_and_no_message_is_refused(rest: bytes) -> None:
@@ -401,7 +401,7 @@ def test_what_is_looked_through_and_no_message_is_refused(rest: bytes) -> None:
 
 @in_loop
 async def test_every_transport_refuses_too_many_fields(tmp_path: Path) -> None:
-    """And goes on with everybody else."""
+    """And other calls go on."""
     why = "bytes with more than 65536 fields"
     async with running(tmp_path) as daemon:
         session = await daemon.open()
