@@ -131,7 +131,7 @@ class AdminViews:
         return pb.TierStats(
             tier=ledger.tier.value,  # type: ignore[arg-type]
             policy=ledger.policy.name,
-            # The store's size beside its arena is secured together with the arena.
+            # Memory that the store needs beside its arena is secured together with the arena.
             secured_bytes=ledger.budget_bytes - (store.size_bytes - store.secured_bytes),
             payload_bytes=counters.payload_bytes,
             state=self._core.devices.state(ledger.tier).value,
