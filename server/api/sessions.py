@@ -94,7 +94,7 @@ class Membership:
 
     def __init__(self, number: int, access: Access | None = None) -> None:
         self.number = number
-        #: What the token grants that it was opened with. None: it was opened on a Unix socket.
+        #: What the token grants that it was opened with. None: no token was asked for.
         self.access: Final = access
         #: Known to its client only, and never logged.
         self.secret = secrets.token_bytes(_SECRET_BYTES)

@@ -76,13 +76,13 @@ class LabelUsage:
         for bucket, count in enumerate(usage.restore_times):
             self.restores.counts[bucket] += count
         self.restores.total += usage.restore_ns
-        for told in usage.tiers:
-            tier = Tier(told.tier)
-            self.hit_entries[tier] += told.hit_entries
-            self.hit_tokens[tier] += told.hit_tokens
-            for path, size_bytes in told.restored_bytes.items():
+        for part in usage.tiers:
+            tier = Tier(part.tier)
+            self.hit_entries[tier] += part.hit_entries
+            self.hit_tokens[tier] += part.hit_tokens
+            for path, size_bytes in part.restored_bytes.items():
                 self.restored_bytes[tier, path] += size_bytes
-            for saved in told.saves:
+            for saved in part.saves:
                 kind = tier, SaveReason(saved.reason), saved.outcome
                 self.saves[kind] = self.saves.get(kind, 0) + saved.entries
 
@@ -121,7 +121,7 @@ class LabelUsage:
             getattr(usage, name).update({reason: bounded(n) for reason, n in counts.items() if n})
         for tier in Tier:
             paths = {path: bounded(self.restored_bytes[tier, path]) for path in PATHS}
-            told = pb.TierUsage(
+            tier_usage = pb.TierUsage(
                 hit_entries=bounded(self.hit_entries[tier]),
                 hit_tokens=bounded(self.hit_tokens[tier]),
                 restored_bytes={path: size for path, size in paths.items() if size},
@@ -134,9 +134,9 @@ class LabelUsage:
                     if saved_in is tier
                 ],
             )
-            if told.ByteSize():
-                told.tier = pb.Tier.ValueType(tier)
-                usage.tiers.append(told)
+            if tier_usage.ByteSize():
+                tier_usage.tier = pb.Tier.ValueType(tier)
+                usage.tiers.append(tier_usage)
         return usage
 
 
@@ -160,7 +160,7 @@ class SessionUsage:
         self.lookups += usage.lookups
         self.hits += usage.hits
         self.restores += sum(usage.restore_times)
-        self.restored_bytes += sum(sum(told.restored_bytes.values()) for told in usage.tiers)
+        self.restored_bytes += sum(sum(part.restored_bytes.values()) for part in usage.tiers)
 
 
 class UsageBook:
@@ -206,11 +206,11 @@ def check_usage(usage: pb.Usage) -> pb.Usage:
     numbers += [*usage.misses.values(), *usage.failures.values()]
     numbers += [*usage.restore_times, usage.restore_ns]
     tiers = set(map(int, Tier))
-    for told in usage.tiers:
-        _known("tier", [told.tier], tiers)
-        _known("path", told.restored_bytes, PATHS)
-        numbers += [told.hit_entries, told.hit_tokens, *told.restored_bytes.values()]
-        for saved in told.saves:
+    for part in usage.tiers:
+        _known("tier", [part.tier], tiers)
+        _known("path", part.restored_bytes, PATHS)
+        numbers += [part.hit_entries, part.hit_tokens, *part.restored_bytes.values()]
+        for saved in part.saves:
             _known("reason of a save", [saved.reason], set(map(int, SaveReason)))
             _known("outcome of a save", [saved.outcome], OUTCOMES)
             numbers.append(saved.entries)
@@ -225,9 +225,9 @@ def check_usage(usage: pb.Usage) -> pb.Usage:
         raise MalformedMessage("a report names keys of misses that it does not count, or no keys")
     if len(usage.restore_times) not in (0, len(LATENCY_BOUNDS_NS) + 1):
         raise MalformedMessage(f"the times of restores are {len(LATENCY_BOUNDS_NS) + 1} numbers")
-    if usage.absent_because or any(told.absent_because for told in usage.tiers):
+    if usage.absent_because or any(part.absent_because for part in usage.tiers):
         raise MalformedMessage("why an entry is absent is for the daemon to say")
-    hit_tokens = sum(told.hit_tokens for told in usage.tiers)
+    hit_tokens = sum(part.hit_tokens for part in usage.tiers)
     if hit_tokens > usage.lookup_tokens:
         raise MalformedMessage("a report has more hit tokens than were looked for")
     return usage
@@ -240,9 +240,9 @@ def _check_lengths(usage: pb.Usage) -> None:
     _at_most(len(LATENCY_BOUNDS_NS) + 1, "times of restores", usage.restore_times)
     _at_most(MAX_TOLD_MISSES, "misses with their keys", usage.absent)
     _at_most(len(Tier), "tiers", usage.tiers)
-    for told in usage.tiers:
-        _at_most(len(PATHS), "paths", told.restored_bytes)
-        _at_most(len(SaveReason) * len(OUTCOMES), "kinds of saves", told.saves)
+    for part in usage.tiers:
+        _at_most(len(PATHS), "paths", part.restored_bytes)
+        _at_most(len(SaveReason) * len(OUTCOMES), "kinds of saves", part.saves)
 
 
 def _at_most(most: int, what: str, given: Sized) -> None:

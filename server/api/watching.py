@@ -168,10 +168,10 @@ class _Watcher:
         """Encoded responses. Raises WatchedTooSlowly, Draining, NotPermitted."""
         changes = self._changes
         if self._resumed:
-            yield self._told([_control(pb.WATCH_KIND_SYNCED, self._sequence)])
+            yield self._response([_control(pb.WATCH_KIND_SYNCED, self._sequence)])
         else:
             yield self._begin_anew(self._why)
-        told = self._sequence
+        sent = self._sequence
         while not changes.closed:
             if self.revoked:
                 raise NotPermitted("the token of this watcher is not known any more")
@@ -181,10 +181,10 @@ class _Watcher:
             bodies = changes.since(self._sequence, self._most)
             if bodies:
                 self._sequence += len(bodies)
-                wanted = [body for body in bodies if self._concerns(body)]
-                if wanted or self._sequence - told >= _QUIET_EVENTS:
-                    told = self._sequence
-                    yield self._told(await self._complete(wanted))
+                concerning = [body for body in bodies if self._concerns(body)]
+                if concerning or self._sequence - sent >= _QUIET_EVENTS:
+                    sent = self._sequence
+                    yield self._response(await self._complete(concerning))
                 else:
                     await asyncio.sleep(0)
             elif self._snapshot is not None:
@@ -192,17 +192,17 @@ class _Watcher:
                 piece = next(self._snapshot, None)
                 if piece is None:
                     self._snapshot = None
-                    told = self._sequence
-                    yield self._told([_control(pb.WATCH_KIND_SYNCED, self._sequence)])
+                    sent = self._sequence
+                    yield self._response([_control(pb.WATCH_KIND_SYNCED, self._sequence)])
                     continue
                 # A large piece takes several messages, with no change between them.
                 for start in range(0, len(piece), self._most):
                     part = piece[start : start + self._most]
-                    yield self._told(await self._complete(part))
+                    yield self._response(await self._complete(part))
                 await asyncio.sleep(0)
             elif not await changes.wait(self._sequence, limits.WATCH_BEAT_MS / 1000):
-                told = self._sequence
-                yield self._told([])
+                sent = self._sequence
+                yield self._response([])
         raise stopping()
 
     def _concerns(self, body: bytes) -> bool:
@@ -214,9 +214,9 @@ class _Watcher:
     def _begin_anew(self, why: str) -> bytes:
         self._sequence = self._changes.sequence
         self._snapshot = self._walk()
-        return self._told([_control(pb.WATCH_KIND_CLEARED, self._sequence, why)])
+        return self._response([_control(pb.WATCH_KIND_CLEARED, self._sequence, why)])
 
-    def _told(self, bodies: Sequence[bytes]) -> bytes:
+    def _response(self, bodies: Sequence[bytes]) -> bytes:
         # A watcher can't resume in the middle of a snapshot.
         sequence = 0 if self._snapshot is not None else self._sequence
         return watch.response(self._incarnation, bodies, sequence)
