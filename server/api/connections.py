@@ -22,7 +22,6 @@ from .access import Access
 from .calls import Process, failure_of
 from .saves import Saves
 from .service import CacheService
-from .sessions import ServiceConfig, Sessions
 
 C = TypeVar("C", bound="Connection")
 R = TypeVar("R", pb.LocalResponse, pb.DataResponse)
@@ -37,11 +36,9 @@ _HANG_UP_CHECK_S: Final = 1.0
 class Connections(Generic[C]):
     """The open connections of a socket, and the methods that answer their requests."""
 
-    def __init__(
-        self, config: ServiceConfig, sessions: Sessions, service: CacheService, saves: Saves
-    ) -> None:
-        self.config: Final = config
-        self.sessions: Final = sessions
+    def __init__(self, service: CacheService, saves: Saves) -> None:
+        self.config: Final = service.config
+        self.sessions: Final = service.sessions
         #: Answer requests, by kind. May wait.
         self.methods: Final[dict[str, Callable[..., Awaitable[Any]]]] = {
             "lookup": service.lookup,
@@ -59,10 +56,12 @@ class Connections(Generic[C]):
         #: The connections of each session.
         self.attached: Final[dict[int, set[C]]] = {}
         #: Memory for requests above MAX_SMALL_REQUEST_BYTES: none is received before it has some.
-        self.large: Final = Quota("requests", config.max_local_bytes, config.stall_timeout_s)
+        self.large: Final = Quota(
+            "requests", self.config.max_local_bytes, self.config.stall_timeout_s
+        )
         #: Connections that were refused.
         self.refusals = 0
-        sessions.when_closed.append(self._session_ended)
+        self.sessions.when_closed.append(self._session_ended)
 
     async def hang_up_all(self) -> None:
         """End all connections, and wait until what they were doing is over."""

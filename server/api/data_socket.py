@@ -23,7 +23,7 @@ import structlog
 from ...proto import data
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import InvalidSize, MalformedMessage, UnknownSession
-from ..runtime.supervision import Supervisor
+from ..runtime.loop import Core
 from .access import DATA_ROLES, Access, Tokens, bearer, check_same
 from .calls import PlainCaller, error_of, failure_of
 from .connections import AT_ONCE, Connection, Connections
@@ -39,7 +39,6 @@ from .data_streams import (
 )
 from .saves import Saves
 from .service import CacheService
-from .sessions import ServiceConfig, Sessions
 
 log = structlog.get_logger("prefixd.data")
 
@@ -54,18 +53,11 @@ _CROWDED_S: Final = 1.0
 class DataServer(Connections["DataConnection"]):
     """Listens where `start` says; it and `close` belong to the event loop."""
 
-    def __init__(
-        self,
-        config: ServiceConfig,
-        sessions: Sessions,
-        service: CacheService,
-        saves: Saves,
-        calls: DataCalls,
-        supervisor: Supervisor,
-    ) -> None:
-        super().__init__(config, sessions, service, saves)
+    def __init__(self, core: Core, service: CacheService, saves: Saves) -> None:
+        super().__init__(service, saves)
         self.at_once["lookup"] = service.lookup_now
-        self._supervisor: Final = supervisor
+        self._supervisor: Final = core.supervisor
+        calls = DataCalls(core, service, saves)
         self._listening: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         #: Answer requests that move payloads, by kind. They take the stream as well.

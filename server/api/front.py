@@ -22,7 +22,6 @@ from ..runtime.staging import StagingPool
 from ..runtime.tracing import Tracing
 from .access import ADMIN_ROLES, CACHE_ROLES, Access, Role, Tokens
 from .admin import AdminService
-from .data_calls import DataCalls
 from .data_socket import DataServer
 from .grpc_adapter import Context, Guard, Method, OneMessage, add_service, methods_of
 from .hand_over import Handoff
@@ -66,17 +65,8 @@ class Front:
         self.service: Final = CacheService(core, self.sessions, config)
         self.saves: Final = Saves(core, self.sessions, self.stagings, config)
         self.hand_over: Final = Handoff(core, self.stagings)
-        self.local: Final = LocalServer(
-            config, self.sessions, self.service, self.saves, self.hand_over
-        )
-        self.data: Final = DataServer(
-            config,
-            self.sessions,
-            self.service,
-            self.saves,
-            DataCalls(core, self.service, self.saves),
-            core.supervisor,
-        )
+        self.local: Final = LocalServer(self.service, self.saves, self.hand_over)
+        self.data: Final = DataServer(core, self.service, self.saves)
         if core.tracing is not None:
             _trace_sockets(self.local, self.data, core.tracing)
         #: Scrubs nothing before it is started.

@@ -28,7 +28,6 @@ from .lent_saves import LentSaves
 from .messages import parse
 from .saves import Saves
 from .service import CacheService
-from .sessions import ServiceConfig, Sessions
 
 log = structlog.get_logger("prefixd.local")
 
@@ -44,18 +43,11 @@ _RECEIVE_BYTES: Final = 64 * 2**10
 
 
 class LocalServer(Connections["_Connection"]):
-    """Listens on `config.local_socket`; `start` and `close` belong to the event loop."""
+    """Listens on `ServiceConfig.local_socket`; `start` and `close` belong to the event loop."""
 
-    def __init__(
-        self,
-        config: ServiceConfig,
-        sessions: Sessions,
-        service: CacheService,
-        saves: Saves,
-        hand_over: Handoff,
-    ) -> None:
-        super().__init__(config, sessions, service, saves)
-        self.path: Final = config.local_socket
+    def __init__(self, service: CacheService, saves: Saves, hand_over: Handoff) -> None:
+        super().__init__(service, saves)
+        self.path: Final = self.config.local_socket
         self.save_staged = saves.save_staged
         self.hand_over: Final = hand_over
         self.lent: Final = LentSaves(saves)

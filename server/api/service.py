@@ -52,7 +52,7 @@ class CacheService:
     def __init__(self, core: Core, sessions: Sessions, config: ServiceConfig) -> None:
         self._core = core
         self.sessions: Final = sessions
-        self._config = config
+        self.config: Final = config
         #: (keys, claim mode, deadline by `time.monotonic`) -> number of entries that were fetched
         #: from other nodes. None: this node shares nothing.
         self.fetcher: Callable[[Sequence[Key], ClaimMode, float], Awaitable[int]] | None = None
@@ -65,7 +65,7 @@ class CacheService:
     async def session(
         self, requests: AsyncIterator[pb.SessionRequest], caller: Caller
     ) -> AsyncGenerator[pb.SessionEvent, None]:
-        config = self._config
+        config = self.config
         if caller.access is not None:
             # This client came over TCP: it can read nothing in place.
             config = replace(config, local_socket="")
@@ -100,8 +100,8 @@ class CacheService:
         self, request: pb.LookupRequest, answer: LookupAnswer
     ) -> pb.LookupResponse:
         if request.brief:
-            return messages.brief_lookup_response(answer, self._config.incarnation)
-        return messages.lookup_response(answer, self._config.incarnation)
+            return messages.brief_lookup_response(answer, self.config.incarnation)
+        return messages.lookup_response(answer, self.config.incarnation)
 
     async def claim(self, request: pb.ClaimRequest, caller: Caller) -> pb.ClaimResponse:
         question = self._claim_asked(request, caller)
@@ -130,8 +130,8 @@ class CacheService:
             lease_ns=messages.milliseconds(
                 "lease_ms",
                 request.lease_ms,
-                default=self._config.claim_lease_ms,
-                most=self._config.claim_lease_ms,
+                default=self.config.claim_lease_ms,
+                most=self.config.claim_lease_ms,
             ),
             wait_until_ns=messages.wait_until(now_ns, request.wait_ms),
             now_ns=now_ns,
@@ -219,7 +219,7 @@ class CacheService:
                 with self._core.working():
                     async for response in responses:
                         # A client that does not read its answer holds memory that others need.
-                        with taken_within(self._config.stall_timeout_s, "what it reads"):
+                        with taken_within(self.config.stall_timeout_s, "what it reads"):
                             yield response
             finally:
                 # Reported last: a damaged entry may end the claim, and the reading with it.

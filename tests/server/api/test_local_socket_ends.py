@@ -20,6 +20,7 @@ from prefixd.proto.layout import crc32c
 from prefixd.proto.limits import MAX_BATCH_KEYS
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api.local_socket import LocalServer
+from prefixd.server.api.service import CacheService
 from prefixd.server.runtime import incoming
 from tests.support.bare import Bare, bare, claim_of, frame, served
 from tests.support.columns import StagedPart, staged
@@ -449,9 +450,7 @@ async def test_what_lies_at_its_place_is_a_leftover(tmp_path: Path) -> None:
         with pytest.raises(ConnectionRefusedError), bare(daemon):
             pass
         front = daemon.front
-        daemon.local_server = LocalServer(
-            front.config, front.sessions, front.service, front.saves, front.hand_over
-        )
+        daemon.local_server = LocalServer(front.service, front.saves, front.hand_over)
         await daemon.local_server.start()
         with bare(daemon) as connection:
             await connection.send(frame(lookup=LOOKUP))
@@ -465,13 +464,9 @@ async def test_what_is_no_socket_is_not_replaced(tmp_path: Path) -> None:
         there = tmp_path / "file"
         there.write_text("somebody's")
         front = daemon.front
-        other = LocalServer(
-            replace(front.config, local_socket=str(there)),
-            front.sessions,
-            front.service,
-            front.saves,
-            front.hand_over,
-        )
+        config = replace(front.config, local_socket=str(there))
+        service = CacheService(daemon.core, front.sessions, config)
+        other = LocalServer(service, front.saves, front.hand_over)
         with pytest.raises(FileExistsError, match="is no socket"):
             await other.start()
         assert there.read_text() == "somebody's"
