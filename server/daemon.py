@@ -26,11 +26,10 @@ from ..proto.errors import ConfigError, PrefixdError
 from ..tiers.heap import keep_large_blocks
 from ..tiers.store import Store, StoreError
 from . import assembly
-from .api.calls import remove_leftover
+from .api.connections import remove_leftover
 from .api.front import HEALTH_SERVICES, Front
-from .api.http import serve_metrics
+from .api.http import Board, serve_metrics
 from .api.metrics import StateCollector
-from .api.page import Board
 from .api.sessions import ServiceConfig
 from .certificates import Certificates, certificates_of
 from .config.budgets import Plan, resolve

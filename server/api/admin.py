@@ -1,232 +1,250 @@
-"""The `Admin` service: what operators see and order. Reads the live tables on the loop, in
-slices: nothing here keeps a client waiting, however much there is."""
+"""The `Admin` service: what operators see (`admin_views`), and what they do.
+
+Whatever takes long is done in slices, so that no client waits for it. Each call that changes the
+daemon leaves a line in the log that says who made it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from itertools import islice
 from typing import Final
+
+import structlog
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import CurveDisabled, InvalidSize, UnknownEntry
+from ...proto.errors import InvalidSize, MalformedMessage, UnknownSession
 from ...proto.index import unpack_row
 from ...proto.keys import Key
-from ...proto.namespaces import Namespace
-from ...proto.vocabulary import Tier
-from ...tiers.ledger import Admission, Ledger
-from ..core import state
+from ...proto.labels import check_label
+from ...proto.namespaces import tag_of
+from ...proto.vocabulary import DeleteStatus, Tier
 from ..core.checking import MAX_PROBLEMS
 from ..core.entries import EntryTable
 from ..core.events import Tick
-from ..core.histogram import Histogram
-from ..runtime.clock import Latencies
+from ..core.journal import EvictionCause
+from ..runtime.gate import stopping
 from ..runtime.loop import Core
 from ..runtime.recovery import collect_garbage
+from ..runtime.resizing import evict
 from ..runtime.scrubbing import Scrub
 from ..runtime.slices import Slices, recount
 from ..runtime.verification import Reading, Swept, Verifications
 from . import messages
+from .admin_views import AdminViews
 from .calls import Caller
-from .lists import detailed
-from .metrics import SCRUB_COUNTERS, TIER_COUNTERS, TIER_GAUGES, counters_dict, lag_dict
-from .operations import Operations, audit
-from .sessions import ServiceConfig
-from .usage import UsageBook, bounded
+from .service import delete_entries
+from .sessions import ServiceConfig, Sessions
 
-#: How often the client of a Verify hears how far it is.
-_PROGRESS_EVERY_S = 0.2
-#: Victims that a preview names: they are found at one moment.
-_MOST_VICTIMS: Final = 1_000
-_DEFAULT_QUARTERS = (1, 2, 4, 8, 16)
-#: See setup.py.
-COMPILED = not (state.__file__ or "").endswith(".py")
+log = structlog.get_logger("prefixd.audit")
+
+#: How often a drain checks whether anything is still held.
+_DRAIN_CHECK_S: Final = 0.02
+#: The part of health that says that the daemon drains.
+_DRAIN: Final = "drain"
+_LEVELS: Final = ("debug", "info", "warning", "error")
+#: Keys of a delete that the log names.
+_LOGGED_KEYS: Final = 8
+#: How often the client of a Verify hears of its progress.
+_PROGRESS_EVERY_S: Final = 0.2
 
 
-class AdminService(Operations):
+def audit(caller: Caller, action: str, **details: object) -> None:
+    """Log what an operator changes. gRPC does not tell the process at the other end: without a
+    token it is one that may open the operators' socket, of the daemon's user or of root."""
+    process, access = caller.process, caller.access
+    who = "an operator on the admin socket"
+    if access is not None:
+        who = f"the token {access.token!r} over TCP"
+    elif process is not None:
+        who = f"pid {process.pid}, uid {process.uid}"
+    log.info("admin_action", action=action, who=who, **details)
+
+
+class AdminService(AdminViews):
     """See prefixd.proto for what each rpc promises."""
 
     def __init__(
         self,
         core: Core,
         config: ServiceConfig,
+        sessions: Sessions,
         in_flight: Callable[[], Mapping[str, int]],
         scrubs: Mapping[Tier, Scrub],
-        usage: UsageBook,
-        latencies: Latencies | None = None,
     ) -> None:
-        """`in_flight`: what calls take of the daemon's memory, by name. `scrubs`: how the tiers
-        are doing that are read back in the background. `usage`: what clients count."""
-        super().__init__(core, usage)
-        self.latencies: Final = latencies
-        self._scrubs = scrubs
-        self._config = config
-        self._in_flight = in_flight
-        self._started_ns = core.clock.now_ns()
-        #: what was shared with other nodes, where anything is; set by the daemon
-        self.shared: Callable[[], Mapping[str, int]] = dict
-        self.shared_nodes: Callable[[], Sequence[pb.SharedNode]] = list
+        """See AdminViews."""
+        super().__init__(core, config, sessions, in_flight, scrubs)
+        #: Tells how the configuration changed, and (True) applies it. None: there is no file to
+        #: read again. The daemon sets this and the two below.
+        self.configurer: Callable[[bool], Awaitable[pb.ConfigureResponse]] | None = None
+        #: Called when an operator gives an option another value.
+        self.overridden: Callable[[str, object], None] = lambda _option, _value: None
+        #: Stops the daemon in order.
+        self.stopper: Callable[[], None] = lambda: None
 
-    # ---- what there is
+    # ---- entries
 
-    async def stats(self, request: pb.StatsRequest, _caller: Caller) -> pb.StatsResponse:
-        core, slices = self._core, Slices()
-        usage = {}
-        for label, sums in self._usage.items():
-            usage[label] = sums.message()
-            await slices.pause()
-        t = core.state.tables
-        unhealthy = core.unhealthy()
-        return pb.StatsResponse(
-            daemon_version=self._config.daemon_version,
-            compiled=COMPILED,
-            incarnation=self._config.incarnation,
-            uptime_ms=(core.clock.now_ns() - self._started_ns) // 1_000_000,
-            pid=os.getpid(),
-            tiers=[self._tier_stats(ledger) for ledger in t.ledgers.values()],
-            sessions=len(t.sessions),
-            claims=len(t.claims),
-            reservations=len(t.reservations),
-            waiters=len(t.waiting),
-            counters=counters_dict(core.state) | lag_dict(core.lag),
-            in_flight=self._in_flight(),
-            shared=self.shared(),
-            shared_nodes=self.shared_nodes(),
-            notices=core.notices(),
-            usage=usage,
-            stages=self._stages(),
-            oldest_claim_ms=t.oldest_claim_ns(core.clock.now_ns()) // 1_000_000,
-            health="; ".join(f"{name}: {why}" for name, why in unhealthy.items()) or "serving",
+    async def evict(self, request: pb.EvictRequest, caller: Caller) -> pb.EvictResponse:
+        core = self._core
+        if request.free_bytes == 0:
+            raise InvalidSize("free_bytes is 0; say how many bytes to free")
+        tiers = messages.tiers_of(request.tiers, core.stores) or tuple(core.stores)
+        results = []
+        for tier in tiers:
+            entries, freed = await evict(core, tier, request.free_bytes, EvictionCause.OPERATOR)
+            results.append(pb.EvictResult(tier=tier.value, entries=entries, freed_bytes=freed))  # type: ignore[arg-type]
+        audit(
+            caller,
+            "evict",
+            free_bytes=request.free_bytes,
+            tiers=[tier.label for tier in tiers],
+            entries=sum(result.entries for result in results),
+            freed_bytes=sum(result.freed_bytes for result in results),
         )
+        return pb.EvictResponse(results=results)
 
-    def _stages(self) -> Iterator[pb.StageTimes]:
-        committers = self._core.committers
-        stages: dict[str, Histogram] = {}
-        if self.latencies is not None:
-            stages |= {"claim": self.latencies.claim, "save": self.latencies.save}
-        stages |= {f"commit {tier.label}": taken for tier, taken in committers.latencies().items()}
-        stages |= {f"sync {tier.label}": taken for tier, taken in committers.syncs().items()}
-        stages |= {"restore": self._usage.restores(), "loop": self._core.lag.pulses}
-        for name, taken in stages.items():
-            times = map(bounded, taken.counts)
-            yield pb.StageTimes(stage=name, bounds_ns=taken.bounds, times=times)
-
-    def _tier_stats(self, ledger: Ledger) -> pb.TierStats:
-        counters = self._core.state.tables.tier_counters[ledger.tier]
-        store = self._core.stores[ledger.tier]
-        numbers = {name: getattr(counters, name) for name in TIER_COUNTERS}
-        numbers |= {name: getattr(ledger, name) for name in TIER_GAUGES}
-        del numbers["reservations"]  # the tables have them, over all tiers
-        return pb.TierStats(
-            tier=ledger.tier.value,  # type: ignore[arg-type]
-            policy=ledger.policy.name,
-            # What the tier keeps beside the arena is secured with it.
-            secured_bytes=ledger.budget_bytes - (store.size_bytes - store.secured_bytes),
-            payload_bytes=counters.payload_bytes,
-            state=self._core.devices.state(ledger.tier).value,
-            oldest_io_ms=self._core.devices.oldest_ns(ledger.tier) // 1_000_000,
-            scrub=self._scrub_stats(ledger.tier),
-            kept_bytes=self.resizing.kept_bytes(ledger.tier),
-            namespaces=[
-                pb.NamespaceStats(
-                    namespace=part.namespace,
-                    share_bytes=part.share_bytes,
-                    used_bytes=part.used_bytes,
-                    fixed_bytes=part.fixed_bytes,
-                    entries=part.used_entries,
-                )
-                for part in (ledger.shares.standings if ledger.shares is not None else ())
-            ],
-            **numbers,
-        )
-
-    def _scrub_stats(self, tier: Tier) -> pb.ScrubStats | None:
-        scrub = self._scrubs.get(tier)
-        if scrub is None:
-            return None
-        return pb.ScrubStats(
-            last_pass_unix_ns=scrub.last_pass_unix_ns,
-            progress_permille=int(1_000 * scrub.progress),
-            **{name: getattr(scrub, name) for name in SCRUB_COUNTERS},
-        )
-
-    async def inspect(self, request: pb.InspectRequest, _caller: Caller) -> pb.InspectResponse:
-        (key,) = messages.keys_of("key", [request.key])
-        entry = self._core.state.tables.entries.get(key)
-        if entry is None:
-            raise UnknownEntry(f"no entry {key.hex()}; it was evicted, or never published")
-        detail = messages.entry_detail(entry)
-        if not request.verify:
-            return pb.InspectResponse(entry=detail)
-        verdict = await self._core.verifications.verify(entry)
-        if verdict is None:
-            return pb.InspectResponse(entry=detail, problem="it left while it was read")
-        verified = verdict.reading is not Reading.FAILED
-        return pb.InspectResponse(entry=detail, verified=verified, problem=verdict.why)
-
-    # ---- room
-
-    async def preview(self, request: pb.PreviewRequest, _caller: Caller) -> pb.PreviewResponse:
-        t = self._core.state.tables
-        tier = messages.tier_of(request.tier, t.ledgers)
-        if not 0 < request.payload_bytes <= limits.MAX_PAYLOAD_BYTES:
-            raise InvalidSize(f"payload_bytes is {request.payload_bytes}; ask for at least 1")
-        ledger = t.ledgers[tier]
-        key = _key_of(request.namespace)
-        count = request.entries or 1
-        needed_bytes = count * self._core.stores[tier].stored_bytes(request.payload_bytes, 0)
-        if needed_bytes >= 2**63:
-            raise InvalidSize(f"{needed_bytes} bytes are more than any tier has")
-        admission = ledger.admission(needed_bytes, count, key)
-        victims = []
-        if admission is Admission.AFTER_EVICTION:
-            # The first of them, where they are many.
-            leaving = ledger.foretell(
-                needed_bytes // count, count, lambda key: t.entries[key].stored_bytes, key
-            )
-            victims = [t.entries[key] for key in islice(leaving, _MOST_VICTIMS)]
-        response = pb.PreviewResponse(
-            admissible=admission in (Admission.FITS, Admission.AFTER_EVICTION),
-            retryable=admission in (Admission.NO_ROOM, Admission.OVER_SHARE),
-            message=_ADMISSION_SENTENCES[admission].format(option=f"{tier.label}.shares"),
-            free_bytes=max(0, ledger.free_bytes),
-            unpinned_bytes=ledger.unpinned_bytes,
-            pinned_bytes=ledger.pinned_bytes,
-            reserved_bytes=ledger.reserved_bytes,
-            needed_bytes=needed_bytes,
-            evicted_bytes=sum(entry.stored_bytes for entry in victims),
-        )
-        await detailed(response.victims, victims, Slices())
+    async def drop(self, request: pb.DropRequest, caller: Caller) -> pb.DropResponse:
+        keys = messages.keys_of("keys", request.keys)
+        results = await delete_entries(self._core, None, keys)
+        response = pb.DropResponse(results=[r.value for r in results])  # type: ignore[misc]
+        dropped = results.count(DeleteStatus.DELETED)
+        first_keys = [key.hex() for key in keys[:_LOGGED_KEYS]]
+        audit(caller, "delete", keys=len(keys), deleted=dropped, first_keys=first_keys)
         return response
 
-    async def curve(self, request: pb.CurveRequest, _caller: Caller) -> pb.CurveResponse:
-        t = self._core.state.tables
-        tier = messages.tier_of(request.tier, t.ledgers)
-        if tier not in t.curves:
-            raise CurveDisabled("this daemon samples no curve; set server.curve_keys")
-        own_bytes = t.ledgers[tier].budget_bytes
-        if len(request.budget_bytes) > limits.MAX_BATCH_KEYS:
-            raise InvalidSize(f"at most {limits.MAX_BATCH_KEYS} budgets go into one call")
-        budgets = tuple(request.budget_bytes) or tuple(
-            own_bytes * quarters // 4 for quarters in _DEFAULT_QUARTERS
+    async def kick(self, request: pb.KickRequest, caller: Caller) -> pb.KickResponse:
+        session = self._core.state.tables.sessions.get(request.session_id)
+        listener = self._core.listener(request.session_id)
+        if session is None or listener is None:
+            raise UnknownSession(f"there is no session {request.session_id}")
+        listener.ended(UnknownSession("an operator ended this session; open a new one"))
+        audit(caller, "kick", session=request.session_id, owner=session.owner)
+        return pb.KickResponse()
+
+    async def configure(self, request: pb.ConfigureRequest, caller: Caller) -> pb.ConfigureResponse:
+        if self.configurer is None:
+            return pb.ConfigureResponse()
+        response = await self.configurer(request.apply)
+        if request.apply:
+            live = [each.option for each in response.changed if each.live]
+            audit(caller, "reload", changed=live)
+        return response
+
+    async def clear(self, request: pb.ClearRequest, caller: Caller) -> pb.ClearResponse:
+        core = self._core
+        tiers = set(messages.tiers_of(request.tiers, core.stores) or core.stores)
+        label = check_label(request.namespace)
+        # Labels don't survive a restart; the tag in a key, which names its namespace, does.
+        tag = tag_of(label)
+        response = pb.ClearResponse()
+        slices = Slices()
+        for shard in core.state.tables.entries.shards:
+            stored_bytes: dict[Key, int] = {}
+            for entry in shard.values():
+                if entry.tier in tiers:
+                    if entry.label == label or entry.key.endswith(tag):
+                        stored_bytes[entry.key] = entry.stored_bytes
+                    else:
+                        response.unknown_entries += not entry.label
+            results = await delete_entries(core, None, tuple(stored_bytes))
+            for key, result in zip(stored_bytes, results, strict=True):
+                if result is DeleteStatus.DELETED:
+                    response.entries += 1
+                    response.freed_bytes += stored_bytes[key]
+                response.pinned_entries += result is DeleteStatus.PINNED
+            await slices.pause()
+        audit(
+            caller,
+            "clear",
+            namespace=label,
+            tiers=[tier.label for tier in sorted(tiers)],
+            entries=response.entries,
         )
-        curve = t.curves[tier].estimate()
-        return pb.CurveResponse(
-            points=[
-                pb.CurvePoint(budget_bytes=budget, hit_tokens=round(curve.at(budget)))
-                for budget in budgets
-            ],
-            budget_bytes=own_bytes,
-            hit_tokens=t.tier_counters[tier].hit_tokens,
-            total_tokens=round(curve.total),
-            sampled_keys=curve.keys,
-            sampled_tokens=round(curve.total * curve.rate),
+        return response
+
+    async def resize(self, request: pb.ResizeRequest, caller: Caller) -> pb.ResizeResponse:
+        core = self._core
+        tier = messages.tier_of(request.tier, core.state.tables.ledgers)
+        if not 0 < request.budget_bytes < 2**63:
+            raise InvalidSize("say how many bytes; a tier is switched off with a restart only")
+        before_bytes = core.state.tables.ledgers[tier].budget_bytes
+        resized = await self.resizing.resize(tier, request.budget_bytes)
+        self.overridden(f"{tier.label}.budget", resized.budget_bytes)
+        kept_bytes = self.resizing.kept_bytes(tier)
+        audit(
+            caller,
+            "resize",
+            tier=tier.label,
+            before_bytes=before_bytes,
+            budget_bytes=resized.budget_bytes,
+            entries=resized.entries,
+            kept_bytes=kept_bytes,
+        )
+        store = core.stores[tier]
+        return pb.ResizeResponse(
+            budget_bytes=resized.budget_bytes,
+            entries=resized.entries,
+            freed_bytes=resized.freed_bytes,
+            kept_bytes=kept_bytes,
+            secured_bytes=resized.budget_bytes - (store.size_bytes - store.secured_bytes),
         )
 
-    # ---- order
+    # ---- the daemon
+
+    async def drain(self, request: pb.DrainRequest, caller: Caller) -> pb.DrainResponse:
+        core = self._core
+        if request.resume and (request.stop or request.within_ms):
+            raise MalformedMessage("resume goes with nothing else")
+        within_s = (
+            messages.milliseconds("within_ms", request.within_ms, 0, limits.MAX_LEASE_MS) / 1e9
+        )
+        if core.gate.stopping:
+            raise stopping()
+        audit(caller, "resume" if request.resume else "drain", stop=request.stop)
+        core.gate.drained = not request.resume
+        if request.resume:
+            core.health.conditions.pop(_DRAIN, None)
+            return self._drained()
+        core.health.conditions[_DRAIN] = "an operator drained it: no new sessions, claims or saves"
+        deadline_s = asyncio.get_running_loop().time() + within_s
+        while not self._drained().drained and asyncio.get_running_loop().time() < deadline_s:
+            await asyncio.sleep(_DRAIN_CHECK_S)
+            if not core.gate.drained:
+                break  # another call has resumed meanwhile
+        response = self._drained()
+        log.info("drained", done=response.drained, claims=response.claims)
+        if request.stop and core.gate.drained:
+            self.stopper()
+        return response
+
+    def _drained(self) -> pb.DrainResponse:
+        t = self._core.state.tables
+        response = pb.DrainResponse(
+            claims=len(t.claims),
+            reservations=len(t.reservations),
+            calls=self._core.calls_working,
+            sessions=len(t.sessions),
+        )
+        held = response.claims or response.reservations or response.calls
+        response.drained = self._core.gate.drained and not held
+        return response
+
+    async def set_log_level(
+        self, request: pb.SetLogLevelRequest, caller: Caller
+    ) -> pb.SetLogLevelResponse:
+        if request.level not in _LEVELS:
+            raise MalformedMessage(f"a log level is one of {', '.join(_LEVELS)}")
+        root = logging.getLogger()
+        before = logging.getLevelName(root.level).lower()
+        audit(caller, "log_level", before=before, level=request.level)
+        root.setLevel(request.level.upper())
+        self.overridden("log.level", request.level)
+        return pb.SetLogLevelResponse(before=before)
+
+    # ---- upkeep
 
     async def gc(self, request: pb.GcRequest, caller: Caller) -> pb.GcResponse:
         core = self._core
@@ -243,17 +261,17 @@ class AdminService(Operations):
         )
 
     async def check(self, request: pb.CheckRequest, _caller: Caller) -> pb.CheckResponse:
-        core = self._core
-        response = pb.CheckResponse()
-        found = _Problems(response)
-        problems, count = await recount(core.state)
-        found.add(problems, count)
-        await self._check_index(found)
-        response.entries = len(core.state.tables.entries)
+        problems, count = await recount(self._core.state)
+        response = pb.CheckResponse(problem_count=count, problems=problems[:MAX_PROBLEMS])
+        async for problem in self._index_problems():
+            response.problem_count += 1
+            if len(response.problems) < MAX_PROBLEMS:
+                response.problems.append(problem)
+        response.entries = len(self._core.state.tables.entries)
         return response
 
-    async def _check_index(self, found: _Problems) -> None:
-        """The index has to say what the state says; what it has no room for, it may lack."""
+    async def _index_problems(self) -> AsyncGenerator[str, None]:
+        """What the index says that the state does not. It may lack what it has no room for."""
         index, entries = self._core.index, self._core.state.tables.entries
         if index.revoked:
             return
@@ -265,16 +283,16 @@ class AdminService(Operations):
                 listed = unpack_row(row)
                 entry = entries.find(listed.key)
                 if entry is None:
-                    found.add([f"the index lists {listed.key.hex()}, which is not there"])
+                    yield f"the index lists {listed.key.hex()}, which is not there"
                 elif (entry.generation, entry.location) != (listed.generation, listed.location):
-                    found.add([f"the index has something else for {listed.key.hex()}"])
+                    yield f"the index has something else for {listed.key.hex()}"
             if not start:
                 break
             await slices.pause()
             if index is not self._core.index:
                 return  # it was replaced, and is closed
         if len(index) + index.stats().unlisted < len(entries):
-            found.add([f"the index lacks {len(entries) - len(index)} entries"])
+            yield f"the index lacks {len(entries) - len(index)} entries"
 
     async def verify(
         self, request: pb.VerifyRequest, caller: Caller
@@ -283,8 +301,8 @@ class AdminService(Operations):
         tiers = messages.tiers_of(request.tiers, core.stores) or tuple(core.stores)
         counters = core.state.tables.tier_counters
         report = _Verified({tier: counters[tier].payload_bytes for tier in tiers})
-        # A task of its own: the client hears of us also while a device takes its time.
-        reading = asyncio.create_task(report.through(core.verifications, core.state.tables.entries))
+        # In a task of its own, so that the client hears of progress while a device takes its time.
+        reading = asyncio.create_task(report.read(core.verifications, core.state.tables.entries))
         try:
             while not reading.done():
                 await asyncio.wait({reading}, timeout=_PROGRESS_EVERY_S)
@@ -304,36 +322,25 @@ class AdminService(Operations):
             )
 
 
-def _key_of(namespace: str) -> Key:
-    """Any key of a namespace; of none, if there is no name. Raises InvalidSize."""
-    key = Key(bytes(limits.KEY_BYTES))
-    if not namespace:
-        return key
-    try:
-        return Namespace(namespace).stored([key])[0]
-    except ValueError as problem:
-        raise InvalidSize(str(problem)) from None
-
-
 class _Verified:
-    """What a Verify has found so far."""
+    """Reads tiers back, and adds up what it finds."""
 
     def __init__(self, tier_bytes: Mapping[Tier, int]) -> None:
-        """`tier_bytes`: what each tier holds, by which its part of the progress is weighed."""
+        """`tier_bytes`: payload bytes of each tier, which weigh its part of the progress."""
         self._weights: Final = {tier: max(1, size) for tier, size in tier_bytes.items()}
-        self._behind = 0
-        self._told = 0
+        self._done_weight = 0
+        self._named = 0
         self.totals: Final = pb.VerifyResponse()
 
-    async def through(self, verifications: Verifications, entries: EntryTable) -> None:
+    async def read(self, verifications: Verifications, entries: EntryTable) -> None:
         total = sum(self._weights.values())
         for tier, weight in self._weights.items():
             async with aclosing(verifications.sweep(entries, tier)) as steps:
                 async for swept in steps:
                     self._add(swept)
-                    behind = self._behind + swept.share * weight
-                    self.totals.progress_permille = int(1_000 * behind / total)
-            self._behind += weight
+                    done_weight = self._done_weight + swept.share * weight
+                    self.totals.progress_permille = int(1_000 * done_weight / total)
+            self._done_weight += weight
 
     def _add(self, swept: Swept) -> None:
         totals = self.totals
@@ -342,49 +349,22 @@ class _Verified:
             name = f"entry {entry.key.hex()}"
             if verdict.reading is Reading.FAILED:
                 totals.unreadable_entries += 1
-                self._say(f"{name} could not be read: {verdict.why}")
+                self._name(f"{name} could not be read: {verdict.why}")
                 continue
             totals.entries += 1
             if verdict.reading is Reading.DAMAGED:
                 totals.damaged_entries += 1
-                self._say(f"{name}: {verdict.why}")
+                self._name(f"{name}: {verdict.why}")
 
-    def _say(self, problem: str) -> None:
-        if self._told < MAX_PROBLEMS:
-            self._told += 1
+    def _name(self, problem: str) -> None:
+        if self._named < MAX_PROBLEMS:
+            self._named += 1
             self.totals.problems.append(problem)
 
     def message(self, *, done: bool = False) -> pb.VerifyResponse:
+        """The totals, and the problems that were found since the last message."""
         message = pb.VerifyResponse()
         message.CopyFrom(self.totals)
         message.done = done
         del self.totals.problems[:]
         return message
-
-
-class _Problems:
-    """The problems of a response, which has to fit into a message."""
-
-    def __init__(self, response: pb.CheckResponse) -> None:
-        self.response = response
-
-    def add(self, problems: Sequence[str], count: int = 0) -> None:
-        """`count`: how many there are in all, if these are only the first."""
-        response = self.response
-        response.problem_count += count or len(problems)
-        response.problems.extend(problems[: MAX_PROBLEMS - len(response.problems)])
-
-
-_ADMISSION_SENTENCES = {
-    Admission.FITS: "it fits without evicting anything",
-    Admission.AFTER_EVICTION: "it fits after evicting the victims",
-    Admission.NO_ROOM: "everything that could go is pinned or reserved; retrying may help",
-    Admission.TOO_LARGE: "it is larger than the tier; retrying can't help",
-    Admission.OVER_SHARE: (
-        "with what is pinned and reserved it would take what {option} gives to other namespaces; "
-        "retrying may help"
-    ),
-    Admission.ABOVE_SHARES: (
-        "it is larger than what {option} leaves to the namespace; retrying can't help"
-    ),
-}

@@ -1,8 +1,8 @@
 """The calls of the data socket that move payloads: read, fetch, save.
 
-The services decide what may be moved (`service`, `saves`); worker threads move it (`raw_bytes`), a
-turn at a time, between which the claim is looked at and others have their turn. What a slow client
-can hold is bounded by the quotas of reads and saves, for how long by `stall_timeout`.
+The services decide what may be moved (`service`, `saves`). Worker threads move it, a turn at a time
+(`data_transfers`); between two turns the claim is checked and other calls run. Quotas bound the
+memory that slow clients hold, and `stall_timeout` for how long.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from ...proto import data, limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import ClaimLost, InvalidBatch, UnknownEntry
 from ..core.answers import ReleaseAnswer
-from ..core.events import BytesRead, ReleaseAsked
+from ..core.events import BytesRead
 from ..runtime.incoming import Incoming
 from ..runtime.loop import Core
 from ..runtime.slices import Slices
 from . import messages
-from .calls import Caller, PlainCaller
-from .data_frames import DataFrames
-from .raw_bytes import Progress, Receiving, Sending, SentRange
+from .calls import Caller, PlainCaller, to_its_end
+from .data_streams import DataFrames
+from .data_transfers import Progress, Receiving, Sending, SentRange
 from .saves import Refusals, Saves, results_of
 from .service import READ_BYTES, CacheService, bounds_of
-from .streams import to_its_end
 
-#: Fewer bytes than this are moved on the loop: to wake a thread takes as long.
+#: Fewer bytes than this are moved on the loop: waking a thread takes as long.
 _INLINE_BYTES: Final = 256 * 2**10
-#: What a save takes of the daemon's memory: what the socket holds, and a piece for a disk.
+#: What a save occupies of the daemon's memory: what the socket holds, and a piece for a disk.
 _SAVE_BYTES: Final = 4 * limits.CHUNK_BYTES
 _READ_END: Final = pb.DataResponse(read_end=pb.ReadEnd())
 
@@ -45,53 +44,53 @@ class DataCalls:
     # ---- out
 
     async def read(self, request: pb.ReadRequest, caller: Caller, frames: DataFrames) -> None:
-        session = self._service.session_of(request.session, caller).number
+        session = self._service.sessions.prove(request.session, caller).number
         async with self._service.reads.room(READ_BYTES, session):
             claim = request.claim_id
             ranges = await self._ranges(session, claim, request.ranges)
             sending = Sending(self._core, frames.stream, ranges)
-            async with self._told(sending):
+            async with self._reported(sending):
                 await self._send(session, claim, sending, frames)
         await frames.tell(_READ_END)
 
     async def fetch(self, request: pb.FetchRequest, caller: Caller, frames: DataFrames) -> None:
-        """A claim that ends with the last byte."""
+        """A read under a claim of its own, which ends with the last byte."""
         columns = request.room_bytes or request.generations
         if len(columns) != len(request.keys) or (request.room_bytes and request.generations):
             raise InvalidBatch("a fetch names the generation of each key, or the room for each")
-        session = self._service.session_of(request.session, caller).number
+        session = self._service.sessions.prove(request.session, caller).number
         messages.batch_of("keys", request.keys)  # before they are copied
         async with self._service.reads.room(READ_BYTES, session):
-            asked = pb.ClaimRequest(
+            wanted = pb.ClaimRequest(
                 session=request.session,
                 keys=request.keys,
                 mode=request.mode,
                 brief=not request.room_bytes,
             )
-            granted = self._service.claim_now(asked, PlainCaller(caller.access))
+            granted = self._service.claim_now(wanted, PlainCaller(caller.access))
             claim, held = granted.claim_id, not granted.claim_id
             try:
                 sending = await self._fetched(session, request, granted, frames)
-                # Reported after the release: a damaged entry ends the claim on the others, too.
-                async with self._told(sending):
+                # Failures are reported after the release: a damaged entry would end the claim.
+                async with self._reported(sending):
                     await self._send(session, claim, sending, frames)
                     if claim:
-                        question = self._release_of(session, claim)
+                        question = self._service.release_of(session, [claim])
                         (result,) = self._core.ask_now(question, ReleaseAnswer).results
                         held = result.value == pb.RELEASE_STATUS_RELEASED
                     if held:
                         await frames.tell(_READ_END)
             finally:
                 if not held:
-                    self._core.post(self._release_of(session, claim))
+                    self._core.post(self._service.release_of(session, [claim]))
         if not held:
             raise ClaimLost("the claim was lost; throw away what was read under it")
 
     async def _fetched(
         self, session: int, request: pb.FetchRequest, granted: pb.ClaimResponse, frames: DataFrames
     ) -> Sending:
-        """What a fetch sends of its claim. Raises UnknownEntry unless that is on exactly what the
-        client means."""
+        """What a fetch sends of its claim. Raises UnknownEntry if the client named generations
+        and the claim does not hold exactly these."""
         if not request.room_bytes:
             if list(granted.generations) != list(request.generations):
                 raise UnknownEntry("some entries are gone or were replaced since they were found")
@@ -108,20 +107,16 @@ class DataCalls:
             for number, (entry, room_bytes) in enumerate(zip(entries, rooms_bytes, strict=True))
             if entry.payload_bytes == room_bytes
         ]
-        granted.ClearField("claim_id")  # it is given back without the client
+        granted.ClearField("claim_id")  # the daemon releases it, not the client
         head = data.frame(pb.DataResponse(claim=granted))
         return Sending(self._core, frames.stream, fitting, head)
 
-    def _release_of(self, session: int, claim: int) -> ReleaseAsked:
-        core = self._core
-        return ReleaseAsked(core.next_request(), session, (claim,), core.clock.now_ns())
-
     async def _send(self, session: int, claim: int, sending: Sending, frames: DataFrames) -> None:
-        """All of it, as long as the claim holds."""
+        """Send everything, as long as the claim holds."""
         service, core, slices = self._service, self._core, Slices()
         ranges = sending.ranges
-        whole_bytes = sum(wanted.end - wanted.start for wanted in ranges)
-        tier = max((wanted.entry.tier for wanted in ranges), default=None)
+        whole_bytes = sum(each.end - each.start for each in ranges)
+        tier = max((each.entry.tier for each in ranges), default=None)
         inline = tier is None or (whole_bytes <= _INLINE_BYTES and not core.stores[tier].blocking)
         try:
             with core.working():
@@ -137,28 +132,28 @@ class DataCalls:
                         progress = await to_its_end(core.devices.run(tier, sending.run))
                     if progress is Progress.WAITING:
                         await frames.until_ready()
-                # The last bytes left while the claim held, or nothing that was sent counts.
+                # What was sent counts only if the claim still held when the last byte left.
                 if ranges:
                     service.claimed(session, claim)
         finally:
             frames.may_tell = frames.in_step = sending.between_parts
 
     async def _ranges(
-        self, session: int, claim: int, asked: Sequence[pb.ReadRange]
+        self, session: int, claim: int, requested: Sequence[pb.ReadRange]
     ) -> list[SentRange]:
-        messages.batch_of("ranges", asked)
+        messages.batch_of("ranges", requested)
         entries = self._service.claimed(session, claim)
         found, slices = [], Slices()
-        for number, wanted in enumerate(asked):
-            entry, start, end = bounds_of(number, wanted, entries)
+        for number, each in enumerate(requested):
+            entry, start, end = bounds_of(number, each, entries)
             if end > start:
-                found.append(SentRange(number, entry, wanted.token_ids, start, end))
+                found.append(SentRange(number, entry, each.token_ids, start, end))
             await slices.pause()
         return found
 
     @asynccontextmanager
-    async def _told(self, sending: Sending) -> AsyncIterator[None]:
-        """Report what was sent and what could not be read, once no thread sends any more."""
+    async def _reported(self, sending: Sending) -> AsyncIterator[None]:
+        """Report what was sent and what could not be read, after the last turn."""
         core = self._core
         began_ns = 0 if core.tracing is None else core.tracing.now_ns()
         try:
@@ -168,31 +163,28 @@ class DataCalls:
                 core.post(BytesRead(tier, sent_bytes, core.clock.now_ns()))
                 if core.tracing is not None:
                     core.tracing.read(tier, sent_bytes, began_ns)
-            await self._service.report(sending.unreadable, sending.damaged)
+            await self._service.report(sending.failures)
 
     # ---- in
 
     async def save(self, request: pb.RawSaveRequest, caller: Caller, frames: DataFrames) -> None:
-        saves, core = self._saves, self._core
-        membership, reserved = saves.opened(request, caller)
+        saves = self._saves
+        membership = saves.opened(request, caller)
         async with saves.arriving.room(_SAVE_BYTES, membership.number):
-            with core.working(), saves.timed():
-                if reserved is None:
-                    refusals, incoming = await saves.begin_save(request, membership)
-                else:
-                    refusals, incoming = await saves.begin_reserved(reserved, membership)
+            with saves.measured():
+                refusals, incoming = await saves.begin(request, membership)
                 async with incoming.to_the_end():
                     await self._receive(refusals, incoming, frames)
                 results = await results_of(refusals, incoming)
         await frames.tell(pb.DataResponse(save=pb.SaveResponse(results=results)))
 
     async def _receive(self, refusals: Refusals, incoming: Incoming, frames: DataFrames) -> None:
-        wanted = [number for number, refused in enumerate(refusals) if refused is None]
-        if not wanted:
+        granted = [number for number, refused in enumerate(refusals) if refused is None]
+        if not granted:
             return
-        await frames.tell(pb.DataResponse(save_ready=pb.SaveReady(items=wanted)))
+        await frames.tell(pb.DataResponse(save_ready=pb.SaveReady(items=granted)))
         frames.in_step = False
-        receiving = Receiving(frames.stream, [incoming.write_of(number) for number in wanted])
+        receiving = Receiving(frames.stream, [incoming.write_of(number) for number in granted])
         blocking = self._core.stores[receiving.tier].blocking
         while not receiving.complete:
             inline = receiving.left_bytes <= _INLINE_BYTES and not blocking
@@ -201,7 +193,7 @@ class DataCalls:
             receiving.aim()
             await incoming.take_turn(receiving, inline=inline)
             if incoming.broken is not None:
-                return  # which whoever waits for the end of it raises
+                return  # the wait for the end of the save raises it
             if receiving.starved:
                 await frames.until_ready()
         frames.in_step = True

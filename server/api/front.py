@@ -1,50 +1,55 @@
-"""Everything that stands in front of a running core, put together: sessions, services, the local
-socket, the data socket, and the two gRPC servers, of workers and of operators."""
+"""Puts together what stands in front of a running core: sessions, services, the local socket, the
+data socket, and the two gRPC servers, for workers and for operators."""
 
 from __future__ import annotations
 
 import ssl
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final
 
 import grpc
+from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import NotPermitted
+from ..runtime.listeners import Tracing
 from ..runtime.loop import Core
 from ..runtime.scrubbing import Scrubber
 from ..runtime.staging import StagingPool
 from .access import ADMIN_ROLES, CACHE_ROLES, Access, Role, Tokens
 from .admin import AdminService
-from .data_calls import DataCalls
 from .data_socket import DataServer
-from .grpc_adapter import Context, Guard, Method, OneMessage, Streaming, Unary, add_service
+from .grpc_adapter import Context, Guard, Method, OneMessage, add_service, methods_of
 from .hand_over import Handoff
 from .local_socket import LocalServer
 from .saves import Saves
 from .service import CacheService
 from .sessions import ServiceConfig, Sessions
-from .traced import trace_sockets, traced_methods
 from .watching import Watching
 
 _CACHE: Final = pb.DESCRIPTOR.services_by_name["Cache"]
 _ADMIN: Final = pb.DESCRIPTOR.services_by_name["Admin"]
-#: What health is asked of; "" is the daemon as a whole.
+#: The services whose health can be asked for; "" is the daemon as a whole.
 HEALTH_SERVICES: Final = ("", _CACHE.full_name, _ADMIN.full_name)
-#: What a client may send on one stream before the daemon takes it: the window does not grow with
-#: what a connection could carry, for it is memory of the daemon's.
+#: What a client may send on one stream before the daemon reads it. This window occupies memory of
+#: the daemon, so it does not grow with the bandwidth of a connection.
 _WINDOW_BYTES: Final = 2**20
-#: After this time without a message a connection is asked whether it still is one.
+#: After this time without a message gRPC pings the client.
 _KEEPALIVE_MS: Final = 30_000
 _KEEPALIVE_TIMEOUT_MS: Final = 10_000
 _HEADER: Final = "authorization"
+#: This rpc is not traced: its stream lasts as long as its client.
+_UNTRACED = "Session"
+#: Requests that no client waits for an answer to: they are not traced either.
+_UNANSWERED = ("give_back",)
 
 
 class Front:
-    """Owned by the event loop. Its servers listen where, and start when, the daemon says."""
+    """Owned by the event loop. The daemon binds and starts its servers."""
 
     def __init__(self, core: Core, config: ServiceConfig) -> None:
         self._core = core
@@ -60,40 +65,26 @@ class Front:
         self.service: Final = CacheService(core, self.sessions, config)
         self.saves: Final = Saves(core, self.sessions, self.stagings, config)
         self.hand_over: Final = Handoff(core, self.stagings)
-        self.local: Final = LocalServer(
-            config, self.sessions, self.service, self.saves, self.hand_over
-        )
-        self.data: Final = DataServer(
-            config,
-            self.sessions,
-            self.service,
-            self.saves,
-            DataCalls(core, self.service, self.saves),
-            core.supervisor,
-        )
+        self.local: Final = LocalServer(self.service, self.saves, self.hand_over)
+        self.data: Final = DataServer(core, self.service, self.saves)
         if core.tracing is not None:
-            trace_sockets(self.local, self.data, core.tracing)
-        #: does not work before it is started
+            _trace_sockets(self.local, self.data, core.tracing)
+        #: Scrubs nothing before it is started.
         self.scrubber: Final = Scrubber(core, config.scrub_bytes_per_second)
         self.admin: Final = AdminService(
-            core,
-            config,
-            self.in_flight,
-            self.scrubber.scrubs,
-            self.sessions.usage,
-            self.sessions.latencies,
+            core, config, self.sessions, self.in_flight, self.scrubber.scrubs
         )
         self.watching: Final = Watching(core, config)
         self.health: Final = health.aio.HealthServicer()
-        #: gRPC for workers and, apart from them, for operators; neither listens yet
-        self.workers: Final = self._server({_CACHE.full_name: self._cache_methods()})
-        self.operators: Final = self._server({_ADMIN.full_name: self._admin_methods()})
-        #: who may call over TCP; None: everybody who connects, except operators
+        #: gRPC for workers and, on a server of its own, for operators. Neither listens yet.
+        self.workers: Final = self._server({_CACHE: self._cache_methods()})
+        self.operators: Final = self._server({_ADMIN: self._admin_methods()})
+        #: Who may call over TCP. None: everybody who connects may, but nobody as an operator.
         self.tokens: Tokens | None = None
 
     def use_tokens(self, newer: Tokens) -> None:
-        """Take these instead, and end the sessions and watchers whose token is not there any more,
-        or gives something else."""
+        """Accept these tokens instead. Ends the sessions and watchers whose token is gone or grants
+        something else now."""
         assert self.tokens is not None
         self.tokens.use(newer)
         self.sessions.namespaces.learn(self.tokens.namespaces)
@@ -105,36 +96,35 @@ class Front:
                 listener.ended(NotPermitted("the token of this session is not known any more"))
 
     def secure_with(self, context: ssl.SSLContext) -> None:
-        """Other certificates for new connections to the data socket, if it has TLS."""
+        """Use other certificates for new connections to the data socket, if it has TLS."""
         if self.data.handshakes is not None:
             self.data.handshakes.context = context
 
     def remote(self, tokens: Tokens | None) -> grpc.aio.Server:
-        """gRPC over TCP. Operators are served there only with a token that says so."""
+        """Make the gRPC server for TCP. It serves operators only with a token of the role admin."""
         self.tokens = tokens
-        services = {_CACHE.full_name: self._cache_methods()}
+        services = {_CACHE: self._cache_methods()}
         if tokens is None:
             return self._server(services)
         self.sessions.namespaces.learn(tokens.namespaces)
         for name in sorted(tokens.namespaces):
-            self.sessions.usage.of(name)  # labels that come later have no place kept for them
-        services[_ADMIN.full_name] = self._admin_methods()
+            self.sessions.usage.of(name)  # reserves its place: the number of labels is bounded
+        services[_ADMIN] = self._admin_methods()
         guards = {
-            _CACHE.full_name: {name: _guard(tokens, role) for name, role in CACHE_ROLES.items()},
-            _ADMIN.full_name: {
-                name: _guard(tokens, ADMIN_ROLES.get(name, Role.ADMIN))
-                for name in services[_ADMIN.full_name]
+            _CACHE: {name: _guard(tokens, role) for name, role in CACHE_ROLES.items()},
+            _ADMIN: {
+                name: _guard(tokens, ADMIN_ROLES.get(name, Role.ADMIN)) for name in services[_ADMIN]
             },
         }
         return self._server(services, guards)
 
     def close(self) -> None:
-        """Give the memory of clients back, once nothing is served any more."""
+        """End watchers and free the clients' staging memory, once nothing is served any more."""
         self.watching.close()
         self.stagings.close_all()
 
     def in_flight(self) -> dict[str, int]:
-        """Memory that calls use at this moment, and how many calls were refused for lack of it."""
+        """Memory that calls occupy now, and how many calls were refused for lack of it."""
         return {
             "read_stream_bytes": self.service.reads.used_bytes,
             "save_stream_bytes": self.saves.arriving.used_bytes,
@@ -160,58 +150,22 @@ class Front:
         }
 
     def _cache_methods(self) -> dict[str, Method]:
-        service, saves = self.service, self.saves
-        methods: dict[str, Method] = {
-            "Session": Streaming(service.session),
-            "Lookup": Unary(service.lookup),
-            "Claim": Unary(service.claim),
-            "Release": Unary(service.release),
-            "Read": Streaming(service.read),
-            "Reserve": Unary(saves.reserve),
-            "Cancel": Unary(saves.cancel),
-            "Delete": Unary(service.delete),
-            "Pull": Unary(service.pull),
-            "Save": Unary(saves.save),
-            "SaveWhole": OneMessage(saves.save_whole),
-            "Write": Unary(saves.write),
-        }
+        methods = methods_of(_CACHE, self.service, self.saves)
+        methods["SaveWhole"] = OneMessage(self.saves.save_whole)
         tracing = self._core.tracing
-        return methods if tracing is None else traced_methods(methods, tracing)
+        return methods if tracing is None else _traced(methods, tracing)
 
     def _admin_methods(self) -> dict[str, Method]:
-        admin = self.admin
-        return {
-            "Stats": Unary(admin.stats),
-            "ListEntries": Unary(admin.list_entries),
-            "Inspect": Unary(admin.inspect),
-            "ListClaims": Unary(admin.list_claims),
-            "ListReservations": Unary(admin.list_reservations),
-            "ListSessions": Unary(admin.list_sessions),
-            "Preview": Unary(admin.preview),
-            "Evict": Unary(admin.evict),
-            "Curve": Unary(admin.curve),
-            "Drop": Unary(admin.drop),
-            "Kick": Unary(admin.kick),
-            "Configure": Unary(admin.configure),
-            "Gc": Unary(admin.gc),
-            "Check": Unary(admin.check),
-            "Verify": Streaming(admin.verify),
-            "Resize": Unary(admin.resize),
-            "Drain": Unary(admin.drain),
-            "SetLogLevel": Unary(admin.set_log_level),
-            "Why": Unary(admin.why),
-            "Clear": Unary(admin.clear),
-            "Watch": Streaming(self.watching.watch),
-        }
+        return methods_of(_ADMIN, self.admin, self.watching)
 
     def _server(
         self,
-        services: Mapping[str, Mapping[str, Method]],
-        guards: Mapping[str, Mapping[str, Guard]] | None = None,
+        services: Mapping[ServiceDescriptor, Mapping[str, Method]],
+        guards: Mapping[ServiceDescriptor, Mapping[str, Guard]] | None = None,
     ) -> grpc.aio.Server:
         config = self.config
         server = grpc.aio.server(
-            # The stream of a session is a call, too, and so is that of a watcher.
+            # The streams of sessions and watchers count as calls, too.
             maximum_concurrent_rpcs=config.max_rpcs + config.max_sessions + config.max_watchers,
             options=[
                 ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
@@ -224,11 +178,14 @@ class Front:
                 ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
             ],
         )
-        for name, methods in services.items():
-            service = pb.DESCRIPTOR.pool.FindServiceByName(name)
-            add_service(server, service, methods, guards[name] if guards else None)
+        for service, methods in services.items():
+            add_service(server, service, methods, guards[service] if guards else None)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
-        names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        names = [
+            *(each.full_name for each in services),
+            health.SERVICE_NAME,
+            reflection.SERVICE_NAME,
+        ]
         reflection.enable_server_reflection(names, server)
         return server
 
@@ -236,8 +193,38 @@ class Front:
 def _guard(tokens: Tokens, needed: Role) -> Guard:
     def permit(context: Context) -> Access:
         given = [value for name, value in context.invocation_metadata() or () if name == _HEADER]
-        # With two headers it is not known which one counts.
+        # Two headers are as good as none: it is not known which one counts.
         authorization = given[0] if len(given) == 1 else ""
         return tokens.permit(needed, str(authorization))
 
     return permit
+
+
+def _traced(methods: Mapping[str, Method], tracing: Tracing) -> dict[str, Method]:
+    """The methods of the `Cache` service over gRPC, with a span for each call."""
+    traced = dict(methods)
+    for name, method in methods.items():
+        if name != _UNTRACED:
+            call: Any = tracing.rpc(name, "grpc", method.call)
+            traced[name] = replace(method, call=call)
+    return traced
+
+
+def _trace_sockets(local: LocalServer, data: DataServer, tracing: Tracing) -> None:
+    """Make a span for each call over the local and the data socket."""
+    _trace_methods(local.methods, "local", tracing)
+    _trace_methods(local.at_once, "local", tracing)
+    _trace_methods(data.methods, "data", tracing)
+    _trace_methods(data.at_once, "data", tracing)
+    _trace_methods(data.moving, "data", tracing)
+    local.save_staged = tracing.rpc("SaveStaged", "local", local.save_staged, caller_at=2)
+
+
+def _trace_methods(
+    methods: dict[str, Callable[..., Any]], transport: str, tracing: Tracing
+) -> None:
+    for kind, method in methods.items():
+        if kind in _UNANSWERED:
+            continue
+        name = "".join(word.title() for word in kind.split("_"))
+        methods[kind] = tracing.rpc(name, transport, method, caller_at=1)

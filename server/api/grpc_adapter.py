@@ -1,13 +1,15 @@
 """gRPC in front of the services: their methods as rpcs, their errors as statuses of the contract.
 
-gRPC itself answers bytes that are no message, and whatever a method raises, with UNKNOWN and
-the words of a Python exception. It also leaves a generator of responses whose client is gone to
-the garbage collector, and with it the save or the claim that it holds; here it is closed at once.
+By itself gRPC answers bytes that are no message, and every exception of a method, with UNKNOWN and
+the text of a Python exception. It also leaves the generator of responses of a client that is gone,
+and with it the save or the claim that it holds, to the garbage collector; here it is closed at
+once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import MalformedMessage, PrefixdError, metadata_of
 from .access import Access
 from .calls import Caller, CallerGone, Process, cut_off_with, error_of
-from .parsing import parse
+from .messages import parse
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -40,7 +42,7 @@ class Unary:
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """A method that takes the same and is a generator of responses, or of encoded ones."""
+    """A method that takes the same and yields responses, which may be encoded already."""
 
     call: Callable[[Any, Caller], AsyncGenerator[Message | bytes, None]]
 
@@ -56,8 +58,18 @@ class OneMessage:
 Method: TypeAlias = Unary | Streaming | OneMessage
 
 
-#: Says what the token of a call gives, or raises PrefixdError: asked before a method is.
+#: Called before the method: returns what the token of a call grants, or raises PrefixdError.
 Guard: TypeAlias = Callable[[Context], Access | None]
+
+
+def methods_of(service: ServiceDescriptor, *owners: object) -> dict[str, Method]:
+    """The methods for the rpcs of `service`: those of `owners` with their names in snake case."""
+    methods: dict[str, Method] = {}
+    for rpc in service.methods:
+        name = re.sub("(?<!^)(?=[A-Z])", "_", rpc.name).lower()
+        call = next(getattr(owner, name) for owner in owners if hasattr(owner, name))
+        methods[rpc.name] = Streaming(call) if rpc.server_streaming else Unary(call)
+    return methods
 
 
 def add_service(
@@ -66,9 +78,8 @@ def add_service(
     methods: Mapping[str, Method],
     guards: Mapping[str, Guard] | None = None,
 ) -> None:
-    """Let `server` answer for `service`: every rpc of it by the method of its name. They raise
-    PrefixdError for what the contract knows. `guards`: of each rpc; None: all may. Raises
-    ValueError unless each rpc has its method, and its guard."""
+    """Serve every rpc of `service` with the method of its name. `guards`: by rpc; None: everybody
+    may call all of them. Raises ValueError unless each rpc has a method and a guard."""
     handlers = {}
     for rpc in service.methods:
         method = methods.get(rpc.name)
@@ -81,12 +92,12 @@ def add_service(
         raise ValueError(f"methods that {service.full_name} does not have: {methods.keys()}")
     generic = grpc.method_handlers_generic_handler(service.full_name, handlers)
     server.add_generic_rpc_handlers((generic,))
-    # Registered by name, too, so that gRPC need not ask every generic handler.
+    # Registered by name, too, so that gRPC does not have to ask every generic handler.
     server.add_registered_method_handlers(service.full_name, handlers)
 
 
 class GrpcCaller:
-    """A caller at the other end of gRPC, which does not say what process it is."""
+    """The caller of an rpc. gRPC does not tell which process it is."""
 
     process: Final[Process | None] = None
 
@@ -96,7 +107,7 @@ class GrpcCaller:
 
     @property
     def traceparent(self) -> bytes:
-        """Which span asks, as the client says."""
+        """The client's trace span."""
         given = dict(self._context.invocation_metadata() or ()).get(traceparent.HEADER, "")
         return str(given).encode()
 
@@ -152,7 +163,7 @@ async def _answering(
         caller = GrpcCaller(context, guard(context))
         return await call(checked(request), caller)
     except (Exception, asyncio.CancelledError) as problem:
-        error = _told(name, problem)
+        error = _error_of(name, problem)
     return await _abort(context, error)
 
 
@@ -166,24 +177,24 @@ async def _streaming(
 ) -> None:
     try:
         caller = GrpcCaller(context, guard(context))
-        # Else gRPC sends it with the first response, and once more with the status if that one was
-        # cut off on its way: Core refuses both, and the client never hears how its call ended.
+        # Otherwise gRPC sends it with the first response, and again with the status if sending that
+        # response was cut off. gRPC's core refuses this, and the client never gets the status.
         await context.send_initial_metadata(())
         async with aclosing(call(checked(request), caller)) as responses:
             async for response in responses:
                 try:
                     await context.write(response)
-                finally:  # else its bytes are held while the next ones are read, or none is taken
+                finally:  # or its bytes stay in memory while the next response is made
                     del response
     except (Exception, asyncio.CancelledError) as problem:
-        error = _told(name, problem)
+        error = _error_of(name, problem)
     else:
         return
     await _abort(context, error)
 
 
-def _told(name: str, problem: BaseException) -> PrefixdError:
-    """What a client is told of a call that failed. Raises what ends the rpc without an answer."""
+def _error_of(name: str, problem: BaseException) -> PrefixdError:
+    """What a client is told of a call that failed. Raises what ends the rpc without a status."""
     match problem:
         case asyncio.CancelledError():
             return cut_off_with(problem)
@@ -197,7 +208,7 @@ def _told(name: str, problem: BaseException) -> PrefixdError:
 
 
 async def _abort(context: Context, error: PrefixdError) -> None:
-    """End an rpc with an error of ours. Never returns."""
+    """End an rpc with an error of the contract. Never returns."""
     await context.abort(error.code, str(error), metadata_of(error))
 
 
@@ -208,39 +219,30 @@ def _serialized(response: Message | bytes) -> bytes:
 # ---- requests
 
 
-class _NoMessage:
-    """In the place of a request: bytes that are none."""
-
-    __slots__ = ("why",)
-
-    def __init__(self, why: str) -> None:
-        self.why = why
-
-
-#: What only saves and reservations hold: payloads, and token ids.
+#: Only saves and reservations have these fields, which hold payloads and token ids.
 _LARGE: Final = frozenset((pb.WritePart.DESCRIPTOR, pb.SaveHeader.DESCRIPTOR))
 
 
 def most_bytes(kind: Descriptor) -> int:
-    """How long a request of this kind may be."""
+    """The size limit of this kind of request."""
     large = any(field.message_type in _LARGE for field in kind.fields)
     return limits.MAX_MESSAGE_BYTES if large else limits.MAX_PLAIN_MESSAGE_BYTES
 
 
-def _parse(kind: type[Message], most: int, data: bytes) -> Message | _NoMessage:
-    """Bytes that are no message are for the method to refuse: gRPC would do it in its words. Nor
-    are those that are too many, which aren't looked at."""
+def _parse(kind: type[Message], most: int, data: bytes) -> Message | MalformedMessage:
+    """Parse a request. Returns the error in its place, which `_message` raises: gRPC would answer
+    an exception of a deserializer with a text of its own. Too many bytes are not parsed at all."""
     if len(data) > most:
-        return _NoMessage(f"{len(data)} bytes, and a message of this rpc has {most} at most")
+        return MalformedMessage(f"{len(data)} bytes, and a message of this rpc has {most} at most")
     try:
         return parse(kind, data)
     except MalformedMessage as problem:
-        return _NoMessage(str(problem))
+        return problem
 
 
 def _message(request: Any) -> Any:
-    if isinstance(request, _NoMessage):
-        raise MalformedMessage(request.why)
+    if isinstance(request, MalformedMessage):
+        raise request
     return request
 
 
@@ -248,5 +250,8 @@ async def _each_message(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     try:
         async for request in requests:
             yield _message(request)
-    except (grpc.RpcError, grpc.aio.BaseError) as problem:  # hung up, or the server has stopped
+    except (
+        grpc.RpcError,
+        grpc.aio.BaseError,
+    ) as problem:  # hung up, or stopped
         raise CallerGone from problem

@@ -1,11 +1,12 @@
-"""What a client on this host is given to read and save in place: descriptors, and the reasons
-why there are not more of them. One function for each feature."""
+"""The descriptors that a client on this host is given to read and save in place, and for each that
+it is not given the reason."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
-from typing import Final, NamedTuple, TypeAlias
+from collections.abc import Collection
+from contextlib import ExitStack
+from typing import Final
 
 from ...proto import local
 from ...proto import prefixd_pb2 as pb
@@ -16,49 +17,39 @@ from ...tiers.ram import RamStore
 from ...tiers.shm import ShmStore
 from ..runtime.loop import Core
 from ..runtime.staging import StagingPool
-from .namespaces import namespace_of
+from .access import namespace_of
 from .sessions import Membership
 
-#: Names in one request. A newer client may know some that are none here.
+#: The tiers whose arenas clients can map, by the names of their descriptors.
+_ARENAS: Final = {local.RAM: Tier.RAM, local.SHM: Tier.SHM, local.DISK: Tier.DISK}
+_NAMES: Final = (local.INDEX, *_ARENAS, local.STAGING)
+#: Names in one request. A newer client may know some that this daemon does not.
 _MAX_WANTED: Final = 64
 
 
-class Handed(NamedTuple):
-    """A descriptor, and what can be mapped of it."""
-
-    fd: int
-    size_bytes: int
-    #: opened for this response only; closed once it is sent
-    own: bool
-
-
-class Missing(Exception):  # an answer: the feature is not there, and why
-    """There is no such descriptor for this client."""
-
-
-#: Gives the descriptor of one feature to a session. Raises Missing, UnknownStaging, OSError.
-Feature: TypeAlias = Callable[[int], Handed]
+class _Missing(Exception):  # an answer: its message says why
+    """This client gets no such descriptor."""
 
 
 class Package:
-    """A response, and the descriptors that go with it."""
+    """A response, and the descriptors that are sent with it."""
 
     def __init__(self) -> None:
         self.response: Final = pb.HandOverResponse()
         self.fds: Final[list[int]] = []
-        self._own: Final[list[int]] = []
+        self._opened = ExitStack()
 
-    def add(self, name: str, handed: Handed) -> None:
-        self.response.descriptors.add(name=name, size_bytes=handed.size_bytes)
-        self.fds.append(handed.fd)
-        if handed.own:
-            self._own.append(handed.fd)
+    def add(self, name: str, fd: int, size_bytes: int, *, opened: bool = False) -> None:
+        """Add a descriptor, and how much of it can be mapped. `opened`: for this package only, so
+        that `close` closes it."""
+        self.response.descriptors.add(name=name, size_bytes=size_bytes)
+        self.fds.append(fd)
+        if opened:
+            self._opened.callback(os.close, fd)
 
     def close(self) -> None:
         """Close what was opened for it. Idempotent."""
-        for fd in self._own:
-            os.close(fd)
-        self._own.clear()
+        self._opened.close()
 
 
 class Handoff:
@@ -67,66 +58,50 @@ class Handoff:
     def __init__(self, core: Core, stagings: StagingPool) -> None:
         self._core = core
         self._stagings = stagings
-        self._features: Final[dict[str, Feature]] = {
-            local.INDEX: self._index,
-            local.RAM: self._ram,
-            local.SHM: self._shm,
-            local.DISK: self._disk,
-            local.STAGING: self._staging,
-        }
 
     def pack(self, membership: Membership, wanted: Collection[str] = ()) -> Package:
-        """What this session wants of all that there is, which is everything if it names nothing.
-        The caller closes it. Index and arenas have the entries of all namespaces: a session that is
-        of one gets its staging memory only. Raises InvalidBatch."""
+        """The wanted descriptors, or all if none is named. The caller closes the package. A session
+        that is bound to a namespace gets its staging memory only: index and arenas hold the entries
+        of all namespaces. Raises InvalidBatch."""
         if len(wanted) > _MAX_WANTED:
             raise InvalidBatch(f"{len(wanted)} names are wanted, at most {_MAX_WANTED} at once")
-        session, bound = membership.number, namespace_of(membership.access) is not None
+        bound = namespace_of(membership.access) is not None
         package = Package()
         try:
-            for name, give in self._features.items():
+            for name in _NAMES:
                 if wanted and name not in wanted:
                     continue
                 try:
-                    if bound and name != local.STAGING:
-                        raise Missing(_OF_ALL)
-                    package.add(name, give(session))
-                except (Missing, UnknownStaging, OSError) as problem:
+                    if name == local.STAGING:
+                        memory = self._stagings.open(membership.number)
+                        package.add(name, memory.fd, memory.size_bytes)
+                    elif bound:
+                        raise _Missing(
+                            "it has the entries of all namespaces, and this session is of one"
+                        )
+                    elif name == local.INDEX:
+                        self._add_index(package)
+                    else:
+                        self._add_arena(package, name)
+                except (_Missing, UnknownStaging, OSError) as problem:
                     package.response.refused[name] = str(problem)
         except BaseException:
             package.close()
             raise
         return package
 
-    def _index(self, _session: int) -> Handed:
+    def _add_index(self, package: Package) -> None:
         index = self._core.index
         if index.revoked:
-            raise Missing("it is not kept any more: something failed that may have left it wrong")
-        return Handed(index.open_reader(), index.size_bytes, own=True)
+            raise _Missing("it is not kept any more: something failed that may have left it wrong")
+        package.add(local.INDEX, index.open_reader(), index.size_bytes, opened=True)
 
-    def _ram(self, _session: int) -> Handed:
-        store = self._core.stores.get(Tier.RAM)
-        if not isinstance(store, RamStore):
-            raise Missing(_SWITCHED_OFF)
-        # The seals of the memfd protect it, whatever the mode of the descriptor is.
-        return Handed(store.arena.fd, store.arena.max_bytes, own=False)
-
-    def _shm(self, _session: int) -> Handed:
-        store = self._core.stores.get(Tier.SHM)
-        if not isinstance(store, ShmStore):
-            raise Missing(_SWITCHED_OFF)
-        return Handed(store.arena.open_reader(), store.arena.max_bytes, own=True)
-
-    def _disk(self, _session: int) -> Handed:
-        store = self._core.stores.get(Tier.DISK)
-        if not isinstance(store, DiskStore):
-            raise Missing(_SWITCHED_OFF)
-        return Handed(store.arena.open_reader(), store.arena.max_bytes, own=True)
-
-    def _staging(self, session: int) -> Handed:
-        memory = self._stagings.open(session)
-        return Handed(memory.fd, memory.size_bytes, own=False)
-
-
-_SWITCHED_OFF: Final = "the tier is switched off"
-_OF_ALL: Final = "it has the entries of all namespaces, and this session is of one"
+    def _add_arena(self, package: Package, name: str) -> None:
+        match self._core.stores.get(_ARENAS[name]):
+            case RamStore() as store:
+                # The seals of the memfd protect it, although the descriptor is writable.
+                package.add(name, store.arena.fd, store.arena.max_bytes)
+            case (ShmStore() | DiskStore()) as store:
+                package.add(name, store.arena.open_reader(), store.arena.max_bytes, opened=True)
+            case _:
+                raise _Missing("the tier is switched off")

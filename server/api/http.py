@@ -1,39 +1,72 @@
-"""`/metrics`, `/healthz` and `/readyz`, for monitors and orchestrators, and the page at `/`, for
-people. Changes nothing."""
+"""HTTP for monitors, orchestrators and browsers: `/metrics`, `/healthz`, `/readyz`, and the page at
+`/`, which shows what `prefixctl top` shows. It changes nothing.
+
+The page is one HTML file that polls `/status.json`. `status_of` names each field of that: no key,
+no address, no secret. Samples are taken on the event loop, one for all that ask at the same time,
+so that any number of viewers cost the daemon one sample each half second.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import contextmanager, suppress
+from functools import partial
+from hashlib import sha256
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from socket import AF_INET, AF_INET6, SHUT_RDWR
 from socket import socket as Socket
 from typing import Any, Final, NamedTuple, TypeAlias
 
+import structlog
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
+from ...proto import prefixd_pb2 as pb
+from ...proto.vocabulary import Tier
+from .admin_views import AdminViews
+from .calls import PlainCaller
 from .metrics import StateCollector
-from .page import Board, NoSample, load_page
 
-#: How long a client may take for its request, or to take the answer.
+log = structlog.get_logger("prefixd.page")
+
+#: How long a client may take to send its request, or to take the response.
 _PATIENCE_S: Final = 5.0
 #: Connections at once, each with a thread; beyond them the oldest is closed.
 MAX_CONNECTIONS: Final = 64
 _TEXT: Final = "text/plain; charset=utf-8"
+#: How long a sample is served before a new one is taken.
+FRESH_S: Final = 0.5
+#: How long the event loop may take for a sample.
+_ANSWERED_WITHIN_S: Final = 5.0
+_OLDEST_CLAIMS: Final = 5
+_TIER_FIELDS: Final = (
+    "budget_bytes", "published_bytes", "reserved_bytes", "pinned_bytes", "entries", "hits",
+    "saved_bytes", "evicted_bytes",
+)  # fmt: skip
+
+
+# ---- the server
 
 
 class _Reply(NamedTuple):
     status: HTTPStatus
     kind: str
     body: bytes
-    #: Content-Security-Policy; of texts and numbers nothing is to be run or shown
+    #: Content-Security-Policy. Texts and numbers have nothing to run or to embed.
     policy: str = "default-src 'none'; frame-ancestors 'none'"
 
 
-#: By path: given what the client accepts, the answer.
+#: By path: (Accept header) -> response.
 _Paths: TypeAlias = Mapping[str, Callable[[str], _Reply]]
 
 
@@ -44,21 +77,21 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, paths: _Paths) -> None:
         self.address_family = AF_INET6 if ":" in host else AF_INET
         self.paths = paths
-        #: the oldest first
+        #: Open connections, the oldest first.
         self._open: dict[Socket, None] = {}
         self._lock = threading.Lock()
         super().__init__((host, port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Makes room for a new connection: clients that send nothing, or a byte now and then, must
-        not keep others out."""
+        """Close the oldest connection when there are too many: clients that send nothing, or a
+        byte now and then, must not keep others out."""
         with self._lock:
             oldest = next(iter(self._open)) if len(self._open) >= MAX_CONNECTIONS else None
             if oldest is not None:
                 del self._open[oldest]
             self._open[request] = None
         if oldest is not None:
-            with suppress(OSError):  # it ends at this moment
+            with suppress(OSError):  # it may have ended at this moment
                 oldest.shutdown(SHUT_RDWR)
         super().process_request(request, client_address)
 
@@ -140,13 +173,13 @@ def _paths(collector: StateCollector, board: Board | None) -> _Paths:
 def serve_metrics(
     address: str, collector: StateCollector, board: Board | None = None
 ) -> Iterator[str]:
-    """Answer on `host:port` from threads of its own until the context ends; paths other than these
-    do not exist. `/healthz`: 200 while the process answers. `/readyz`: 503, with the reasons,
-    while the daemon is not serving. With a `board` there are the page, `/`, and what it asks for,
-    `/status.json`: 503 while the event loop does not answer.
+    """Serve on `host:port`, on threads of its own, until the context ends. Yields the address, with
+    the port that the kernel chose for port 0. Raises OSError.
 
-    Yields the address, with the port that the kernel chose for port 0. Besides those of the
-    collector there are the usual `process_` metrics. Raises OSError.
+    `/metrics`: those of the collector and the usual `process_` metrics. `/healthz`: 200 while the
+    process answers. `/readyz`: 503, with the reasons, while the daemon is not serving. With a
+    `board` also the page, `/`, and what it polls, `/status.json`: 503 while the event loop does
+    not answer.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -162,3 +195,143 @@ def serve_metrics(
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+# ---- the page
+
+
+class NoSample(Exception):  # its message is shown to the viewer
+    """The daemon gave no sample; says why."""
+
+
+class Board:
+    """Samples of a running daemon, for the threads of the server. Made on the event loop."""
+
+    def __init__(self, admin: AdminViews, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._admin = admin
+        self._now_s = now_s
+        self._loop = asyncio.get_running_loop()
+        self._one = threading.Lock()
+        self._sample = b""
+        self._taken_s = 0.0
+        #: Kept because asyncio itself holds no strong reference to a running task.
+        self._taking: asyncio.Task[bytes] | None = None
+
+    def sample(self) -> bytes:
+        """A sample as JSON, not older than `FRESH_S`. Call it on any thread but the loop's. Threads
+        that ask while a sample is being taken get that one. Raises NoSample."""
+        if not self._one.acquire(timeout=2 * _ANSWERED_WITHIN_S):
+            raise NoSample("too many wait for a sample")
+        try:
+            if not self._sample or self._now_s() - self._taken_s > FRESH_S:
+                self._sample = b""
+                self._sample = self._new_sample()
+                self._taken_s = self._now_s()
+            return self._sample
+        finally:
+            self._one.release()
+
+    def _new_sample(self) -> bytes:
+        """Have the event loop take a sample, and wait for it. Raises NoSample."""
+        sample: Future[bytes] = Future()
+        try:
+            self._loop.call_soon_threadsafe(self._begin, sample)
+        except RuntimeError:
+            raise NoSample("the daemon stops") from None
+        try:
+            return sample.result(_ANSWERED_WITHIN_S)
+        except NoAnswer:
+            raise NoSample("the event loop does not answer") from None
+
+    def _begin(self, sample: Future[bytes]) -> None:
+        """Called on the loop: a coroutine that is made elsewhere and never run is an error."""
+        self._taking = self._loop.create_task(self._take())
+        self._taking.add_done_callback(partial(_tell, sample))
+
+    async def _take(self) -> bytes:
+        caller = PlainCaller()
+        stats = await self._admin.stats(pb.StatsRequest(), caller)
+        oldest = pb.ListClaimsRequest(page_claims=_OLDEST_CLAIMS)
+        claims = await self._admin.list_claims(oldest, caller)
+        return json.dumps(status_of(stats, claims.claims)).encode()
+
+
+def _tell(sample: Future[bytes], taking: asyncio.Task[bytes]) -> None:
+    if taking.cancelled():
+        sample.set_exception(NoSample("the daemon stops"))
+    elif (problem := taking.exception()) is not None:
+        log.error("sample_failed", exc_info=problem)
+        sample.set_exception(NoSample(f"the daemon failed: {type(problem).__name__}"))
+    else:
+        sample.set_result(taking.result())
+
+
+def status_of(stats: pb.StatsResponse, claims: Iterable[pb.ClaimDetail]) -> dict[str, Any]:
+    """What the page shows, and nothing else. Counts begin with the daemon."""
+    return {
+        "version": stats.daemon_version,
+        "health": stats.health,
+        "notices": dict(stats.notices),
+        "uptime_ms": stats.uptime_ms,
+        "pid": stats.pid,
+        "sessions": stats.sessions,
+        "claims": stats.claims,
+        "reservations": stats.reservations,
+        "waiters": stats.waiters,
+        "tiers": {
+            Tier(tier.tier).label: {
+                "state": tier.state or "serving",
+                **{field: getattr(tier, field) for field in _TIER_FIELDS},
+            }
+            for tier in stats.tiers
+        },
+        "usage": {
+            label: {
+                "lookups": usage.lookups,
+                "lookup_tokens": usage.lookup_tokens,
+                "hit_tokens": sum(tier.hit_tokens for tier in usage.tiers),
+                "restored_bytes": sum(sum(t.restored_bytes.values()) for t in usage.tiers),
+                "misses": dict(usage.misses),
+            }
+            for label, usage in stats.usage.items()
+        },
+        "stages": {
+            stage.stage: {"bounds_ns": list(stage.bounds_ns), "times": list(stage.times)}
+            for stage in stats.stages
+        },
+        "oldest_claims": [
+            {
+                "claim_id": claim.claim_id,
+                "owner": claim.owner,
+                "age_ms": claim.age_ms,
+                "lease_left_ms": claim.lease_left_ms,
+                "entries": claim.entries,
+                "payload_bytes": claim.payload_bytes,
+            }
+            for claim in claims
+        ],
+    }
+
+
+def load_page() -> tuple[bytes, str]:
+    """The page, and the Content-Security-Policy under which only its own script runs: nothing that
+    a client's name or label might smuggle in."""
+    html = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    hashes = {
+        tag: b64encode(sha256(inner.encode()).digest()).decode()
+        for tag in ("style", "script")
+        for inner in re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+    }
+    policy = [
+        "default-src 'none'",
+        f"script-src 'sha256-{hashes['script']}'",
+        f"style-src 'sha256-{hashes['style']}'",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    ]
+    return html.encode(), "; ".join(policy)

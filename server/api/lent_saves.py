@@ -1,4 +1,4 @@
-"""Saves whose bytes a client on this host lends, see `runtime.lent_memory`."""
+"""Saves from memory that a client on this host lends, see `runtime.lent_memory`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import InvalidBatch, LimitReached, MalformedMessage, UnreadableMemory
 from ..runtime.lent_memory import LentMemory, LentPayload, turns_of
-from .calls import Caller
+from .calls import Caller, to_its_end
 from .saves import Saves, short_results
-from .streams import to_its_end
 
 log = structlog.get_logger("prefixd.lent_saves")
 
-#: Threads for all of them. A client can keep a thread that reads its memory for as long as it
-#: likes. So no call waits for a free thread: it is refused, and the client saves in another way.
+#: Threads for all of these saves. A client can occupy a thread that reads its memory for as long
+#: as it likes. So no call waits for a free thread: it is refused, and the client saves in another
+#: way.
 THREADS: Final = min(16, max(4, 2 * (os.cpu_count() or 1)))
-#: Threads that one session may have at once.
+#: Threads that one session may occupy at once.
 _SESSION_THREADS: Final = 2
-#: What one thread copies before it is proved again that the memory is lent. Saves of more go over
-#: two threads.
+#: What one thread copies before the client's token is checked again. Larger saves are divided
+#: between two threads.
 _TURN_BYTES: Final = 8 * 2**20
 
 
@@ -37,37 +37,36 @@ class LentSaves:
         self._saves = saves
         self._executor: Final = ThreadPoolExecutor(THREADS, "prefixd-lent")
         self._free = THREADS
-        #: threads that sessions have, if any
+        #: Threads that each session occupies, if any.
         self._taken: dict[int, int] = {}
-        #: saves that were refused because there was no thread
+        #: Saves that were refused because no thread was free.
         self.refusals = 0
 
     async def save(self, request: pb.SaveLentRequest, caller: Caller) -> pb.SaveLentResponse:
-        """Raises PrefixdError: UnreadableMemory if the memory can't be read here, LimitReached if
-        no thread is free."""
+        """Raises PrefixdError: UnreadableMemory if the daemon can't read the memory, LimitReached
+        if no thread is free."""
         saves = self._saves
-        membership, reserved = saves.opened(request, caller)
+        membership = saves.opened(request, caller)
         process = caller.process
         if process is None or not process.pid:
             raise UnreadableMemory("the process that lends it is in another PID namespace")
         payloads = _payloads(request)
-        asked = len(reserved.tokens if reserved is not None else request.header.keys)
-        if asked != len(payloads):
-            raise MalformedMessage(f"{len(payloads)} payloads are lent for {asked} keys")
+        reserved = request.HasField("reserved")
+        keys = len(request.reserved.tokens if reserved else request.header.keys)
+        if keys != len(payloads):
+            raise MalformedMessage(f"{len(payloads)} payloads are lent for {keys} keys")
         memory = LentMemory(process.pid, request.token, request.token_address)
         lent_bytes = sum(payload.length_bytes for payload in payloads)
         session = membership.number
         loop = asyncio.get_running_loop()
         threads = self._take(session, 1 if lent_bytes < _TURN_BYTES else _SESSION_THREADS)
         try:
-            with saves.core.working(), saves.timed():
-                # Before anything is reserved or begun: who can't be read saves in another way.
+            with saves.measured():
+                # Before anything is reserved or begun: a client whose memory can't be read saves
+                # in another way.
                 reached = loop.run_in_executor(self._executor, memory.reach, payloads)
                 await to_its_end(reached)
-                if reserved is None:
-                    refusals, incoming = await saves.begin_save(request, membership)
-                else:
-                    refusals, incoming = await saves.begin_reserved(reserved, membership)
+                refusals, incoming = await saves.begin(request, membership)
                 async with incoming.to_the_end():
                     granted = [n for n, refused in enumerate(refusals) if refused is None]
                     turns = turns_of(
@@ -86,9 +85,9 @@ class LentSaves:
     def threads_taken(self) -> int:
         return THREADS - self._free
 
-    def _take(self, session: int, wanted: int) -> int:
-        """Threads for one save. Raises LimitReached if there is none."""
-        threads = min(wanted, self._free, _SESSION_THREADS - self._taken.get(session, 0))
+    def _take(self, session: int, most: int) -> int:
+        """Occupy threads for one save. Raises LimitReached if none is free."""
+        threads = min(most, self._free, _SESSION_THREADS - self._taken.get(session, 0))
         if threads <= 0:
             if not self.refusals:
                 log.warning("lent_memory_busy", threads=THREADS)

@@ -1,4 +1,5 @@
-"""Between the wire and the state's words: requests are checked here, answers are put into messages.
+"""From the wire to the values of the core, and back: requests are parsed and checked, results are
+put into messages.
 
 Everything that a caller can get wrong about the form of a request is refused here, with a
 sentence; what comes out is well-formed.
@@ -7,8 +8,11 @@ sentence; what comes out is well-formed.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
-from typing import NamedTuple, TypeVar, cast
+from functools import cache, partial
+from typing import Any, Final, NamedTuple, TypeVar, cast
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
@@ -37,8 +41,97 @@ from ..core.entries import Entry
 from ..core.events import SaveItem, TierState
 
 V = TypeVar("V")
+M = TypeVar("M", bound=Message)
 
 _KEY_BYTES = limits.KEY_BYTES
+
+# ---- bytes
+
+#: The fields of a longer message are counted before it is parsed. A batch of keys is shorter, and
+#: most longer messages have a few large fields: payloads.
+LOOKED_THROUGH_BYTES: Final = 256 * 2**10
+#: A save of as many entries as a call may have, with every field set, has half as many fields.
+MOST_FIELDS: Final = 2**16
+#: Values of a packed column that count as one field: they take the memory of one.
+_PACKED: Final = 8
+_MAX_VARINT_BITS: Final = 64
+
+
+def parse(kind: type[M], data: bytes) -> M:
+    """Parse a message. Raises MalformedMessage for bytes that are none, and for too many fields: an
+    empty part of a save is two bytes on the wire and dozens in memory, so that millions of them
+    would hold the loop for longer than a second."""
+    try:
+        if len(data) > LOOKED_THROUGH_BYTES and fields_of(kind, data) > MOST_FIELDS:
+            raise MalformedMessage(f"{len(data)} bytes with more than {MOST_FIELDS} fields")
+        return kind.FromString(data)
+    except (DecodeError, IndexError) as problem:
+        raise MalformedMessage(
+            f"{len(data)} bytes that are no {kind.DESCRIPTOR.name}: {problem}"
+        ) from None
+
+
+def fields_of(kind: type[Message], data: bytes) -> int:
+    """Count the fields of a message and of the messages in it, up to MOST_FIELDS + 1. Raises
+    DecodeError or IndexError for some of the bytes that are no such message."""
+    return MOST_FIELDS - max(-1, _left(kind.DESCRIPTOR, data, 0, len(data), MOST_FIELDS))
+
+
+def _left(kind: Any, data: bytes, at: int, end: int, left: int) -> int:
+    """`left` less the fields of the message in data[at:end]. Negative: there are more fields."""
+    messages, columns = _known(kind)
+    while at < end and left >= 0:
+        left -= 1
+        tag, at = _varint(data, at)
+        match tag & 7:
+            case 0:
+                _, at = _varint(data, at)
+            case 1:
+                at += 8
+            case 2:
+                length_bytes, at = _varint(data, at)
+                number, start = tag >> 3, at
+                at += length_bytes
+                if number in columns:
+                    left -= length_bytes // _PACKED
+                elif length_bytes and (inner := messages.get(number)) is not None:
+                    left = _left(inner, data, start, at, left)
+            case 5:
+                at += 4
+            case wire_type:
+                raise DecodeError(f"wire type {wire_type}")
+    if at > end and left >= 0:
+        raise DecodeError("a field is longer than what it is in")
+    return left
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number at data[at], and the offset behind it."""
+    value = data[at]
+    at += 1
+    if value < 0x80:
+        return value, at
+    value &= 0x7F
+    for shift in range(7, _MAX_VARINT_BITS, 7):
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise DecodeError("a number of more than 64 bits")
+
+
+@cache
+def _known(kind: Any) -> tuple[dict[int, Any], frozenset[int]]:
+    """Message fields by number, and the numbers of the fields that can be packed columns."""
+    messages = {f.number: f.message_type for f in kind.fields if f.message_type is not None}
+    columns = frozenset(
+        f.number
+        for f in kind.fields
+        if f.message_type is None and f.cpp_type != FieldDescriptor.CPPTYPE_STRING
+    )
+    return messages, columns
+
 
 # ---- requests
 
@@ -54,7 +147,7 @@ def batch_of(name: str, elements: Collection[object]) -> None:
 
 
 def keys_of(name: str, raw: Sequence[bytes], *, may_be_empty: bool = False) -> tuple[Key, ...]:
-    """A batch of keys."""
+    """Check a batch of keys. Raises InvalidBatch, InvalidKey."""
     if raw or not may_be_empty:
         batch_of(name, raw)
     keys = tuple(raw)
@@ -65,7 +158,7 @@ def keys_of(name: str, raw: Sequence[bytes], *, may_be_empty: bool = False) -> t
 
 
 def tier_of(number: int, configured: Collection[Tier]) -> Tier:
-    """One tier of this daemon."""
+    """The tier with this number, if the daemon has it. Raises UnknownTier."""
     names = ", ".join(tier.label for tier in configured)
     try:
         tier = Tier(number)
@@ -85,26 +178,26 @@ def reason_of(number: int) -> SaveReason:
 
 
 def milliseconds(name: str, value: int, default: int, most: int) -> int:
-    """A time in nanoseconds; 0 stands for the default."""
+    """A requested time in nanoseconds; 0 stands for the default. Raises InvalidSize."""
     if value > most:
         raise InvalidSize(f"{name} is {value}, at most {most} ms are allowed")
     return (value or default) * 1_000_000
 
 
 def wait_until(now_ns: int, wait_ms: int) -> int:
-    """The moment up to which a call may wait."""
+    """The time until which a call may wait."""
     return now_ns + milliseconds("wait_ms", wait_ms, 0, limits.MAX_WAIT_MS)
 
 
 def items_of(header: pb.SaveHeader) -> tuple[SaveItem, ...]:
-    """The items of a save, each key once."""
+    """The items of a save. Raises PrefixdError, also when a key is named twice."""
     keys = keys_of("keys", header.keys)
     if len(set(keys)) != len(keys):
         raise InvalidBatch("a key is named twice in one save")
     sizes_bytes = _column("payload_bytes", header.payload_bytes, keys, 0)
     layer_counts = _column("layer_counts", header.layer_counts, keys, 0)
     token_ids = _column("token_ids", header.token_ids, keys, b"")
-    # All at once where all are right, which is nearly always.
+    # Checked all at once: nearly always all are right.
     if not (min(sizes_bytes) > 0 and max(sizes_bytes) <= limits.MAX_PAYLOAD_BYTES):
         raise _wrong_size(sizes_bytes)
     if any(layer_counts):
@@ -121,7 +214,7 @@ _item = cast("Callable[[tuple[object, ...]], SaveItem]", partial(tuple.__new__, 
 
 
 def _column(name: str, values: Sequence[V], keys: Sequence[Key], absent: V) -> Sequence[V]:
-    """A value for each key."""
+    """One value for each key."""
     if not values:
         return (absent,) * len(keys)
     if len(values) != len(keys):
@@ -153,8 +246,7 @@ def _check_token_ids(token_ids: Sequence[bytes]) -> None:
 
 
 def parts_of(request: pb.SaveStagedRequest) -> list[StagedPart]:
-    """What a request says to lie in staging memory: at most one part of each payload, which is
-    what fits into one slot of it."""
+    """The parts that lie in staging memory: at most one of each payload, as large as a slot."""
     items = request.items
     columns: tuple[Collection[object], ...] = (
         items,
@@ -171,7 +263,7 @@ def parts_of(request: pb.SaveStagedRequest) -> list[StagedPart]:
 
 
 def check_parts(parts: Collection[object]) -> None:
-    """Refuse more parts than payloads that one message can bring. Looks at none of them."""
+    """Refuse more parts than a message can bring payloads, without looking at any of them."""
     if len(parts) > limits.MAX_BATCH_KEYS:
         raise InvalidBatch(
             f"{len(parts)} parts in one message, at most {limits.MAX_BATCH_KEYS} go into one"
@@ -191,7 +283,7 @@ class StagedPart(NamedTuple):
 _part = cast("Callable[[tuple[object, ...]], StagedPart]", partial(tuple.__new__, StagedPart))
 
 
-# ---- answers
+# ---- results
 
 
 def info_of(entry: Entry) -> pb.EntryInfo:
@@ -208,7 +300,7 @@ def info_of(entry: Entry) -> pb.EntryInfo:
 
 
 def flight_of(flight: FlightInfo) -> pb.InFlight:
-    # Served time steps back when the daemon was late, and an age with it.
+    # Served time steps back after the daemon was late; an age may then be negative.
     return pb.InFlight(owner=flight.owner, age_ms=max(0, flight.age_ns) // 1_000_000)
 
 
@@ -235,19 +327,17 @@ def _lookup_result(found: Found) -> pb.LookupResult:
 
 
 def claim_response(answer: ClaimAnswer) -> pb.ClaimResponse:
-    results = []
-    for found, claimed in zip(answer.results, answer.claimed, strict=True):
-        if isinstance(found, Entry):
-            result = pb.ClaimResult(
-                claimed=claimed, presence=pb.PRESENCE_PRESENT, entry=info_of(found)
-            )
-        elif found is None:
-            result = pb.ClaimResult(presence=pb.PRESENCE_ABSENT)
-        else:
-            result = pb.ClaimResult(presence=pb.PRESENCE_IN_FLIGHT)
-        results.append(result)
     return pb.ClaimResponse(
-        claim_id=answer.claim, lease_ms=answer.lease_ns // 1_000_000, results=results
+        claim_id=answer.claim,
+        lease_ms=answer.lease_ns // 1_000_000,
+        results=[
+            pb.ClaimResult(
+                claimed=claimed,
+                presence=_presence(found),
+                entry=info_of(found) if isinstance(found, Entry) else None,
+            )
+            for found, claimed in zip(answer.results, answer.claimed, strict=True)
+        ],
     )
 
 
@@ -262,34 +352,26 @@ def brief_claim_response(answer: ClaimAnswer) -> pb.ClaimResponse:
     )
 
 
+def reserve_result(reserved: Reserved) -> pb.ReserveResult:
+    if isinstance(reserved, WriteOrder):
+        return pb.ReserveResult(status=pb.RESERVE_STATUS_GRANTED, token=reserved.token)
+    refused = refused_save(reserved)
+    return pb.ReserveResult(
+        status=_RESERVE_STATUS[refused.status],
+        in_flight=refused.in_flight if refused.HasField("in_flight") else None,
+    )
+
+
 _RESERVE_STATUS = {
-    SaveStatus.PRESENT: pb.RESERVE_STATUS_PRESENT,
-    SaveStatus.TOO_LARGE: pb.RESERVE_STATUS_TOO_LARGE,
-    SaveStatus.NO_ROOM: pb.RESERVE_STATUS_NO_ROOM,
+    pb.SAVE_STATUS_PRESENT: pb.RESERVE_STATUS_PRESENT,
+    pb.SAVE_STATUS_IN_FLIGHT: pb.RESERVE_STATUS_IN_FLIGHT,
+    pb.SAVE_STATUS_TOO_LARGE: pb.RESERVE_STATUS_TOO_LARGE,
+    pb.SAVE_STATUS_NO_ROOM: pb.RESERVE_STATUS_NO_ROOM,
 }
-
-
 _WHY_CLOSED = {
     TierState.RECOVERING: "it looks through what an earlier start left",
     TierState.HUNG: "its device does not answer",
 }
-
-
-def reserve_result(reserved: Reserved) -> pb.ReserveResult:
-    if isinstance(reserved, WriteOrder):
-        return pb.ReserveResult(status=pb.RESERVE_STATUS_GRANTED, token=reserved.token)
-    if isinstance(reserved, FlightInfo):
-        return pb.ReserveResult(status=pb.RESERVE_STATUS_IN_FLIGHT, in_flight=flight_of(reserved))
-    if isinstance(reserved, Closed):
-        return pb.ReserveResult(status=pb.RESERVE_STATUS_NO_ROOM)
-    if isinstance(reserved, OverShare):
-        too_large = reserved.for_ever
-        return pb.ReserveResult(
-            status=pb.RESERVE_STATUS_TOO_LARGE if too_large else pb.RESERVE_STATUS_NO_ROOM
-        )
-    return pb.ReserveResult(status=_RESERVE_STATUS[reserved])
-
-
 _WHY_NOT = {
     SaveStatus.PRESENT: "it is published already",
     SaveStatus.TOO_LARGE: "it is larger than the tier; retrying can't help",
@@ -329,7 +411,7 @@ def refused_save(reserved: FlightInfo | SaveStatus | Closed | OverShare) -> pb.S
     )
 
 
-#: What a caller can do about a save that was granted and came to nothing.
+#: What a caller can do about a save that was granted and failed.
 _WHAT_NOW = {
     SaveStatus.CRC_MISMATCH: "send it again",
     SaveStatus.LENGTH_MISMATCH: "retrying the same can't help",
@@ -362,7 +444,7 @@ def entry_detail(entry: Entry) -> pb.EntryDetail:
 
 
 def tiers_of(numbers: Collection[int], configured: Collection[Tier]) -> tuple[Tier, ...]:
-    """Those that are named, each once. Of more than there can be none is looked at."""
+    """The tiers with these numbers, each once. Raises InvalidBatch, UnknownTier."""
     if len(numbers) > len(Tier):
         raise InvalidBatch(f"tiers has {len(numbers)} elements, and there are {len(Tier)} tiers")
     return tuple(dict.fromkeys(tier_of(number, configured) for number in numbers))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Final, Protocol, TypeAlias, TypeVar
 
@@ -23,7 +23,7 @@ from ..core.effects import SaveEnded
 from ..core.events import CancelAsked, KeysTouched, ReserveAsked, SaveItem, WriteBegan
 from ..runtime.incoming import MAX_WAITING_MESSAGES, Incoming, nothing
 from ..runtime.loop import Core
-from ..runtime.quota import Quota, Room
+from ..runtime.quota import Quota
 from ..runtime.slices import Slices
 from ..runtime.staging import StagingPool
 from ..runtime.writes import Piece
@@ -33,32 +33,29 @@ from .calls import Caller
 from .sessions import Membership, ServiceConfig, Sessions, first_message
 
 Q = TypeVar("Q")
+W = TypeVar("W", pb.SaveRequest, pb.SaveWholeRequest, pb.WriteRequest)
 S = TypeVar("S", pb.SaveStagedResponse, pb.SaveLentResponse)
+
+#: For each item of a save the reason why it is refused, or None if it is being written.
+Refusals: TypeAlias = "list[pb.SaveResult | None]"
+#: The first message of a save that may name reservations made before, instead of a header.
+_Opening: TypeAlias = pb.SaveStagedRequest | pb.SaveLentRequest | pb.RawSaveRequest
+
+#: What a stream of bytes may occupy of the daemon's memory: one message, which its client makes as
+#: large as it likes.
+SAVE_BYTES: Final = limits.MAX_MESSAGE_BYTES
+#: Tokens that one event cancels, in a few milliseconds.
+_CANCELLED_AT_ONCE: Final = 256
 
 
 class StagedRequests(Protocol):
-    """What follows the first request of a staged save. Raises PrefixdError."""
+    """The requests that follow the first one of a staged save. Raises PrefixdError."""
 
     def take_staged(self) -> pb.SaveStagedRequest | None:
-        """The next request, if it has come."""
+        """The next request, if it has arrived."""
 
     async def wait_staged(self) -> pb.SaveStagedRequest:
-        """The next request, once it has come."""
-
-
-#: For each item of a save, why it is not written; None: it is.
-Refusals: TypeAlias = "list[pb.SaveResult | None]"
-#: The first message of a save.
-Opening: TypeAlias = (
-    "pb.SaveRequest | pb.SaveWholeRequest | pb.SaveStagedRequest | pb.SaveLentRequest"
-    " | pb.RawSaveRequest"
-)
-
-#: What a stream of bytes may take of the daemon's memory: the message that comes is as large as
-#: its client makes it.
-SAVE_BYTES: Final = limits.MAX_MESSAGE_BYTES
-#: A few milliseconds' worth.
-_CANCELLED_AT_ONCE: Final = 256
+        """The next request, once it has arrived."""
 
 
 class Saves:
@@ -74,22 +71,10 @@ class Saves:
         self._stall_s = config.stall_timeout_s
         self.arriving: Final = Quota("saves", config.max_save_bytes, config.stall_timeout_s)
 
-    def _writer(self, ref: pb.SessionRef, caller: Caller) -> Membership:
-        """The session that a call acts for. Raises what `Sessions.prove` raises."""
-        return self._sessions.prove(ref, caller, Role.WRITE)
-
-    def _items(self, access: Access | None, header: pb.SaveHeader) -> tuple[SaveItem, ...]:
-        items = messages.items_of(header)
-        named = tuple([item.key for item in items])
-        keys = self._sessions.namespaces.keys(access, named)
-        if keys is named:
-            return items
-        return tuple([item._replace(key=key) for item, key in zip(items, keys, strict=True)])
-
     # ---- reservations
 
     async def reserve(self, request: pb.ReserveRequest, caller: Caller) -> pb.ReserveResponse:
-        membership = self._writer(request.header.session, caller)
+        membership = self._sessions.prove(request.header.session, caller, Role.WRITE)
         answer = await self._reserve(request.header, membership, begin=False)
         caller.when_done(partial(self._cancel_unseen, membership.number, answer))
         return pb.ReserveResponse(
@@ -98,7 +83,8 @@ class Saves:
         )
 
     def _cancel_unseen(self, session: int, answer: ReserveAnswer, gone: bool) -> None:
-        """Others would wait for what a client that gave up was granted."""
+        """Cancel what a client was granted that gave up before the answer: else other savers of
+        these keys would wait for it."""
         tokens = tuple(r.token for r in answer.results if isinstance(r, WriteOrder))
         if tokens and gone:
             core = self.core
@@ -131,9 +117,17 @@ class Saves:
             core.post(KeysTouched(touched, now_ns))
         return await core.ask(question, ReserveAnswer)
 
+    def _items(self, access: Access | None, header: pb.SaveHeader) -> tuple[SaveItem, ...]:
+        items = messages.items_of(header)
+        named = tuple([item.key for item in items])
+        keys = self._sessions.namespaces.keys(access, named)
+        if keys is named:
+            return items
+        return tuple([item._replace(key=key) for item, key in zip(items, keys, strict=True)])
+
     async def cancel(self, request: pb.CancelRequest, caller: Caller) -> pb.CancelResponse:
         core = self.core
-        membership = self._writer(request.session, caller)
+        membership = self._sessions.prove(request.session, caller, Role.WRITE)
         messages.batch_of("tokens", request.tokens)
         response, slices = pb.CancelResponse(), Slices()
         for start in range(0, len(request.tokens), _CANCELLED_AT_ONCE):
@@ -152,31 +146,26 @@ class Saves:
     async def save(
         self, requests: AsyncIterator[pb.SaveRequest], caller: Caller
     ) -> pb.SaveResponse:
-        async with self._stream(requests) as (first, room):
-            membership = await self._prove(_header(first).session, caller, room)
-            refusals, incoming = await self.begin_save(first, membership)
-
-            async def take(request: pb.SaveRequest) -> None:
-                await incoming.feed(_pieces(request.parts, refusals))
-
-            with self.core.working(), self.timed():
+        async with self._stream(requests, caller) as (first, membership):
+            refusals, incoming = await self._begin_items(first.header, membership)
+            with self.measured():
                 async with incoming.to_the_end():
-                    await take(first)
-                    while incoming.broken is None:
-                        request = await self._next(requests, membership)
-                        if request is None:
+                    request: pb.SaveRequest | None = first
+                    while request is not None:
+                        await incoming.feed(_pieces(request.parts, refusals))
+                        if incoming.broken is not None:
                             break
-                        await take(request)
+                        request = await self._next(requests, membership)
                 return pb.SaveResponse(results=await results_of(refusals, incoming))
 
     async def save_whole(
         self, requests: AsyncIterator[pb.SaveWholeRequest], caller: Caller
     ) -> pb.SaveWholeResponse:
-        """`requests` is one, which is only taken from the wire when there is room for it."""
-        async with self._stream(requests) as (request, room):
-            membership = await self._prove(_header(request).session, caller, room)
-            refusals, incoming = await self.begin_save(request, membership)
-            with self.core.working(), self.timed():
+        """`requests` gives one message, which is taken from the wire when there is memory for
+        it."""
+        async with self._stream(requests, caller) as (request, membership):
+            refusals, incoming = await self._begin_items(request.header, membership)
+            with self.measured():
                 async with incoming.to_the_end():
                     await incoming.feed(_pieces(request.parts, refusals))
                 return pb.SaveWholeResponse(results=await results_of(refusals, incoming))
@@ -184,13 +173,12 @@ class Saves:
     async def write(
         self, requests: AsyncIterator[pb.WriteRequest], caller: Caller
     ) -> pb.WriteResponse:
-        async with self._stream(requests) as (first, room):
-            membership = await self._prove(first.session, caller, room)
+        async with self._stream(requests, caller) as (first, membership):
             incoming = Incoming(self.core)
-            #: in the order in which the stream names them: refused with this, or being written
+            #: By token, in the order in which the stream names them: as in Refusals.
             named: dict[int, pb.SaveResult | None] = {}
             request: pb.WriteRequest | None = first
-            with self.core.working(), self.timed():
+            with self.measured():
                 async with incoming.to_the_end():
                     while request is not None and incoming.broken is None:
                         await self._write(request, membership, incoming, named)
@@ -232,17 +220,11 @@ class Saves:
         caller: Caller,
         tell: Callable[[pb.SaveStagedResponse], None],
     ) -> None:
-        """For clients on this host (`local_socket`), who are told of every copy."""
-        membership, reserved = self.opened(first, caller)
-        with (
-            self._stagings.using(membership.number) as staging,
-            self.core.working(),
-            self.timed(),
-        ):
-            if reserved is None:
-                refusals, incoming = await self.begin_save(first, membership)
-            else:
-                refusals, incoming = await self.begin_reserved(reserved, membership)
+        """Save from staging memory, for clients on this host (`local_socket`). `tell` sends the
+        client a message for each copy that is done, and the results."""
+        membership = self.opened(first, caller)
+        with self._stagings.using(membership.number) as staging, self.measured():
+            refusals, incoming = await self.begin(first, membership)
 
             async def take(request: pb.SaveStagedRequest) -> None:
                 parts = messages.parts_of(request)
@@ -273,43 +255,50 @@ class Saves:
                             incoming.tell_sealed()
                         request = await self._awaited(following.wait_staged(), membership)
                     else:
-                        await asyncio.sleep(0)  # others have their turn
+                        await asyncio.sleep(0)  # other calls have their turn
             tell(await short_results(pb.SaveStagedResponse, refusals, incoming))
 
-    def opened(
-        self, first: pb.SaveStagedRequest | pb.SaveLentRequest | pb.RawSaveRequest, caller: Caller
-    ) -> tuple[Membership, pb.StagedReservations | None]:
-        """The session that saves, and the reservations that it made before. Raises PrefixdError."""
-        reserved = first.reserved if first.HasField("reserved") else None
-        return self._writer((reserved or _header(first)).session, caller), reserved
+    # ---- how saves begin
 
-    def timed(self) -> AbstractContextManager[None]:
-        """Around a save, for the statistics."""
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Around a save: counts it as work that a drain waits for, and how long it takes."""
         latencies = self._sessions.latencies
-        return latencies.measured(latencies.save)
-
-    # ---- how streams begin
+        with self.core.working(), latencies.measured(latencies.save):
+            yield
 
     @asynccontextmanager
-    async def _stream(self, requests: AsyncIterator[Q]) -> AsyncIterator[tuple[Q, Room]]:
-        """The first message of a stream that brings bytes, once there is room for it, and that
-        room until the end of the call."""
+    async def _stream(
+        self, requests: AsyncIterator[W], caller: Caller
+    ) -> AsyncIterator[tuple[W, Membership]]:
+        """The first message of a stream that brings bytes, received once there is memory for it,
+        and the session that it proves. Keeps the memory until the end of the call."""
         async with self.arriving.room(SAVE_BYTES) as room:
             try:
                 async with asyncio.timeout(self._stall_s):
                     first = await first_message(requests)
             except TimeoutError:
                 raise self._silent() from None
-            yield first, room
+            named = first if isinstance(first, pb.WriteRequest) else _header(first)
+            membership = self._sessions.prove(named.session, caller, Role.WRITE)
+            await room.belongs_to(membership.number)
+            yield first, membership
 
-    async def _prove(self, ref: pb.SessionRef, caller: Caller, room: Room) -> Membership:
-        membership = self._writer(ref, caller)
-        await room.belongs_to(membership.number)
-        return membership
+    def opened(self, first: _Opening, caller: Caller) -> Membership:
+        """The session that saves. Raises PrefixdError."""
+        named = first.reserved if first.HasField("reserved") else _header(first)
+        return self._sessions.prove(named.session, caller, Role.WRITE)
 
-    async def begin_save(self, first: Opening, membership: Membership) -> tuple[Refusals, Incoming]:
-        """Reserve what the first message asks for, and open what is granted."""
-        answer = await self._reserve(_header(first), membership, begin=True)
+    async def begin(self, first: _Opening, membership: Membership) -> tuple[Refusals, Incoming]:
+        """Begin the writes of the reservations that the first message names or asks for."""
+        if first.HasField("reserved"):
+            return await self._begin_reserved(first.reserved.tokens, membership)
+        return await self._begin_items(_header(first), membership)
+
+    async def _begin_items(
+        self, header: pb.SaveHeader, membership: Membership
+    ) -> tuple[Refusals, Incoming]:
+        answer = await self._reserve(header, membership, begin=True)
         incoming, slices = Incoming(self.core), Slices()
         refusals: Refusals = []
         try:
@@ -325,14 +314,14 @@ class Saves:
             raise
         return refusals, incoming
 
-    async def begin_reserved(
-        self, reserved: pb.StagedReservations, membership: Membership
+    async def _begin_reserved(
+        self, tokens: Collection[int], membership: Membership
     ) -> tuple[Refusals, Incoming]:
-        messages.batch_of("tokens", reserved.tokens)
+        messages.batch_of("tokens", tokens)
         incoming, slices = Incoming(self.core), Slices()
         refusals: Refusals = []
         try:
-            for number, token in enumerate(reserved.tokens):
+            for number, token in enumerate(tokens):
                 refusals.append(await self._begin(membership, token, incoming, number))
                 await slices.pause()
         except BaseException:
@@ -343,8 +332,8 @@ class Saves:
     async def _begin(
         self, membership: Membership, token: int, incoming: Incoming, number: int
     ) -> pb.SaveResult | None:
-        """Begin the write of a reservation, which the stream's pieces name by `number`; the
-        result, if there can't be one."""
+        """Begin the write of a reservation, which the pieces of the stream name by `number`.
+        Returns the result of the save if the reservation is lost."""
         core = self.core
         question = WriteBegan(core.next_request(), membership.number, token, core.clock.now_ns())
         try:
@@ -357,9 +346,9 @@ class Saves:
     # ---- how they go on
 
     async def _next(self, requests: AsyncIterator[Q], membership: Membership) -> Q | None:
-        """The next message; None: that was all. Raises UnknownSession or Draining when the session
-        has ended, and with it every reservation, and LimitReached of a client that is silent for
-        too long."""
+        """The next message, or None at the end of the stream. Raises UnknownSession or Draining
+        when the session has ended, and with it every reservation, and LimitReached when the client
+        is silent for too long."""
         return await self._awaited(_following(requests), membership)
 
     async def _awaited(
@@ -392,14 +381,14 @@ async def _following(requests: AsyncIterator[Q]) -> Q | None:
     return await anext(requests, None)
 
 
-def _header(first: Opening) -> pb.SaveHeader:
+def _header(first: pb.SaveRequest | pb.SaveWholeRequest | _Opening) -> pb.SaveHeader:
     if not first.HasField("header"):
         raise MalformedMessage("the first message of a save has to hold its header")
     return first.header
 
 
 def _granted(item: int, refusals: Refusals) -> bool:
-    """Are the bytes of this item wanted? Raises MalformedMessage if there is none such."""
+    """Whether this item is being written. Raises MalformedMessage if there is no such item."""
     if item >= len(refusals):
         raise MalformedMessage(f"a part names item {item}, which is not there")
     return refusals[item] is None
@@ -415,21 +404,21 @@ def _pieces(parts: Collection[pb.WritePart], refusals: Refusals) -> list[Piece]:
 
 
 async def short_results(answer: type[S], refusals: Refusals, incoming: Incoming) -> S:
-    """`results_of`, in few bytes if all were saved."""
+    """The results, in few bytes if every item was saved."""
     ended = await incoming.ended()
-    if len(ended) == len(refusals):  # all of them were granted
+    if len(ended) == len(refusals):  # none was refused
         saved = SaveStatus.SAVED
         if all(end.outcome is saved for end in ended.values()):
             return answer(all_saved=len(refusals))
-    return answer(results=_results_of(refusals, ended))
+    return answer(results=_results(refusals, ended))
 
 
 async def results_of(refusals: Refusals, incoming: Incoming) -> list[pb.SaveResult]:
-    """How each item ended, once all did."""
-    return _results_of(refusals, await incoming.ended())
+    """How each item ended, once all have."""
+    return _results(refusals, await incoming.ended())
 
 
-def _results_of(refusals: Refusals, ended: Mapping[int, SaveEnded]) -> list[pb.SaveResult]:
+def _results(refusals: Refusals, ended: Mapping[int, SaveEnded]) -> list[pb.SaveResult]:
     return [
         messages.ended_save(ended[number]) if refused is None else refused
         for number, refused in enumerate(refusals)

@@ -1,5 +1,5 @@
-"""The `Cache` service: what workers call, over whatever transport. Every call becomes one question
-to the state. Saves are in `saves`."""
+"""The `Cache` service: what workers call, over whatever transport. Every call becomes an event of
+the core. Saves are in `saves`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from time import monotonic
-from typing import Final, TypeAlias
+from typing import Final
 
 import structlog
 
@@ -17,7 +17,7 @@ from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import ClaimLost, InvalidSize, MalformedMessage, UnknownClaim, UnknownSession
 from ...proto.keys import Key
-from ...proto.vocabulary import ClaimMode
+from ...proto.vocabulary import ClaimMode, DeleteStatus
 from ...tiers.store import Damaged, StoreError
 from ..core.answers import ClaimAnswer, DeleteAnswer, LookupAnswer, ReleaseAnswer
 from ..core.entries import Entry
@@ -28,16 +28,16 @@ from ..runtime.slices import Slices
 from . import messages
 from .access import Access, Role
 from .calls import Caller, taken_within
-from .sessions import Membership, ServiceConfig, Sessions, SessionStream
+from .sessions import ServiceConfig, Sessions, SessionStream
 
 log = structlog.get_logger("prefixd.service")
 
-#: What a read takes of the daemon's memory: the chunk that is being read, as bytes, as a message
-#: and as what gRPC holds of it until the client takes it.
+#: What a read occupies of the daemon's memory: its current chunk, as bytes, as a message, and as
+#: what gRPC holds of it until the client takes it.
 READ_BYTES: Final = 4 * limits.CHUNK_BYTES
 
-#: Keys of one event: between two, others have their turn.
-_DELETED_AT_ONCE: Final = 256
+#: Keys that one event deletes: between two, other calls have their turn.
+_DELETED_AT_ONCE: Final = 128
 
 _CLAIM_MODES = {
     pb.CLAIM_MODE_RUN: ClaimMode.RUN,
@@ -46,54 +46,42 @@ _CLAIM_MODES = {
 }
 
 
-#: Keys, what is wanted of them, until when (`time.monotonic()`); how many came.
-Fetcher: TypeAlias = Callable[[Sequence[Key], ClaimMode, float], Awaitable[int]]
-
-#: Entries whose bytes a read did not get, by generation, each with the reason.
-Failed: TypeAlias = dict[int, tuple[Entry, str]]
-
-
 class CacheService:
     """See prefixd.proto for what each call promises. Methods raise PrefixdError."""
 
     def __init__(self, core: Core, sessions: Sessions, config: ServiceConfig) -> None:
         self._core = core
-        self._sessions = sessions
-        self._config = config
-        #: brings what other nodes have; None: this one shares nothing
-        self.fetcher: Fetcher | None = None
+        self.sessions: Final = sessions
+        self.config: Final = config
+        #: (keys, claim mode, deadline by `time.monotonic`) -> number of entries that were fetched
+        #: from other nodes. None: this node shares nothing.
+        self.fetcher: Callable[[Sequence[Key], ClaimMode, float], Awaitable[int]] | None = None
         self.reads: Final = Quota("reads", config.max_read_bytes, config.stall_timeout_s)
 
-    def session_of(
-        self, ref: pb.SessionRef, caller: Caller, needed: Role = Role.READ
-    ) -> Membership:
-        """The session that a call acts for. Raises what `Sessions.prove` raises."""
-        return self._sessions.prove(ref, caller, needed)
-
     def _keys(self, access: Access | None, raw: Sequence[bytes]) -> tuple[Key, ...]:
-        """The keys that a request names, as the daemon has them."""
-        return self._sessions.namespaces.keys(access, messages.keys_of("keys", raw))
+        """The stored keys for those that a request names. Raises PrefixdError."""
+        return self.sessions.namespaces.keys(access, messages.keys_of("keys", raw))
 
     async def session(
         self, requests: AsyncIterator[pb.SessionRequest], caller: Caller
     ) -> AsyncGenerator[pb.SessionEvent, None]:
-        config = self._config
+        config = self.config
         if caller.access is not None:
-            # The client came over TCP: it can read nothing in place.
+            # This client came over TCP: it can read nothing in place.
             config = replace(config, local_socket="")
-        stream = SessionStream(self._core, self._sessions, config, caller.access)
+        stream = SessionStream(self._core, self.sessions, config, caller.access)
         async with aclosing(stream.run(requests)) as events:
             async for event in events:
                 yield event
 
-    # ---- read side
+    # ---- lookups and claims
 
     async def lookup(self, request: pb.LookupRequest, caller: Caller) -> pb.LookupResponse:
         answer = await self._core.ask(self._lookup_asked(request, caller), LookupAnswer)
         return self._lookup_response(request, answer)
 
     def lookup_now(self, request: pb.LookupRequest, caller: Caller) -> pb.LookupResponse:
-        """`lookup` that waits for no save."""
+        """`lookup` for a request that waits for no save in flight."""
         answer = self._core.ask_now(self._lookup_asked(request, caller), LookupAnswer)
         return self._lookup_response(request, answer)
 
@@ -112,19 +100,19 @@ class CacheService:
         self, request: pb.LookupRequest, answer: LookupAnswer
     ) -> pb.LookupResponse:
         if request.brief:
-            return messages.brief_lookup_response(answer, self._config.incarnation)
-        return messages.lookup_response(answer, self._config.incarnation)
+            return messages.brief_lookup_response(answer, self.config.incarnation)
+        return messages.lookup_response(answer, self.config.incarnation)
 
     async def claim(self, request: pb.ClaimRequest, caller: Caller) -> pb.ClaimResponse:
         question = self._claim_asked(request, caller)
-        with self._sessions.latencies.measured(self._sessions.latencies.claim):
+        with self.sessions.latencies.measured(self.sessions.latencies.claim):
             answer = await self._core.ask(question, ClaimAnswer)
         return self._claim_response(request, caller, question, answer)
 
     def claim_now(self, request: pb.ClaimRequest, caller: Caller) -> pb.ClaimResponse:
-        """`claim` that waits for no save."""
+        """`claim` for a request that waits for no save in flight."""
         question = self._claim_asked(request, caller)
-        with self._sessions.latencies.measured(self._sessions.latencies.claim):
+        with self.sessions.latencies.measured(self.sessions.latencies.claim):
             answer = self._core.ask_now(question, ClaimAnswer)
         return self._claim_response(request, caller, question, answer)
 
@@ -133,7 +121,7 @@ class CacheService:
         now_ns = core.clock.now_ns()
         if request.mode not in _CLAIM_MODES:
             raise MalformedMessage(f"claim mode {request.mode} does not exist")
-        membership = self.session_of(request.session, caller)
+        membership = self.sessions.prove(request.session, caller)
         return ClaimAsked(
             request=core.next_request(),
             session=membership.number,
@@ -142,8 +130,8 @@ class CacheService:
             lease_ns=messages.milliseconds(
                 "lease_ms",
                 request.lease_ms,
-                default=self._config.claim_lease_ms,
-                most=self._config.claim_lease_ms,
+                default=self.config.claim_lease_ms,
+                most=self.config.claim_lease_ms,
             ),
             wait_until_ns=messages.wait_until(now_ns, request.wait_ms),
             now_ns=now_ns,
@@ -152,151 +140,34 @@ class CacheService:
     def _claim_response(
         self, request: pb.ClaimRequest, caller: Caller, question: ClaimAsked, answer: ClaimAnswer
     ) -> pb.ClaimResponse:
-        caller.when_done(partial(self._release_unseen, question, answer))
+        caller.when_done(partial(self._release_unseen, question.session, answer.claim))
         if request.brief:
             return messages.brief_claim_response(answer)
         return messages.claim_response(answer)
 
-    def _release_unseen(self, asked: ClaimAsked, answer: ClaimAnswer, gone: bool) -> None:
-        """A claim whose client gave up before the answer came would stay as long as its session."""
-        if answer.claim and gone:
-            core = self._core
-            claims = (answer.claim,)
-            now_ns = core.clock.now_ns()
-            core.post(ReleaseAsked(core.next_request(), asked.session, claims, now_ns))
+    def _release_unseen(self, session: int, claim: int, gone: bool) -> None:
+        """Release a claim whose client gave up before the answer: else it would last as long as
+        its session."""
+        if claim and gone:
+            self._core.post(self.release_of(session, [claim]))
+
+    def release_of(self, session: int, claims: Sequence[int]) -> ReleaseAsked:
+        core = self._core
+        return ReleaseAsked(core.next_request(), session, tuple(claims), core.clock.now_ns())
 
     async def release(self, request: pb.ReleaseRequest, caller: Caller) -> pb.ReleaseResponse:
         return self.release_now(request, caller)
 
     def release_now(self, request: pb.ReleaseRequest, caller: Caller) -> pb.ReleaseResponse:
-        """`release`, which waits for nothing."""
-        core = self._core
+        """`release`, which never waits."""
         messages.batch_of("claim_ids", request.claim_ids)
-        question = ReleaseAsked(
-            request=core.next_request(),
-            session=self.session_of(request.session, caller).number,
-            claims=tuple(request.claim_ids),
-            now_ns=core.clock.now_ns(),
-        )
-        answer = core.ask_now(question, ReleaseAnswer)
+        session = self.sessions.prove(request.session, caller).number
+        answer = self._core.ask_now(self.release_of(session, request.claim_ids), ReleaseAnswer)
         return pb.ReleaseResponse(results=[r.value for r in answer.results])  # type: ignore[misc]
 
-    async def delete(self, request: pb.DeleteRequest, caller: Caller) -> pb.DeleteResponse:
-        core = self._core
-        named = messages.keys_of("keys", request.keys)
-        membership = self.session_of(request.session, caller, Role.WRITE)
-        keys = self._sessions.namespaces.keys(membership.access, named)
-        response, slices = pb.DeleteResponse(), Slices()
-        for start in range(0, len(keys), _DELETED_AT_ONCE):
-            question = DeleteAsked(
-                request=core.next_request(),
-                session=membership.number,
-                keys=keys[start : start + _DELETED_AT_ONCE],
-                now_ns=core.clock.now_ns(),
-            )
-            answer = await core.ask(question, DeleteAnswer)
-            response.results.extend(r.value for r in answer.results)  # type: ignore[misc]
-            await slices.pause()
-        return response
-
-    async def pull(self, request: pb.PullRequest, caller: Caller) -> pb.PullResponse:
-        membership = self.session_of(request.session, caller, Role.WRITE)
-        keys = self._keys(membership.access, request.keys)
-        if request.mode not in (pb.CLAIM_MODE_RUN, pb.CLAIM_MODE_FIRST):
-            raise MalformedMessage(f"a pull of mode {request.mode} does not exist")
-        if self.fetcher is None:
-            return pb.PullResponse()
-        mode = _CLAIM_MODES[request.mode]
-        wait_ms = min(request.wait_ms or limits.DEFAULT_SHARED_WAIT_MS, limits.MAX_WAIT_MS)
-        fetched = await self.fetcher(keys, mode, monotonic() + wait_ms / 1e3)
-        return pb.PullResponse(pulled=fetched)
-
-    async def read(
-        self, request: pb.ReadRequest, caller: Caller
-    ) -> AsyncGenerator[pb.ReadResponse, None]:
-        session = self.session_of(request.session, caller).number
-        messages.batch_of("ranges", request.ranges)
-        self.claimed(session, request.claim_id)
-        unreadable: Failed = {}
-        damaged: Failed = {}
-        async with (
-            self.reads.room(READ_BYTES, session),
-            aclosing(self._read(session, request, unreadable, damaged)) as responses,
-        ):
-            try:
-                with self._core.working():
-                    async for response in responses:
-                        # A client that does not take it has the memory that others wait for.
-                        with taken_within(self._config.stall_timeout_s, "what it reads"):
-                            yield response
-            finally:
-                # Last: a damaged entry may end the claim, and with it the reading of the others.
-                await self.report(unreadable, damaged)
-
-    async def _read(
-        self, session: int, request: pb.ReadRequest, unreadable: Failed, damaged: Failed
-    ) -> AsyncGenerator[pb.ReadResponse, None]:
-        tracing, slices = self._core.tracing, Slices()
-        pending = pb.ReadResponse()
-        pending_bytes = 0
-        for number, wanted in enumerate(request.ranges):
-            await slices.pause()
-            entries = self.claimed(session, request.claim_id)
-            entry, offset, end = bounds_of(number, wanted, entries)
-            sent_bytes = 0
-            while offset + sent_bytes < end:
-                # A chunk at a time: in between, others have their turn, and the claim may end.
-                self.claimed(session, request.claim_id)
-                room = limits.CHUNK_BYTES - pending_bytes
-                piece_bytes = min(room, end - offset - sent_bytes)
-                part = pending.parts.add(range=number, offset_bytes=sent_bytes)
-                began_ns = 0 if tracing is None else tracing.now_ns()
-                try:
-                    part.data = await self._bytes(entry, wanted, offset + sent_bytes, piece_bytes)
-                except Damaged as problem:
-                    part.status = pb.READ_STATUS_DAMAGED
-                    damaged[entry.generation] = entry, str(problem)
-                    break
-                except StoreError as problem:
-                    part.status = pb.READ_STATUS_UNREADABLE
-                    unreadable[entry.generation] = entry, str(problem)
-                    break
-                self._core.post(BytesRead(entry.tier, piece_bytes, self._core.clock.now_ns()))
-                if tracing is not None:
-                    tracing.read(entry.tier, piece_bytes, began_ns)
-                sent_bytes += piece_bytes
-                pending_bytes += piece_bytes
-                if pending_bytes >= limits.CHUNK_BYTES:
-                    yield pending
-                    pending, pending_bytes = pb.ReadResponse(), 0
-        # The last bytes were copied while the claim held, or nobody gets them.
-        self.claimed(session, request.claim_id)
-        if pending.parts:
-            yield pending
-
-    async def report(self, unreadable: Failed, damaged: Failed) -> None:
-        """Tell what a read found. All of it, though its client hangs up meanwhile."""
-        slices = Slices()
-        reports = chain(
-            ((self._unreadable, *failed) for failed in unreadable.values()),
-            ((self._core.damaged, *failed) for failed in damaged.values()),
-        )
-        try:
-            for report, entry, why in reports:
-                report(entry, why)
-                await slices.pause()
-        finally:
-            for report, entry, why in reports:
-                report(entry, why)
-
-    def _unreadable(self, entry: Entry, why: str) -> None:
-        """Have an entry verified that could not be read. It stays; if it can't be read again, its
-        tier is unhealthy."""
-        log.warning("entry_unreadable", key=entry.key.hex(), why=why)
-        self._core.verifications.request(entry)
-
     def claimed(self, session: int, claim_id: int) -> tuple[Entry, ...]:
-        """The entries of a live claim of this session."""
+        """The entries of a claim that this session holds. Raises UnknownSession, ClaimLost,
+        UnknownClaim."""
         tables = self._core.state.tables
         holder = tables.sessions.get(session)
         if holder is None:
@@ -310,8 +181,90 @@ class CacheService:
             )
         raise UnknownClaim(f"this session holds no claim {claim_id}")
 
+    # ---- deletes and pulls
+
+    async def delete(self, request: pb.DeleteRequest, caller: Caller) -> pb.DeleteResponse:
+        requested = messages.keys_of("keys", request.keys)
+        membership = self.sessions.prove(request.session, caller, Role.WRITE)
+        keys = self.sessions.namespaces.keys(membership.access, requested)
+        results = await delete_entries(self._core, membership.number, keys)
+        return pb.DeleteResponse(results=[r.value for r in results])  # type: ignore[misc]
+
+    async def pull(self, request: pb.PullRequest, caller: Caller) -> pb.PullResponse:
+        membership = self.sessions.prove(request.session, caller, Role.WRITE)
+        keys = self._keys(membership.access, request.keys)
+        if request.mode not in (pb.CLAIM_MODE_RUN, pb.CLAIM_MODE_FIRST):
+            raise MalformedMessage(f"a pull of mode {request.mode} does not exist")
+        if self.fetcher is None:
+            return pb.PullResponse()
+        wait_ms = min(request.wait_ms or limits.DEFAULT_SHARED_WAIT_MS, limits.MAX_WAIT_MS)
+        deadline_s = monotonic() + wait_ms / 1e3
+        fetched = await self.fetcher(keys, _CLAIM_MODES[request.mode], deadline_s)
+        return pb.PullResponse(pulled=fetched)
+
+    # ---- reads
+
+    async def read(
+        self, request: pb.ReadRequest, caller: Caller
+    ) -> AsyncGenerator[pb.ReadResponse, None]:
+        session = self.sessions.prove(request.session, caller).number
+        messages.batch_of("ranges", request.ranges)
+        self.claimed(session, request.claim_id)
+        failures = ReadFailures()
+        async with (
+            self.reads.room(READ_BYTES, session),
+            aclosing(self._read(session, request, failures)) as responses,
+        ):
+            try:
+                with self._core.working():
+                    async for response in responses:
+                        # A client that does not read its answer holds memory that others need.
+                        with taken_within(self.config.stall_timeout_s, "what it reads"):
+                            yield response
+            finally:
+                # Reported last: a damaged entry may end the claim, and the reading with it.
+                await self.report(failures)
+
+    async def _read(
+        self, session: int, request: pb.ReadRequest, failures: ReadFailures
+    ) -> AsyncGenerator[pb.ReadResponse, None]:
+        tracing, slices = self._core.tracing, Slices()
+        pending = pb.ReadResponse()
+        pending_bytes = 0
+        for number, requested in enumerate(request.ranges):
+            await slices.pause()
+            entries = self.claimed(session, request.claim_id)
+            entry, offset, end = bounds_of(number, requested, entries)
+            sent_bytes = 0
+            while offset + sent_bytes < end:
+                # Other calls run between two chunks, and the claim may end.
+                self.claimed(session, request.claim_id)
+                room = limits.CHUNK_BYTES - pending_bytes
+                piece_bytes = min(room, end - offset - sent_bytes)
+                part = pending.parts.add(range=number, offset_bytes=sent_bytes)
+                began_ns = 0 if tracing is None else tracing.now_ns()
+                try:
+                    part.data = await self._bytes(
+                        entry, requested, offset + sent_bytes, piece_bytes
+                    )
+                except (Damaged, StoreError) as problem:
+                    part.status = failures.add(entry, problem)
+                    break
+                self._core.post(BytesRead(entry.tier, piece_bytes, self._core.clock.now_ns()))
+                if tracing is not None:
+                    tracing.read(entry.tier, piece_bytes, began_ns)
+                sent_bytes += piece_bytes
+                pending_bytes += piece_bytes
+                if pending_bytes >= limits.CHUNK_BYTES:
+                    yield pending
+                    pending, pending_bytes = pb.ReadResponse(), 0
+        # The last bytes are sent only if the claim still held after they were copied.
+        self.claimed(session, request.claim_id)
+        if pending.parts:
+            yield pending
+
     async def _bytes(
-        self, entry: Entry, wanted: pb.ReadRange, offset: int, length_bytes: int
+        self, entry: Entry, requested: pb.ReadRange, offset: int, length_bytes: int
     ) -> bytes:
         core = self._core
         store = core.stores[entry.tier]
@@ -320,33 +273,82 @@ class CacheService:
 
         def take() -> bytes:
             with core.devices.under_way(entry.tier):
-                if wanted.token_ids:
-                    ids = store.token_ids(entry)
-                    return ids[offset : offset + length_bytes]
-                views = store.read(entry, offset, length_bytes)
-                return b"".join(views)
+                if requested.token_ids:
+                    return store.token_ids(entry)[offset : offset + length_bytes]
+                return b"".join(store.read(entry, offset, length_bytes))
 
         if not store.blocking:
             return take()
         return await core.devices.run(entry.tier, take)
 
+    async def report(self, failures: ReadFailures) -> None:
+        """Report what a read could not get: all of it, even if the call is cancelled meanwhile."""
+        slices = Slices()
+        reports = chain(
+            ((self._unreadable, *failed) for failed in failures.unreadable.values()),
+            ((self._core.damaged, *failed) for failed in failures.damaged.values()),
+        )
+        try:
+            for report, entry, why in reports:
+                report(entry, why)
+                await slices.pause()
+        finally:
+            for report, entry, why in reports:
+                report(entry, why)
+
+    def _unreadable(self, entry: Entry, why: str) -> None:
+        """Have an entry verified that could not be read. It stays. If it can't be read again, its
+        tier is unhealthy."""
+        log.warning("entry_unreadable", key=entry.key.hex(), why=why)
+        self._core.verifications.request(entry)
+
+
+class ReadFailures:
+    """The entries whose bytes a read did not get, by generation, each with the reason."""
+
+    def __init__(self) -> None:
+        #: Their bytes are not those that were saved.
+        self.damaged: Final[dict[int, tuple[Entry, str]]] = {}
+        #: A store could not read them.
+        self.unreadable: Final[dict[int, tuple[Entry, str]]] = {}
+
+    def add(self, entry: Entry, problem: Damaged | StoreError) -> pb.ReadStatus.ValueType:
+        """Returns what the client is told of the entry."""
+        damaged = isinstance(problem, Damaged)
+        (self.damaged if damaged else self.unreadable)[entry.generation] = entry, str(problem)
+        return pb.READ_STATUS_DAMAGED if damaged else pb.READ_STATUS_UNREADABLE
+
+
+async def delete_entries(
+    core: Core, session: int | None, keys: Sequence[Key]
+) -> list[DeleteStatus]:
+    """Delete entries for a session, or (None) for an operator, a few at a time."""
+    results: list[DeleteStatus] = []
+    slices = Slices()
+    for start in range(0, len(keys), _DELETED_AT_ONCE):
+        part = tuple(keys[start : start + _DELETED_AT_ONCE])
+        question = DeleteAsked(core.next_request(), session, part, core.clock.now_ns())
+        results += (await core.ask(question, DeleteAnswer)).results
+        await slices.pause()
+    return results
+
 
 def bounds_of(
-    number: int, wanted: pb.ReadRange, entries: Sequence[Entry]
+    number: int, requested: pb.ReadRange, entries: Sequence[Entry]
 ) -> tuple[Entry, int, int]:
-    """Entry, first and last byte of a range, checked against the entries of its claim. Raises
-    InvalidSize."""
-    if wanted.index >= len(entries):
+    """The entry of a range, its first byte, and the end of it. `entries` are those of the claim.
+    Raises InvalidSize."""
+    if requested.index >= len(entries):
         raise InvalidSize(
             f"ranges[{number}]: the claim has {len(entries)} entries, "
-            f"index {wanted.index} is not one of them"
+            f"index {requested.index} is not one of them"
         )
-    entry = entries[wanted.index]
-    there_bytes = entry.token_ids_bytes if wanted.token_ids else entry.payload_bytes
-    end = wanted.offset_bytes + (wanted.length_bytes or there_bytes - wanted.offset_bytes)
-    if wanted.offset_bytes > there_bytes or end > there_bytes:
+    entry = entries[requested.index]
+    size_bytes = entry.token_ids_bytes if requested.token_ids else entry.payload_bytes
+    end = requested.offset_bytes + (requested.length_bytes or size_bytes - requested.offset_bytes)
+    if requested.offset_bytes > size_bytes or end > size_bytes:
         raise InvalidSize(
-            f"ranges[{number}]: bytes {wanted.offset_bytes} to {end} are asked for, "
-            f"the entry has {there_bytes}"
+            f"ranges[{number}]: bytes {requested.offset_bytes} to {end} are asked for, "
+            f"the entry has {size_bytes}"
         )
-    return entry, wanted.offset_bytes, end
+    return entry, requested.offset_bytes, end

@@ -1,4 +1,4 @@
-"""Sessions: what proves one, and the stream that it lives on, from Hello to its end."""
+"""Sessions: the secret that proves one, and the stream that it lives on, from Hello to its end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Sequence
 from dataclasses import dataclass
 from hmac import compare_digest
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeVar
 
 import structlog
 
@@ -39,9 +39,8 @@ from ..runtime.clock import Clock, Latencies
 from ..runtime.listeners import SessionNote
 from ..runtime.loop import Core
 from . import messages
-from .access import Access, Role
+from .access import Access, Namespaces, Role, check_same
 from .calls import Caller, CallerGone, Process, cut_off
-from .namespaces import Namespaces, check_same
 from .usage import LabelUsage, SessionUsage, UsageBook, check_usage
 
 log = structlog.get_logger("prefixd.sessions")
@@ -52,16 +51,13 @@ Q = TypeVar("Q")
 _MAX_UNREAD_EVENTS = 4096
 #: A client that opened a session says hello within this time.
 _PATIENCE_S = 5.0
-#: 128 random bits, which cannot be guessed.
+#: 128 random bits: too many to guess.
 _SECRET_BYTES: Final = 16
-
-#: What waits to be sent; an error or None is the end of the stream.
-Events: TypeAlias = "asyncio.Queue[pb.SessionEvent | PrefixdError | None]"
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceConfig:
-    """What the services tell their clients, and the bounds that they hold them to."""
+    """What the services tell their clients, and the limits that they enforce."""
 
     incarnation: bytes
     daemon_version: str
@@ -69,7 +65,7 @@ class ServiceConfig:
     claim_lease_ms: int
     reservation_ttl_ms: int
     local_socket: str = ""
-    #: calls over gRPC at once, beside the streams of sessions
+    #: Concurrent calls over gRPC, not counting the streams of sessions.
     max_rpcs: int = 512
     max_sessions: int = limits.MAX_SESSIONS
     max_connections: int = 4096
@@ -79,66 +75,66 @@ class ServiceConfig:
     max_save_bytes: int = 2**30
     staging_bytes: int = 64 * 2**20
     staging_total_bytes: int = 2**30
-    #: how long a client may leave a call without progress
+    #: How long a client may leave a call without progress.
     stall_timeout_s: float = 30.0
-    #: there is a shared engine, which `CacheService.pull` asks
+    #: Whether there is a shared engine, which `CacheService.pull` fetches from.
     shares: bool = False
-    #: watchers at once, and what is kept of the past for all of them
+    #: Concurrent watchers, and the size of the history that is kept for all of them.
     max_watchers: int = 16
     watch_history_bytes: int = 16 * 2**20
-    #: read back in the background from each tier that is scrubbed; 0: no tier is
+    #: How fast each tier is read back in the background. 0: not at all.
     scrub_bytes_per_second: int = 0
 
 
 class Membership:
-    """One open session, as its calls see it."""
+    """One open session."""
 
     __slots__ = ("access", "ended", "number", "process", "secret")
 
     def __init__(self, number: int, access: Access | None = None) -> None:
         self.number = number
-        #: what the token gives that it was opened with; None: with none, on a Unix socket
+        #: What the token grants that it was opened with. None: no token was asked for.
         self.access: Final = access
-        #: told to its client only, and never logged
+        #: Known to its client only, and never logged.
         self.secret = secrets.token_bytes(_SECRET_BYTES)
-        #: the process that it belongs to, once that has come over a Unix socket
+        #: The process that it belongs to: the first that proved it over a Unix socket.
         self.process: Process | None = None
-        #: done when the session is over
+        #: Done when the session is over.
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
 class Sessions:
-    """The open sessions and their secrets. The event loop's."""
+    """The open sessions. The event loop's."""
 
     def __init__(self, incarnation: bytes) -> None:
         self._incarnation = incarnation
         self._open: dict[int, Membership] = {}
-        #: translates between the keys of clients and those of the daemon
+        #: Translates the keys that clients name into stored ones.
         self.namespaces: Final = Namespaces()
-        #: what their clients count, by label
+        #: What their clients report, by label.
         self.usage: Final = UsageBook()
-        #: how long their calls take
+        #: How long their calls take.
         self.latencies: Final = Latencies(Clock())
-        #: the port of the data socket; 0: there is none
+        #: The port of the data socket. 0: there is none.
         self.data_port = 0
-        #: is memory short? Told with each heartbeat's answer; set by the daemon
+        #: Whether memory is short. Each answer to a heartbeat says so. Set by the daemon.
         self.under_pressure: Callable[[], bool] = lambda: False
-        #: called with the number of each session that is over
+        #: Called with the number of each session that ends.
         self.when_closed: list[Callable[[int], None]] = []
 
     def open(self, number: int, access: Access | None = None) -> Membership:
-        """A session that the state has opened. `access`: what its token gives."""
+        """Add a session that the core has opened. `access`: what its token grants."""
         membership = self._open[number] = Membership(number, access)
         self.usage.sessions[number] = SessionUsage()
         return membership
 
     def access_of(self, number: int) -> Access | None:
-        """What the token gives that this session was opened with, if one was."""
+        """What the token grants that this session was opened with, if there was one."""
         membership = self._open.get(number)
         return None if membership is None else membership.access
 
     def opened_with_others(self, tokens: Container[Access]) -> list[int]:
-        """Numbers of the sessions that were opened with a token other than these."""
+        """The sessions that were opened with a token that is not among these."""
         return [
             number
             for number, membership in self._open.items()
@@ -146,20 +142,22 @@ class Sessions:
         ]
 
     def close(self, number: int) -> None:
-        """The session has ended: its secret is not accepted any more."""
+        """Remove a session that has ended: its secret is no longer accepted."""
         membership = self._open.pop(number, None)
         if membership is None:
             return
         del self.usage.sessions[number]
         membership.ended.set_result(None)
-        for told in self.when_closed:
-            told(number)
+        for callback in self.when_closed:
+            callback(number)
 
     def prove(self, ref: pb.SessionRef, caller: Caller, needed: Role = Role.READ) -> Membership:
-        """The session that `caller` acts for, which may do what needs this role. Raises
-        StaleIncarnation, UnknownSession: the same for a wrong secret as for a session that there is
-        not, so that numbers can't be probed. Raises NotPermitted: a role and a namespace are those
-        of the session whatever the transport, and a caller with a token is of the same one."""
+        """The session that `caller` acts for, if it may do what takes the role `needed`.
+
+        Raises StaleIncarnation, and UnknownSession both for a wrong secret and for a session that
+        does not exist, so that numbers can't be probed. Raises NotPermitted when the role of the
+        session does not suffice, whatever the transport of the call, or when the token of the call
+        has another namespace than the session."""
         if ref.incarnation != self._incarnation:
             raise StaleIncarnation(
                 "this session belongs to another start of the daemon; open a new one and repeat"
@@ -187,8 +185,8 @@ class Sessions:
 
 
 class SessionStream:
-    """Serves one session. `run` yields what the client is told; when it is closed or fails,
-    the session is over and the state was told so."""
+    """Serves one session. `run` yields the messages for its client. When it returns, is closed or
+    fails, the session is over, and the core has been told."""
 
     def __init__(
         self,
@@ -201,11 +199,13 @@ class SessionStream:
         self._sessions = sessions
         self._config = config
         self._access = access
-        self._events: Events = asyncio.Queue(_MAX_UNREAD_EVENTS)
-        #: the task that `run` is part of, once there is a session
+        #: What waits to be sent. An error or None ends the stream.
+        self._events: asyncio.Queue[pb.SessionEvent | PrefixdError | None]
+        self._events = asyncio.Queue(_MAX_UNREAD_EVENTS)
+        #: The task that runs `run`, once there is a session.
         self._task: asyncio.Task[object] | None = None
         self._ending = False
-        #: the sums that the reports of this client are added to
+        #: The sums that the reports of this client are added to, once its label is known.
         self._usage = LabelUsage()
 
     async def run(
@@ -237,7 +237,7 @@ class SessionStream:
             log.info("session_ended", session=session, why=why)
 
     async def _hello(self, requests: AsyncIterator[pb.SessionRequest]) -> pb.Hello:
-        """What every session begins with, and soon: before it, the client counts for nothing."""
+        """Receive the first message. Before it the client has no session, so it has little time."""
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 first = await first_message(requests)
@@ -254,7 +254,7 @@ class SessionStream:
         name, host = hello.client_name or "client", hello.host or "this host"
         owner = printable(f"{name} (pid {hello.pid} on {host})")
         core = self._core
-        # The label that its traffic is counted under: beyond a bound, that is "other".
+        # The label that its traffic is counted under: "other" when there are too many labels.
         label = self._usage.name
         question = SessionOpened(core.next_request(), owner, core.clock.now_ns(), label)
         session = (await core.ask(question, Opened)).session
@@ -292,29 +292,29 @@ class SessionStream:
             tier=ledger.tier.value,  # type: ignore[arg-type]
             budget_bytes=ledger.budget_bytes,
             max_payload_bytes=min(left_bytes, limits.MAX_PAYLOAD_BYTES),
-            # The second is for all sessions together: more has no chance.
+            # The second limit is that of all sessions together.
             max_reserved_bytes=min(share_bytes, ledger.max_reserved_bytes or share_bytes),
             slab_bytes=core.stores[ledger.tier].slab_bytes,
         )
 
     async def _listen(self, session: int, requests: AsyncIterator[pb.SessionRequest]) -> None:
-        """Take what the client says until it stops; the end goes into the events."""
+        """Take the messages of the client, and end the stream of events when they end."""
         end: PrefixdError | None = None
         try:
             async for request in requests:
                 if session not in self._core.state.tables.sessions:
                     raise UnknownSession("the heartbeats stopped for too long; open a new session")
-                self._heard(session, request)
+                self._take(session, request)
         except PrefixdError as error:
             end = error
         except CallerGone:
-            pass  # the connection is gone, and with it the generator that reads the events
+            pass  # the connection is gone: the transport closes `run`
         except Exception as problem:
             log.error("session_failed", session=session, exc_info=problem)
             end = PrefixdError(f"the daemon failed in this session: {type(problem).__name__}")
         self._end(end)
 
-    # ---- what the core says (loop.Listener)
+    # ---- what the core tells (loop.Listener)
 
     def told(self, note: SessionNote) -> None:
         match note:
@@ -324,7 +324,7 @@ class SessionStream:
             case TellReservationLost():
                 lost = pb.ReservationLost(key=note.key, token=note.token, why=note.why)
                 event = pb.SessionEvent(reservation_lost=lost)
-        # A client that reads nothing misses it, and learns it with its next call.
+        # A client that reads no events misses this one, and learns of it with its next call.
         if not self._events.full():
             self._events.put_nowait(event)
 
@@ -334,15 +334,15 @@ class SessionStream:
         self._end(why)
 
     def _end(self, why: PrefixdError | None) -> None:
-        """Let `run` come to its end behind what waits to be sent; at once if that is stuck,
-        because the client reads nothing, or did not when it was told before."""
+        """End `run` after what waits to be sent. Cut it off if the client does not read: if the
+        events are full, or the session did not end when it was told before."""
         if not self._ending and not self._events.full():
             self._events.put_nowait(why)
         elif self._task is not None:
             cut_off(self._task, why or LimitReached("the client does not read its events"))
         self._ending = True
 
-    def _heard(self, session: int, request: pb.SessionRequest) -> None:
+    def _take(self, session: int, request: pb.SessionRequest) -> None:
         core = self._core
         now_ns = core.clock.now_ns()
         match request.WhichOneof("kind"):
@@ -359,7 +359,12 @@ class SessionStream:
                     sequence=request.heartbeat.sequence,
                     under_pressure=self._sessions.under_pressure(),
                 )
-                _put(self._events, pb.SessionEvent(heartbeat_ack=ack))
+                try:
+                    self._events.put_nowait(pb.SessionEvent(heartbeat_ack=ack))
+                except asyncio.QueueFull:
+                    raise LimitReached(
+                        "the client does not read the events of its session"
+                    ) from None
             case "touch":
                 core.post(KeysTouched(self._keys(request.touch.keys), now_ns))
             case "suspect":
@@ -380,14 +385,3 @@ async def first_message(requests: AsyncIterator[Q]) -> Q:
     async for request in requests:
         return request
     raise MalformedMessage("the stream ended before its first message")
-
-
-def _put(
-    events: Events,
-    event: pb.SessionEvent,
-) -> None:
-    """Hand an event to the session's stream; a client that never reads them loses its session."""
-    try:
-        events.put_nowait(event)
-    except asyncio.QueueFull:
-        raise LimitReached("the client does not read the events of its session") from None

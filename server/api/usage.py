@@ -1,8 +1,8 @@
-"""What clients count of themselves, added up by their labels.
+"""What clients report of themselves, added up by label.
 
-A look-up in place is no call: the daemon knows of it what the clients' heartbeats say. A client can
-say what it likes of itself. What does not add up is refused, the labels are bounded, and nothing
-but numbers for people comes of it.
+A lookup in place is no call: the daemon learns of it from the client's heartbeats. A client can
+report what it likes. So reports that do not add up are refused, the number of labels is bounded,
+and nothing but figures for people is made of them.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ DEFAULT_LABEL: Final = "default"
 OTHER_LABEL: Final = "other"
 REASONS: Final = tuple(reason.value for reason in MissReason)
 OUTCOMES: Final = tuple(status.label for status in SaveStatus)
-#: How bytes came to the engine, as clients report it (`client.counters.PATHS`).
+#: How bytes reached the engine, as clients report it (`client.counters.PATHS`).
 PATHS: Final = ("view", "copy", "stream")
-#: What became of absent entries that were in a tier (`journal.Happening`), and why nothing is known
-#: of others: never saved since the start; too long ago for the journal; the client sent no keys.
+#: Why absent entries are absent. They left a tier (`journal.Happening`); or they were never saved
+#: since the start; or nothing is known: it is too long ago for the journal, or no keys were sent.
 LEFT: Final = ("evicted", "deleted", "damaged", "replaced")
 BECAUSE: Final = (*LEFT, "never_saved", "not_remembered", "not_told")
 #: Counters that have no label but the namespace.
 SCALARS: Final = ("lookups", "hits", "lookup_tokens", "restored_tokens")
-#: The sum over all labels fits into a message, too.
+#: Low enough for the sum over all labels to fit into a message, too.
 _MOST_SHOWN: Final = 2**57
 
 
@@ -52,20 +52,20 @@ class LabelUsage:
         self.scalars = dict.fromkeys(SCALARS, 0)
         self.misses = dict.fromkeys(REASONS, 0)
         self.failures = dict.fromkeys(REASONS, 0)
-        #: absent misses of entries in no tier; with `left` they add up to all absent misses
+        #: Absent misses of entries that left no tier. With `left` they add up to all absent misses.
         self.absent_because = dict.fromkeys(BECAUSE[len(LEFT) :], 0)
-        #: absent misses of entries that were in a tier, by that tier and why they left
+        #: Absent misses of entries that left a tier, by tier and reason.
         self.left = {(tier, because): 0 for tier in Tier for because in LEFT}
         self.hit_entries = dict.fromkeys(Tier, 0)
         self.hit_tokens = dict.fromkeys(Tier, 0)
         self.restored_bytes = {(tier, path): 0 for tier in Tier for path in PATHS}
-        #: how long restores took, in nanoseconds
+        #: How long restores took, in nanoseconds.
         self.restores = Histogram(LATENCY_BOUNDS_NS)
-        #: by tier, reason and outcome; those that there were
+        #: By tier, reason and outcome.
         self.saves: dict[tuple[Tier, SaveReason, str], int] = {}
 
     def add(self, usage: pb.Usage) -> None:
-        """`usage` was checked, and is judged, too."""
+        """Add a report that was checked. `judge` adds its absent misses."""
         for name in SCALARS:
             self.scalars[name] += getattr(usage, name)
         self.absent_because["not_told"] += usage.misses.get("absent", 0) - len(usage.absent)
@@ -76,22 +76,22 @@ class LabelUsage:
         for bucket, count in enumerate(usage.restore_times):
             self.restores.counts[bucket] += count
         self.restores.total += usage.restore_ns
-        for told in usage.tiers:
-            tier = Tier(told.tier)
-            self.hit_entries[tier] += told.hit_entries
-            self.hit_tokens[tier] += told.hit_tokens
-            for path, size_bytes in told.restored_bytes.items():
+        for part in usage.tiers:
+            tier = Tier(part.tier)
+            self.hit_entries[tier] += part.hit_entries
+            self.hit_tokens[tier] += part.hit_tokens
+            for path, size_bytes in part.restored_bytes.items():
                 self.restored_bytes[tier, path] += size_bytes
-            for saved in told.saves:
+            for saved in part.saves:
                 kind = tier, SaveReason(saved.reason), saved.outcome
                 self.saves[kind] = self.saves.get(kind, 0) + saved.entries
 
     def judge(self, absent: Iterable[pb.AbsentMiss], journal: Journal) -> None:
-        """Why what was looked for is not there, as far as the journal reaches back. Of several keys
-        it is enough that one was there."""
+        """Count why keys are absent, as far as the journal reaches back. A miss with several keys
+        counts by one of them that left a tier."""
         for miss in absent:
             fates = [fate for key in miss.keys if (fate := journal.fate(key)) is not None]
-            # An entry that is there by now was saved after the client looked for it.
+            # An entry that is cached now was saved after the client looked for it.
             left = [fate for fate in fates if fate.what is not Happening.SAVED]
             if left:
                 first = min(left, key=attrgetter("what"))
@@ -102,7 +102,7 @@ class LabelUsage:
                 self.absent_because[because] += 1
 
     def message(self) -> pb.Usage:
-        """As operators get it: what is 0 is left out."""
+        """The sums as operators get them, without those that are 0."""
         usage = pb.Usage()
         for name, amount in self.scalars.items():
             setattr(usage, name, bounded(amount))
@@ -121,7 +121,7 @@ class LabelUsage:
             getattr(usage, name).update({reason: bounded(n) for reason, n in counts.items() if n})
         for tier in Tier:
             paths = {path: bounded(self.restored_bytes[tier, path]) for path in PATHS}
-            told = pb.TierUsage(
+            tier_usage = pb.TierUsage(
                 hit_entries=bounded(self.hit_entries[tier]),
                 hit_tokens=bounded(self.hit_tokens[tier]),
                 restored_bytes={path: size for path, size in paths.items() if size},
@@ -134,21 +134,21 @@ class LabelUsage:
                     if saved_in is tier
                 ],
             )
-            if told.ByteSize():
-                told.tier = pb.Tier.ValueType(tier)
-                usage.tiers.append(told)
+            if tier_usage.ByteSize():
+                tier_usage.tier = pb.Tier.ValueType(tier)
+                usage.tiers.append(tier_usage)
         return usage
 
 
 def bounded(amount: int) -> int:
-    """What a message can hold of a sum that clients made: without it, one that lies would keep
+    """A reported sum, limited to what a message can hold: otherwise one client that lies could keep
     operators from seeing anything."""
     return min(amount, _MOST_SHOWN)
 
 
 @dataclass(slots=True)
 class SessionUsage:
-    """What the client of one session told of itself since it was opened."""
+    """What the client of one session has reported."""
 
     lookups: int = 0
     hits: int = 0
@@ -156,31 +156,28 @@ class SessionUsage:
     restored_bytes: int = 0
 
     def add(self, usage: pb.Usage) -> None:
-        """`usage` was checked."""
+        """Add a report that was checked."""
         self.lookups += usage.lookups
         self.hits += usage.hits
         self.restores += sum(usage.restore_times)
-        self.restored_bytes += sum(sum(told.restored_bytes.values()) for told in usage.tiers)
+        self.restored_bytes += sum(sum(part.restored_bytes.values()) for part in usage.tiers)
 
 
 class UsageBook:
-    """The sums of all labels, the first of which keep names of their own. The event loop's;
-    `items` may be called on any thread."""
+    """The sums of all labels. When there are too many, new labels are counted as `OTHER_LABEL`. The
+    event loop's; `items` may be called on any thread."""
 
     def __init__(self) -> None:
         self._labels: dict[str, LabelUsage] = {}
-        #: what open sessions reported, by their number
+        #: What open sessions have reported, by their number.
         self.sessions: Final[dict[int, SessionUsage]] = {}
 
     def of(self, label: str) -> LabelUsage:
-        """The sums for reports of clients with this label; "" is `DEFAULT_LABEL`.
-
-        Raises InvalidSize for what can't be one.
-        """
+        """The sums of a label; "" is `DEFAULT_LABEL`. Raises InvalidSize for an invalid label."""
         label = check_label(label) if label else DEFAULT_LABEL
         found = self._labels.get(label)
         if found is None:
-            # One place is kept for all the others.
+            # One place is reserved for `OTHER_LABEL`.
             if len(self._labels) >= MAX_LABELS - (OTHER_LABEL not in self._labels):
                 label = OTHER_LABEL
             found = self._labels.setdefault(label, LabelUsage(label))
@@ -200,7 +197,7 @@ class UsageBook:
 
 
 def check_usage(usage: pb.Usage) -> pb.Usage:
-    """Returns the report, if it is consistent and all of its words are known. Raises
+    """Returns the report if it is consistent, and all names in it are known. Raises
     MalformedMessage, InvalidSize."""
     _check_lengths(usage)
     _known("reason of a miss", usage.misses, REASONS)
@@ -209,11 +206,11 @@ def check_usage(usage: pb.Usage) -> pb.Usage:
     numbers += [*usage.misses.values(), *usage.failures.values()]
     numbers += [*usage.restore_times, usage.restore_ns]
     tiers = set(map(int, Tier))
-    for told in usage.tiers:
-        _known("tier", [told.tier], tiers)
-        _known("path", told.restored_bytes, PATHS)
-        numbers += [told.hit_entries, told.hit_tokens, *told.restored_bytes.values()]
-        for saved in told.saves:
+    for part in usage.tiers:
+        _known("tier", [part.tier], tiers)
+        _known("path", part.restored_bytes, PATHS)
+        numbers += [part.hit_entries, part.hit_tokens, *part.restored_bytes.values()]
+        for saved in part.saves:
             _known("reason of a save", [saved.reason], set(map(int, SaveReason)))
             _known("outcome of a save", [saved.outcome], OUTCOMES)
             numbers.append(saved.entries)
@@ -228,24 +225,24 @@ def check_usage(usage: pb.Usage) -> pb.Usage:
         raise MalformedMessage("a report names keys of misses that it does not count, or no keys")
     if len(usage.restore_times) not in (0, len(LATENCY_BOUNDS_NS) + 1):
         raise MalformedMessage(f"the times of restores are {len(LATENCY_BOUNDS_NS) + 1} numbers")
-    if usage.absent_because or any(told.absent_because for told in usage.tiers):
+    if usage.absent_because or any(part.absent_because for part in usage.tiers):
         raise MalformedMessage("why an entry is absent is for the daemon to say")
-    hit_tokens = sum(told.hit_tokens for told in usage.tiers)
+    hit_tokens = sum(part.hit_tokens for part in usage.tiers)
     if hit_tokens > usage.lookup_tokens:
         raise MalformedMessage("a report has more hit tokens than were looked for")
     return usage
 
 
 def _check_lengths(usage: pb.Usage) -> None:
-    """Refuse more of anything than there are words for it, before any of it is looked at."""
+    """Refuse columns with more values than there are names, before looking at any value."""
     _at_most(len(REASONS), "reasons of misses", usage.misses)
     _at_most(len(REASONS), "reasons of failures", usage.failures)
     _at_most(len(LATENCY_BOUNDS_NS) + 1, "times of restores", usage.restore_times)
     _at_most(MAX_TOLD_MISSES, "misses with their keys", usage.absent)
     _at_most(len(Tier), "tiers", usage.tiers)
-    for told in usage.tiers:
-        _at_most(len(PATHS), "paths", told.restored_bytes)
-        _at_most(len(SaveReason) * len(OUTCOMES), "kinds of saves", told.saves)
+    for part in usage.tiers:
+        _at_most(len(PATHS), "paths", part.restored_bytes)
+        _at_most(len(SaveReason) * len(OUTCOMES), "kinds of saves", part.saves)
 
 
 def _at_most(most: int, what: str, given: Sized) -> None:

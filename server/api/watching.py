@@ -1,9 +1,9 @@
-"""Watchers: who is told which keys are there, and what becomes of them (`Admin.Watch`).
+"""Watchers: they are sent all cached keys, and every change of them (`Admin.Watch`).
 
-Everything that there is, while it changes: the entry table is walked in pieces, and before each
-piece a watcher has been told everything that happened until then. So what it holds of the keys
-that were walked is right at every moment, and after the last piece it holds all of them. What
-happened is in one log for all (`runtime.changes`).
+A watcher gets a snapshot of the entry table while the table changes. The table is walked in pieces;
+before each piece the watcher has been sent every change until then. So what it knows of the walked
+keys is right at every moment, and after the last piece it knows all keys. The changes are in one
+log for all watchers (`runtime.changes`).
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ from ..runtime.changes import ChangeLog, WatchedTooSlowly, body_of
 from ..runtime.gate import stopping
 from ..runtime.loop import Core
 from . import messages
-from .access import Access
+from .access import Access, namespace_of
 from .calls import Caller, taken_within
-from .namespaces import namespace_of
 from .sessions import ServiceConfig
 
 log = structlog.get_logger("prefixd.watching")
 
-#: Events of one message, about 60 KiB; with their token ids at most 4 MiB.
+#: Events in one message, about 60 KiB; with token ids at most 4 MiB.
 _MOST_EVENTS: Final = 512
 _MOST_EVENTS_WITH_IDS: Final = 128
-#: Longer token ids are left out: those of whole prompts that were saved as one entry.
+#: Longer token ids are left out: they are those of whole prompts, saved as one entry.
 MAX_TOKEN_IDS_BYTES: Final = 32 * 2**10
-#: After this many events that did not concern a watcher it is told the last number all the same.
+#: After this many events that don't concern a watcher it is sent the last sequence number.
 _QUIET_EVENTS: Final = 1_024
-#: All watchers of one namespace together have at most the places divided by this.
+#: The watchers of one namespace may have at most this fraction (1/n) of all places.
 _SHARE_OF_A_NAMESPACE: Final = 4
 
 
@@ -51,13 +50,13 @@ class Watching:
         self._config = config
         self.log: Final = ChangeLog(config.watch_history_bytes)
         core.change_listener = self.log
-        #: watchers that were too slow, and those that were too many
+        #: Watchers that were too slow, and watchers that were refused because there were too many.
         self.cut_off = 0
         self.refusals = 0
         self._watchers: set[_Watcher] = set()
 
     def in_flight(self) -> dict[str, int]:
-        """What watchers take of the daemon's memory, and what was refused to them."""
+        """What watchers occupy of the daemon's memory, and how many were refused or cut off."""
         return {
             "watchers": self.log.watchers,
             "watch_history_bytes": self.log.size_bytes,
@@ -94,8 +93,8 @@ class Watching:
             self.log.end()
 
     def _check_room(self, access: Access | None) -> None:
-        """Raises LimitReached. A namespace has a quarter of the places: operators, and others, find
-        one."""
+        """Raises LimitReached. A namespace may have a quarter of the places, so that operators and
+        others find one."""
         most, watching = self._config.max_watchers, self.log.watchers
         its_most = max(1, most // _SHARE_OF_A_NAMESPACE)
         namespace = namespace_of(access)
@@ -114,7 +113,7 @@ class Watching:
             )
 
     def end_revoked(self, known: frozenset[Access]) -> None:
-        """End those whose token is not among these any more."""
+        """End the watchers whose token is no longer among these."""
         for watcher in self._watchers:
             if watcher.access is not None and watcher.access not in known:
                 watcher.revoked = True
@@ -137,9 +136,9 @@ class _Watcher:
         request: pb.WatchRequest,
         access: Access | None,
     ) -> None:
-        """`tiers`: empty for all of them. `access`: where it is of a namespace, of that only."""
+        """`tiers`: empty for all. An `access` with a namespace limits the watcher to its keys."""
         self.access: Final = access
-        #: the token that it came with is no longer valid
+        #: Whether its token is no longer valid.
         self.revoked = False
         self._namespace = namespace_of(access)
         self._core = core
@@ -148,9 +147,9 @@ class _Watcher:
         self._tiers = frozenset(map(int, tiers or Tier))
         self._token_ids = request.token_ids
         self._most = _MOST_EVENTS_WITH_IDS if request.token_ids else _MOST_EVENTS
-        #: the last event that it was told, or that is none of its business
+        #: The last event that it was sent, or that does not concern it.
         self._sequence = changes.sequence
-        #: what is still to be walked; None: nothing is
+        #: The rest of the snapshot. None: it is complete.
         self._snapshot: Iterator[list[bytes]] | None = None
         self._why = ""
         if request.incarnation == incarnation and changes.reaches(request.sequence):
@@ -166,13 +165,13 @@ class _Watcher:
                 )
 
     async def responses(self) -> AsyncGenerator[bytes, None]:
-        """Encoded ones. Raises WatchedTooSlowly, Draining."""
+        """Encoded responses. Raises WatchedTooSlowly, Draining, NotPermitted."""
         changes = self._changes
         if self._resumed:
-            yield self._told([_control(pb.WATCH_KIND_SYNCED, self._sequence)])
+            yield self._response([_control(pb.WATCH_KIND_SYNCED, self._sequence)])
         else:
             yield self._begin_anew(self._why)
-        told = self._sequence
+        sent = self._sequence
         while not changes.closed:
             if self.revoked:
                 raise NotPermitted("the token of this watcher is not known any more")
@@ -182,28 +181,28 @@ class _Watcher:
             bodies = changes.since(self._sequence, self._most)
             if bodies:
                 self._sequence += len(bodies)
-                wanted = [body for body in bodies if self._concerns(body)]
-                if wanted or self._sequence - told >= _QUIET_EVENTS:
-                    told = self._sequence
-                    yield self._told(await self._complete(wanted))
+                concerning = [body for body in bodies if self._concerns(body)]
+                if concerning or self._sequence - sent >= _QUIET_EVENTS:
+                    sent = self._sequence
+                    yield self._response(await self._complete(concerning))
                 else:
                     await asyncio.sleep(0)
             elif self._snapshot is not None:
-                # Everything until now has been told, and nothing happens before this is read.
+                # Every change until now has been sent, and none happens before this is read.
                 piece = next(self._snapshot, None)
                 if piece is None:
                     self._snapshot = None
-                    told = self._sequence
-                    yield self._told([_control(pb.WATCH_KIND_SYNCED, self._sequence)])
+                    sent = self._sequence
+                    yield self._response([_control(pb.WATCH_KIND_SYNCED, self._sequence)])
                     continue
-                # A large one in several messages, and nothing else between them.
+                # A large piece takes several messages, with no change between them.
                 for start in range(0, len(piece), self._most):
                     part = piece[start : start + self._most]
-                    yield self._told(await self._complete(part))
+                    yield self._response(await self._complete(part))
                 await asyncio.sleep(0)
             elif not await changes.wait(self._sequence, limits.WATCH_BEAT_MS / 1000):
-                told = self._sequence
-                yield self._told([])
+                sent = self._sequence
+                yield self._response([])
         raise stopping()
 
     def _concerns(self, body: bytes) -> bool:
@@ -215,19 +214,19 @@ class _Watcher:
     def _begin_anew(self, why: str) -> bytes:
         self._sequence = self._changes.sequence
         self._snapshot = self._walk()
-        return self._told([_control(pb.WATCH_KIND_CLEARED, self._sequence, why)])
+        return self._response([_control(pb.WATCH_KIND_CLEARED, self._sequence, why)])
 
-    def _told(self, bodies: Sequence[bytes]) -> bytes:
+    def _response(self, bodies: Sequence[bytes]) -> bytes:
         # A watcher can't resume in the middle of a snapshot.
         sequence = 0 if self._snapshot is not None else self._sequence
         return watch.response(self._incarnation, bodies, sequence)
 
     def _walk(self) -> Iterator[list[bytes]]:
-        """Everything that there is, in pieces of the moment at which each is asked for."""
+        """All entries, in pieces. Each is read at the moment at which it is asked for."""
         piece: list[bytes] = []
         looked_at = 0
         for shard in self._core.state.tables.entries.shards:
-            # All of it at once: it changes before the next piece.
+            # A shard is read as a whole: it may change before the next piece.
             its_own = self._namespace
             piece += [
                 body_of(entry, self._sequence)
@@ -243,7 +242,7 @@ class _Watcher:
     # ---- token ids
 
     async def _complete(self, bodies: list[bytes]) -> list[bytes]:
-        """The events with the token ids of entries that are there, if the watcher wants them."""
+        """The events, with the token ids of entries that are still cached, if requested."""
         if not self._token_ids:
             return bodies
         by_tier: dict[Tier, list[tuple[int, Entry, int]]] = {}
@@ -263,13 +262,13 @@ class _Watcher:
         for tier, wanted in by_tier.items():
             found = await self._read(tier, [entry for _, entry, _ in wanted])
             for (place, entry, generation), token_ids in zip(wanted, found, strict=True):
-                # The entry is still there: its room was not written again while it was read.
+                # Still published: its place was not overwritten while it was read.
                 if token_ids and entry.published and entry.generation == generation:
                     complete[place] = watch.with_token_ids(bodies[place], token_ids)
         return complete
 
     async def _read(self, tier: Tier, entries: Sequence[Entry]) -> list[bytes]:
-        """The token ids of each; none of what can't be read."""
+        """The token ids of each entry; empty for those that can't be read."""
         core, store = self._core, self._core.stores[tier]
 
         def read() -> list[bytes]:

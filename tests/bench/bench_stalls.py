@@ -40,8 +40,7 @@ from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.api.admin import AdminService
 from prefixd.server.api.calls import Caller
-from prefixd.server.api.sessions import ServiceConfig
-from prefixd.server.api.usage import UsageBook
+from prefixd.server.api.sessions import ServiceConfig, Sessions
 from prefixd.server.core.answers import (
     ClaimAnswer,
     LookupAnswer,
@@ -135,7 +134,9 @@ class Inside:
             StateConfig(), {Tier.RAM: ledger}, {Tier.RAM: store.stored_bytes}, frozenset(), 1
         )
         self.core = Core(state, {Tier.RAM: store}, index, executor, Clock())
-        self.admin = AdminService(self.core, ServiceConfig(b"", "", 0, 0, 0), dict, {}, UsageBook())
+        self.admin = AdminService(
+            self.core, ServiceConfig(b"", "", 0, 0, 0), Sessions(b""), dict, {}
+        )
         self.keys: list[Key] = []
         self.session = 0
 

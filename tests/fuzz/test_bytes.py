@@ -23,7 +23,7 @@ from prefixd.proto.errors import MalformedMessage, PrefixdError, RecordError
 from prefixd.proto.index_columns import columns_of
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
-from prefixd.server.api.parsing import fields_of, parse
+from prefixd.server.api.messages import fields_of, parse
 from prefixd.server.sharing.record import HEADER_BYTES, decode_header, encode_header
 from prefixd.server.sharing.resp import Connection, Request, Result, exchange
 from prefixd.server.sharing.resp import Refused as EngineRefused

@@ -48,7 +48,7 @@ _CORE: Final = (
     "tests/server/core",
     "sim 20",
     "tests/server/runtime/test_loop.py tests/server/api/test_service.py",
-    "tests/server/api/test_admin.py tests/server/api/test_lists.py",
+    "tests/server/api/test_admin.py tests/server/api/test_admin_views.py",
     "tests/model/test_meta_state_model.py",
 )
 ALSO: Final[dict[str, tuple[str, ...]]] = {

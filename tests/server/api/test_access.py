@@ -1,4 +1,5 @@
-"""Tokens and roles: each may what its role may, and no secret is shown or believed in part."""
+"""Tokens and roles: each caller may do what its role allows, and no token is shown or accepted in
+part."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def test_each_may_what_its_role_may(tmp_path: Path) -> None:
             else:
                 with pytest.raises(NotPermitted, match=f"has the role {role.name.lower()}"):
                     tokens.permit(needed, f"Bearer {token}")
-    # By role: what a watcher, a reader, a writer and an operator may not.
+    # What a watcher, a reader, a writer and an operator may not do.
     assert tokens.refusals == 3 + 3 + 2 + 0
 
 
@@ -75,7 +76,7 @@ def test_what_is_not_a_token_opens_nothing(tmp_path: Path, given: str) -> None:
 
 
 def test_all_are_compared_whichever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In constant time, and with each that is known."""
+    """Each known token is compared, in constant time."""
     tokens = Tokens.from_file(written(tmp_path / "t", lines()))
     compared: list[bytes] = []
 
@@ -154,7 +155,7 @@ def test_the_file_is_read_again_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_who_watches_does_not_read() -> None:
-    """With a key, which a watcher learns, anybody reads."""
+    """Anybody with a key can read its entry, and a watcher learns all keys."""
     tokens = Tokens([(Access(role.name, role), role.name * 40) for role in Role])
     for role in Role:
         given = f"Bearer {role.name * 40}"

@@ -1,4 +1,4 @@
-"""What operators see and order: it is true, it happens as it was foretold, and it is safe."""
+"""What operators see is true, and what they order happens as previewed and is safe."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.api.admin import AdminService
-from prefixd.server.api.lists import Lists
-from prefixd.server.api.operations import Operations
+from prefixd.server.api.admin_views import AdminViews
 from prefixd.server.api.watching import Watching
 from prefixd.server.core import state
 from prefixd.tiers.arena_store import ARENA_FILE
@@ -47,20 +46,20 @@ TIERS = pytest.mark.parametrize("tier", list(Tier), ids=lambda tier: tier.label)
 
 
 def test_the_service_is_what_the_contract_describes() -> None:
-    """An rpc that nobody wrote would be answered with UNIMPLEMENTED."""
+    """gRPC would answer an rpc without a method with UNIMPLEMENTED."""
     methods = pb.DESCRIPTOR.services_by_name["Admin"].methods_by_name
-    own = vars(AdminService).keys() | vars(Operations).keys() | vars(Lists).keys()
+    own = vars(AdminService).keys() | vars(AdminViews).keys()
     own |= vars(Watching).keys()
     assert {re.sub("(?<!^)(?=[A-Z])", "_", name).lower() for name in methods} <= own
 
 
 def keys_of(store: Store) -> set[Key]:
-    """What the records of a store name."""
+    """The keys in the records of a store."""
     return {record.key for batch in store.scan() for record in batch}
 
 
 async def fill(session: OpenSession, tier: Tier, count: int, start: int = 0) -> list[Key]:
-    """Entries of one slab (and on disk of about as much), one save each."""
+    """Save entries of one slab each (on disk about as much), one by one."""
     keys = [key(number) for number in range(start, start + count)]
     for one in keys:
         assert await session.save({one: bytes(3000)}, tier) == [pb.SAVE_STATUS_SAVED]
@@ -116,9 +115,9 @@ async def preview(daemon: Running, tier: Tier, payload_bytes: int, entries: int)
 async def test_a_preview_is_what_a_save_then_does(
     tmp_path: Path, tier: Tier, max_entries: int, policy: str
 ) -> None:
-    """In states of any kind: empty, full, claimed, hit; one entry or several that are new."""
+    """In every kind of state: empty, full, claimed, hit; for one new entry or several."""
     flags = (
-        # The records of the disk tier take 264 KiB before there is any.
+        # The table of records of the disk tier occupies 264 KiB even when it is empty.
         f"--{tier.label}.budget={'340KiB' if tier is Tier.DISK else '64KiB'}",
         f"--{tier.label}.max_entries={max_entries}",
         f"--{tier.label}.policy={policy}",
@@ -215,8 +214,8 @@ async def test_an_eviction_frees_at_least_what_is_asked_and_little_more(
 
 @in_loop
 async def test_the_curve_is_what_the_tier_did_and_never_falls(tmp_path: Path) -> None:
-    """A generated trace through a tier of 100 blocks; at its own budget the estimate is what it
-    hit, at larger ones it is more."""
+    """A generated trace through a tier of 100 blocks: at the tier's own budget the estimate is what
+    was hit, at larger budgets it is more."""
     blocks = 100
     async with running(tmp_path, f"--ram.budget={blocks * SLAB}", tiers=[Tier.RAM]) as daemon:
         session = await daemon.open()
@@ -297,7 +296,7 @@ async def test_damage_is_named_dropped_and_told(tmp_path: Path, tier: Tier, how:
             (problem,) = found.problems
             assert key(1).hex() in problem
             assert (found.entries, found.damaged_entries) == (2, 1)
-        # Whoever claimed it before finds nothing there; what else it claimed is as before.
+        # The claim no longer finds it; the other entries of the claim are unchanged.
         request = pb.ReadRequest(
             session=session.ref,
             claim_id=claim,
@@ -311,7 +310,7 @@ async def test_damage_is_named_dropped_and_told(tmp_path: Path, tier: Tier, how:
         with pytest.raises(Refused, match="unknown_entry"):
             await answer(daemon.admin.Inspect(pb.InspectRequest(key=key(1))))
         assert await session.restore(key(2)) == payload(2)
-        # The key is free: its right bytes can be saved again.
+        # The key is free: the right bytes can be saved again.
         assert await session.save({key(1): payload(1)}, tier) == [pb.SAVE_STATUS_SAVED]
         await daemon.assert_sound()
 
@@ -325,7 +324,7 @@ async def test_damage_done_while_the_daemon_was_away_is_found_by_a_check(tmp_pat
     flip(tmp_path / "disk" / ARENA_FILE, payload(2))
     flip(tmp_path / "shm" / ARENA_FILE, payload(11))
     async with running(tmp_path) as daemon:
-        # In memory it is looked at when it comes back, on disk when somebody wants it.
+        # In memory an entry is verified when it is recovered, on disk when it is read.
         assert daemon.tables.tier_counters[Tier.SHM].dropped_at_start == 1
         assert set(daemon.tables.entries) == {key(1), key(2), key(3), key(12)}
         found = await daemon.verify()
@@ -342,7 +341,7 @@ async def test_damage_done_while_the_daemon_was_away_is_found_by_a_check(tmp_pat
 async def test_an_entry_that_is_evicted_during_its_verification_is_not_called_damaged(
     tmp_path: Path,
 ) -> None:
-    """Nor verified: its bytes are another's by then."""
+    """Nor is it called verified: its place holds the bytes of another entry by then."""
     gate = Gate("read")
     flags = {"wrap": {Tier.RAM: gate.wrap}, "tiers": [Tier.RAM]}
     async with running(tmp_path, "--ram.budget=8KiB", **flags) as daemon:
@@ -366,7 +365,7 @@ async def test_an_entry_that_is_evicted_during_its_verification_is_not_called_da
 @pytest.mark.parametrize("how", ["inspect", "verify"])
 @in_loop
 async def test_an_entry_that_its_store_cannot_read_stays(tmp_path: Path, how: str) -> None:
-    """A failing device says nothing about the bytes."""
+    """An error of the device proves nothing about the bytes."""
     async with running(tmp_path, wrap={Tier.DISK: FaultyStore}) as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA}, Tier.DISK)
@@ -398,7 +397,7 @@ async def test_gc_reaps_what_is_expired_and_sweeps_out_what_nobody_owns(tmp_path
         await session.save({key(2): DATA}, Tier.SHM)
         await session.claim([key(2)], lease_ms=1_000)
         await session.granted([item(key(3), DATA)], ttl_ms=1_000)
-        # A record and rows that the state knows nothing of.
+        # A record and rows that the core does not know.
         store, index = daemon.core.stores[Tier.DISK], daemon.core.index
         extents = daemon.tables.ledgers[Tier.DISK].extents
         assert extents is not None
@@ -428,7 +427,7 @@ async def test_gc_reaps_what_is_expired_and_sweeps_out_what_nobody_owns(tmp_path
         assert (swept.expired_claims, swept.expired_reservations) == (1, 1)
         assert (swept.orphan_records, swept.orphan_index_rows) == (1, 2)
         assert len(index) == 2
-        # The erasure is ordered: the next commit is behind it.
+        # Commits come after the erasure, which is ordered already.
         await session.save({key(4): DATA}, Tier.DISK)
         assert keys_of(store) == {key(1), key(4)}
         await daemon.assert_idle()

@@ -1,4 +1,5 @@
-"""Reads over the data socket: claimed in the same call, and never of what was lost meanwhile."""
+"""Reads over the data socket: claimed in the same call, and never of entries that were lost
+meanwhile."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ import pytest
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
-from prefixd.server.api import raw_bytes
-from prefixd.server.api.streams import Stream
+from prefixd.server.api import data_transfers
+from prefixd.server.api.data_streams import Stream
 from prefixd.tiers.store import Damaged, StoreError
 from tests.contract.faulty import FaultyStore
 from tests.support.data_client import (
@@ -64,14 +65,14 @@ async def test_a_fetch_claims_reads_and_releases(tmp_path: Path, tier: Tier) -> 
             beyond.generations.append(1)
             with pytest.raises(Refused, match="invalid_batch"):
                 await line.ask(fetch=beyond)
-            # The connection is as good as it was.
+            # The connection is still usable.
             await line.send(fetch=fetch_of(session, *generations))
             assert await line.parts(2) == [DATA, LARGE[: 3 * MIB]]
         await daemon.assert_idle()
 
 
 def found_of(session: OpenSession, rooms: dict[Key, int], **fields: Any) -> pb.FetchRequest:
-    """A fetch of what is there of these keys, each into room of so many bytes."""
+    """A fetch of those of these keys that are cached, each with the size of its buffer."""
     return pb.FetchRequest(
         session=session.ref, keys=[*rooms], room_bytes=[*rooms.values()], **fields
     )
@@ -82,7 +83,7 @@ def found_of(session: OpenSession, rooms: dict[Key, int], **fields: Any) -> pb.F
 async def test_a_fetch_of_what_is_there_says_what_that_is_and_sends_it(
     tmp_path: Path, tier: Tier
 ) -> None:
-    """In one trip: whole payloads, as far as there is room for them."""
+    """In one round trip: each payload that has exactly the size of its buffer."""
     large = LARGE[: 3 * MIB]
     async with daemon_for_large(tmp_path) as (daemon, session):
         await session.save({key(1): DATA, key(2): large, key(4): DATA}, tier)
@@ -106,7 +107,7 @@ async def test_a_fetch_of_what_is_there_says_what_that_is_and_sends_it(
                 assert await line.parts(len(found)) == sent
                 assert not daemon.tables.claims
             assert claimed.results[0].entry.generation == await generation_of(daemon, key(1))
-            # What does not fit is told of, and not sent.
+            # An entry that does not fit is named, and not sent.
             await line.send(fetch=found_of(session, {key(1): len(DATA) + 1, key(2): len(large)}))
             assert [each.claimed for each in (await line.response()).claim.results] == [True] * 2
             assert await line.parts(2) == [b"", large]
@@ -151,7 +152,7 @@ async def test_a_fetch_that_makes_no_sense_claims_nothing(tmp_path: Path) -> Non
 
 @in_loop
 async def test_a_fetch_ends_with_its_client(tmp_path: Path) -> None:
-    """One that reads no further, and one that hangs up: neither keeps a claim, or room."""
+    """A client that stops reading, and one that hangs up: neither keeps a claim, or memory."""
     async with daemon_for_large(tmp_path, "--server.stall_timeout=300ms") as (daemon, session):
         large = LARGE[: 12 * MIB]
         await session.save({key(1): large})
@@ -175,7 +176,7 @@ async def test_a_fetch_ends_with_its_client(tmp_path: Path) -> None:
 
 @in_loop
 async def test_what_is_lost_while_it_is_sent_never_counts(tmp_path: Path) -> None:
-    """The client reads nothing until its claim has ended: it must not be told that all is well."""
+    """The client reads nothing until its claim has ended. It must not be told that all is well."""
     async with daemon_for_large(tmp_path) as (daemon, session):
         await session.save({key(1): LARGE[: 2 * MIB], key(2): LARGE[: 12 * MIB]})
         claim = (await session.claim([key(1), key(2)])).claim_id
@@ -197,18 +198,20 @@ async def test_what_is_lost_while_it_is_sent_never_counts(tmp_path: Path) -> Non
 async def test_a_fetch_whose_claim_is_lost_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_room: bool
 ) -> None:
-    """Everything has left when it turns out."""
+    """All bytes have been sent by the time the daemon notices."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
-        run = raw_bytes.Sending.run
+        run = data_transfers.Sending.run
 
-        def release_then_end(self: raw_bytes.Sending, patience_ms: int = 1) -> raw_bytes.Progress:
+        def release_then_end(
+            self: data_transfers.Sending, patience_ms: int = 1
+        ) -> data_transfers.Progress:
             ended = run(self, patience_ms)
             daemon.forward(3600.0)  # the lease is over
             return ended
 
-        monkeypatch.setattr(raw_bytes.Sending, "run", release_then_end)
+        monkeypatch.setattr(data_transfers.Sending, "run", release_then_end)
         async with data_connection(daemon, session) as line:
             generation = await generation_of(daemon, key(1))
             known, found = fetch_of(session, (key(1), generation)), {key(1): len(DATA)}
@@ -221,21 +224,21 @@ async def test_a_fetch_whose_claim_is_lost_says_so(
 
 @in_loop
 async def test_an_entry_that_left_the_table_is_not_read_any_further(tmp_path: Path) -> None:
-    """Within one turn, before the loop knows: its room may be another's."""
+    """Within one turn, before the loop knows: its place may belong to another entry."""
     async with daemon_for_large(tmp_path) as (daemon, session):
         await session.save({key(1): LARGE[: 3 * MIB]})
         entry = daemon.tables.entries[key(1)]
         here, there = socket.socketpair()
         with here, there:
-            ranges = [raw_bytes.SentRange(0, entry, False, 0, 3 * MIB)]
-            sending = raw_bytes.Sending(daemon.core, Stream(here), ranges)
-            assert sending.run(0) is raw_bytes.Progress.WAITING
+            ranges = [data_transfers.SentRange(0, entry, False, 0, 3 * MIB)]
+            sending = data_transfers.Sending(daemon.core, Stream(here), ranges)
+            assert sending.run(0) is data_transfers.Progress.WAITING
             assert not sending.between_parts
             entry.published = False
             line = DataConnection(there)
             there.setblocking(False)
             reading = asyncio.ensure_future(line.part())
-            while sending.run(0) is not raw_bytes.Progress.DONE:
+            while sending.run(0) is not data_transfers.Progress.DONE:
                 await asyncio.sleep(0)
             first = await reading
             assert first is not None
@@ -244,7 +247,7 @@ async def test_an_entry_that_left_the_table_is_not_read_any_further(tmp_path: Pa
             assert second is not None
             assert (second[0].status, second[1]) == (pb.READ_STATUS_UNREADABLE, b"")
             assert sending.between_parts
-            assert [each for each, _ in sending.unreadable.values()] == [entry]
+            assert [each for each, _ in sending.failures.unreadable.values()] == [entry]
         entry.published = True
 
 

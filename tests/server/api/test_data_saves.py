@@ -1,4 +1,4 @@
-"""Saves over the data socket: what is wanted of them, and that half of one leaves nothing."""
+"""Saves over the data socket: which bytes are requested, and that half a save leaves nothing."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_bytes_that_are_not_those_that_were_meant_are_never_seen(
 async def test_a_client_that_stops_in_the_middle_leaves_nothing(
     tmp_path: Path, tier: Tier, stop: int
 ) -> None:
-    """However far it came; what was complete is not lost with the rest."""
+    """However far it came. Complete payloads are not lost with the rest."""
     async with daemon_for_large(tmp_path) as (daemon, session):
         items = [item(key(1), DATA), item(key(2), LARGE[: 4 * MIB])]
         async with data_connection(daemon, session) as line:

@@ -1,4 +1,5 @@
-"""The data socket: whom it serves, in what order, and what is left of calls that end early."""
+"""The data socket: which clients it serves, in what order, and that calls that end early leave
+nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ from prefixd.proto import data
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.layout import crc32c
 from prefixd.proto.limits import MAX_MESSAGE_BYTES
-from prefixd.server.api import data_connection as connections
 from prefixd.server.api import data_socket
 from prefixd.server.api.calls import Caller
 from tests.support.data_client import (
@@ -83,7 +83,7 @@ async def test_requests_that_are_sent_ahead_are_answered_in_their_order(tmp_path
             await line.send_bytes(b"".join(data.frame(pb.DataRequest(lookup=a)) for a in asked))
             answers = [(await line.response()).lookup.presences[0] for _ in asked]
             assert answers == [pb.PRESENCE_PRESENT, pb.PRESENCE_ABSENT, pb.PRESENCE_PRESENT]
-            # Byte by byte it is the same.
+            # The same, sent byte by byte.
             for byte in data.frame(pb.DataRequest(lookup=asked[0])):
                 await line.send_bytes(bytes([byte]))
             assert (await line.response()).lookup.presences == [pb.PRESENCE_PRESENT]
@@ -128,7 +128,7 @@ async def test_a_connection_proves_a_session_before_anything_else(tmp_path: Path
 
 @in_loop
 async def test_a_connection_belongs_to_one_session_only(tmp_path: Path) -> None:
-    """Also for a client that knows the secrets of two."""
+    """Also for a client that knows the secrets of two sessions."""
     async with running(tmp_path) as daemon:
         session, other = await daemon.open(), await daemon.open()
         await session.save({key(1): DATA})
@@ -188,7 +188,7 @@ async def test_connections_that_prove_nothing_make_room(
 async def test_one_that_proves_nothing_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(data_socket, "_PATIENCE_S", 0.01)
     async with (
         running(tmp_path) as daemon,
         data_connection(daemon) as silent,
@@ -206,15 +206,15 @@ async def test_one_that_proves_nothing_is_closed(
 async def test_what_waits_for_nothing_is_answered_where_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The task of the connection is asked for what may wait, and for nothing else."""
+    """The task of the connection wakes for requests that may wait, and for no others."""
     served: list[str | None] = []
-    serve = connections.DataConnection._serve
+    serve = data_socket.DataConnection._serve
 
-    async def noted(self: connections.DataConnection) -> None:
+    async def noted(self: data_socket.DataConnection) -> None:
         served.append(self._next.WhichOneof("kind") if self._next else None)
         await serve(self)
 
-    monkeypatch.setattr(connections.DataConnection, "_serve", noted)
+    monkeypatch.setattr(data_socket.DataConnection, "_serve", noted)
     async with running(tmp_path) as daemon:
         session, other = await daemon.open(), await daemon.open()
         await session.save({key(1): DATA})
@@ -227,7 +227,7 @@ async def test_what_waits_for_nothing_is_answered_where_it_is_read(
             assert list((await line.ask(release=release)).release.results) == [
                 pb.RELEASE_STATUS_RELEASED
             ]
-            # Not answered, whatever comes of it.
+            # It gets no answer, whatever its outcome.
             for ref, number in ((session.ref, claims[1]), (other.ref, not_its_own)):
                 given = pb.ReleaseRequest(session=ref, claim_ids=[number])
                 await line.send(give_back=given)
@@ -270,7 +270,7 @@ async def test_what_waits_keeps_what_follows_it_waiting(tmp_path: Path) -> None:
 async def test_one_that_sends_ahead_takes_turns_with_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "_AT_ONCE", 2)
+    monkeypatch.setattr(data_socket, "AT_ONCE", 2)
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         happened: list[str] = []
@@ -302,7 +302,7 @@ async def test_one_that_sends_ahead_takes_turns_with_others(
 
 @in_loop
 async def test_a_flood_of_small_calls_is_held_in_the_kernel(tmp_path: Path) -> None:
-    """Of answers that are not read one is in the daemon's memory, of requests one buffer."""
+    """The daemon's memory holds one unread answer and one buffer of requests."""
     async with running(tmp_path, "--server.stall_timeout=60s") as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
@@ -352,7 +352,7 @@ async def test_who_reads_no_answer_is_cut_off(tmp_path: Path) -> None:
 
 @in_loop
 async def test_an_answer_that_is_taken_late_is_whole(tmp_path: Path) -> None:
-    """What the socket did not take follows once it does, and then what was asked behind it."""
+    """The part that the socket did not take is sent later, followed by the next answer."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
@@ -382,7 +382,7 @@ async def test_who_hangs_up_with_an_answer_unread_has_asked_for_nothing(tmp_path
         async with data_connection(daemon, session) as line:
             await line.ask(claim=claim)
             (kept,) = daemon.tables.claims
-            await line.ask(lookup=pb.LookupRequest(keys=[key(1)]))  # it was taken
+            await line.ask(lookup=pb.LookupRequest(keys=[key(1)]))  # the answer before was read
         async with data_connection(daemon, session) as line:
             await line.ask(claim=claim)
         async with data_connection(daemon, session) as line:
@@ -410,7 +410,7 @@ async def test_who_hangs_up_waits_no_longer(tmp_path: Path) -> None:
                 lookup=pb.LookupRequest(keys=[key(1)], wait_ms=60_000),
             )
             await daemon.until(lambda: daemon.tables.waiting)
-            # One that sends on is waited with.
+            # The daemon waits for a client that goes on sending.
             await line.send(lookup=pb.LookupRequest(keys=[key(2)]))
             await session.save({key(3): DATA})
             assert daemon.tables.waiting
@@ -438,7 +438,7 @@ async def test_a_message_that_is_none_ends_the_connection(tmp_path: Path) -> Non
 @in_loop
 @pytest.mark.parametrize("sent_bytes", [1, data.HEAD.size - 1, data.HEAD.size, data.HEAD.size + 1])
 async def test_who_stands_still_in_a_request_is_cut_off(tmp_path: Path, sent_bytes: int) -> None:
-    """Who has not begun one may think as long as it likes."""
+    """A client that has not begun a request may take as long as it likes."""
     async with running(tmp_path, "--server.stall_timeout=10ms") as daemon:
         session = await daemon.open()
         asked = data.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)])))

@@ -1,5 +1,5 @@
-"""The data socket under TLS: whom it listens to, what it costs others when a handshake stalls, and
-what a client does that can't have it."""
+"""The data socket under TLS: which clients it accepts, that a handshake that stalls delays no
+others, and what a client does that can't use the socket."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from prefixd.client.wire.data_transport import DataTransport
 from prefixd.proto import data
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
-from prefixd.server.api import data_connection as connections
 from prefixd.server.api import data_socket
 from prefixd.server.api.access import DATA_ROLES, Role
 from prefixd.server.certificates import certificates_of
@@ -45,7 +44,7 @@ from tests.support.running import (
 TOKENS = {role: f"{role.name.lower()}-" * 10 for role in Role}
 DATA = payload(1)
 MIB = 2**20
-#: More than sockets hold between them, and than a turn moves.
+#: More than two sockets buffer, and than one turn moves.
 LARGE = payload(7) * (20 * MIB // 5000)
 
 
@@ -72,7 +71,7 @@ def flags_of(authority: Authority, name: str = "daemon", *more: str) -> list[str
 
 
 def served(daemon: Running, flags: list[str]) -> int:
-    """Start the data socket as a daemon with these flags would; its port."""
+    """Start the data socket as a daemon with these flags would. Returns its port."""
     config = load_config(flags, {})
     certificates = certificates_of(config.server)
     assert certificates is not None
@@ -97,7 +96,7 @@ async def secured(
 
 
 async def works(line: SecuredConnection, session: OpenSession, number: int, raw: bytes) -> None:
-    """In and out again."""
+    """Save and read back."""
     assert await line.save(session, [item(key(number), raw)], [raw]) == [pb.SAVE_STATUS_SAVED]
     claim = await line.ask(claim=pb.ClaimRequest(session=session.ref, keys=[key(number)]))
     read = pb.ReadRequest(
@@ -109,7 +108,7 @@ async def works(line: SecuredConnection, session: OpenSession, number: int, raw:
 
 @in_loop
 async def test_bytes_go_in_and_out(tmp_path: Path, authority: Authority) -> None:
-    """Many small and few large, ahead and byte by byte; what is claimed is given back."""
+    """Many small payloads and a few large ones, ahead and byte by byte. Claims are released."""
     async with secured(tmp_path, authority, large=True) as (daemon, session, port):
         async with secured_connection(port, trusting(authority), session) as line:
             await works(line, session, 1, LARGE)
@@ -126,7 +125,7 @@ async def test_bytes_go_in_and_out(tmp_path: Path, authority: Authority) -> None
             for byte in data.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)]))):
                 await line.send_bytes(bytes([byte]))
             assert (await line.response()).lookup.results
-            # More than is taken in at a time: what TLS holds back no poll tells of.
+            # More than one receive takes: no poll reports the bytes that TLS holds back.
             asked = data.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)], brief=True)))
             ahead = 3 * data.MAX_SMALL_REQUEST_BYTES // len(asked)
             await line.send_bytes(asked * ahead)
@@ -134,13 +133,13 @@ async def test_bytes_go_in_and_out(tmp_path: Path, authority: Authority) -> None
                 assert (await line.response()).lookup.presences == [pb.PRESENCE_PRESENT]
         await daemon.until(lambda: not daemon.front.data.connections)
         assert not daemon.front.data.handshake_refusals
-        # What the last answer granted was taken: another request came behind it.
+        # The next request shows that the client has read the last answer and what it grants.
         await session.release(claim.claim.claim_id)
 
 
 @in_loop
 async def test_a_slow_reader_gets_it_all(tmp_path: Path, authority: Authority) -> None:
-    """Records that the kernel takes in parts are sent again as they were."""
+    """TLS records that the kernel took in part are offered again unchanged."""
     async with (
         secured(tmp_path, authority, large=True) as (_, session, port),
         secured_connection(port, trusting(authority), session) as line,
@@ -193,7 +192,7 @@ async def test_each_request_takes_its_role(tmp_path: Path, authority: Authority)
                     with pytest.raises(Refused) as refused:
                         await line.ask(**{kind: asked})
                     assert (refused.value.name == "not_permitted") == (role < needed), kind
-        # A token that is taken away holds for no further request.
+        # A token that is removed is not accepted for another request.
         async with secured_connection(port, trusted, session, TOKENS[Role.READ]) as line:
             lookup = pb.LookupRequest(keys=[key(1)])
             assert (await line.ask(lookup=lookup)).lookup.results
@@ -205,7 +204,7 @@ async def test_each_request_takes_its_role(tmp_path: Path, authority: Authority)
                 await line.ask(lookup=lookup)
             await line.send(give_back=pb.ReleaseRequest(session=session.ref))
             with pytest.raises(Refused, match="wants a token"):
-                await line.ask(lookup=lookup)  # and the answers are still in step
+                await line.ask(lookup=lookup)  # the answers still match the requests
         assert server_tokens.refusals > 5
 
 
@@ -231,7 +230,7 @@ async def test_who_does_not_get_through_tls_is_counted(
                     await line.ask(lookup=pb.LookupRequest(keys=[key(1)]))
             await daemon.until(lambda counted=counted: front.handshake_refusals == counted)
             assert not front.attached, what
-        # Without TLS the secret itself gets nothing, and is not answered.
+        # Without TLS even the right secret gets no answer.
         async with data_connection(daemon, session) as plain:
             with pytest.raises((EOFError, ConnectionError)):
                 await plain.response()
@@ -249,8 +248,8 @@ async def test_who_does_not_get_through_tls_is_counted(
 async def test_handshakes_that_stall_wait_for_nobody_and_end(
     tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Silent ones, some that stop in the middle of a hello, some that take it and say no more."""
-    monkeypatch.setattr(connections, "_PATIENCE_S", 2.0)
+    """Clients that are silent, that stop within their hello, or that stop after its answer."""
+    monkeypatch.setattr(data_socket, "_PATIENCE_S", 2.0)
     loop = asyncio.get_running_loop()
     async with secured(tmp_path, authority) as (daemon, session, port):
         front = daemon.front.data
@@ -277,7 +276,7 @@ async def test_handshakes_that_stall_wait_for_nobody_and_end(
 
 
 def client_hello(authority: Authority) -> bytes:
-    """What a client says first."""
+    """The first message of a client."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     half = trusting(authority).wrap_bio(incoming, outgoing, server_hostname=HOST)
     with pytest.raises(ssl.SSLWantReadError):
@@ -343,7 +342,7 @@ async def test_a_client_that_cannot_have_it_goes_over_grpc_and_counts(
     client_side: Security,
     data_side: str,
 ) -> None:
-    """With the right files on both sides it has it."""
+    """With the right files on both sides it uses the data socket."""
     flags = flags_of(authority, "daemon", f"--server.tls_client_ca={authority.certificate}")
     cert, secret = {
         "somebody else's": lambda: stranger.sign("daemon"),

@@ -1,4 +1,4 @@
-"""Between gRPC and the services: no bytes, no exception and no vanished client is a surprise."""
+"""Between gRPC and the services: no bytes, no exception and no lost client does harm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prefixd.proto.limits import MAX_MESSAGE_BYTES, MAX_PLAIN_MESSAGE_BYTES
 from prefixd.server.api import grpc_adapter
 from prefixd.server.api.calls import Caller, CallerGone, cut_off
 from prefixd.server.api.grpc_adapter import Method, Streaming, Unary, add_service
-from prefixd.server.api.parsing import MOST_FIELDS
+from prefixd.server.api.messages import MOST_FIELDS
 from prefixd.tiers.store import StoreError, StoreFull
 from tests.support.columns import Item
 from tests.support.running import (
@@ -60,7 +60,7 @@ def raw_call(channel: grpc.aio.Channel, method: MethodDescriptor, messages: list
 async def test_a_stream_of_requests_that_ends_by_itself_has_nobody_at_its_other_end(
     end: type[Exception],
 ) -> None:
-    """That a server stops while a session waits for its next message is no failure of the
+    """A server that stops while a session waits for its next message is no failure of the
     session."""
 
     async def requests() -> AsyncIterator[bytes]:
@@ -97,11 +97,11 @@ async def test_a_message_that_is_no_message_is_refused(
 async def test_a_message_without_payloads_is_short(
     tmp_path: Path, method: MethodDescriptor
 ) -> None:
-    """A longer one is refused unparsed, by every rpc but those that bring payloads or token ids."""
+    """Longer messages are refused unparsed, except where they hold payloads or token ids."""
     most = grpc_adapter.most_bytes(method.input_type)
     assert (most == MAX_MESSAGE_BYTES) == (method.name in WITH_BYTES)
     if method.name in WITH_BYTES:
-        return  # gRPC itself refuses what is longer
+        return  # gRPC itself refuses longer messages
     assert most == MAX_PLAIN_MESSAGE_BYTES
     async with running(tmp_path) as daemon:
         for length_bytes, why in (
@@ -135,7 +135,7 @@ async def test_garbage_in_the_middle_of_a_stream_ends_it_and_what_it_began(
 
 @in_loop
 async def test_every_rpc_has_a_method_and_every_method_an_rpc() -> None:
-    """An rpc without one would be answered with UNIMPLEMENTED."""
+    """gRPC would answer an rpc without a method with UNIMPLEMENTED."""
     methods = Failing(KeyError()).methods()
     without = {name: method for name, method in methods.items() if name != "Claim"}
     wrong = methods | {"Read": methods["Claim"]}
@@ -149,7 +149,7 @@ async def test_every_rpc_has_a_method_and_every_method_an_rpc() -> None:
 
 
 class Failing:
-    """Raises what it is told to, at the first and at the second response."""
+    """Raises a given exception, at the first and at the second response."""
 
     def __init__(self, problem: Exception) -> None:
         self.problem = problem
@@ -178,7 +178,7 @@ class Failing:
             self.closed.set()
 
     def methods(self) -> dict[str, Method]:
-        """Of every rpc; those that no test calls fail as well."""
+        """A method for every rpc; those that no test calls fail as well."""
         served: dict[str, Method] = {
             rpc.name: Streaming(self.read) if rpc.server_streaming else Unary(self.lookup)
             for rpc in CACHE.methods
@@ -242,7 +242,7 @@ async def test_whatever_a_handler_raises_is_a_status_of_the_contract(
 async def test_a_generator_of_responses_is_closed_when_its_client_is_gone(
     tmp_path: Path,
 ) -> None:
-    """While it waits for room on the wire, where nobody is waiting inside of it."""
+    """While the adapter waits for the wire, and nothing waits inside the generator."""
     async with Served(tmp_path, Failing(KeyError())) as served:
         reading = served.stub.Read(pb.ReadRequest())
         await next_of(reading)
@@ -261,7 +261,7 @@ async def test_what_came_before_an_error_arrives(tmp_path: Path) -> None:
 
 
 class CuttingOff(Failing):
-    """Cuts a read off while its first response is on its way."""
+    """Cuts a read off while its first response is being sent."""
 
     async def read(
         self, _request: pb.ReadRequest, _caller: Caller
@@ -269,7 +269,7 @@ class CuttingOff(Failing):
         task = asyncio.current_task()
         assert task is not None
         try:
-            # More than a client that reads nothing takes.
+            # More than is buffered for a client that reads nothing.
             response = pb.ReadResponse(parts=[pb.ReadPart(data=bytes(2**20))])
             asyncio.get_running_loop().call_soon(cut_off, task, self.problem)
             yield response

@@ -1,4 +1,4 @@
-"""The hand-over: descriptors for those who may have them, and reasons for everybody else."""
+"""The hand-over: descriptors for clients that may have them, and reasons for all others."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def request_of(session: OpenSession) -> pb.HandOverRequest:
 async def handed_over(
     daemon: Running, request: pb.HandOverRequest
 ) -> AsyncIterator[tuple[pb.HandOverResponse, dict[str, int]]]:
-    """What a client of this process gets. Raises Refused, and EOFError when the daemon hangs up."""
+    """The response and the descriptors that a client in this process gets. Raises Refused, and
+    EOFError when the daemon hangs up."""
 
     def exchange() -> tuple[bytes, list[int]]:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -80,8 +81,8 @@ async def handed_over(
 
 
 async def settled_descriptors(daemon: Running) -> Counter[str]:
-    """What is open once nobody is connected. What was sent along is closed a few turns after the
-    connection: looks until two looks agree."""
+    """The open descriptors once no client is connected. Those that were sent are closed a few turns
+    after the connection, so this looks until two looks agree."""
     await daemon.until(lambda: not daemon.local_server.connections)
     now = open_descriptors(daemon.config.local_socket)
     while True:
@@ -92,7 +93,7 @@ async def settled_descriptors(daemon: Running) -> Counter[str]:
 
 
 def without_descriptors(what: Callable[[], module.Package]) -> module.Package:
-    """Do something while this process can open nothing."""
+    """Call `what` while this process can open no descriptor."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)
     os.close(lowest)
@@ -135,8 +136,8 @@ async def test_a_client_gets_what_it_needs_to_read_in_place(tmp_path: Path) -> N
 
 @in_loop
 async def test_nothing_that_is_handed_over_lets_a_client_write_entries(tmp_path: Path) -> None:
-    """Neither through the descriptor nor through one that is opened of it anew: what is memory of
-    the daemon's alone is sealed, what is a file is there to be read only."""
+    """Neither through the descriptor nor by opening it again: the daemon's own memory is sealed,
+    and files are opened read-only."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         async with handed_over(daemon, request_of(session)) as (_, fds):
@@ -189,7 +190,7 @@ async def test_asking_leaves_no_descriptor_behind(tmp_path: Path) -> None:
         session = await daemon.open()
         request = request_of(session)
         async with handed_over(daemon, request):
-            pass  # makes the staging memory
+            pass  # creates the staging memory
         before = await settled_descriptors(daemon)
         for _ in range(ROUNDS):
             async with handed_over(daemon, request) as (_, fds):
@@ -235,7 +236,7 @@ async def test_who_does_not_prove_its_session_gets_nothing(tmp_path: Path) -> No
         assert not len(daemon.front.stagings)
 
 
-#: Another process that has stolen the secret: asks over the local socket, says what it is told.
+#: Another process that has stolen the secret: asks on the local socket, and prints the answer.
 THIEF = """
 import socket, sys
 from prefixd.proto import local, prefixd_pb2 as pb
@@ -308,7 +309,8 @@ async def test_an_arena_that_cannot_be_opened_is_refused_and_leaks_nothing(
 
 # ---- an index that is revoked
 
-#: A client on this host: says for every line how many of eight blocks it restores, and right.
+#: A client on this host: for each line of input it prints how many of eight blocks it restores,
+#: and whether they are right.
 READER = """
 import sys
 from prefixd.client import Client
@@ -324,7 +326,7 @@ with Client(sys.argv[1]) as client:
 
 
 class FailingIndex(IndexWriter):
-    """Can't remove a row once it is told so."""
+    """Fails to remove rows once a test says so."""
 
     fails = False
 
@@ -338,7 +340,7 @@ class FailingIndex(IndexWriter):
 async def test_clients_go_on_over_grpc_once_the_index_is_revoked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row that could not be removed stands in it, and its room is another's by now."""
+    """The index holds a row that could not be removed, whose place holds another entry by now."""
     monkeypatch.setattr(reindexing, "FIRST_S", 3_600.0)
     async with running(tmp_path, tiers=[Tier.RAM], make_index=FailingIndex) as daemon:
         index = daemon.core.index
@@ -354,7 +356,7 @@ async def test_clients_go_on_over_grpc_once_the_index_is_revoked(
         assert reader.stdout is not None
 
         async def restored() -> tuple[int, bool, int]:
-            """Blocks, whether all were right, and reads over gRPC until now."""
+            """The number of blocks, whether all were right, and the reads over gRPC until now."""
             reader.stdin.write(b"\n")
             blocks, right, reads = (await reader.stdout.readline()).decode().split()
             return int(blocks), right == "True", int(reads)

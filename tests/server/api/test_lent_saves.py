@@ -1,4 +1,4 @@
-"""The call `save_lent`: bytes that never travel, and what ends it without a trace."""
+"""The call `save_lent`: bytes that are never sent, and that a call that fails leaves nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TOKEN = b"sixteen bytes, 1"
 def lent(
     session: OpenSession, payloads: Sequence[bytes], tier: Tier = Tier.RAM
 ) -> Iterator[pb.SaveLentRequest]:
-    """A request that lends them, each in one piece, as long as the context lasts."""
+    """A request that lends payloads, each in one piece, until the context ends."""
     token = bytearray(TOKEN)
     header = session.header([item(key(n), data) for n, data in enumerate(payloads)], tier)
     with addresses_of(payloads) as addresses, address_of(token) as token_address:
@@ -73,7 +73,7 @@ async def test_lent_payloads_are_saved(tmp_path: Path, tier: Tier) -> None:
 async def test_a_large_save_goes_over_two_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each waits for the other: one alone would not get there."""
+    """Each thread waits for the other: one alone would never finish."""
     monkeypatch.setattr(lent_saves, "_TURN_BYTES", 100_000)
     both = threading.Barrier(2, timeout=PATIENCE_S)
     copying: set[int] = set()
@@ -164,7 +164,7 @@ async def test_another_length_than_was_said_is_told_for_that_payload(
 async def test_what_a_client_took_back_while_it_was_copied_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gave up, and uses its buffer for something else: a mixture must not be found."""
+    """The client gave up and reuses its buffer: a mixture of bytes must not be published."""
     reading, go_on = threading.Event(), threading.Event()
 
     def read(memory: LentMemory, room: memoryview, *ranges: Sequence[int]) -> None:
@@ -195,8 +195,8 @@ async def test_what_a_client_took_back_while_it_was_copied_is_not_published(
 async def test_a_thread_that_its_client_keeps_is_that_clients_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, copying: bool
 ) -> None:
-    """Memory that is brought when the client likes, before anything is reserved or while it is
-    copied: others look up, save, and lend meanwhile."""
+    """Memory whose pages the client provides when it likes, before anything is reserved or while it
+    is copied: other clients look up, save and lend meanwhile."""
     reading, go_on = threading.Semaphore(0), threading.Event()
     held: list[int] = []
     proofs: Counter[int] = Counter()
@@ -236,12 +236,12 @@ async def test_a_thread_that_its_client_keeps_is_that_clients_loss(
             else:
                 first.close()
                 second.close()
-            # Where it is copied, their room is written to.
+            # The copy writes to the place of the entries.
             assert len(daemon.tables.reservations) == 2 * copying
             assert daemon.front.local.lent.threads_taken == 2
             go_on.set()
             await daemon.until(lambda: not daemon.tables.reservations)
-        # A client that only hung up still lent it: what was copied is what it meant.
+        # A client that only hung up has lent the memory until then: the copied bytes are right.
         saved = copying and ends == "connection"
         found = pb.PRESENCE_PRESENT if saved else pb.PRESENCE_ABSENT
         assert await daemon.presence(key(0), key(20)) == [found] * 2
@@ -271,7 +271,7 @@ async def test_who_finds_no_thread_is_refused_and_does_not_wait(
 async def test_what_was_reserved_is_still_reserved_when_it_cant_be_read(
     tmp_path: Path, what: str
 ) -> None:
-    """It is written in another way, then: nothing was begun."""
+    """The client then saves in another way: nothing was begun."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         connection = await daemon.connect_locally()

@@ -1,4 +1,4 @@
-"""The local socket: the same answers as over gRPC, and nothing left of whoever hangs up."""
+"""The local socket: the same answers as over gRPC, and nothing left of clients that hang up."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def test_every_call_answers_as_over_grpc(tmp_path: Path) -> None:
 
 
 def wrong(session: OpenSession) -> dict[str, tuple[str, Any]]:
-    """What is refused: a kind, and a request of it."""
+    """Requests that are refused, by kind."""
     stale = pb.SessionRef(incarnation=bytes(16), session_id=session.number)
     ended = pb.SessionRef(incarnation=session.ref.incarnation, session_id=77)
     items = [item(key(1), DATA)]
@@ -176,7 +176,7 @@ async def test_a_failure_where_nothing_can_be_answered_ends_the_connection(
 
 @in_loop
 async def test_a_daemon_that_stops_says_so(tmp_path: Path) -> None:
-    """But what only gives back is done."""
+    """But a request that only gives back is carried out."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
@@ -299,7 +299,7 @@ async def test_only_its_own_user_and_root_are_served(
 @pytest.mark.parametrize("keys", [1, MAX_BATCH_KEYS], ids=["small", "large"])
 @in_loop
 async def test_requests_sent_ahead_are_answered_in_order(tmp_path: Path, keys: int) -> None:
-    """Beyond a bound, of requests or of bytes, the daemon does not read on until it answered."""
+    """Beyond a limit, of requests or of bytes, the daemon reads no more until it has answered."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         (token,) = await session.granted([item(key(1), DATA)])
@@ -331,7 +331,7 @@ async def test_requests_sent_ahead_are_answered_in_order(tmp_path: Path, keys: i
 
 @in_loop
 async def test_who_has_answers_to_read_gets_no_hand_over(tmp_path: Path) -> None:
-    """Descriptors go with bytes of their own, which would come before what waits to be sent."""
+    """Descriptors are sent with bytes of their own, which would overtake the waiting answers."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         request = frame(lookup=pb.LookupRequest(keys=map(key, range(MAX_BATCH_KEYS))))

@@ -20,6 +20,7 @@ from prefixd.proto.layout import crc32c
 from prefixd.proto.limits import MAX_BATCH_KEYS
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api.local_socket import LocalServer
+from prefixd.server.api.service import CacheService
 from prefixd.server.runtime import incoming
 from tests.support.bare import Bare, bare, claim_of, frame, served
 from tests.support.columns import StagedPart, staged
@@ -60,7 +61,7 @@ async def test_a_claim_whose_answer_nobody_read_is_released(tmp_path: Path) -> N
 async def test_a_claim_whose_answer_was_read_is_held_when_the_connection_ends(
     tmp_path: Path, then: str
 ) -> None:
-    """A client closes a connection whenever a call fails on it, and its hits are good still."""
+    """A client closes a connection when a call fails on it, and goes on using its hits."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
@@ -109,8 +110,8 @@ async def test_who_hangs_up_waits_no_longer(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["lookup", "claim", "reserve"])
 @in_loop
 async def test_what_was_asked_is_forgotten_with_its_connection(tmp_path: Path, kind: str) -> None:
-    """At once, and not when Python looks for cycles, which in a daemon that rests is never: up to
-    16 MiB a connection."""
+    """At once, and not when Python collects cycles, which an idle daemon never does: it is up to
+    16 MiB per connection."""
     async with running(tmp_path) as daemon:
         session, other = await daemon.open(), await daemon.open()
         await session.granted([item(key(1), DATA)])
@@ -131,7 +132,7 @@ async def test_what_was_asked_is_forgotten_with_its_connection(tmp_path: Path, k
 
 @in_loop
 async def test_what_was_granted_while_the_client_hung_up_is_undone(tmp_path: Path) -> None:
-    """The grant comes in the same turn of the loop as the hang-up, before its task can see it."""
+    """The grant comes in the same turn of the loop as the hang-up, before the task can see it."""
     async with running(tmp_path) as daemon:
         session, other = await daemon.open(), await daemon.open()
         (token,) = await session.granted([item(key(1), DATA)])
@@ -189,7 +190,7 @@ Save = pb.SaveStagedRequest
 
 
 def stage(daemon: Running, session: OpenSession, *payloads: bytes) -> list[StagedPart]:
-    """Put payloads side by side into the session's staging memory: where they lie."""
+    """Put payloads side by side into the session's staging memory. Returns where they lie."""
     memory = daemon.front.stagings.open(session.number)
     parts, offset = [], 0
     for number, data in enumerate(payloads):
@@ -244,7 +245,7 @@ async def test_a_save_is_answered_by_every_copy_and_its_results(tmp_path: Path, 
         assert ended.parts_copied == 0
         for number, data in enumerate(payloads):
             assert await session.restore(key(number)) == data
-        # Another one, and something else, on the same connection.
+        # Another save, and another request, on the same connection.
         await connection.ask(save_staged=Save(header=header, **staged([third]), last=True))
         again = (await connection.response()).save_staged
         assert [result.status for result in results_of(again)] == [pb.SAVE_STATUS_PRESENT] * 3
@@ -320,7 +321,7 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 @in_loop
 async def test_a_save_that_fails_ends_the_connection(tmp_path: Path, case: str) -> None:
-    """What its client sent of it meanwhile would be taken for another save."""
+    """The rest of it, which the client may have sent, would be taken for another save."""
     name, spoil = WRONG[case]
     async with running(tmp_path) as daemon:
         session = await daemon.open()
@@ -337,7 +338,7 @@ async def test_a_save_that_fails_ends_the_connection(tmp_path: Path, case: str) 
 
 @in_loop
 async def test_a_save_that_is_refused_is_a_result(tmp_path: Path) -> None:
-    """Parts that nobody wants are answered all the same: their room is the client's again."""
+    """Parts of refused items are answered, too: the client may use their memory again."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(0): DATA})
@@ -415,7 +416,7 @@ async def test_its_end_is_the_end_of_whoever_is_served(tmp_path: Path) -> None:
 async def test_its_end_waits_for_a_copy_that_another_thread_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the room that it writes to would be somebody else's."""
+    """Otherwise it would write to the place of another entry."""
     monkeypatch.setattr(incoming, "_INLINE_BYTES", 0)
     monkeypatch.setattr(incoming, "_INLINE_SMALL_BYTES", 0)
     gate = Gate("write")
@@ -439,7 +440,7 @@ async def test_its_end_waits_for_a_copy_that_another_thread_makes(
 
 @in_loop
 async def test_what_lies_at_its_place_is_a_leftover(tmp_path: Path) -> None:
-    """The socket of a daemon that was killed."""
+    """Left by a daemon that was killed."""
     async with running(tmp_path) as daemon:
         path = daemon.config.local_socket
         before = daemon.local_server
@@ -449,9 +450,7 @@ async def test_what_lies_at_its_place_is_a_leftover(tmp_path: Path) -> None:
         with pytest.raises(ConnectionRefusedError), bare(daemon):
             pass
         front = daemon.front
-        daemon.local_server = LocalServer(
-            front.config, front.sessions, front.service, front.saves, front.hand_over
-        )
+        daemon.local_server = LocalServer(front.service, front.saves, front.hand_over)
         await daemon.local_server.start()
         with bare(daemon) as connection:
             await connection.send(frame(lookup=LOOKUP))
@@ -465,13 +464,9 @@ async def test_what_is_no_socket_is_not_replaced(tmp_path: Path) -> None:
         there = tmp_path / "file"
         there.write_text("somebody's")
         front = daemon.front
-        other = LocalServer(
-            replace(front.config, local_socket=str(there)),
-            front.sessions,
-            front.service,
-            front.saves,
-            front.hand_over,
-        )
+        config = replace(front.config, local_socket=str(there))
+        service = CacheService(daemon.core, front.sessions, config)
+        other = LocalServer(service, front.saves, front.hand_over)
         with pytest.raises(FileExistsError, match="is no socket"):
             await other.start()
         assert there.read_text() == "somebody's"
@@ -481,7 +476,7 @@ async def test_what_is_no_socket_is_not_replaced(tmp_path: Path) -> None:
 async def test_a_daemon_without_descriptors_waits_until_it_has_some(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who wants to connect is still there: the loop must not ask for it again and again."""
+    """The client still waits to be accepted: the loop must not try again and again."""
     monkeypatch.setattr(asyncio.constants, "ACCEPT_RETRY_DELAY", 0.001)
     said: list[str] = []
     async with running(tmp_path) as daemon:

@@ -1,4 +1,5 @@
-"""What one call may ask for at most is done in pieces, between which others have their turn."""
+"""The largest calls are done in pieces, between which other calls have their turn. The elements of
+the largest messages are counted before any of them is looked at."""
 
 from __future__ import annotations
 
@@ -6,21 +7,38 @@ import asyncio
 import socket
 from collections.abc import Awaitable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 from structlog.testing import capture_logs
 
+from prefixd.proto import limits
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.errors import InvalidBatch, InvalidSize, MalformedMessage
 from prefixd.proto.vocabulary import Tier
-from prefixd.server.api import admin, raw_bytes, service
+from prefixd.server.api import admin_views, data_transfers, lent_saves, service
 from prefixd.server.api.calls import PlainCaller
-from prefixd.server.api.streams import Stream
+from prefixd.server.api.data_calls import DataCalls
+from prefixd.server.api.data_streams import Stream
 from prefixd.server.core.events import CancelAsked, ReleaseAsked
 from prefixd.server.runtime import slices
 from prefixd.tiers.store import Damaged
+from tests.server.api.test_hand_over import handed_over
 from tests.support.data_client import data_connection
-from tests.support.running import OpenSession, Running, in_loop, item, key, payload, running
+from tests.support.running import (
+    OpenSession,
+    Refused,
+    Running,
+    answer,
+    in_loop,
+    item,
+    key,
+    payload,
+    running,
+    stream,
+)
+from tests.support.unseen import Unseen
 
 T = TypeVar("T")
 DATA = payload(1)
@@ -30,12 +48,12 @@ CALLER = PlainCaller()
 
 @pytest.fixture(autouse=True)
 def _tiny_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every slice is over at once."""
+    """Make every slice end at once."""
     monkeypatch.setattr(slices, "SLICE_NS", 0)
 
 
 async def rounds_of(call: Awaitable[T]) -> tuple[T, int]:
-    """What it returns, and how many rounds of the loop others had meanwhile."""
+    """The result of a call, and how many rounds of the loop others had meanwhile."""
     asked = asyncio.ensure_future(call)
     rounds = 0
     while not asked.done():
@@ -72,7 +90,7 @@ async def test_many_ranges_are_read_with_pauses(tmp_path: Path) -> None:
 @pytest.mark.parametrize("raw", [False, True], ids=["rpc", "data socket"])
 @in_loop
 async def test_an_entry_that_is_gone_is_told_of_once_in_a_call(tmp_path: Path, raw: bool) -> None:
-    """However many ranges of it were asked for: a line of the log costs more than a range."""
+    """However many of its ranges were requested: a log line costs more than a range."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         claim = await claimed(session, 2)
@@ -104,8 +122,10 @@ async def test_what_was_found_is_told_of_though_the_reader_hangs_up(
         entries = [daemon.tables.entries[key(number)] for number in range(COUNT)]
         told: list[bytes] = []
         monkeypatch.setattr(daemon.core, "damaged", lambda entry, _why: told.append(entry.key))
-        failed = {entry.generation: (entry, "its bytes are others") for entry in entries}
-        reporting = asyncio.ensure_future(daemon.front.service.report({}, failed))
+        failures = service.ReadFailures()
+        for entry in entries:
+            failures.add(entry, Damaged("its bytes are others"))
+        reporting = asyncio.ensure_future(daemon.front.service.report(failures))
         while not told:
             await asyncio.sleep(0)
         assert len(told) < COUNT
@@ -146,17 +166,17 @@ async def test_a_read_that_is_not_taken_to_its_end_tells_what_it_found(
 async def test_a_turn_of_the_data_socket_brings_so_many_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raw_bytes, "_TURN_PARTS", 16)
+    monkeypatch.setattr(data_transfers, "_TURN_PARTS", 16)
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         await claimed(session, COUNT)
         entries = [daemon.tables.entries[key(number)] for number in range(COUNT)]
         here, there = socket.socketpair()
         with here, there:
-            ranges = [raw_bytes.SentRange(n, e, False, 0, 1) for n, e in enumerate(entries)]
-            sending = raw_bytes.Sending(daemon.core, Stream(here), ranges)
+            ranges = [data_transfers.SentRange(n, e, False, 0, 1) for n, e in enumerate(entries)]
+            sending = data_transfers.Sending(daemon.core, Stream(here), ranges)
             sent = []
-            while sending.run(0) is raw_bytes.Progress.PAUSED:
+            while sending.run(0) is data_transfers.Progress.PAUSED:
                 assert sending.between_parts
                 sent.append(sum(sending.sent_bytes.values()))
         assert [*sent, sum(sending.sent_bytes.values())] == [16, 32, 40]
@@ -166,20 +186,20 @@ async def test_a_turn_of_the_data_socket_brings_so_many_parts(
 async def test_others_come_between_the_turns_of_a_small_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the loop, where no thread has to wake."""
-    monkeypatch.setattr(raw_bytes, "_TURN_PARTS", 4)
+    """On the loop, where no thread has to be woken."""
+    monkeypatch.setattr(data_transfers, "_TURN_PARTS", 4)
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         claim = await claimed(session, COUNT)
         turns: list[int] = []
         rounds = 0
-        run = raw_bytes.Sending.run
+        run = data_transfers.Sending.run
 
-        def noted(self: raw_bytes.Sending, patience_ms: int = 1) -> raw_bytes.Progress:
+        def noted(self: data_transfers.Sending, patience_ms: int = 1) -> data_transfers.Progress:
             turns.append(rounds)
             return run(self, patience_ms)
 
-        monkeypatch.setattr(raw_bytes.Sending, "run", noted)
+        monkeypatch.setattr(data_transfers.Sending, "run", noted)
         async with data_connection(daemon, session) as line:
             await line.send(read=read_of(session, claim, range(COUNT)))
             reading = asyncio.ensure_future(line.parts(COUNT))
@@ -213,7 +233,7 @@ async def test_operators_see_much_with_pauses(tmp_path: Path, name: str) -> None
         if name == "list_reservations":
             await session.granted([item(key(COUNT + n), b"x") for n in range(COUNT)])
         if name == "stats":
-            for number in range(COUNT - 1):  # and that of the session
+            for number in range(COUNT - 1):  # the session has a label of its own
                 daemon.front.sessions.usage.of(f"label-{number}")
         call = getattr(daemon.front.admin, {"next_victims": "list_entries"}.get(name, name))
         response, rounds = await rounds_of(call(LISTS[name], CALLER))
@@ -224,7 +244,7 @@ async def test_operators_see_much_with_pauses(tmp_path: Path, name: str) -> None
 
 @in_loop
 async def test_what_ends_while_it_is_listed_is_left_out(tmp_path: Path) -> None:
-    """It has ended by the time of the answer; what is behind it is there."""
+    """It has ended by the time of the answer, which has those that follow it."""
     async with running(tmp_path) as daemon:
         session, operator = await daemon.open(), daemon.front.admin
         await session.save({key(1): DATA})
@@ -246,7 +266,7 @@ async def test_what_ends_while_it_is_listed_is_left_out(tmp_path: Path) -> None:
 async def test_a_preview_names_the_first_victims_of_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admin, "_MOST_VICTIMS", 7)
+    monkeypatch.setattr(admin_views, "_MOST_VICTIMS", 7)
     async with running(tmp_path, f"--ram.budget={COUNT * 4}KiB", tiers=[Tier.RAM]) as daemon:
         session = await daemon.open()
         for number in range(COUNT):
@@ -265,23 +285,22 @@ async def test_a_save_that_is_given_up_while_it_begins_leaves_nothing(
 ) -> None:
     async with running(tmp_path) as daemon:
         session, saves = await daemon.open(), daemon.front.saves
-        membership = daemon.front.service.session_of(session.ref, CALLER)
+        membership = daemon.front.sessions.prove(session.ref, CALLER)
         header = session.header([item(key(number), b"x") for number in range(COUNT)])
-        begun: asyncio.Task[object]
         if reserved:
             tokens = await session.granted([item(key(number), b"x") for number in range(COUNT)])
             named = pb.StagedReservations(session=session.ref, tokens=tokens)
-            begun = asyncio.ensure_future(saves.begin_reserved(named, membership))
+            first = pb.RawSaveRequest(reserved=named)
         else:
-            first = pb.SaveRequest(header=header)
-            begun = asyncio.ensure_future(saves.begin_save(first, membership))
+            first = pb.RawSaveRequest(header=header)
+        begun = asyncio.ensure_future(saves.begin(first, membership))
         while len(daemon.core.writes) < COUNT // 2:
             await asyncio.sleep(0)
         begun.cancel()
         with pytest.raises(asyncio.CancelledError):
             await begun
         assert not daemon.core.writes
-        await session.close()  # what was reserved and not begun is its own until then
+        await session.close()  # until then it keeps what was reserved and not begun
         await daemon.assert_idle()
 
 
@@ -298,3 +317,73 @@ async def test_a_batch_of_deletes_has_pauses(
         response, rounds = await rounds_of(daemon.front.service.delete(asked, CALLER))
         assert list(response.results) == [pb.DELETE_STATUS_DELETED] * COUNT
         assert rounds >= COUNT // 2
+
+
+BATCH = limits.MAX_BATCH_KEYS
+
+
+@pytest.mark.parametrize("rpc", ["Save", "SaveWhole", "Write"])
+@in_loop
+async def test_a_message_with_too_many_parts_is_refused(tmp_path: Path, rpc: str) -> None:
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        header = session.header([item(key(1), DATA)])
+
+        def call(count: int) -> Any:
+            parts = [pb.WritePart()] * count
+            match rpc:
+                case "Save":
+                    return daemon.cache.Save(stream([pb.SaveRequest(header=header, parts=parts)]))
+                case "SaveWhole":
+                    return daemon.cache.SaveWhole(pb.SaveWholeRequest(header=header, parts=parts))
+            request = pb.WriteRequest(session=session.ref, parts=parts)
+            return daemon.cache.Write(stream([request]))
+
+        with pytest.raises(Refused, match=r"invalid_batch.*4097 parts in one message"):
+            await answer(call(BATCH + 1))
+        assert len((await answer(call(BATCH))).results) == 1
+        await daemon.assert_idle()
+
+
+@in_loop
+async def test_a_hand_over_of_too_many_names_is_refused(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        request = pb.HandOverRequest(session=session.ref, wanted=["news"] * 64)
+        async with handed_over(daemon, request) as (response, fds):
+            assert not response.refused, "a newer client may know what this daemon does not"
+            assert not fds
+        request.wanted.append("news")
+        with pytest.raises(Refused, match=r"invalid_batch.*65 names are wanted"):
+            async with handed_over(daemon, request):
+                pass
+
+
+def test_too_many_lent_pieces_are_not_looked_at() -> None:
+    lent: Any = SimpleNamespace(token=bytes(limits.LENT_TOKEN_BYTES))
+    lent.addresses = lent.lengths_bytes = Unseen(limits.MAX_LENT_PIECES + 1)
+    lent.pieces = Unseen(1)
+    with pytest.raises(InvalidBatch, match="16385 pieces of 1 payloads"):
+        lent_saves._payloads(lent)
+    lent.addresses, lent.pieces = Unseen(1), [1]
+    with pytest.raises(MalformedMessage, match="each lent piece has an address"):
+        lent_saves._payloads(lent)
+
+
+@in_loop
+async def test_too_many_budgets_of_a_curve_are_not_looked_at(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        asked: Any = SimpleNamespace(tier=pb.TIER_RAM, budget_bytes=Unseen(BATCH + 1))
+        with pytest.raises(InvalidSize, match="at most 4096 budgets"):
+            await daemon.front.admin.curve(asked, PlainCaller(None))
+
+
+@in_loop
+async def test_too_many_keys_of_a_fetch_are_not_looked_at(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        calls = DataCalls(daemon.core, daemon.front.service, daemon.front.saves)
+        asked: Any = SimpleNamespace(session=session.ref, mode=pb.CLAIM_MODE_RUN, generations=[])
+        asked.keys = asked.room_bytes = Unseen(BATCH + 1)
+        with pytest.raises(InvalidBatch, match="keys has 4097 elements"):
+            await calls.fetch(asked, PlainCaller(None), None)  # type: ignore[arg-type]

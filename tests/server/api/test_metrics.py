@@ -1,4 +1,4 @@
-"""Every number that is kept is shown, and every number that is shown moves."""
+"""Every counter is shown, and every number that is shown moves."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""No metric stands still whatever happens: each shows another number when its source has one.
+"""No metric stands still: each shows another number when its source has one.
 
-That the state counts what happens is in `test_metrics.py`, event by event.
+`test_metrics.py` shows, event by event, that the core counts what happens.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from prefixd.server.runtime.clock import BOUNDS_NS, Clock, Latencies, LoopLag
 from prefixd.server.runtime.scrubbing import Scrub
 from tests.support.measured import Daemon
 
-#: What it says of a daemon is the same as long as that runs.
+#: These stay the same as long as the daemon runs.
 STANDS_STILL = {"prefixd_build_info"}
 
 
 class Sources:
-    """Everything that is asked when somebody scrapes, at zero."""
+    """All sources of a scrape, at zero."""
 
     def __init__(self) -> None:
         self.daemon = Daemon()
@@ -73,7 +73,7 @@ class Sources:
 
 
 def add_to_all(counted: object) -> None:
-    """Each number of a dataclass is another one."""
+    """Change each number of a dataclass."""
     for field in fields(counted):  # type: ignore[arg-type]
         value = getattr(counted, field.name)
         if isinstance(value, (int, float)):
@@ -102,7 +102,7 @@ def told() -> pb.Usage:
 
 
 def happen(to: Sources) -> None:
-    """Something, everywhere."""
+    """Let something happen to every source."""
     daemon, tables = to.daemon, to.daemon.state.tables
     session = daemon.session()
     daemon.save(session, 1)
@@ -154,7 +154,7 @@ def test_every_metric_moves() -> None:
 
 
 def test_every_series_of_what_clients_count_moves() -> None:
-    """Each reason, path, tier and fate, not one of them only."""
+    """Each reason, path, tier and fate moves, and not just one of them."""
     sources = Sources()
     happen(sources)
     for name, samples in sources.scraped().items():

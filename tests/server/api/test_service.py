@@ -1,4 +1,4 @@
-"""The rpcs of workers, over a real server: every mistake is an answer, and nothing is lost."""
+"""The rpcs of workers, over a real server: every mistake is answered, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_table_has_every_error_of_every_rpc(method: MethodDescriptor) -> Non
 @pytest.mark.parametrize("rpc", sorted({mistake.rpc for mistake in mistakes()}))
 @in_loop
 async def test_a_mistake_is_an_answer(tmp_path: Path, rpc: str) -> None:
-    """Each in a session of its own, on a daemon that has seen those before and keeps nothing."""
+    """Each mistake in a session of its own, on one daemon, which must keep nothing of it."""
     async with running(tmp_path, *FLAGS) as daemon:
         for mistake in mistakes():
             if mistake.rpc != rpc:
@@ -96,7 +96,7 @@ async def test_a_mistake_is_an_answer(tmp_path: Path, rpc: str) -> None:
 
 @in_loop
 async def test_a_message_above_the_limit_is_refused_by_the_transport(tmp_path: Path) -> None:
-    """Before it reaches anything of ours: a code, a sentence, no metadata."""
+    """gRPC refuses it before it reaches the daemon's code: a code, a sentence, no metadata."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         large = bytes(limits.MAX_MESSAGE_BYTES + 1)
@@ -201,7 +201,7 @@ async def written(session: OpenSession, token: int) -> pb.SaveResult:
     return result
 
 
-#: How a single save can end, and what its sentence has to hold.
+#: The ways in which a single save can end, and what its message has to contain.
 ENDS: list[tuple[Callable[[OpenSession], Any], int, str]] = [
     (fewer, pb.SAVE_STATUS_LENGTH_MISMATCH, "4999 bytes came, 5000 were reserved"),
     (none_at_all, pb.SAVE_STATUS_LENGTH_MISMATCH, "before all bytes had come"),
@@ -329,7 +329,7 @@ async def test_ranges_are_read_exactly(tmp_path: Path, tier: Tier) -> None:
 
 @in_loop
 async def test_a_claim_that_is_lost_while_it_is_read_ends_the_read(tmp_path: Path) -> None:
-    """What came may be somebody else's bytes by then: the reader is told to throw it away."""
+    """The bytes that arrived may be another entry's: the reader is told to throw them away."""
     async with running(tmp_path, "--ram.budget=8MiB") as daemon:
         session = await daemon.open()
         await session.save({key(1): bytes(3 * limits.CHUNK_BYTES)})
@@ -430,7 +430,7 @@ async def test_a_wait_ends_when_its_time_is_over(tmp_path: Path) -> None:
 @TIERS
 @in_loop
 async def test_four_workers_compute_a_block_once(tmp_path: Path, tier: Tier) -> None:
-    """Reserve before computing, wait if somebody else does: single-flight prefill."""
+    """Reserve before computing, and wait if another client computes: single-flight prefill."""
     computed: list[int] = []
 
     async def worker(daemon: Running, name: str) -> None:

@@ -1,5 +1,5 @@
-"""Every field of every request at the ends of what it can hold: it is answered, or refused as the
-contract says. No value is a surprise, and none harms the daemon."""
+"""Every field of every request with its extreme values: each request is answered, or refused as the
+contract says, and none harms the daemon."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EXTREMES: dict[int, list[Any]] = {
 
 
 def extremes(message: Message) -> Iterator[Message]:
-    """Copies of a message, each with one field missing, or at one of its ends."""
+    """Copies of a message, each with one field missing, or with an extreme value."""
     for field in message.DESCRIPTOR.fields:
         inside = field.type == FieldDescriptor.TYPE_MESSAGE
         if inside and field.is_repeated:
@@ -77,7 +77,7 @@ def _writing(session: OpenSession, _: int) -> Message:
     return pb.WriteRequest(session=session.ref, parts=[pb.WritePart(token=1, data=DATA)])
 
 
-#: For each rpc a request that is right, and what it takes the session and a claim for.
+#: For each rpc a valid request, and what it needs the session and a claim for.
 GOOD: dict[str, Callable[[OpenSession, int], Message]] = {
     "Session": lambda *_: pb.SessionRequest(hello=pb.Hello(client_name="x", pid=1, host="y")),
     "Lookup": lambda *_: pb.LookupRequest(keys=[THERE]),
@@ -107,7 +107,7 @@ GOOD: dict[str, Callable[[OpenSession, int], Message]] = {
     "Drop": lambda *_: pb.DropRequest(keys=[key(1)]),
     "Kick": lambda session, _: pb.KickRequest(session_id=session.number),
     "Resize": lambda *_: pb.ResizeRequest(tier=pb.TIER_RAM, budget_bytes=2**20),
-    # The last of its extremes serves again.
+    # The last of the extreme values resumes service.
     "Drain": lambda *_: pb.DrainRequest(resume=True),
     "SetLogLevel": lambda *_: pb.SetLogLevelRequest(level="debug"),
     "Why": lambda *_: pb.WhyRequest(key=THERE),
@@ -137,7 +137,7 @@ async def test_no_value_of_any_field_is_a_surprise(
         for request in [good, *extremes(good)]:
             try:
                 call = raw_call(daemon.channel_of(method), method, [request.SerializeToString()])
-                if method.name == "Watch":  # it has no end
+                if method.name == "Watch":  # it never ends
                     await next_of(call)
                     call.cancel()
                 else:
@@ -148,7 +148,7 @@ async def test_no_value_of_any_field_is_a_surprise(
             if tokens:
                 await daemon.cache.Cancel(pb.CancelRequest(session=session.ref, tokens=tokens))
         assert [one for one in refused if one[0].name not in ERRORS] == []
-        if method.name == "Kick":  # a value among them named the session, which is over
+        if method.name == "Kick":  # one of the values named the session, which has ended
             assert len(refused) < 6
             assert session.number not in daemon.tables.sessions
             return

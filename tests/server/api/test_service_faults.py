@@ -1,5 +1,5 @@
-"""Stores that fail under a daemon that serves, and clients that hold everything up: whom it
-concerns is told, nothing is leaked, the books balance, and everybody else goes on."""
+"""Stores that fail while the daemon serves, and clients that stall: the affected clients are told,
+nothing leaks, the accounting stays right, and all other calls go on."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.support.running import (
 from tests.support.stores import held
 
 DATA = payload(1)
-#: Above what is copied on the loop itself.
+#: More than is copied on the loop.
 LARGE = payload(1, 2 * 2**20)
 TIERS = pytest.mark.parametrize("tier", list(Tier), ids=lambda tier: tier.label)
 PRESENT, ABSENT = pb.PRESENCE_PRESENT, pb.PRESENCE_ABSENT
@@ -46,7 +46,7 @@ SAVED, FAILED = pb.SAVE_STATUS_SAVED, pb.SAVE_STATUS_FAILED
 
 @asynccontextmanager
 async def faulty(directory: Path) -> AsyncIterator[Running]:
-    """A daemon all of whose stores are faulty."""
+    """A daemon with faulty stores only."""
     budgets = [f"--{tier.label}.budget=8MiB" for tier in Tier]
     wrap = dict.fromkeys(Tier, FaultyStore)
     async with running(directory, *budgets, wrap=wrap) as daemon:
@@ -60,7 +60,7 @@ def store_of(daemon: Running, tier: Tier) -> FaultyStore:
 
 
 async def assert_empty(daemon: Running, tier: Tier) -> None:
-    """Nothing is booked, and nothing is kept."""
+    """Nothing is reserved, and nothing is kept."""
     await daemon.assert_idle()
     ledger, store = daemon.tables.ledgers[tier], daemon.core.stores[tier]
     assert (ledger.reserved_bytes, ledger.published_bytes) == (0, 0)
@@ -70,7 +70,7 @@ async def assert_empty(daemon: Running, tier: Tier) -> None:
 
 
 async def save_three(session: OpenSession, data: bytes, tier: Tier) -> list[pb.SaveResult]:
-    """One stream, one message for each."""
+    """One stream, with one message for each payload."""
     items = [item(key(number), data) for number in range(3)]
     first = pb.SaveRequest(header=session.header(items, tier), parts=[part(0, data)])
     rest = [pb.SaveRequest(parts=[part(number, data)]) for number in (1, 2)]
@@ -119,7 +119,7 @@ async def test_a_save_whose_bytes_are_not_taken_fails_alone(
 async def test_a_save_that_cannot_be_sealed_fails_by_itself(
     tmp_path: Path, tier: Tier, data: bytes
 ) -> None:
-    """No store does that by its contract; were it to happen, it is an answer all the same."""
+    """The contract of stores excludes it. If it happens, the client is answered all the same."""
     async with faulty(tmp_path) as daemon:
         session = await daemon.open()
         store_of(daemon, tier).arm(Fault.SEAL_ERROR)
@@ -142,7 +142,7 @@ async def test_a_save_that_cannot_be_sealed_fails_by_itself(
 async def test_saves_that_cannot_be_committed_are_told_one_by_one(
     tmp_path: Path, fault: Fault, status: int
 ) -> None:
-    """The whole batch fails, and then the second of its three again, by itself."""
+    """The whole batch fails, and then the second of its three entries again, by itself."""
     async with faulty(tmp_path) as daemon:
         session, store = await daemon.open(), store_of(daemon, Tier.DISK)
         failing = iter([True, False, True, False])
@@ -183,7 +183,7 @@ async def test_what_cannot_be_erased_is_gone_for_clients_and_saved_again_in_peac
         assert daemon.core.state.check() == []
         await failed.wait()
         assert store.unerased == 3
-        # The device is as it was: a save of one of them takes the place of its record.
+        # The device works again: a save of one of these keys replaces its record.
         store.on_call = None
         assert await session.save({key(1): LARGE}, Tier.DISK) == [SAVED]
         assert await session.restore(key(1)) == LARGE
@@ -198,7 +198,7 @@ async def test_what_cannot_be_erased_is_gone_for_clients_and_saved_again_in_peac
 
 
 async def assert_same(daemon: Running) -> None:
-    """The stores hold what the state says, and nothing else."""
+    """The stores hold what the core's tables say, and nothing else."""
     await daemon.assert_idle()
     for tier in (Tier.SHM, Tier.DISK):
         store = daemon.core.stores[tier]
@@ -239,7 +239,7 @@ async def test_use_that_cannot_be_recorded_is_a_notice_and_no_more(
 async def test_token_ids_that_are_damaged_are_as_bad_as_a_payload(
     tmp_path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What can't be read now stays; what is damaged goes, after the others were sent."""
+    """An unreadable entry stays; a damaged one is dropped, after the others were sent."""
     async with faulty(tmp_path) as daemon:
         session, ids = await daemon.open(), payload(2, 400)
         items = [item(key(number), DATA, token_ids=ids) for number in (1, 2)]
@@ -287,7 +287,7 @@ async def test_what_a_store_cannot_read_stays_and_makes_its_tier_unhealthy(
         await session.save({key(1): DATA}, tier)
         claim = (await session.claim([key(1)])).claim_id
         request = pb.ReadRequest(session=session.ref, claim_id=claim, ranges=[pb.ReadRange()])
-        for _ in range(2):  # the client's, and that of the daemon, which looks for itself
+        for _ in range(2):  # one by the client, and one by the daemon, which verifies
             store.arm(Fault.READ_ERROR)
         (response,) = await answer(daemon.cache.Read(request))
         assert [one.status for one in response.parts] == [pb.READ_STATUS_UNREADABLE]
@@ -306,7 +306,7 @@ async def test_what_a_store_cannot_read_stays_and_makes_its_tier_unhealthy(
 
 
 class Worker:
-    """Does anything, and wants every answer to be true. What a key holds depends on the key."""
+    """Does random things, and checks each answer. The payload of a key depends on the key."""
 
     KEYS = 24
 
@@ -399,8 +399,7 @@ async def test_whatever_fails_every_answer_is_true_and_nothing_stays(
             assert await session.save({key(100 + number): DATA}, tier) == [SAVED]
             await session.restore(key(100 + number))
         daemon.core._flush()
-        # A read that failed is shown until one of the same tier succeeds, which is asked for after
-        # those that were under way ended.
+        # A failed read is shown until a read of the same tier succeeds that began after it ended.
         verifications = daemon.core.verifications
         await daemon.until(lambda: not verifications.pending)
         await session.say(suspect=pb.Suspect(keys=[key(100 + n) for n in range(len(Tier))]))
@@ -434,7 +433,7 @@ async def test_a_client_that_reads_none_of_its_events_loses_its_session_and_nobo
         held = (await lively.claim([key(1)])).claim_id
         await mute.claim([key(1)])
         await mute.granted([item(key(2), DATA)])
-        # More than flow control lets pass; then its own heartbeats are too many.
+        # More than flow control lets pass; then the answers to its heartbeats are too many.
         why = "x" * 200_000
         for number in range(8):
             daemon.core._listeners[mute.number].told(TellClaimLost(mute.number, number, why))

@@ -1,4 +1,4 @@
-"""The session stream: a client's life line, and what is released when it ends."""
+"""The session stream: it keeps a client's session open, and what is released when it ends."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ async def test_whatever_a_session_held_is_free_when_it_ends(tmp_path: Path, how:
 
 @in_loop
 async def test_a_session_that_fell_silent_is_told_so_and_its_stream_ended(tmp_path: Path) -> None:
-    """Its stream stands, and nobody says anything: without this it would stand for ever, and
-    with it its staging memory."""
+    """Its stream is open and silent: without this it would stay open for ever, and so would its
+    staging memory."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         daemon.forward(4)
@@ -132,14 +132,14 @@ async def test_a_session_that_fell_silent_is_told_so_and_its_stream_ended(tmp_pa
 async def test_a_silent_client_that_reads_nothing_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its stream can't even take the error: it waits for room that nobody makes."""
+    """Its stream can't even take the error: it is full, and the client does not read."""
     monkeypatch.setattr(sessions, "_MAX_UNREAD_EVENTS", 8)
     monkeypatch.setattr(loop, "FLUSH_INTERVAL_S", 0.01)
     async with running(tmp_path) as daemon:
         session = await daemon.open("mute")
         core = daemon.core
         (listener,) = core._listeners.values()
-        # More than flow control lets pass: what the stream sends waits, and then its events.
+        # More than flow control lets pass: first the stream blocks, then its events pile up.
         why = "x" * 100_000
         for claim in range(20):
             listener.told(loop.TellClaimLost(session.number, claim, why))
@@ -190,7 +190,7 @@ async def test_whoever_opens_a_session_has_to_say_hello_soon(
 
 @in_loop
 async def test_every_number_of_sessions_ends_with_its_last(tmp_path: Path) -> None:
-    """Opened and closed at once: none is forgotten, none is counted twice."""
+    """Many are opened and closed at once: none is forgotten, and none counted twice."""
     async with running(tmp_path) as daemon:
 
         async def one(number: int) -> None:
@@ -206,7 +206,7 @@ async def test_every_number_of_sessions_ends_with_its_last(tmp_path: Path) -> No
         await daemon.until(lambda: counters.sessions_ended == 50 and not daemon.core._listeners)
         assert counters.sessions_opened == counters.sessions_ended
         assert not daemon.tables.sessions
-        # gRPC may tell a cancelled stream as one that ended, but not the other way round.
+        # gRPC may report a cancelled stream as one that ended, but not the other way round.
         assert counters.sessions_lost <= 25, "closing in order is no loss"
         await daemon.assert_idle()
 
@@ -267,13 +267,13 @@ async def test_a_suspect_is_read_again_before_it_is_dropped(tmp_path: Path, tier
         session = await daemon.open()
         await session.save({key(1): DATA, key(2): DATA}, tier)
         claim = (await session.claim([key(2)])).claim_id
-        # Only the reader's memory was bad.
+        # The entry is good: only the reader's memory was bad.
         await session.say(suspect=pb.Suspect(keys=[key(1), key(1), key(1), key(77)]))
         await session.beat()
         await daemon.until(lambda: not daemon.core.verifications.pending)
         assert await daemon.presence(key(1)) == [pb.PRESENCE_PRESENT]
         assert daemon.tables.counters.suspects == 1
-        # And now the bytes are.
+        # Now the bytes of the entry are bad.
         stores[0].arm(Fault.FLIPPED_READ)
         await session.say(suspect=pb.Suspect(keys=[key(2)]))
         await session.beat()
@@ -305,7 +305,7 @@ async def test_a_daemon_that_stops_says_so_and_ends_the_stream(tmp_path: Path) -
 
 
 class Somebody:
-    """A caller, of a process that the transport names or does not."""
+    """A caller, with or without the process that the transport names."""
 
     def __init__(self, process: Process | None = None) -> None:
         self.process = process

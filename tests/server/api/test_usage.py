@@ -1,4 +1,4 @@
-"""What clients say of themselves: added up if it adds up, refused if not."""
+"""What clients report of themselves: added up if it is consistent, refused if not."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_the_journal_says_why_what_was_looked_for_is_absent() -> None:
 
 
 def test_a_client_that_lies_again_and_again_hides_nothing_from_operators() -> None:
-    """Its sums would not fit into a message any more."""
+    """Its sums would no longer fit into a message."""
     most = MAX_REPORTED
     saved = pb.SavedUsage(reason=pb.SAVE_REASON_COLD, outcome="saved", entries=most)
     paths = dict.fromkeys(PATHS, most)

@@ -1,4 +1,4 @@
-"""Watchers: what they are told is what there is, whatever happens meanwhile."""
+"""Watchers: they are told what is cached, whatever happens meanwhile."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def test_the_parent_is_the_key_before_in_the_chain(tmp_path: Path) -> None
         watcher = Watcher(daemon)
         await watcher.read_until_synced()
         await session.save({key(1): b"1"})
-        # One of them is there already: it is the parent of the next all the same.
+        # One of them is published already; it is the parent of the next all the same.
         await session.save({key(2): b"2", key(3): b"3"}, ancestors=[key(9), key(1)])
         await session.save({key(2): b"2", key(4): b"4"})
         await watcher.catch_up()
@@ -175,7 +175,7 @@ async def test_who_can_not_go_on_is_told_so(tmp_path: Path) -> None:
 
 @in_loop
 async def test_whoever_reads_nothing_is_cut_off_and_others_are_not(tmp_path: Path) -> None:
-    """Nobody waits for it: the daemon serves the others meanwhile."""
+    """The daemon serves others meanwhile."""
     flags = ("--watch.history=64KiB", "--server.stall_timeout=60s", "--ram.budget=64MiB")
     async with running(tmp_path, *flags) as daemon:
         session = await daemon.open()
@@ -183,7 +183,7 @@ async def test_whoever_reads_nothing_is_cut_off_and_others_are_not(tmp_path: Pat
         await slow.read_until_synced()
         await quick.read_until_synced()
         counted = daemon.front.in_flight
-        # More than gRPC takes in for it, and more than is remembered.
+        # More than gRPC buffers for it, and more than the history holds.
         for _ in range(10):
             await save(session, range(256))
             await answer(
@@ -251,7 +251,7 @@ async def test_a_stop_ends_them(tmp_path: Path) -> None:
 
 @in_loop
 async def test_after_a_bug_everything_is_told_anew(tmp_path: Path) -> None:
-    """Effects were lost: the watcher is not left with what may be wrong."""
+    """Effects were lost: the watcher begins anew, because what it knows may be wrong."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         await save(session, range(5))
@@ -311,8 +311,8 @@ async def test_token_ids_come_with_what_is_published(tmp_path: Path) -> None:
 async def test_random_cuts_leave_exactly_what_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three watchers are cut off at random moments, in snapshots too, while entries come and go
-    in three tiers; the history is so short that some of them can't go on."""
+    """Three watchers are cut off at random moments, also within snapshots, while entries come and
+    go in three tiers. The history is so short that some of them can't resume."""
     monkeypatch.setattr(limits, "WATCH_BEAT_MS", 1)
     seed = random.randrange(2**32)
     draw = random.Random(seed)
@@ -329,7 +329,7 @@ async def test_random_cuts_leave_exactly_what_there_is(
             nonlocal resumed, anew
             old = watchers[number]
             old.call.cancel()
-            # In the middle of a snapshot it has nothing to go on from.
+            # In the middle of a snapshot there is no position to resume from.
             position = old.position if old.keys.exact else None
             new = watchers[number] = Watcher(daemon, wanted[number], position, old.keys)
             first = (await new.read())[0]
@@ -384,7 +384,7 @@ async def test_what_comes_back_at_a_start_is_told(tmp_path: Path) -> None:
 
 @in_loop
 async def test_a_walk_takes_no_longer_for_entries_of_other_tiers(tmp_path: Path) -> None:
-    """Between two pieces of it others have their turn, also where a tier is empty."""
+    """Between two pieces other calls have their turn, also where a tier is empty."""
     async with running(tmp_path, "--ram.budget=16MiB") as daemon:
         session = await daemon.open()
         for start in range(0, 2000, 500):

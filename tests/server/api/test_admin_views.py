@@ -1,4 +1,4 @@
-"""The lists of operators: complete, in pages, whatever happens between two of them."""
+"""The lists of operators are complete, whatever happens between two pages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_entries_are_listed_in_the_order_in_which_they_would_go(
         order = [keys[n] for n in (1, 2, 4, 5, 6, 0, 3)]
         assert await listed(0) == order, "the pinned one last"
         assert await listed(3) == order[:3]
-        # It is the order in which they go.
+        # This is the order in which they leave.
         for expected in order[:3]:
             before = set(daemon.tables.entries)
             await daemon.admin.Evict(pb.EvictRequest(free_bytes=1, tiers=[tier]))

@@ -1,9 +1,8 @@
-"""Payload bytes between arenas and the data socket, without a copy between: what worker threads do.
+"""Payload bytes between arenas and the data socket, without a copy in between: the work of threads.
 
-A turn sends or receives as long as the socket goes along, and ends when it does not for a
-millisecond, when it has moved `TURN_BYTES` or begun `_TURN_PARTS`, or when all is done. So a slow
-peer keeps no thread: the event loop waits for its socket. Threads only move bytes; what comes of it
-the loop tells the state. Sockets don't block.
+A turn sends or receives until the socket blocks for a millisecond, until it has moved `TURN_BYTES`
+or begun `_TURN_PARTS`, or until everything is done. So a slow peer occupies no thread: the event
+loop waits for its socket. Threads only move bytes; the loop reports the outcome to the core.
 """
 
 from __future__ import annotations
@@ -19,22 +18,23 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.copying import unset_bytearray
 from ...proto.errors import MalformedMessage, PrefixdError
 from ...proto.vocabulary import Tier
-from ...tiers.store import Damaged, Store, StoreError
+from ...tiers.store import Damaged, StoreError
 from ..core.entries import Entry
 from ..runtime.loop import Core
 from ..runtime.writes import Write
-from .streams import Stream
+from .data_streams import Stream
+from .service import ReadFailures
 
-#: What one turn moves at most, in a few milliseconds; then others have the thread.
+#: One turn moves at most this much, in a few milliseconds; then others have the thread.
 TURN_BYTES: Final = 8 * 2**20
-#: The same of parts, which take a processor longer than their bytes where these are few.
+#: One turn begins at most so many parts: small ones cost more CPU time than their bytes.
 _TURN_PARTS: Final = 256
 #: How long a thread waits for a socket that is full or empty before it is left to the loop.
 _PATIENCE_MS: Final = 1
-#: The next part is begun when fewer bytes wait to be sent: one call of the kernel takes many small
-#: ones, and little of an entry is looked at before its turn.
+#: The next part is begun when fewer bytes than this are queued: enough for one system call to send
+#: many small parts, and little enough that entries are read shortly before they are sent.
 _AHEAD_BYTES: Final = 256 * 2**10
-#: Buffers that one call of the kernel takes.
+#: Buffers that one system call sends.
 _GATHER: Final = 64
 
 
@@ -42,14 +42,14 @@ class Progress(Enum):
     """How a turn ended."""
 
     DONE = auto()
-    #: The socket does not go along.
+    #: The socket blocks.
     WAITING = auto()
     #: There is more to do.
     PAUSED = auto()
 
 
 class SentRange(NamedTuple):
-    """Bytes of an entry that were asked for: `number` is the range's in the request."""
+    """A range of bytes of an entry; `number` is its place in the request."""
 
     number: int
     entry: Entry
@@ -59,33 +59,30 @@ class SentRange(NamedTuple):
 
 
 class Sending:
-    """Ranges of entries on their way into a socket. One turn at a time, each on any thread.
+    """Ranges of entries on their way into a socket. Takes one turn at a time, each on any thread.
 
-    `sent_bytes`, `damaged` and `unreadable` are the loop's to read between turns.
+    The loop reads `sent_bytes` and `failures` between turns.
     """
 
     def __init__(
         self, core: Core, stream: Stream, ranges: Sequence[SentRange], head: bytes = b""
     ) -> None:
-        """`ranges` are not empty each. `head`: what is sent before them."""
+        """No range is empty. `head` is sent before them."""
         self._core = core
         self._stream = stream
         self.ranges = ranges
         self._range = 0
-        #: the first byte of the current range that is not queued
+        #: The first byte of the current range that is not queued yet.
         self._next = ranges[0].start if ranges else 0
-        #: what goes out next, in order
+        #: What is sent next, in order.
         self._queue: deque[memoryview | bytes] = deque((head,) if head else ())
         self._queued_bytes = len(head)
         self.sent_bytes: dict[Tier, int] = {}
-        #: entries whose bytes are not those that were saved, by generation, each with the reason
-        self.damaged: dict[int, tuple[Entry, str]] = {}
-        #: the same of those that a store could not read
-        self.unreadable: dict[int, tuple[Entry, str]] = {}
+        self.failures: Final = ReadFailures()
 
     @property
     def between_parts(self) -> bool:
-        """Can the client understand another message now?"""
+        """Whether the client would understand another message now."""
         return not self._queue
 
     def run(self, patience_ms: int = _PATIENCE_MS) -> Progress:
@@ -120,75 +117,67 @@ class Sending:
         """Queue the next part. False: there is none."""
         if self._range == len(self.ranges):
             return False
-        wanted = self.ranges[self._range]
-        length_bytes = min(data.PART_BYTES, wanted.end - self._next)
-        part = pb.RawPart(
-            range=wanted.number,
-            offset_bytes=self._next - wanted.start,
-            length_bytes=length_bytes,
-        )
+        current = self.ranges[self._range]
+        entry, tier = current.entry, current.entry.tier
+        length_bytes = min(data.PART_BYTES, current.end - self._next)
+        part = pb.RawPart(range=current.number, offset_bytes=self._next - current.start)
         views: Sequence[memoryview | bytes] = ()
         try:
-            views = self._take(wanted, length_bytes)
-        except Damaged as problem:
-            part.status = pb.READ_STATUS_DAMAGED
-            self.damaged[wanted.entry.generation] = wanted.entry, str(problem)
-        except StoreError as problem:
-            part.status = pb.READ_STATUS_UNREADABLE
-            self.unreadable[wanted.entry.generation] = wanted.entry, str(problem)
-        self._next += length_bytes
-        if part.status:
-            part.length_bytes = 0
-            self._next = wanted.end
+            views = self._take(current, length_bytes)
+        except (Damaged, StoreError) as problem:
+            part.status = self.failures.add(entry, problem)
+            self._next = current.end
         else:
-            tier = wanted.entry.tier
+            part.length_bytes = length_bytes
+            self._next += length_bytes
             self.sent_bytes[tier] = self.sent_bytes.get(tier, 0) + length_bytes
-        self._queue.append(data.frame(pb.DataResponse(part=part)))
+        frame = data.frame(pb.DataResponse(part=part))
+        self._queue.append(frame)
         self._queue.extend(views)
-        self._queued_bytes += len(self._queue[-1 - len(views)]) + part.length_bytes
-        if self._next == wanted.end:
+        self._queued_bytes += len(frame) + part.length_bytes
+        if self._next == current.end:
             self._range += 1
             if self._range < len(self.ranges):
                 self._next = self.ranges[self._range].start
         return True
 
-    def _take(self, wanted: SentRange, length_bytes: int) -> Sequence[memoryview | bytes]:
-        entry, core = wanted.entry, self._core
+    def _take(self, current: SentRange, length_bytes: int) -> Sequence[memoryview | bytes]:
+        entry, core = current.entry, self._core
         if not entry.published:
             raise StoreError("the entry was found damaged, and dropped")
-        store: Store = core.stores[entry.tier]
+        store = core.stores[entry.tier]
         with core.devices.under_way(entry.tier):
-            if wanted.token_ids:
+            if current.token_ids:
                 return [store.token_ids(entry)[self._next : self._next + length_bytes]]
             return store.read(entry, self._next, length_bytes)
 
 
 class Receiving:
-    """The payloads of a save on their way from a socket to where they will lie: a turn of
-    `Incoming`, again and again until it is `complete`.
+    """The payloads of a save on their way from a socket into arenas: an `incoming.Turn` that is
+    taken again and again until it is `complete`.
 
-    Each payload is followed by its CRC32C. What comes for a write that has ended is thrown away.
+    Each payload is followed by its CRC32C. Bytes for a write that has ended are thrown away.
     """
 
     def __init__(self, stream: Stream, writes: Sequence[Write]) -> None:
-        """`writes` are the writes in the order in which their bytes come."""
+        """`writes`: in the order in which their bytes arrive."""
         self._stream = stream
         self._all = writes
         self._at = 0
-        #: the write before which the current turn ends at the latest
+        #: The current turn ends before this write at the latest.
         self._end = 0
         self._received_bytes = 0
         self._crc = bytearray(data.CRC.size)
-        #: how much came of the CRC32C behind the current payload
+        #: Received bytes of the CRC32C behind the current payload.
         self._crc_bytes = 0
-        #: for bytes that can't be received into an arena directly
+        #: Buffer for bytes that can't be received into an arena directly.
         self._scratch: memoryview | None = None
         self.left_bytes = sum(map(_sent_bytes, writes))
-        #: Was the socket empty when the last turn ended?
+        #: Whether the socket was empty when the last turn ended.
         self.starved = False
         #: How long a turn waits for an empty socket.
         self.patience_ms = _PATIENCE_MS
-        #: `incoming.Turn`
+        #: Those of the next turn (`incoming.Turn`).
         self.writes: Sequence[Write] = ()
         self.tier: Final = max((write.entry.tier for write in writes), default=Tier.RAM)
 
@@ -197,7 +186,7 @@ class Receiving:
         return self._at == len(self._all)
 
     def aim(self) -> None:
-        """Choose the writes of the next turn. On the loop, before each turn."""
+        """Choose the writes of the next turn. Called on the loop, before each turn."""
         end, reach_bytes = self._at, TURN_BYTES + self._received_bytes + self._crc_bytes
         while end < len(self._all) and reach_bytes > 0:
             reach_bytes -= _sent_bytes(self._all[end])
@@ -222,10 +211,10 @@ class Receiving:
         return None
 
     def then(self) -> None:
-        """The loop waits for the turn itself."""
+        """Nothing to do: the loop waits for each turn."""
 
     def _receive(self) -> None:
-        """What one call of the kernel brings. Raises OSError, PrefixdError."""
+        """Make one system call, and store what it brings. Raises OSError, PrefixdError."""
         write = self._all[self._at]
         payload_bytes = write.entry.payload_bytes - self._received_bytes
         room, direct = self._room(write, min(payload_bytes, data.PART_BYTES))
@@ -251,7 +240,7 @@ class Receiving:
                 room = write.writer.room(most_bytes)
                 if room is not None:
                     return room, True
-            except Exception as problem:  # of this save; the bytes still come
+            except Exception as problem:  # ends this write only; its bytes still arrive
                 write.fail(problem)
         if self._scratch is None or len(self._scratch) < most_bytes:
             self._scratch = memoryview(unset_bytearray(most_bytes))

@@ -1,15 +1,20 @@
-"""What comes over the local socket and is no request, half of one, or too large."""
+"""Bytes on the local socket that are no request, half a request or too large, and clients that send
+many requests ahead: they delay no others, and lose no request."""
 
 from __future__ import annotations
 
+import asyncio
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.limits import MAX_MESSAGE_BYTES
-from prefixd.server.api import local_socket as module
+from prefixd.server.api import connections, local_socket
+from prefixd.server.api.local_socket import _Connection
 from tests.support.bare import bare, claim_of, frame, served
 from tests.support.running import (
     Refused,
@@ -25,7 +30,7 @@ LOOKUP = pb.LookupRequest(keys=[key(1)])
 
 
 def unknown_kind() -> bytes:
-    message = bytes([0xFA, 0x07, 0x00])  # field 127, of no bytes
+    message = bytes([0xFA, 0x07, 0x00])  # field 127, empty
     return struct.pack("<I", len(message)) + message
 
 
@@ -92,7 +97,7 @@ async def test_who_hangs_up_in_the_middle_of_a_request_has_asked_for_nothing(
 async def test_whoever_connects_and_asks_nothing_is_hung_up_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(local_socket, "_PATIENCE_S", 0.01)
     async with running(tmp_path) as daemon:
         with bare(daemon) as connection:
             await connection.send(data)
@@ -103,7 +108,7 @@ async def test_whoever_connects_and_asks_nothing_is_hung_up_on(
 async def test_only_a_connection_of_a_session_may_be_idle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(local_socket, "_PATIENCE_S", 0.01)
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         attached = await daemon.connect_locally()
@@ -125,7 +130,7 @@ async def test_only_a_connection_of_a_session_may_be_idle(
 async def test_a_large_request_needs_a_session_and_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module.local, "MAX_SMALL_REQUEST_BYTES", 1000)
+    monkeypatch.setattr(local_socket.local, "MAX_SMALL_REQUEST_BYTES", 1000)
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         large = frame(lookup=pb.LookupRequest(keys=map(key, range(100))))
@@ -171,3 +176,85 @@ async def test_connections_are_bounded_for_a_session_and_for_all(tmp_path: Path)
         first.close()
         await daemon.until(lambda: len(daemon.local_server.connections) == 2)
         await third.ask(claim=claim_of(session, 1))
+
+
+@pytest.mark.parametrize("kind", ["give_back", "attach", "lookup"])
+@in_loop
+async def test_one_that_sends_ahead_takes_turns_with_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Whether a callback answers, or the task, or there is no answer."""
+    monkeypatch.setattr(connections, "AT_ONCE", 2)
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        happened: list[str] = []
+
+        def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+            def noted(*args: Any) -> Any:
+                happened.append("taken")
+                return function(*args)
+
+            return noted
+
+        server = daemon.local_server
+        server.at_once["give_back"] = noting(server.at_once["give_back"])
+        server.methods["lookup"] = noting(server.methods["lookup"])
+        monkeypatch.setattr(_Connection, "_attach", noting(_Connection._attach))
+
+        async def others() -> None:
+            while True:
+                happened.append("others")
+                await asyncio.sleep(0)
+
+        asked: dict[str, Any] = {
+            "give_back": pb.ReleaseRequest(session=session.ref, claim_ids=[1]),
+            "attach": session.ref,
+            "lookup": LOOKUP,
+        }
+        last = frame(lookup=pb.LookupRequest(keys=[key(1), key(2), key(3)]))
+        with bare(daemon) as connection:
+            ticking = asyncio.ensure_future(others())
+            await connection.send(frame(**{kind: asked[kind]}) * 100 + last)
+            while len((await connection.response()).lookup.results) != 3:
+                pass
+            ticking.cancel()
+            assert served(daemon)._transport.is_reading()
+        turns = "".join("t" if each == "taken" else " " for each in happened).split()
+        assert sum(map(len, turns)) == 101
+        # The task also answers the requests that were taken in the turn before.
+        assert max(map(len, turns)) <= (4 if kind == "lookup" else 2)
+
+
+@in_loop
+async def test_who_gives_back_much_and_hangs_up_has_given_back_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "AT_ONCE", 2)
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        await session.save({key(1): DATA})
+        claims = [(await session.claim([key(1)])).claim_id for _ in range(9)]
+        requests = [pb.ReleaseRequest(session=session.ref, claim_ids=[each]) for each in claims]
+        with bare(daemon) as connection:
+            await connection.send(b"".join(frame(give_back=request) for request in requests))
+        await daemon.until(lambda: not daemon.tables.claims)
+        await daemon.until(lambda: not daemon.local_server.connections)
+
+
+@in_loop
+async def test_a_connection_that_ends_within_what_it_sent_ahead_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "AT_ONCE", 2)
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        with bare(daemon) as connection:
+            request = pb.ReleaseRequest(session=session.ref, claim_ids=[1])
+            await connection.send(frame(give_back=request) * 1_000)
+            open_ones = daemon.local_server.connections
+            await daemon.until(lambda: any(each._turn.over for each in open_ones))
+            theirs = served(daemon)
+            await theirs.hang_up()
+            await daemon.until(lambda: not daemon.local_server.connections)
+            assert not theirs._turn.over
+            assert daemon.local_server.buffered_bytes == 0

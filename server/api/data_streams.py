@@ -1,0 +1,394 @@
+"""Connections of the data socket as bytes, plain or under TLS, and as requests and responses
+(proto.data).
+
+Nothing here blocks. A call that can't go on raises BlockingIOError, and `lacks` says what it waits
+for. Under TLS that may be either direction, whichever way the bytes go.
+
+What a client sends ahead waits in the kernel, except for one small request's worth of it. A client
+that stands still in the middle of a request or of a response is given up after `stall_timeout`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import ssl
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Final
+
+from ...proto import data
+from ...proto import prefixd_pb2 as pb
+from ...proto.errors import LimitReached
+from .calls import to_its_end
+from .messages import parse
+
+_HEAD: Final = data.HEAD
+_BACKLOG: Final = 128
+#: One call moves at most this much under TLS: its checksum is computed while it is in the cache.
+_TURN_BYTES: Final = 256 * 2**10
+#: Most bytes in one TLS record.
+_RECORD_BYTES: Final = 16 * 2**10
+
+
+class Stream:
+    """A connection without TLS."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Owns `sock`."""
+        sock.setblocking(False)
+        self._sock = sock
+        #: What the last call that blocked waits for: `select.POLLIN` or `select.POLLOUT`.
+        self.lacks = select.POLLIN
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send(self, buffers: Iterable[memoryview | bytes]) -> int:
+        """Send as much as the socket takes now. After a BlockingIOError the next call has to begin
+        with the same bytes. Raises BlockingIOError, OSError."""
+        try:
+            return self._sock.sendmsg(buffers)
+        except BlockingIOError:
+            self.lacks = select.POLLOUT
+            raise
+
+    def receive(self, buffers: Sequence[memoryview]) -> int:
+        """Fill the buffers, which are not empty, with the bytes that are there. Returns 0 when the
+        client has hung up. Raises BlockingIOError, OSError."""
+        try:
+            return self._sock.recvmsg_into(buffers)[0]
+        except BlockingIOError:
+            self.lacks = select.POLLIN
+            raise
+
+    def wait(self, within_ms: int) -> bool:
+        """Whether the stream can go on within this time. True also for a broken socket: the next
+        call raises its error."""
+        if not within_ms:
+            return False
+        poll = select.poll()
+        poll.register(self._sock, self.lacks)
+        return bool(poll.poll(within_ms))
+
+    def gone(self) -> bool | None:
+        """Whether the client has hung up. None: it has sent something, which stays unread."""
+        try:
+            # Not `self._sock.recv`: an SSLSocket can't peek.
+            return None if socket.socket.recv(self._sock, 1, socket.MSG_PEEK) else True
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class SecuredStream(Stream):
+    """A connection under TLS. Nothing is sent or received before the handshake."""
+
+    _sock: ssl.SSLSocket
+
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext) -> None:
+        """Owns `sock`, unless this fails. Raises OSError."""
+        super().__init__(sock)
+        self._sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+
+    def shake_hands(self) -> None:
+        """Go on with the handshake; returns when it is complete. Takes milliseconds of CPU time, so
+        it is called on a thread. Raises BlockingIOError, OSError."""
+        try:
+            self._sock.do_handshake()
+        except ssl.SSLError as problem:
+            raise self._blocked(problem) from None
+
+    def send(self, buffers: Iterable[memoryview | bytes]) -> int:
+        sent_bytes = 0
+        for record in _records(buffers):
+            try:
+                done_bytes = self._sock.send(record)
+            except ssl.SSLError as problem:
+                error = self._blocked(problem)
+                if sent_bytes and isinstance(error, BlockingIOError):
+                    break
+                raise error from None
+            sent_bytes += done_bytes
+            if done_bytes < len(record) or sent_bytes >= _TURN_BYTES:
+                break
+        return sent_bytes
+
+    def receive(self, buffers: Sequence[memoryview]) -> int:
+        came_bytes = 0
+        for buffer in buffers:
+            room = buffer
+            while room:
+                if came_bytes >= _TURN_BYTES:
+                    return came_bytes
+                try:
+                    more_bytes = self._sock.recv_into(room)
+                except ssl.SSLError as problem:
+                    error = self._blocked(problem)
+                    if came_bytes and isinstance(error, BlockingIOError):
+                        return came_bytes
+                    raise error from None
+                if not more_bytes:
+                    return came_bytes
+                came_bytes += more_bytes
+                room = room[more_bytes:]
+        return came_bytes
+
+    def _blocked(self, problem: ssl.SSLError) -> OSError:
+        if isinstance(problem, ssl.SSLWantReadError):
+            self.lacks = select.POLLIN
+        elif isinstance(problem, ssl.SSLWantWriteError):
+            self.lacks = select.POLLOUT
+        else:
+            return problem
+        return BlockingIOError()
+
+
+def _records(buffers: Iterable[memoryview | bytes]) -> Iterable[memoryview | bytes]:
+    """Split buffers into TLS records: small ones together, large ones in parts. The same buffers
+    always give the same records, because a record that was refused has to be offered again."""
+    small = bytearray()
+    for buffer in buffers:
+        if small and len(small) + len(buffer) > _RECORD_BYTES:
+            yield bytes(small)
+            small.clear()
+        if len(buffer) <= _RECORD_BYTES:
+            small += buffer
+            continue
+        view = memoryview(buffer)
+        for start in range(0, len(view), _RECORD_BYTES):
+            yield view[start : start + _RECORD_BYTES]
+    if small:
+        yield bytes(small)
+
+
+class Handshakes:
+    """The handshakes of all connections, a step at a time on one thread. A client that stalls
+    occupies no thread, and handshakes delay neither the event loop nor the threads that copy."""
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        #: Certificates of the connections that are accepted from now on.
+        self.context = context
+        self._thread: Final = ThreadPoolExecutor(1, "prefixd-tls")
+
+    async def step(self, stream: SecuredStream) -> None:
+        """Call `SecuredStream.shake_hands` on the thread, unless cancelled before it begins."""
+        step = self._thread.submit(stream.shake_hands)
+        waiting = asyncio.wrap_future(step)
+        try:
+            await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            if not step.cancel():
+                with suppress(OSError):
+                    await to_its_end(waiting)
+            raise
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def listening_at(host: str, port: int) -> socket.socket:
+    """A socket that listens, and does not block. Raises OSError."""
+    family, kind, _, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listening = socket.socket(family, kind)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted sockets inherit these: they bound the bytes in flight, which the kernel holds.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, data.SOCKET_BYTES)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, data.SOCKET_BYTES)
+        listening.setblocking(False)
+        listening.bind(address)
+        listening.listen(_BACKLOG)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def accepted(sock: socket.socket, stall_timeout_s: float, handshakes: Handshakes | None) -> Stream:
+    """The stream of an accepted socket. Raises OSError when its client is gone already."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # The kernel gives up a peer that is gone or takes nothing, whatever the connection does.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    stall_ms = max(1, round(stall_timeout_s * 1e3))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
+    return Stream(sock) if handshakes is None else SecuredStream(sock, handshakes.context)
+
+
+class HungUp(Exception):  # no failure: a client may hang up
+    """The client closed its end between two requests."""
+
+
+class DataFrames:
+    """Requests out of a stream, responses into it. Methods that end with `_now` never wait."""
+
+    def __init__(self, stream: Stream, stall_timeout_s: float) -> None:
+        self.stream: Final = stream
+        self._stall_s = stall_timeout_s
+        self._loop = asyncio.get_running_loop()
+        #: Received bytes that are not parsed yet lie from `_start` to `_end`.
+        self._buffer = memoryview(bytearray(_HEAD.size + data.MAX_SMALL_REQUEST_BYTES))
+        self._start = self._end = 0
+        #: Whether the last receive filled the buffer: TLS may then hold bytes that no poll reports.
+        self.filled = False
+        #: The part of the last response that the socket did not take.
+        self._unsent = memoryview(b"")
+        #: Whether the client would understand a message now. False in the middle of a part.
+        self.may_tell = True
+        #: Whether the next bytes would be a request. False in the middle of a save.
+        self.in_step = True
+
+    # ---- in
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Received bytes that are not parsed yet."""
+        return self._end - self._start
+
+    def receive_now(self) -> None:
+        """Receive what is there. Raises BlockingIOError, HungUp, OSError."""
+        self._make_room()
+        self._came(self._received(self._buffer[self._end :]))
+
+    def next_now(self) -> pb.DataRequest | None:
+        """The next request, if it is small and has arrived whole. Raises MalformedMessage."""
+        start = self._start + _HEAD.size
+        if start > self._end:
+            return None
+        end = start + int(_HEAD.unpack_from(self._buffer, self._start)[0])
+        if end > self._end:
+            return None
+        raw = bytes(self._buffer[start:end])
+        self._start = end
+        return parse(pb.DataRequest, raw)
+
+    async def head(self) -> int:
+        """The length of the next request, however late that begins. Raises HungUp, OSError,
+        LimitReached."""
+        if not self.ahead_bytes:
+            await self._more()
+        await self._whole(_HEAD.size)
+        return int(_HEAD.unpack_from(self._buffer, self._start)[0])
+
+    async def small(self, size_bytes: int) -> pb.DataRequest:
+        """The next request, of MAX_SMALL_REQUEST_BYTES at most, after its `head`. Raises HungUp,
+        OSError, LimitReached, MalformedMessage."""
+        await self._whole(_HEAD.size + size_bytes)
+        request = self.next_now()
+        assert request is not None
+        return request
+
+    async def large(self, size_bytes: int) -> pb.DataRequest:
+        """The next request, of any length, after its `head`. Raises as `small`."""
+        request = bytearray(size_bytes)
+        came_bytes = self.ahead_bytes - _HEAD.size
+        request[:came_bytes] = self._buffer[self._start + _HEAD.size : self._end]
+        self._start = self._end = 0
+        with memoryview(request) as room, self._stalling():
+            while came_bytes < size_bytes:
+                async with asyncio.timeout(self._stall_s):
+                    came_bytes += await self._receive(room[came_bytes:])
+        return parse(pb.DataRequest, bytes(request))
+
+    async def _whole(self, size_bytes: int) -> None:
+        """Wait until so many bytes of the next request are there. Raises HungUp, OSError,
+        LimitReached."""
+        if self.ahead_bytes < size_bytes:
+            with self._stalling():
+                async with asyncio.timeout(self._stall_s):
+                    while self.ahead_bytes < size_bytes:
+                        await self._more()
+
+    async def _more(self) -> None:
+        self._make_room()
+        self._came(await self._receive(self._buffer[self._end :]))
+
+    def _came(self, came_bytes: int) -> None:
+        self._end += came_bytes
+        self.filled = self._end == len(self._buffer)
+
+    def _make_room(self) -> None:
+        """Move the bytes to the front of the buffer, so that a whole small request fits."""
+        if self._start:
+            left_bytes = self.ahead_bytes
+            if left_bytes:
+                self._buffer[:left_bytes] = bytes(self._buffer[self._start : self._end])
+            self._start, self._end = 0, left_bytes
+
+    async def _receive(self, room: memoryview) -> int:
+        """Wait for bytes, however long that takes. Raises HungUp, OSError."""
+        while True:
+            with suppress(BlockingIOError):
+                return self._received(room)
+            await self.ready()
+
+    def _received(self, room: memoryview) -> int:
+        came_bytes = self.stream.receive([room])
+        if not came_bytes:
+            raise HungUp
+        return came_bytes
+
+    # ---- out
+
+    def tell_now(self, response: pb.DataResponse) -> bool:
+        """Send as much of a response as the socket takes. False: the rest has to be flushed before
+        anything else. Raises OSError."""
+        rest = memoryview(data.frame(response))
+        with suppress(BlockingIOError):
+            rest = rest[self.stream.send([rest]) :]
+        self._unsent = rest
+        self.may_tell = not rest
+        return self.may_tell
+
+    async def tell(self, response: pb.DataResponse) -> None:
+        """Send a response. Raises OSError, LimitReached."""
+        if not self.tell_now(response):
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Send what is left of the last response. Raises OSError, LimitReached."""
+        while self._unsent:
+            await self.until_ready()
+            with suppress(BlockingIOError):
+                self._unsent = self._unsent[self.stream.send([self._unsent]) :]
+        self.may_tell = True
+
+    # ---- waiting
+
+    async def until_ready(self) -> None:
+        """Wait until the stream can go on. Raises LimitReached when the client reads or sends
+        nothing for too long."""
+        with self._stalling():
+            async with asyncio.timeout(self._stall_s):
+                await self.ready()
+
+    async def ready(self) -> None:
+        """Wait until the stream can go on, however long that takes."""
+        loop, fd = self._loop, self.stream.fileno()
+        ready: asyncio.Future[None] = loop.create_future()
+        reading = self.stream.lacks == select.POLLIN
+        (loop.add_reader if reading else loop.add_writer)(fd, _set, ready)
+        try:
+            await ready
+        finally:
+            (loop.remove_reader if reading else loop.remove_writer)(fd)
+
+    @contextmanager
+    def _stalling(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError:
+            raise LimitReached(f"the client stood still for {self._stall_s:g} s") from None
+
+
+def _set(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
