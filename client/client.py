@@ -34,7 +34,7 @@ from .failures import Failures
 from .hits import Hit, Reader
 from .key_methods import CALL_THREADS, MAX_PENDING_CALLS, KeyCalls
 from .key_restores import KeyRestorer
-from .local.transport import LocalTransport
+from .local.local_transport import LocalTransport
 from .owner import Owner
 from .policy import SavePolicy
 from .restores import VERIFY_CHOICES, Verify

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..proto.keys import Adapter, Namespace, context_hash
-from .compat import Engine, UnsupportedEngine
+from .engine import Engine, UnsupportedEngine
 
 logger = logging.getLogger("prefixd.connectors")
 

@@ -27,8 +27,7 @@ from ..client.saves import SaveItem
 from ..proto.errors import CallerError
 from ..proto.keys import ForeignNamespace, Key
 from ..proto.vocabulary import MissReason, Tier
-from .compat import Engine
-from .options import attach
+from .engine import Engine, attach
 
 ENGINE: Final = Engine("LMCache", "lmcache", "0.5.6")
 T = TypeVar("T")

@@ -20,8 +20,7 @@ from ..client.saves import SaveItem
 from ..proto.errors import ConfigError
 from ..proto.keys import ForeignNamespace
 from ..proto.vocabulary import ClaimMode, Tier
-from .compat import Engine
-from .options import attach, plain_fields
+from .engine import Engine, attach, plain_fields
 
 ENGINE: Final = Engine("SGLang", "sglang", "0.5.23")
 

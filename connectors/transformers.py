@@ -29,7 +29,7 @@ from ..client.saves import SaveItem
 from ..proto.errors import CallerError
 from ..proto.keys import Namespace, context_hash
 from ..proto.vocabulary import SaveReason, Tier
-from .compat import Engine, UnsupportedEngine
+from .engine import Engine, UnsupportedEngine
 
 __all__ = ["Loaded", "load_cache", "namespace_of", "save_cache"]
 

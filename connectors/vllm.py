@@ -27,8 +27,7 @@ from ..client.saves import SaveItem
 from ..proto.errors import CallerError, InvalidSize
 from ..proto.keys import ForeignNamespace, Key
 from ..proto.vocabulary import Tier
-from .compat import Engine
-from .options import attach, plain_fields
+from .engine import Engine, attach, plain_fields
 
 ENGINE: Final = Engine("vLLM", "vllm", "0.33.0")
 #: Answers of the daemon that are remembered for keys that a request asks for again.

@@ -10,7 +10,7 @@ import pytest
 from prefixd.client import ClaimMode, Client, MissReason
 from prefixd.client.counters import Counters
 from prefixd.client.wire.deadline import Deadline
-from prefixd.client.wire.remote import RemoteTransport
+from prefixd.client.wire.grpc_transport import GrpcTransport
 from prefixd.proto.errors import DeadlineExceeded
 from prefixd.proto.keys import Key
 from tests.support.fake_clients import ALL, ONE, THREE, TWO, fake_daemon
@@ -19,7 +19,7 @@ from tests.support.fakes import FakeDaemon
 daemon = pytest.fixture(fake_daemon)
 
 
-class Noting(RemoteTransport):
+class Noting(GrpcTransport):
     """Says what it was asked, and does it the long way."""
 
     shared = False

@@ -12,7 +12,7 @@ import pytest
 from prefixd.client import Client, Namespace
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.connectors import llama_cpp_context
-from prefixd.connectors.compat import UnsupportedEngine
+from prefixd.connectors.engine import UnsupportedEngine
 from prefixd.connectors.llama_cpp import PrefixdCache
 from tests.support.daemon import private_daemon
 

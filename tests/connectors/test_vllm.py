@@ -17,7 +17,7 @@ import pytest
 
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.connectors import vllm
-from prefixd.connectors.compat import UnsupportedEngine
+from prefixd.connectors.engine import UnsupportedEngine
 from prefixd.proto.errors import ConfigError
 from tests.support.daemon import eventually, private_daemon
 

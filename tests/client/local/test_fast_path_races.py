@@ -13,7 +13,7 @@ from prefixd.client import Client, Hit, Key, MissReason, SaveReason, Tier
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.local import arenas
-from prefixd.client.local.transport import LocalTransport
+from prefixd.client.local.local_transport import LocalTransport
 from prefixd.client.restores import Verify
 from tests.support.daemon import eventually, private_daemon
 from tests.support.entries import key_of, payload_of, restore, rpcs, save

@@ -12,9 +12,9 @@ from typing import cast
 
 import pytest
 
-from prefixd.client.local import found
+from prefixd.client.local import node
 from prefixd.client.local.arenas import Arena, FileArena, MappedArena
-from prefixd.client.local.calls import LocalCalls
+from prefixd.client.local.local_socket import LocalCalls
 from prefixd.client.local.node import InPlace, LocalNode
 from prefixd.client.results import Entry
 from prefixd.client.wire.connection import Calls
@@ -377,7 +377,7 @@ def test_what_a_later_version_hands_over_is_closed() -> None:
 
 @pytest.mark.parametrize("mode", ClaimMode)
 def test_where_nothing_is_nothing_is_found(made: Made, mode: ClaimMode) -> None:
-    assert found.found_in(made.node, [key_of(1), key_of(2)], mode) == ((), [], [])
+    assert made.node.find([key_of(1), key_of(2)], mode) == ((), [], [])
 
 
 @pytest.mark.parametrize(
@@ -388,9 +388,9 @@ def test_a_row_that_says_nothing_ends_a_run(
     made: Made, monkeypatch: pytest.MonkeyPatch, mode: ClaimMode, positions: list[int]
 ) -> None:
     entries = [made.put(n, (n * SLAB, SLAB), payload_of(100, n)) for n in (1, 2, 3)]
-    monkeypatch.setattr(found, "_entries", lambda _rows: [entries[0], None, entries[2]])
+    monkeypatch.setattr(node, "_entries", lambda _rows: [entries[0], None, entries[2]])
     keys = [entry.key for entry in entries]
-    at, known, rows = found.found_in(made.node, keys, mode)
+    at, known, rows = made.node.find(keys, mode)
     assert at == positions
     assert known == [entries[position] for position in positions]
     assert len(rows) == len(known)

@@ -14,7 +14,7 @@ import pytest
 from prefixd.client import Client, SaveStatus, Tier
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.local.calls import Line
+from prefixd.client.local.local_socket import LocalConnection
 from prefixd.client.wire.connection import Connection
 from prefixd.client.wire.link import Link
 from prefixd.client.wire.messages import results_of
@@ -61,7 +61,7 @@ class Call:
     """One save through staging memory."""
 
     def __init__(self, link: Link, header: pb.SaveHeader) -> None:
-        self._line = Line(link.welcome.local_socket, link.ref, 60)
+        self._line = LocalConnection(link.welcome.local_socket, link.ref, 60)
         self._header: pb.SaveHeader | None = header
 
     def send(self, *parts: StagedPart, last: bool = False) -> None:
@@ -115,7 +115,7 @@ def raw(daemon: PrivateDaemon) -> Iterator[Raw]:
 
 
 def staging_of(link: Link) -> mmap.mmap:
-    line = Line(link.welcome.local_socket, link.ref, 60)
+    line = LocalConnection(link.welcome.local_socket, link.ref, 60)
     handed, _ = line.hand_over(link.ref, 60)
     memory = mmap.mmap(handed[local.STAGING][0], STAGING_BYTES)
     for fd, _ in handed.values():
@@ -284,7 +284,7 @@ def test_what_was_never_reserved_is_lost(
     assert unharmed
     reserved = pb.StagedReservations(session=raw.link.ref, tokens=tokens)
     request = pb.SaveStagedRequest(reserved=reserved, **staged([part(0, 1000)]), last=True)
-    line = Line(raw.link.welcome.local_socket, raw.link.ref, 60)
+    line = LocalConnection(raw.link.welcome.local_socket, raw.link.ref, 60)
     line.send(pb.LocalRequest(save_staged=request), 60)
     assert line.receive(60).save_staged.parts_copied == 1
     results = results_of(line.receive(60).save_staged)

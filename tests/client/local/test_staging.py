@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from prefixd.client.local import staging
-from prefixd.client.local.calls import LocalCalls
+from prefixd.client.local.local_socket import LocalCalls
 from prefixd.client.local.staging import StagingMemory
 from prefixd.client.wire.deadline import Deadline
 from prefixd.proto import prefixd_pb2 as pb
@@ -86,10 +86,10 @@ class Daemon:
             responses.append(pb.SaveStagedResponse(results=[RESULT]))
         return [*responses]
 
-    # ---- calls.LocalCalls and calls.Line
+    # ---- calls.LocalCalls and calls.LocalConnection
 
     @contextmanager
-    def line(self, _timeout_s: float) -> Iterator[Daemon]:
+    def connection(self, _timeout_s: float) -> Iterator[Daemon]:
         yield self
 
     def send(self, request: pb.LocalRequest, _timeout_s: float) -> None:
@@ -114,7 +114,7 @@ def save(
     views = [memoryview(payload) for payload in payloads]
     calls = cast(LocalCalls, daemon)
     opening = pb.SaveStagedRequest(header=HEADER)
-    return staging.save(memory, calls, opening, views, Deadline(deadline_ms))
+    return staging.save_staged(memory, calls, opening, views, Deadline(deadline_ms))
 
 
 # ---- slots

@@ -8,7 +8,7 @@ from time import monotonic
 from typing import Any
 
 from prefixd.client import Client, SaveReason, Tier
-from prefixd.client.wire.channel import Security
+from prefixd.client.wire.security import Security
 from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
 from prefixd.server.sharing.peers import DaemonPeer

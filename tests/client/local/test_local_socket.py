@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.client.local.calls import Line, LocalCalls
+from prefixd.client.local.local_socket import LocalCalls, LocalConnection
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
     ClaimLost,
@@ -195,7 +195,7 @@ def test_a_process_without_descriptors_goes_another_way(path: str, instead: Inst
         with room_for(0):
             lookup(calls)
         assert [name for name, _, _ in instead.asked] == ["Lookup"]
-        with calls.line(PATIENCE_S):
+        with calls.connection(PATIENCE_S):
             pass  # it is tried again with the next call
         calls.close()
 
@@ -324,7 +324,7 @@ def test_every_wait_has_its_own_time(daemon: Daemon) -> None:
         assert_set(enough)
 
     daemon.serve = serve
-    with closing(Line(daemon.path, SESSION, PATIENCE_S)) as line:
+    with closing(LocalConnection(daemon.path, SESSION, PATIENCE_S)) as line:
         line.send(pb.LocalRequest(lookup=pb.LookupRequest()), PATIENCE_S)
         assert len(line.receive(PATIENCE_S).lookup.results) == 1
         with pytest.raises(DeadlineExceeded):
@@ -343,7 +343,7 @@ def test_a_message_above_the_most_is_not_sent(calls: LocalCalls) -> None:
 
 
 def test_whatever_else_ends_a_call_ends_its_line(daemon: Daemon, calls: LocalCalls) -> None:
-    with pytest.raises(KeyboardInterrupt), calls.line(PATIENCE_S):
+    with pytest.raises(KeyboardInterrupt), calls.connection(PATIENCE_S):
         raise KeyboardInterrupt
     assert daemon.ended.acquire(timeout=PATIENCE_S)
 

@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from prefixd.client import Client, MissReason, SaveReason, SaveStatus, Tier
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.local.calls import Line
-from prefixd.client.local.transport import LocalTransport
+from prefixd.client.local.local_socket import LocalConnection
+from prefixd.client.local.local_transport import LocalTransport
 from prefixd.client.wire.deadline import Deadline
+from prefixd.client.wire.grpc_transport import GrpcTransport
 from prefixd.client.wire.link import Link
 from prefixd.proto import local
 from prefixd.proto import prefixd_pb2 as pb
@@ -65,10 +67,10 @@ def link_of(client: Client) -> Link:
 
 
 @contextmanager
-def line_of(client: Client) -> Iterator[Line]:
+def line_of(client: Client) -> Iterator[LocalConnection]:
     """Another one to the client's daemon."""
     link = link_of(client)
-    with closing(Line(link.welcome.local_socket, link.ref, PATIENCE_S)) as line:
+    with closing(LocalConnection(link.welcome.local_socket, link.ref, PATIENCE_S)) as line:
         yield line
 
 
@@ -213,14 +215,14 @@ def test_a_client_that_is_refused_goes_on_over_grpc(
     daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """With the same results, and says what it can't do in place."""
-    send = Line.send
+    send = LocalConnection.send
 
-    def send_changed(line: Line, request: pb.LocalRequest, timeout_s: float) -> None:
+    def send_changed(line: LocalConnection, request: pb.LocalRequest, timeout_s: float) -> None:
         if request.HasField("hand_over"):
             request = pb.LocalRequest(hand_over=changed(request.hand_over, case))
         send(line, request, timeout_s)
 
-    monkeypatch.setattr(Line, "send", send_changed)
+    monkeypatch.setattr(LocalConnection, "send", send_changed)
     with Client(daemon.address) as client:
         keys = save(client, [f"{case} {n}" for n in range(2)], 700_000, Tier.SHM)
         assert set(client._transport.refused()) == {local.INDEX, local.STAGING}
@@ -268,7 +270,7 @@ def test_a_hand_over_that_fails(
     def hand_over(*_: object) -> None:
         raise problem
 
-    monkeypatch.setattr(Line, "hand_over", hand_over)
+    monkeypatch.setattr(LocalConnection, "hand_over", hand_over)
     with Client(daemon.address) as client:
         goes_on_over_grpc(client)
 
@@ -280,7 +282,7 @@ def test_nobody_at_the_local_socket(
     def connect(*_: object) -> None:
         raise problem
 
-    monkeypatch.setattr(Line, "__init__", connect)
+    monkeypatch.setattr(LocalConnection, "__init__", connect)
     with Client(daemon.address) as client:
         goes_on_over_grpc(client)
 
@@ -292,14 +294,14 @@ def test_a_hand_over_that_takes_too_long_is_tried_again(
     asked: list[float] = []
 
     def hand_over(
-        _line: Line, _session: pb.SessionRef, timeout_s: float, _wanted: Sequence[str]
+        _line: LocalConnection, _session: pb.SessionRef, timeout_s: float, _wanted: Sequence[str]
     ) -> None:
         asked.append(timeout_s)
         raise DeadlineExceeded("not yet")
 
     with Client(daemon.address) as client:
         with monkeypatch.context() as patch:
-            patch.setattr(Line, "hand_over", hand_over)
+            patch.setattr(LocalConnection, "hand_over", hand_over)
             for _ in range(3):
                 assert client.exists([key_of("nobody")], deadline_ms=400) == [False]
         assert len(asked) == 1
@@ -315,14 +317,14 @@ def test_a_call_waits_no_longer_than_it_may_for_the_hand_over_of_another(
     daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, may_go_on = threading.Event(), threading.Event()
-    hand_over = Line.hand_over
+    hand_over = LocalConnection.hand_over
 
-    def slow(line: Line, *asking: Any) -> Any:
+    def slow(line: LocalConnection, *asking: Any) -> Any:
         asked.set()
         assert may_go_on.wait(PATIENCE_S)
         return hand_over(line, *asking)
 
-    monkeypatch.setattr(Line, "hand_over", slow)
+    monkeypatch.setattr(LocalConnection, "hand_over", slow)
     with Client(daemon.address) as client:
         assert client.wait_connected()
         transport = transport_of(client)
@@ -342,14 +344,14 @@ def test_closing_waits_for_no_hand_over(
     daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, may_go_on = threading.Event(), threading.Event()
-    hand_over = Line.hand_over
+    hand_over = LocalConnection.hand_over
 
-    def slow(line: Line, *asking: Any) -> Any:
+    def slow(line: LocalConnection, *asking: Any) -> Any:
         asked.set()
         assert may_go_on.wait(PATIENCE_S)
         return hand_over(line, *asking)
 
-    monkeypatch.setattr(Line, "hand_over", slow)
+    monkeypatch.setattr(LocalConnection, "hand_over", slow)
     client = Client(daemon.address)
     assert client.wait_connected()
     transport = transport_of(client)
@@ -430,7 +432,7 @@ def test_a_claim_is_held_on_when_its_line_ends_with_another_call(
     with daemon.admin() as admin, client.claim(keys) as hit:
         (line,) = node.calls._idle
         there = descriptors_of(daemon)
-        with pytest.raises(DeadlineExceeded), node.calls.line(60.0):
+        with pytest.raises(DeadlineExceeded), node.calls.connection(60.0):
             raise DeadlineExceeded("a test took it")
         assert line._socket.fileno() == -1
         assert node.calls._idle == []
@@ -480,12 +482,6 @@ def test_refusals_leave_no_descriptor(daemon: PrivateDaemon, client: Client) -> 
     eventually(lambda: descriptors_of(daemon) <= there)
 
 
-class _Remote:
-    """The next session's daemon shares."""
-
-    shares = True
-
-
 class _Session:
     """One with a daemon that did not share."""
 
@@ -494,7 +490,8 @@ class _Session:
 
 
 def test_whether_a_daemon_shares_is_not_believed_of_a_session_that_ended() -> None:
-    transport = LocalTransport(_Remote())  # type: ignore[arg-type]
+    next_session = Mock(GrpcTransport, shares=True)
+    transport = LocalTransport(next_session)
     assert transport.shares
     session = _Session()
     transport._link = session  # type: ignore[assignment]

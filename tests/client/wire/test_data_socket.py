@@ -19,11 +19,10 @@ from prefixd.client.bench.run import OverData
 from prefixd.client.counters import Counters
 from prefixd.client.restores import Restore
 from prefixd.client.results import Entry
-from prefixd.client.wire import messages, remote
-from prefixd.client.wire.channel import Security
-from prefixd.client.wire.data_line import DataCalls, DataLine
+from prefixd.client.wire import grpc_transport, messages
+from prefixd.client.wire.data_socket import DataCalls, DataConnection, NoConnection, Place
 from prefixd.client.wire.data_transport import DataTransport
-from prefixd.client.wire.data_wire import NoLine, Place
+from prefixd.client.wire.security import Security
 from prefixd.proto import data
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
@@ -93,7 +92,7 @@ def place(port: int) -> Place:
 
 
 def read(port: int, restore: Restore, timeout_s: float = PATIENCE_S) -> None:
-    line = DataLine(place(port), timeout_s)
+    line = DataConnection(place(port), timeout_s)
     try:
         line.begin(pb.DataRequest(read=pb.ReadRequest()), timeout_s)
         line.parts(len(restore), restore)
@@ -213,7 +212,7 @@ def test_where_nobody_listens_nothing_was_asked() -> None:
         port = listening.getsockname()[1]
     calls = calls_to(port)
     for _ in range(2):  # the second is not even tried
-        with pytest.raises(NoLine):
+        with pytest.raises(NoConnection):
             calls.save(pb.RawSaveRequest(), [], PATIENCE_S)
 
 
@@ -339,7 +338,7 @@ def test_calls_under_way_fail_with_their_session() -> None:
         calls.hang_up()
         asking.join()
         assert isinstance(raised[0], DaemonUnavailable)
-        with pytest.raises(NoLine):
+        with pytest.raises(NoConnection):
             calls.save(pb.RawSaveRequest(), [], PATIENCE_S)
 
 
@@ -374,7 +373,7 @@ def test_the_data_socket_is_where_the_daemon_was_reached(
     def keeper(*_: object, when_opened: Callable[[object], None], **__: object) -> None:
         when_opened(opened)
 
-    monkeypatch.setattr(remote, "SessionKeeper", keeper)
+    monkeypatch.setattr(grpc_transport, "SessionKeeper", keeper)
     DataTransport(address, counters=Counters())
     if host is None:
         assert opened.data is None
