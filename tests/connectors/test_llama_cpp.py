@@ -11,7 +11,7 @@ import pytest
 
 from prefixd.client import Client, Namespace
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.connectors import llama_cpp_context
+from prefixd.connectors import llama_cpp
 from prefixd.connectors.engine import UnsupportedEngine
 from prefixd.connectors.llama_cpp import PrefixdCache
 from tests.support.daemon import private_daemon
@@ -186,12 +186,12 @@ def test_what_fails_on_the_way_is_no_failed_request(
 def test_without_the_engine_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp.llama_cpp", None)
     with pytest.raises(UnsupportedEngine, match=r"needs llama-cpp-python \(made for 0\.3\.36\)"):
-        llama_cpp_context.low_level()
+        llama_cpp.low_level()
 
 
 def fake_library(monkeypatch: pytest.MonkeyPatch, *without: str) -> ModuleType:
     library = ModuleType("llama_cpp.llama_cpp")
-    for name in llama_cpp_context._NEEDED:
+    for name in llama_cpp._NEEDED:
         if name not in without:
             setattr(library, name, lambda *_: 0)
     monkeypatch.setitem(sys.modules, "llama_cpp", ModuleType("llama_cpp"))
@@ -215,7 +215,7 @@ def test_a_llama_made_within_has_a_spare_sequence(monkeypatch: pytest.MonkeyPatc
     default = SimpleNamespace(n_seq_max=1, kv_unified=False)
     library.llama_context_default_params = lambda: default  # type: ignore[attr-defined]
     made = library.llama_context_default_params
-    with llama_cpp_context.block_sequences():
+    with llama_cpp.block_sequences():
         params = library.llama_context_default_params()
     assert (params.n_seq_max, params.kv_unified) == (2, True)
     assert library.llama_context_default_params is made
@@ -235,7 +235,7 @@ def test_every_model_of_the_server_gets_a_cache(monkeypatch: pytest.MonkeyPatch)
     server.LlamaProxy = LlamaProxy  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "llama_cpp.server", ModuleType("llama_cpp.server"))
     monkeypatch.setitem(sys.modules, "llama_cpp.server.model", server)
-    llama_cpp_context.attach_to_server(lambda llama: ("cache of", llama.settings))
+    llama_cpp.attach_to_server(lambda llama: ("cache of", llama.settings))
     LlamaProxy.load_llama_from_model_settings("settings")
     assert set_caches == [("cache of", "settings")]
     # The server's default, for which a cache has nothing.
