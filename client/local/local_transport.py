@@ -76,11 +76,10 @@ class LocalTransport:
         #: The session that `_node` was handed to.
         self._link: Link | None = None
         self._node: LocalNode | None = None
-        #: No hand-over is asked for before these moments, on the monotonic clock: one of the whole
-        #: node, of another index in place of a revoked one, of staging memory.
+        #: No hand-over is asked for before these moments, on the monotonic clock: of the node, and
+        #: of single parts that come later.
         self._not_before_s = 0.0
-        self._no_index_before_s = 0.0
-        self._no_staging_before_s = 0.0
+        self._part_not_before_s: dict[str, float] = {}
         self._closed = False
         # Not `_lock`: heartbeats take this one, and must not wait for a hand-over.
         self._touches_lock = threading.Lock()
@@ -111,16 +110,8 @@ class LocalTransport:
         """Ask for another index now and then: a daemon that revoked its index makes a new one. The
         rest of what was handed over stays. Raises DeadlineExceeded."""
         within_s = HAND_OVER_S if deadline is None else min(HAND_OVER_S, deadline.left_s() / 2)
-        if time.monotonic() < self._no_index_before_s or not self._lock.acquire(blocking=False):
-            return
-        try:
-            self._no_index_before_s = time.monotonic() + RETRY_HAND_OVER_S
-            with node.calls.connection(within_s) as connection:
-                node.take(*connection.hand_over(node.ref, within_s, [local.INDEX]))
-        except (OSError, PrefixdError) as problem:
-            logger.info("no new index: %s", problem)
-        finally:
-            self._lock.release()
+        if self._may_ask(local.INDEX) and self._lock.acquire(blocking=False):
+            self._take_part(node, local.INDEX, "new index", within_s)
 
     def _staging(self, node: LocalNode, deadline: Deadline) -> StagingMemory | None:
         """This session's staging memory. It is handed over when a save first needs it, because
@@ -128,19 +119,25 @@ class LocalTransport:
         if node.staging is not None or local.STAGING in node.refused:
             return node.staging
         within_s = min(HAND_OVER_S, deadline.left_s() / 2)
-        if not self._lock.acquire(timeout=within_s):
-            return None
+        if self._lock.acquire(timeout=within_s):
+            self._take_part(node, local.STAGING, "staging memory", within_s)
+        return node.staging
+
+    def _may_ask(self, part: str) -> bool:
+        return time.monotonic() >= self._part_not_before_s.get(part, 0.0)
+
+    def _take_part(self, node: LocalNode, part: str, what: str, within_s: float) -> None:
+        """Have one part of the node handed over, unless another call has just asked for it. Called
+        with the lock, and releases it."""
         try:
-            if node.staging is None and time.monotonic() >= self._no_staging_before_s:
-                self._no_staging_before_s = time.monotonic() + RETRY_HAND_OVER_S
+            if self._may_ask(part):
+                self._part_not_before_s[part] = time.monotonic() + RETRY_HAND_OVER_S
                 with node.calls.connection(within_s) as connection:
-                    node.take(*connection.hand_over(node.ref, within_s, [local.STAGING]))
-                self._no_staging_before_s = 0.0
+                    node.take(*connection.hand_over(node.ref, within_s, [part]))
         except (OSError, PrefixdError) as problem:
-            logger.info("no staging memory: %s", problem)
+            logger.info("no %s: %s", what, problem)
         finally:
             self._lock.release()
-        return node.staging
 
     def _switch(self, deadline: Deadline | None) -> None:
         """Take the node of the current session. While there is no session the last node stays: what
@@ -166,7 +163,8 @@ class LocalTransport:
         if old is not None:
             old.calls.close()
             self._take_touches()  # dropped: they are of an earlier session
-            self._not_before_s = self._no_staging_before_s = 0.0
+            self._not_before_s = 0.0
+            self._part_not_before_s.pop(local.STAGING, None)
         now_s = time.monotonic()
         if now_s >= until_s or now_s < self._not_before_s:
             return

@@ -1,4 +1,5 @@
-"""An engine whose interface changed is refused when it is attached, not at its first request."""
+"""An engine with a changed interface, or wrong options, is refused when it is attached, not at its
+first request."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ ENGINE = Engine("Engine", "engine", "1.0")
 
 
 class Base(ABC):
-    """An engine's."""
+    """A base class of the engine."""
 
     def __init__(self, what_its_factory_gives: int) -> None:
         self.given = what_its_factory_gives
@@ -31,7 +32,7 @@ class Base(ABC):
 
 
 def made(base: type = Base, **changed: Callable[..., Any]) -> type:
-    """Ours, derived from that base."""
+    """A class of ours, derived from that base, with changed methods."""
 
     def get(self: Any, key: str, target: Any = None) -> Any:
         return self, key, target
@@ -47,7 +48,7 @@ def made(base: type = Base, **changed: Callable[..., Any]) -> type:
 
 
 def later(name: str, method: Callable[..., Any]) -> type:
-    """A base of which one method changed."""
+    """The base class of a later version, in which one method has changed."""
     return type("Later", (Base,), {name: method})
 
 

@@ -1,4 +1,4 @@
-"""The llama-cpp-python connector against a context made of lists: no engine, a real daemon."""
+"""The llama-cpp-python connector with a real daemon, and a context made of lists as the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = list(range(100, 150))
 
 
 class FakeContext:
-    """The state of a token is the token itself; counts what was loaded."""
+    """A context in which the state of a token is the token itself."""
 
     def __init__(self, *, blocks: bool, can_be_cut: bool = True) -> None:
         self.has_spare_sequence = blocks
@@ -31,7 +31,7 @@ class FakeContext:
         self.damaged = False
 
     def run(self, cache: PrefixdCache, prompt: Sequence[int], answer: Sequence[int] = ()) -> int:
-        """What `Llama` does with a prompt. Returns how many tokens it had to evaluate."""
+        """Do what `Llama` does with a prompt. Returns how many tokens it had to evaluate."""
         with pytest.raises(KeyError):
             cache[prompt]
         known = 0
@@ -47,7 +47,7 @@ class FakeContext:
         cache[tokens] = object()
         return len(prompt) - known
 
-    # ---- `Context`
+    # ---- as LlamaContext
 
     def tokens(self) -> list[int]:
         return list(self.evaluated)
@@ -130,7 +130,9 @@ def test_what_is_in_the_context_is_not_loaded_again(client: Client, namespace: N
     assert client.counters["restored_entries"] == before
     context.evaluated = context.state_of = PROMPT[:20]
     assert context.run(cache, PROMPT) == 1
-    assert client.counters["restored_entries"] == before + 5, "only what is behind the 20"  # type: ignore[operator]
+    assert client.counters["restored_entries"] == before + 5, (
+        "only the blocks behind the first 20 tokens"
+    )  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("can_be_cut", [True, False], ids=["attention", "recurrent"])
@@ -238,8 +240,8 @@ def test_every_model_of_the_server_gets_a_cache(monkeypatch: pytest.MonkeyPatch)
     llama_cpp.attach_to_server(lambda llama: ("cache of", llama.settings))
     LlamaProxy.load_llama_from_model_settings("settings")
     assert set_caches == [("cache of", "settings")]
-    # The server's default, for which a cache has nothing.
+    # The server's default, which the cache can't serve.
     scores = SimpleNamespace(logits_all=True, model="m")
     LlamaProxy.load_llama_from_model_settings(scores)
     assert set_caches[1:] == [("cache of", SimpleNamespace(logits_all=False, model="m"))]
-    assert scores.logits_all, "the caller's settings are the caller's"
+    assert scores.logits_all, "the caller's settings stay as they were"

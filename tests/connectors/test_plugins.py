@@ -47,7 +47,7 @@ def test_they_are_those_that_engines_look_for() -> None:
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_without_the_engine_nothing_happens(group: str) -> None:
-    """In a process of its own: nothing of an engine, and no gRPC server, comes along."""
+    """In a process of its own: no engine is imported, and no thread is started."""
     value = GROUPS[group]["prefixd"]
     script = (
         "import sys, threading\n"

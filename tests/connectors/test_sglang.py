@@ -42,7 +42,7 @@ class PoolName(str, Enum):  # noqa: UP042  (as the engine has it)
 
 
 class Pool:
-    """Page-first: K and V of a page apart. Layer-first: of each layer, too."""
+    """Page-first: a page has two pieces, K and V. Layer-first: two pieces for each layer."""
 
     page_size, dtype = 64, "bf16"
 

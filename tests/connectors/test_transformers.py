@@ -24,7 +24,7 @@ TOKENS = list(range(50))
 
 
 class Tensor(np.ndarray[Any, Any]):
-    """An array with the methods of a tensor that are used."""
+    """An array with those methods of a tensor that the connector uses."""
 
     def detach(self) -> Tensor:
         return self

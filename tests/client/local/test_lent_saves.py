@@ -1,4 +1,4 @@
-"""Saves from this process's own memory: what lies there is found, or they go another way."""
+"""Saves that lend this process's memory: they are stored right, or go another way."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def lends(client: Client) -> bool:
 
 
 def staged(client: Client) -> bool:
-    """Was anything saved through staging memory?"""
+    """Whether anything was saved through staging memory."""
     node = transport_of(client)._node
     return node is not None and node.staging is not None
 
@@ -110,7 +110,7 @@ def test_few_bytes_and_very_many_pieces_are_not_lent(monkeypatch: pytest.MonkeyP
 def test_what_cant_be_lent_is_staged(
     client: Client, monkeypatch: pytest.MonkeyPatch, problem: type[Exception]
 ) -> None:
-    """A daemon that may not read this process is not asked again; one that was busy is."""
+    """Lending is tried again if the daemon was busy, but not if it may not read this process."""
     asked = []
 
     real_send = LocalConnection.send
@@ -135,7 +135,7 @@ def test_what_cant_be_lent_is_staged(
 def test_memory_is_taken_back_before_a_save_that_gave_up_returns(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The daemon reads the token again when it has copied: the buffer is the caller's now."""
+    """The daemon reads the token again after its copy, and finds that the caller has the buffer."""
     lent: list[bytes] = []
     tokens: list[bytearray] = []
     real_send, real_address_of = LocalConnection.send, staging.address_of

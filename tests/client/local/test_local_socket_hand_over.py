@@ -1,4 +1,4 @@
-"""Descriptors over the local socket: none is lost, whatever the daemon or the kernel does."""
+"""Descriptors over the local socket: none leaks, whatever the daemon or the kernel does."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def named(names: Sequence[str]) -> pb.HandOverResponse:
 def hand_over_with(
     names: Sequence[str], files: Sequence[str] = FILES, cut: int | None = None
 ) -> Callable[[Peer], None]:
-    """Answers with these descriptors; `cut`: with the first bytes of the message only."""
+    """Answers with these descriptors; `cut`: with only the first bytes of the message."""
 
     def serve(peer: Peer) -> None:
         assert peer.receive() is not None
@@ -145,9 +145,9 @@ def test_a_hand_over_that_comes_in_pieces_and_too_late(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("room", [0, 1, 2])
 def test_a_process_without_room_for_descriptors_keeps_none(tmp_path: Path, room: int) -> None:
-    """The kernel then hands over only some of them, or none."""
+    """The kernel then hands over only some descriptors, or none."""
     path = str(tmp_path / "l")
-    # No other thread: one that waits for a connection takes a descriptor for it in advance.
+    # No other thread may run: one that accepts connections takes a descriptor in advance.
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening, ExitStack() as opened:
         listening.bind(path)
         listening.listen()

@@ -1,4 +1,4 @@
-"""Calls over gRPC: what is repeated, what is not, what an answer that makes no sense is."""
+"""Calls over gRPC: which are repeated, and what malformed responses lead to."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_an_address_is_checked(counters: Counters) -> None:
         GrpcTransport("nonsense", counters=counters)
 
 
-#: Each call that needs nothing but a session.
+#: Calls that need nothing but a session.
 CALLS: dict[str, Callable[[GrpcTransport], object]] = {
     "Lookup": lambda remote: remote.lookup([ONE], 0, long()),
     "Claim": lambda remote: remote.claim([ONE], ClaimMode.ANY, 0, 0, long()),
@@ -138,7 +138,7 @@ def test_a_call_fails_when_the_daemon_goes_away_meanwhile(
     daemon: FakeDaemon, remote: GrpcTransport, name: str
 ) -> None:
     def leave(message: Any) -> Any:
-        daemon.end_sessions()  # the client closes its connection, in the middle of the call
+        daemon.end_sessions()  # the client closes its connection during the call
         daemon.wait_until(lambda: len(daemon.hellos) > 1)
         return message
 
@@ -275,11 +275,11 @@ def test_releases_of_this_and_earlier_sessions(daemon: FakeDaemon, remote: GrpcT
     assert remote.release([old], long()) == [False]
     assert daemon.rpcs["Release"] == 0
     assert remote.release([old, new], long()) == [False, True]
-    assert remote.release([new], long()) == [False]  # the daemon had it back before
+    assert remote.release([new], long()) == [False]  # the daemon had taken it back before
 
 
 def test_more_than_a_call_takes_goes_in_several(daemon: FakeDaemon, remote: GrpcTransport) -> None:
-    """Releases, and what the session stream carries."""
+    """Releases, and messages on the session stream."""
     daemon.put(ONE, b"bytes")
     link = remote.current
     assert link is not None
@@ -385,7 +385,7 @@ def test_somebody_elses_save_in_flight_is_named(remote: GrpcTransport) -> None:
 def test_a_claim_that_is_granted_too_late_is_given_back(
     daemon: FakeDaemon, remote: GrpcTransport
 ) -> None:
-    """It would be held as long as the session: nobody knows its number."""
+    """Otherwise it would be held as long as the session, because no caller knows its number."""
     daemon.put(ONE, b"abc")
     gate = daemon.hold("Claim")
     with pytest.raises(DeadlineExceeded):

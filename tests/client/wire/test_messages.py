@@ -1,4 +1,4 @@
-"""From the contract's messages to the client's values, and back."""
+"""Messages of the contract to values of the client, and back; payloads into messages."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_header_says_everything_of_a_save() -> None:
     terms = SaveTerms(Tier.DISK, SaveReason.COLD, [OTHER], 5, 6, [KEY])
     header = messages.header_of(items, terms)
     assert (header.tier, header.reason) == (pb.TIER_DISK, pb.SAVE_REASON_COLD)
-    on_the_wire = [items[0], items[1]._replace(token_count=0)]  # nobody said
+    on_the_wire = [items[0], items[1]._replace(token_count=0)]  # not said
     assert [ReserveItem(**asdict(item)) for item in items_of(header)] == on_the_wire
     assert (list(header.ancestors), list(header.touched)) == ([OTHER], [KEY])
     assert (header.wait_ms, header.ttl_ms) == (5, 6)
@@ -151,8 +151,8 @@ def test_small_payloads_share_a_message() -> None:
 def test_a_message_has_one_part_of_a_payload_at_most(
     sizes_bytes: list[int], chunk_bytes: int, max_message_bytes: int
 ) -> None:
-    """The daemon takes as many parts in a message as there are payloads in a batch, so that no
-    batch can be cut into too many."""
+    """The daemon accepts as many parts in a message as a batch has payloads, so no batch can be
+    cut into too many."""
     opening = pb.SaveRequest(header=pb.SaveHeader())
     _, messages = packed(sizes_bytes, chunk_bytes, max_message_bytes, opening)
     for message in messages:
@@ -163,7 +163,7 @@ def test_a_message_has_one_part_of_a_payload_at_most(
 def test_a_message_holds_about_a_chunk() -> None:
     _, messages = packed([10_000] * 5, 4_000, 1 << 20, pb.SaveRequest(header=pb.SaveHeader()))
     sizes = [len(pb.SaveRequest.FromString(message).parts) for message in messages]
-    # 4,000 + 4,000 + 2,000 of each: the short rest takes the beginning of the next along.
+    # 4,000 + 4,000 + 2,000 of each: the short rest shares a message with the next payload.
     assert sum(sizes) == 15
     assert max(len(message) for message in messages) < 4_000 + 4_000
 

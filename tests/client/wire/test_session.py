@@ -1,4 +1,4 @@
-"""Keeping a session: reconnecting, giving up quickly, noticing a daemon that hangs."""
+"""Keeping a session: reconnecting, failing fast, noticing a daemon that hangs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def daemon(address: str) -> Iterator[FakeDaemon]:
 
 
 class WatchedCounters(Counters):
-    """Tells when something was counted."""
+    """Counters that a test can wait for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class WatchedCounters(Counters):
 
 
 class WatchedBackoff(Backoff):
-    """Waits of a millisecond; tells when a session has proved to be good."""
+    """Waits of a millisecond; a test can wait until a session has had its first answer."""
 
     def __init__(self) -> None:
         super().__init__(1, 4)
@@ -162,7 +162,7 @@ def test_a_session_that_the_daemon_forgot_is_renewed(daemon: FakeDaemon, keepers
     first = keeper.link(Deadline(LONG))
     assert keepers.backoff.proved.wait(PATIENCE_S)
     keeper.renew(first, "it was forgotten")
-    keeper.renew(first, "it was forgotten")  # by another thread; once is enough
+    keeper.renew(first, "it was forgotten")  # another thread did it; once is enough
     second = keeper.link(Deadline(LONG))
     assert second is not first
     assert first.why_ended == "it was forgotten"

@@ -20,7 +20,7 @@ def test_the_remote_transport_has_every_method_as_declared() -> None:
 
 
 def shape(method: Callable[..., object]) -> list[tuple[str, object, object]]:
-    """Parameters, where what is not used may have an underscore before its name."""
+    """The parameters of a method."""
     parameters = inspect.signature(method).parameters.values()
     return [(each.name.lstrip("_"), each.kind, each.annotation) for each in parameters]
 
