@@ -59,14 +59,14 @@ class LocalConnection:
         return response
 
     def hand_over(
-        self, session: pb.SessionRef, timeout_s: float, wanted: Sequence[str] = ()
+        self, session: pb.SessionRef, timeout_s: float, names: Sequence[str] = ()
     ) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
-        """Ask for the daemon's descriptors; `wanted`: names of some, or empty for all.
+        """Ask for the daemon's descriptors; `names`: of some, or empty for all.
 
         Returns the descriptors by name, each with its size in bytes, which the caller then owns;
         and what was refused, with the reasons. Raises PrefixdError.
         """
-        request = pb.HandOverRequest(session=session, wanted=wanted)
+        request = pb.HandOverRequest(session=session, wanted=names)
         self.send(pb.LocalRequest(hand_over=request), timeout_s)
         fds: list[int] = []
         try:

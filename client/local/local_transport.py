@@ -297,10 +297,10 @@ class LocalTransport:
         if not wait_ms:
             looked = self.find(keys, ClaimMode.ANY, deadline)
             if looked is not None:
-                answers = [Found(Presence.ABSENT)] * len(keys)
+                results = [Found(Presence.ABSENT)] * len(keys)
                 for position, entry in zip(looked.positions, looked.entries, strict=True):
-                    answers[position] = Found(Presence.PRESENT, entry)
-                return answers
+                    results[position] = Found(Presence.PRESENT, entry)
+                return results
         return self._remote.lookup(keys, wait_ms, deadline)
 
     def claim(

@@ -218,7 +218,7 @@ class DataConnection:
             if response.HasField("read_end"):
                 return
             if not response.HasField("part") or response.part.range >= count:
-                raise PrefixdError("the daemon sent something that was not asked for")
+                raise PrefixdError("the daemon sent a response that was not requested")
             part, self.moved = response.part, True
             if part.status != pb.READ_STATUS_OK:
                 sink(part.range, part.offset_bytes, None)
@@ -394,7 +394,7 @@ class DataCalls(ConnectionPool[DataConnection]):
         def receive(connection: DataConnection) -> None:
             response = connection.response()
             if not response.HasField("claim"):
-                raise PrefixdError("the daemon sent something that was not asked for")
+                raise PrefixdError("the daemon sent a response that was not requested")
             connection.moved = True
             claimed = response.claim
             count = sum(result.claimed for result in claimed.results)
@@ -412,7 +412,7 @@ class DataCalls(ConnectionPool[DataConnection]):
             if response.HasField("save_ready"):
                 items = response.save_ready.items
                 if any(item >= len(payloads) for item in items):
-                    raise PrefixdError("the daemon asked for a payload that there is not")
+                    raise PrefixdError("the daemon asked for a payload that does not exist")
                 try:
                     connection.payloads([payloads[item] for item in items])
                 except DaemonUnavailable:

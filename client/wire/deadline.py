@@ -28,5 +28,5 @@ class Deadline:
         """Seconds left, more than 0. Raises DeadlineExceeded when the deadline has passed."""
         left_s = self._at_s - self._clock()
         if left_s <= 0:
-            raise DeadlineExceeded("the call's time was over before the daemon was asked")
+            raise DeadlineExceeded("the deadline passed before the daemon could be asked")
         return left_s
