@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import chain, count
@@ -281,8 +281,11 @@ class L2Core:
             part = held.setdefault(id(hit), _Held(hit, [], []))
             part.positions.append(position)
             part.places.append(place)
-        loading = _Loading(len(keys), len(held) + bool(rest))
-        loading.then = lambda: self._end(self._loaded, number, loading.good, self.load_event)
+        loading = _Loading(
+            len(keys),
+            len(held) + bool(rest),
+            lambda good: self._end(self._loaded, number, good, self.load_event),
+        )
         for part in held.values():
             try:
                 restoring = self._client.restore_async(
@@ -304,7 +307,7 @@ class L2Core:
                 lambda done: self._load_unlocked(loading, rest, buffers, done)
             )
         elif not held:
-            loading.then()
+            loading.then(loading.good)
         return number
 
     def _load_unlocked(
@@ -360,11 +363,11 @@ class _Held(NamedTuple):
 class _Loading:
     """One load. Its parts end in any order, in any thread."""
 
-    def __init__(self, size: int, parts: int) -> None:
+    def __init__(self, size: int, parts: int, then: Callable[[list[bool]], None]) -> None:
         self.good = [False] * size
+        self.then: Final = then
         self._parts = parts
         self._lock = threading.Lock()
-        self.then: Any = None
 
     def ended(self, positions: Sequence[int], restoring: Future[Any] | None) -> None:
         if restoring is not None and not restoring.exception():
@@ -375,7 +378,7 @@ class _Loading:
             self._parts -= 1
             last = not self._parts
         if last:
-            self.then()
+            self.then(self.good)
 
 
 # ---- the adapter

@@ -52,10 +52,10 @@ class DataTransport(GrpcTransport):
 
     def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
         link = self._holder(claim)
-        request = messages.read_request(claim, ranges)
         timeout_s = deadline.left_s()
         try:
             data = _data_of(link)
+            request = messages.read_request(claim, ranges)
             self._call_held("Read", link, lambda: data.read(request, len(ranges), sink, timeout_s))
         except NoConnection:
             super().read(claim, ranges, sink, deadline)
@@ -64,14 +64,13 @@ class DataTransport(GrpcTransport):
             raise ClaimLost(claim.why_lost)
 
     def fetch(self, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> bool:
-        request = pb.FetchRequest(
-            keys=[each.entry.key for each in ranges],
-            generations=[each.entry.generation for each in ranges],
-            ranges=map(messages.range_of, ranges),
-        )
-
         def fetch(link: Link, data: DataCalls, timeout_s: float) -> None:
-            request.session.CopyFrom(link.ref)
+            request = pb.FetchRequest(
+                session=link.ref,
+                keys=[each.entry.key for each in ranges],
+                generations=[each.entry.generation for each in ranges],
+                ranges=map(messages.range_of, ranges),
+            )
             data.fetch(request, len(ranges), sink, timeout_s)
 
         try:
@@ -88,15 +87,16 @@ class DataTransport(GrpcTransport):
         begin: Callable[[Claimed], Sink],
         deadline: Deadline,
     ) -> bool:
-        request = pb.FetchRequest(
-            keys=keys, mode=pb.ClaimMode.ValueType(mode), room_bytes=room_bytes
-        )
-
         def begin_with(response: pb.ClaimResponse) -> Sink:
             return begin(Claimed(None, *messages.claimed_of(keys, response)))
 
         def fetch(link: Link, data: DataCalls, timeout_s: float) -> None:
-            request.session.CopyFrom(link.ref)
+            request = pb.FetchRequest(
+                session=link.ref,
+                keys=keys,
+                mode=pb.ClaimMode.ValueType(mode),
+                room_bytes=room_bytes,
+            )
             data.fetch_found(request, begin_with, timeout_s)
 
         try:
@@ -127,10 +127,10 @@ class DataTransport(GrpcTransport):
         deadline: Deadline,
     ) -> list[SaveOutcome]:
         link = self._writer(reservations, deadline)
-        request = pb.RawSaveRequest(reserved=messages.reserved_of(link.ref, reservations))
         timeout_s = deadline.left_s()
         try:
             data = _data_of(link)
+            request = pb.RawSaveRequest(reserved=messages.reserved_of(link.ref, reservations))
             results = self._call_held(
                 "Write", link, lambda: data.save(request, payloads, timeout_s)
             )

@@ -201,8 +201,6 @@ class Link:
         if not self.why_ended:
             self._outbox.put(_FAREWELL)
         self._ended(why)
-        self._outbox.put(None)
-        self._welcomed.set()
 
     def close(self, why: str) -> None:
         """End session and connection: the daemon releases what was held, calls in progress fail.
@@ -210,8 +208,6 @@ class Link:
         Idempotent; the first reason stays.
         """
         self._ended(why)
-        self._outbox.put(None)
-        self._welcomed.set()
         self._events.cancel()
         self.connection.close()
         self._end_calls()
@@ -221,6 +217,8 @@ class Link:
         self.why_ended = self.why_ended or why
         self.claims.end(self.why_ended)
         self.reservations.end(self.why_ended)
+        self._outbox.put(None)
+        self._welcomed.set()
 
     def _end_calls(self) -> None:
         on_end, self.on_end = self.on_end, []
